@@ -47,7 +47,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # torch and transformers: seconds that --help and a mistake do not need.
+    # Imports torch and transformers, which takes seconds that --help does not need.
     from gapo_megatron.ops.convert.directions import hf_to_megatron
     from gapo_megatron.ops.convert.report import show
 

@@ -48,7 +48,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="folder with config.json and tokenizer (default: what the checkpoint brings or names)",
+        help="folder with config.json and tokenizer (default: the one of the checkpoint)",
     )
     add_options(parser)
     parser.add_argument(
@@ -56,14 +56,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
         type=to_bytes,
         default="5GB",
         metavar="SIZE",
-        help="of a safetensors file (default: 5GB)",
+        help="largest size of a safetensors file (default: 5GB)",
     )
     arguments = parser.parse_args(command_line)
     return run(lambda: _convert(arguments))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # torch and transformers: seconds that --help and a mistake do not need.
+    # Imports torch and transformers, which takes seconds that --help does not need.
     from gapo_megatron.ops.convert.directions import megatron_to_hf
     from gapo_megatron.ops.convert.report import show
 

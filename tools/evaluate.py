@@ -26,8 +26,7 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
 from gapo_megatron.hf.folder import claim
-from gapo_megatron.io.digest import code_sha256, file_sha256
-from gapo_megatron.io.files import check_overwritable, write_atomically
+from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
 """Uses of libraries' private parts, and changes to their behaviour. One file per library.
 
-An upgrade of a library is read here. After its docstring every entry says:
+Check these entries when a library is upgraded. Each says, after its docstring:
 
-    # Uses: the names it touches
-    # Versions: in which they were read, or run, and mean what this takes them to mean
-    # Upstream: the issue or pull request about it; "none found": searched for, without result
+    # Uses: the names it depends on
+    # Versions: versions in which these were read or run, and behave as assumed
+    # Upstream: the issue or pull request about it; "none found" after a search
 
-(`cpu` is Megatron-core on a machine without a GPU, `library_errors` what libraries raise of files.)
+(`cpu` emulates a GPU for Megatron-core; `library_errors` turns libraries' exceptions into ours.)
 """

@@ -1,12 +1,11 @@
-"""Lets Megatron-core run on a machine without a GPU; nothing else in the package knows about it.
+"""Run Megatron-core on a machine without a GPU, by emulating one.
 
 Megatron-core names the device in the code: `torch.zeros(1, device="cuda")`,
 `torch.cuda.current_device()`. While `emulation` is active, the loaded `megatron.core` modules see a
-stand-in for the module `torch` in which that device is the CPU. `torch` itself stays as it is, so
-vLLM, Inductor and the rest of the process notice nothing; the exceptions are four methods
-(`Tensor.cuda`, `Tensor.type`, `Tensor.matmul`, `Module.cuda`) which cannot be told apart by caller.
-There is no work per operator but `matmul`: the cost is a few hundred attribute assignments when the
-outermost level is entered.
+stand-in for the module `torch` in which that device is the CPU. `torch` itself is not changed, so
+vLLM, Inductor and the rest of the process are not affected, except by four methods (`Tensor.cuda`,
+`Tensor.type`, `Tensor.matmul`, `Module.cuda`), which are replaced for every caller. No operator but
+`matmul` has overhead; entering the outermost level takes a few hundred attribute assignments.
 """
 
 from __future__ import annotations
@@ -39,20 +38,18 @@ _announced = False
 
 @contextlib.contextmanager
 def emulation() -> Iterator[None]:
-    """Make `device="cuda"` mean the CPU inside Megatron-core; everything is put back on exit.
+    """Let `device="cuda"` mean the CPU inside Megatron-core; restores everything on exit.
 
-    Re-entrant: only the outermost level patches and restores, also when an exception passes
-    through. A `megatron.core` module imported for the first time while it is active joins at the
-    next outermost entry. Not for use from several threads at once.
+    Re-entrant: only the outermost level patches and restores, also after an exception. A
+    `megatron.core` module that is imported meanwhile is patched at the next outermost entry. Not
+    thread-safe.
 
     Raises:
-        GapoError: CUDA is available; there the real device must be used.
+        GapoError: CUDA is available, so the real device must be used.
     """
     global _depth, _announced
     if torch.cuda.is_available():
-        raise GapoError(
-            "CPU emulation of CUDA was asked for, but CUDA is available: use it instead"
-        )
+        raise GapoError("CPU emulation of CUDA was requested, but CUDA is available: use the GPU")
     if not _announced:
         _announced = True
         logger.warning(
@@ -75,7 +72,7 @@ def emulation() -> Iterator[None]:
 
 
 def device_scope() -> contextlib.AbstractContextManager[None]:
-    """Context for all Megatron-core calls: emulates a GPU, or does nothing if CUDA is available."""
+    """Context for all Megatron-core calls: emulates a GPU if there is none."""
     return contextlib.nullcontext() if torch.cuda.is_available() else emulation()
 
 
@@ -98,7 +95,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @functools.lru_cache(maxsize=1)
 def _megatron_modules(_num_modules: int) -> list[types.ModuleType]:
-    """Loaded Megatron-core modules; looked up anew when something has been imported."""
+    """Loaded Megatron-core modules; looked up again after an import."""
     return [
         module
         for name, module in list(sys.modules.items())
@@ -107,7 +104,7 @@ def _megatron_modules(_num_modules: int) -> list[types.ModuleType]:
 
 
 def _tensor_type(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, except that the answer names the emulated device (the optimizer checks it)."""
+    """`Tensor.type`, but with the emulated device in its name, which the optimizer checks."""
 
     @functools.wraps(real)
     def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -118,9 +115,9 @@ def _tensor_type(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`matmul`, but that of float16 in float32: exact products, float32 sums, rounded once.
+    """`matmul`, with float16 computed in float32 as on a GPU: exact products, rounded once.
 
-    As on a GPU. PyTorch's own for float16 on a CPU takes 15 to 200 times as long as in float32.
+    PyTorch's own for float16 on a CPU takes 15 to 200 times as long as float32.
     """
     if left.dtype == right.dtype == torch.float16:
         return torch.matmul(left.float(), right.float(), **kwargs).half()
@@ -134,19 +131,19 @@ def _is_cuda(device: Any) -> bool:
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def build(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
-        # Pinned memory serves copies to a GPU; without one torch refuses it.
+        # Without a GPU, torch refuses pinned memory.
         return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
 
     return build
 
 
 def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Token counts for the experts' all-to-all as NumPy, since it takes no tensor for them."""
+    """Token counts for the experts' all-to-all as NumPy, which it requires."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Idle:
-    """A stream or event of a device that runs everything at once: nothing to wait for."""
+    """A stream or event of a synchronous device: nothing to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -163,7 +160,7 @@ class _Idle:
 
 
 class _Properties:
-    """GPU properties for Megatron-core, without any feature that depends on the generation."""
+    """GPU properties without any feature that depends on the GPU generation."""
 
     name = "cpu"
     major, minor = 0, 0
@@ -172,7 +169,7 @@ class _Properties:
 
 
 class _CudaStandIn(types.ModuleType):
-    """`torch.cuda` of one emulated device. Its random state is apart from the CPU generator's."""
+    """`torch.cuda` of one emulated device, with a random generator separate from the CPU's."""
 
     Stream = Event = _Idle
     _generator = torch.Generator()
@@ -224,7 +221,7 @@ class _CudaStandIn(types.ModuleType):
 
     @property
     def random(self) -> _CudaStandIn:
-        """`torch.cuda.random` offers the same functions for the random state."""
+        """`torch.cuda.random` has the same functions for the random state."""
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""math-verify's parser of LaTeX, with ANTLR's faster prediction where that is enough."""
+"""math-verify's LaTeX parser, with ANTLR's faster prediction mode if that is enough."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class _TwoStages(_Latex2Sympy):
         self.mode = PredictionMode.SLL
         try:
             return super().parse(latex_str)
-        except Exception:  # of a syntax error it raises just that, of a bad value anything
+        except Exception:  # plain Exception on a syntax error, any other on a bad value
             self.mode = PredictionMode.LL
             return super().parse(latex_str)
 
 
 def parse_latex(text: str, *, lowercase_symbols: bool) -> Any:
-    """Return what `latex2sympy` returns, of real letters and normalised text, in less time.
+    """Parse like `latex2sympy`, for normalised text with real symbols, but faster.
 
-    SLL prediction gives the tree that LL prediction does, or an error of syntax (ANTLR's
-    `PredictionMode`); then LL decides. What LL finds out by the context it finds out anew for every
-    text, which is most of the time of parsing.
+    SLL prediction gives the same tree as LL prediction or a syntax error (ANTLR's
+    `PredictionMode`); after an error LL decides. LL analyses the context anew for every text, which
+    takes most of the parsing time.
 
     Args:
-        text: as `normalize_latex` returns it.
-        lowercase_symbols: whether R and r are one letter.
+        text: result of `normalize_latex`.
+        lowercase_symbols: treat R and r as the same symbol.
 
     Raises:
-        Exception: as `latex2sympy`.
+        Exception: like `latex2sympy`.
     """
     # Uses: latex2sympy2._Latex2Sympy and its create_parser, _interp of ANTLR's parser
     # Versions: latex2sympy2-extended 1.11.0, with antlr4-python3-runtime 4.13.2

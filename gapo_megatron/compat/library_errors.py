@@ -1,6 +1,6 @@
-"""Whatever a library raises over a file of somebody else's, or half installed, as our error.
+"""Turn exceptions of libraries, over users' files or broken installations, into ConfigError.
 
-The standard library alone: `fail_fast` imports it.
+Standard library only, because `fail_fast` imports it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from gapo_megatron.errors import ConfigError, GapoError
 
 @contextlib.contextmanager
 def as_config_error(where: str) -> Iterator[None]:
-    """Around a library's reading of a file: what it raises there is about the file.
+    """Turn any exception of a library that reads a file within the block into a ConfigError.
 
     Args:
-        where: names file or folder, and what is read from it; messages begin with it.
+        where: names file or folder and what is read; messages begin with it.
 
     Raises:
-        ConfigError: in place of the library's exception, whose kind and message it has; memory that
-            runs out is not the file's fault.
+        ConfigError: in place of the library's exception, with its type and message; a MemoryError
+            is passed on.
     """
     try:
         yield
     except (GapoError, MemoryError):
         raise
     except BaseException as error:
-        # transformers checks little of what it reads, `tokenizers` raises plain `Exception`, and
-        # Rust code that gives up a `PanicException`, which is none: no list of kinds is whole.
+        # No list of types is complete: transformers checks little, `tokenizers` raises plain
+        # `Exception`, and Rust code a `PanicException`, which is not an `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # Ctrl-C
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
@@ -37,13 +37,13 @@ def as_config_error(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_transformer_engine() -> Iterator[None]:
-    """Around a program: an installed Transformer Engine that cannot be imported is named.
+    """Name Transformer Engine in errors of its import within the block.
 
-    Megatron-core imports it wherever it is installed, and takes no more than an ImportError of the
-    package itself for its absence. A build that failed half-way leaves packages that raise others.
+    Megatron-core imports it if it is installed, and only accepts an ImportError of the package
+    itself as its absence. A partly failed build leaves packages that raise others.
 
     Raises:
-        ConfigError: in place of such an exception, whose kind and message it has.
+        ConfigError: in place of such an exception, with its type and message.
     """
     # Uses: what `import transformer_engine.pytorch` and Megatron-core's question for its version
     #     raise: FileNotFoundError (no compiled PyTorch side), ImportError (one for another torch),
@@ -57,14 +57,14 @@ def naming_transformer_engine() -> Iterator[None]:
         if not _is_of_transformer_engine(error):
             raise
         raise ConfigError(
-            f"transformer_engine: importing it fails: {type(error).__name__}: {error}. Where it is "
-            "installed it must load beside this torch: compile it as tools/setup_gpu_env.sh does, "
-            "or uninstall every package whose name begins with transformer-engine"
+            f"transformer_engine: importing it fails: {type(error).__name__}: {error}. Build it "
+            "for this torch as tools/setup_gpu_env.sh does, or uninstall every package whose name "
+            "begins with transformer-engine"
         ) from error
 
 
 def _is_of_transformer_engine(error: Exception) -> bool:
-    """Whether its import raised this, or the question for it or its version."""
+    """Whether its import, or a look-up of the package or its version, raised this."""
     absent = error.name or "" if isinstance(error, ImportError) else ""
     if absent.partition(".")[0] in ("transformer_engine", "transformer-engine"):
         return True

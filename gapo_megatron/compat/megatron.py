@@ -39,7 +39,7 @@ _REPLACED = (
 
 
 def check() -> None:
-    """Refuse a Megatron-core that has no longer what is replaced here: it would not be called.
+    """Refuse a Megatron-core without the methods that are replaced here: ours would not be called.
 
     Raises:
         ConfigError: names version and method.
@@ -59,7 +59,7 @@ def check() -> None:
 
 
 def groups_made() -> list[dist.ProcessGroup]:
-    """Every group that Megatron-core has made; `destroy_model_parallel` only forgets them."""
+    """All groups that Megatron-core has created; `destroy_model_parallel` does not close them."""
     # Uses: parallel_state._global_process_group_list
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: NVIDIA/Megatron-LM#6897 (open issue), #6902, #7029 (open pull requests)
@@ -80,7 +80,7 @@ def schedule_order(
 
 
 class ShapedCommunicator(P2PCommunicator):
-    """Asks `shapes` for what travels between stages, instead of the neighbours."""
+    """Gets the shapes of tensors between stages from `shapes` instead of exchanging them."""
 
     # Uses: P2PCommunicator._communicate_shapes, replaced
     # Versions: megatron-core 0.16.1, 0.19.2
@@ -89,13 +89,13 @@ class ShapedCommunicator(P2PCommunicator):
     def shapes(
         self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """To override: shapes of what comes from the stage before and from the one after.
+        """To override: shapes of the tensors to receive from the previous and the next stage.
 
         Args:
-            send_next: what is sent to the stage after; None: nothing.
-            send_prev: what is sent to the stage before; None: nothing.
-            recv_prev: something comes from the stage before.
-            recv_next: something comes from the stage after.
+            send_next: tensor sent to the next stage, or None.
+            send_prev: tensor sent to the previous stage, or None.
+            recv_prev: whether to receive from the previous stage.
+            recv_next: whether to receive from the next stage.
         """
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class ShapedCommunicator(P2PCommunicator):
 
 
 def received(stage: GPTModel) -> Tensor:
-    """Hidden states that a stage got from the one before, for the pass under way."""
+    """Hidden states that a stage received from the previous one, in the current pass."""
     # Uses: GPTModel.decoder.input_tensor
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -122,7 +122,7 @@ def received(stage: GPTModel) -> Tensor:
 
 
 def main_grad(parameter: Any) -> Tensor:
-    """Buffer in which a parameter's gradients are summed, in float32."""
+    """The float32 buffer in which a parameter's gradients are summed."""
     # Uses: Parameter.main_grad
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -131,7 +131,7 @@ def main_grad(parameter: Any) -> Tensor:
 
 
 class ListeningModel(DistributedDataParallel):
-    """Adds gradients to their buffers as autograd brings them, and tells `gradient_came`."""
+    """Adds every gradient that autograd computes to its buffer, then calls `gradient_came`."""
 
     # Uses: DistributedDataParallel._make_backward_post_hook, replaced;
     #     Parameter.main_grad, .grad_added_to_main_grad (Transformer Engine sets the latter)
@@ -146,7 +146,7 @@ class ListeningModel(DistributedDataParallel):
         weight: Any = param
 
         def hook(*_: Any) -> None:
-            # None: the head's, which is in the buffer already. Megatron-core's own hook refuses it.
+            # None: our output layer added it to the buffer; Megatron-core's own hook refuses that.
             if weight.grad is not None and not weight.grad_added_to_main_grad:
                 weight.main_grad.add_(weight.grad)
             weight.grad = None
@@ -168,11 +168,11 @@ class Bucket:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether the reduction has begun and has not been waited for."""
+        """Whether its reduction has started and has not been waited for."""
         return self._group.grad_reduce_handle is not None
 
     def start(self) -> None:
-        """Begin its reduction. Collective, over the ranks of equal weights."""
+        """Start its reduction. Collective, over ranks with equal weights."""
         self._group.start_grad_sync()
 
 
@@ -190,10 +190,7 @@ def buckets(wrapped: DistributedDataParallel) -> list[Bucket]:
 
 
 def fill_gaps() -> None:
-    """Give modules the names that they use and may not have without Transformer Engine.
-
-    0.16 asks for its matrix product whether or not it is installed.
-    """
+    """Define a name that 0.16 reads even without Transformer Engine: its matrix product."""
     # Uses: transformer.moe.moe_utils.te_general_gemm
     # Versions: megatron-core 0.16.1 (0.19.2 sets it to None by itself)
     # Upstream: none found
@@ -202,7 +199,7 @@ def fill_gaps() -> None:
 
 
 class HiddenStatesModel(GPTModel):
-    """A model that ends in hidden states, and asks `choose_attention` for the environment."""
+    """A model that returns hidden states and calls `choose_attention` for the environment."""
 
     # Uses: LanguageModule._set_attention_backend, GPTModel._postprocess, both replaced
     # Versions: megatron-core 0.16.1, 0.19.2
@@ -221,7 +218,7 @@ class HiddenStatesModel(GPTModel):
             )
 
     def choose_attention(self) -> None:
-        """To override: set what Transformer Engine reads, once, while the model is built."""
+        """To override: set Transformer Engine's environment, once, while the model is built."""
 
     def _set_attention_backend(self) -> None:
         self._has_chosen_attention = True
@@ -233,10 +230,10 @@ class HiddenStatesModel(GPTModel):
 
 
 def leave_undefined(weight: Tensor) -> Tensor:
-    """Initialise nothing: every weight is loaded.
+    """Leave a weight uninitialised, because every weight is loaded.
 
-    (With `perform_initialization=False` 0.16 does not mark sharded weights as such, and the
-    gradient norm misses all shards but the first.)
+    (With `perform_initialization=False`, 0.16 does not mark sharded weights, and the gradient norm
+    misses all shards but the first.)
     """
     # Uses: TransformerConfig.init_method and its siblings
     # Versions: megatron-core 0.16.1 (needed), 0.19.2
@@ -245,7 +242,7 @@ def leave_undefined(weight: Tensor) -> Tensor:
 
 
 def set_rotary_frequencies(model: GPTModel, frequencies: Tensor) -> None:
-    """Use these [head_dim / 2] in place of Megatron-core's own."""
+    """Use these frequencies [head_dim / 2] instead of Megatron-core's own."""
     # Uses: RotaryEmbedding.inv_freq
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -253,12 +250,11 @@ def set_rotary_frequencies(model: GPTModel, frequencies: Tensor) -> None:
 
 
 def share_rotary_tables(rotary: Any) -> None:
-    """Ask for tables of rotary angles of few lengths: of powers of two.
+    """Round the lengths of rotary tables up to powers of two.
 
-    Megatron-core keeps the last 32 that it was asked for on the device, by the length of a
-    micro-batch's longest sequence, which is seldom the same twice: 0.4 GB of 26k positions. All
-    powers of two together take two tables. Transformer Engine's kernel looks positions up, and
-    takes any table that is long enough.
+    Megatron-core caches the last 32 tables on the device, one per length of a micro-batch's longest
+    sequence, which rarely repeats: 0.4 GB for 26k positions. All powers of two together take as
+    much as two tables. Transformer Engine's kernel takes any table that is long enough.
     """
     # Uses: RotaryEmbedding.get_rotary_seq_len, replaced
     # Versions: megatron-core 0.16.1, 0.19.2
@@ -272,12 +268,12 @@ def share_rotary_tables(rotary: Any) -> None:
 
 
 def combine_experts_in_order(model: nn.Module) -> None:
-    """Add up the experts of a token in one order, without Transformer Engine's kernel.
+    """Sum a token's experts in a fixed order, without Transformer Engine's kernel.
 
-    Megatron-core scatters them by atomics on a GPU, in whatever order they come: at equal weights
-    log-probs would differ from pass to pass, and a recomputed layer from its own forward pass. It
-    has a sorted kernel too, which it takes where torch asks for deterministic ones. On a CPU both
-    give the same bits.
+    On a GPU, Megatron-core sums them by atomics in any order: with equal weights log-probs would
+    differ between passes, and a recomputed layer from its own forward pass. It also has a sorted
+    kernel, which it uses when torch requires deterministic algorithms. On a CPU both give the same
+    bits.
     """
     # Uses: MoELayer.token_dispatcher.combine_postprocess, replaced
     # Versions: megatron-core 0.16.1, 0.19.2
@@ -295,7 +291,7 @@ def _in_order(combine: Callable[[Tensor], Tensor], permuted: Tensor) -> Tensor:
 
 
 def spread_tokens_evenly(model: nn.Module) -> None:
-    """Give every expert the same number of tokens, whatever the router says of them."""
+    """Give every expert the same number of tokens, whatever the router chooses."""
     # Uses: routers: routing (to know one), topk, the outputs (probs, choices)
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: NVIDIA/Megatron-LM#2917 (merged: a forced imbalance); the public
@@ -333,7 +329,7 @@ def local_layers(
     if config.qk_layernorm:
         parts.q_layernorm = parts.k_layernorm = norm
     if config.num_moe_experts:
-        # On disk the norm has the name that Transformer Engine's layer gives it: there it is part
-        # of the next linear only where one linear follows.
+        # On disk the norm keeps the name of Transformer Engine's layer, in which it is part of the
+        # next linear only if a single linear follows.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

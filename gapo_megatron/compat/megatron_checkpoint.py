@@ -25,7 +25,7 @@ __all__ = ["CheckpointingException", "InProcessSave", "save_sharded", "sharded_t
 
 
 def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
-    """Yield the objects that hold tensors (`data`) in a sharded state dict, to read or replace."""
+    """Yield the sharded objects of a state dict that hold tensors (`data`)."""
     # Uses: dist_checkpointing.dict_utils.nested_values; ShardedTensor.data, ShardedTensorFactory
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found (close to it NVIDIA/Megatron-LM#4475, open, #7013, closed)
@@ -35,10 +35,10 @@ def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
 
 
 class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):
-    """Megatron-core's format, written by this process itself.
+    """Saves in Megatron-core's format without forking.
 
-    Its own writer forks a process per file and spawns one more for a queue: with CUDA, OpenMP
-    threads and vLLM in the process a fork may deadlock, and on a CPU it costs ten times the save.
+    Its own writer forks a process per file and one more for a queue. With CUDA, OpenMP threads and
+    vLLM in the process a fork may deadlock, and on a CPU it takes ten times as long as the save.
     """
 
     # Uses: strategies.torch: _replace_state_dict_keys_with_sharded_keys, mcore_to_pyt_state_dict,
@@ -70,13 +70,13 @@ def save_sharded(
     group: dist.ProcessGroup,
     make_writer: Callable[[Path], torch_checkpoint.FileSystemWriter],
 ) -> None:
-    """Write a sharded state dict into an existing, empty folder: Megatron-core's `torch_dist`.
+    """Write a sharded state dict in the format `torch_dist` into an existing, empty folder.
 
     Args:
         state: the same keys on every rank that holds them.
         folder: on a file system that all ranks share.
-        group: ranks of equal weights; each writes a part of them.
-        make_writer: makes the writer of a folder's tensors.
+        group: ranks with equal weights; each writes a part of them.
+        make_writer: returns the writer for a folder.
 
     Collectives, over all ranks: those of Megatron-core's save.
     """

@@ -109,21 +109,22 @@ def gather_in_pieces(optimizer: MegatronOptimizer) -> None:
 
 
 def check_look_up(part: Any) -> None:
-    """Refuse a Megatron-core that looks state up elsewhere than where `_whole_state` puts it.
+    """Refuse a Megatron-core that reads state at other offsets than `_whole_state` writes it.
 
-    It would read other numbers, and nothing would fail. So it is asked: it gets buffers without
-    memory, and what it makes of them must begin where the parameters' gradients do in theirs.
+    It would silently read wrong numbers. So it is tested with buffers without memory: the offsets
+    that it computes must be those of the parameters' gradients in their buffers.
 
     Args:
         part: one of `parts(optimizer)`, as built.
 
     Raises:
-        ConfigError: names the version, and a parameter's two places.
+        ConfigError: names the version, and the two offsets of a parameter.
     """
     # Uses: DistributedOptimizer.sharded_param_state_fully_reshardable, .buffers, .gbuf_ranges;
     #     Parameter.main_grad
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: NVIDIA/Megatron-LM#5077 (merged, in neither), #6342 (open)
+    # Buffers without memory, as large as the real ones, and the offset of every parameter in them.
     layout = {
         i: {dtype: {"param": torch.empty(buffer.numel, dtype=torch.float32, device="meta")}}
         for i, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True))
@@ -137,6 +138,7 @@ def check_look_up(part: Any) -> None:
             names[name] = ShardedTensor.from_rank_offsets(name, parameter)
             start = buffer.grad_data.storage_offset()
             places[f"optimizer.state.param.{name}"] = parameter.main_grad.storage_offset() - start
+    # What Megatron-core makes of them.
     with contextlib.ExitStack() as undo:
         undo.callback(delattr, part, "get_parameter_state_dp_zero")
         part.get_parameter_state_dp_zero = lambda **_: layout
@@ -147,25 +149,24 @@ def check_look_up(part: Any) -> None:
         tensor = tensors["param"]
         if tensor.data.storage_offset() != places[tensor.key]:
             raise ConfigError(
-                f"megatron-core {version} looks the optimizer's state up at "
-                f"{tensor.data.storage_offset()}, where this package puts it at "
-                f"{places[tensor.key]} ({tensor.key}): it leaves out the padding between buckets, "
-                "and a checkpoint would hold other parameters' numbers. Use a version from 0.16.1 "
-                "to 0.19.2"
+                f"megatron-core {version} reads the optimizer's state at offset "
+                f"{tensor.data.storage_offset()}, but this package writes it at "
+                f"{places[tensor.key]} ({tensor.key}): a checkpoint would mix up parameters, "
+                "because of padding between buckets. Use a version from 0.16.1 to 0.19.2"
             )
 
 
 def _whole_state(part: Any, *, empty_data: bool, **_: bool) -> dict[Any, Any]:
-    """Master weights and moments of this rank's stages, as Megatron-core lays its buffers out.
+    """Gather master weights and moments of this rank's stages in the layout of the buffers.
 
     Args:
         part: one of `parts(optimizer)`.
-        empty_data: set for a load: the tensors are there to be filled.
+        empty_data: set for a load, which fills the tensors.
 
     Returns:
         By buffer and dtype: float32 tensors in host memory, on every rank.
 
-    Collectives, unless `empty_data`: all-gathers over the ranks that share the state.
+    Collectives, unless `empty_data`: all-gathers over the ranks that shard the state.
     """
     # Uses: DistributedOptimizer.buffers, .gbuf_ranges; buffers: numel, buckets, params; grad_data
     # Versions: megatron-core 0.16.1, 0.19.2
@@ -210,19 +211,19 @@ def _gather_bucket(
 
 
 def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Take the optimizer's part of a loaded checkpoint.
+    """Load the optimizer's part of a checkpoint, working around two bugs of Megatron-core.
 
-    Mends Megatron-core where it ties a checkpoint to its layout (0.16): experts that are spread
-    over ranks make a second part of the optimizer, and as many parts had to load it. What it keeps
-    for each beside the tensors is the same in all; of that the step counter alone matters.
+    0.16 ties a checkpoint to its layout: with expert parallelism the optimizer has a second part,
+    and a load needs as many parts as the save had. Apart from tensors, all parts store the same,
+    and only the step counter matters.
 
-    And where it runs torch's AdamW, that is, without Transformer Engine (0.16 to 0.19): it looks
-    for every parameter's step counter among the loaded tensors, where it is not, and gives all
-    parameters one shared counter, which each of them would advance.
+    0.16 to 0.19 with torch's AdamW (without Transformer Engine) expect every parameter's step
+    counter among the loaded tensors, where it is missing, and then give all parameters one shared
+    counter, which each of them would advance.
 
     Args:
         optimizer: the optimizer as built.
-        state: what its `sharded_state_dict` asked for, and what the writer kept for its parts.
+        state: loaded result of its `sharded_state_dict`.
     """
     # Uses: DistributedOptimizer._set_main_param_and_optimizer_states, replaced; keys "optimizer",
     #     "param_state", "param_state_sharding_type" of load_state_dict

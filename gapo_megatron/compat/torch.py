@@ -54,7 +54,7 @@ __all__ = [
 
 
 def allocator_settings() -> str | None:
-    """All settings of the allocator of device memory; None: this torch does not tell."""
+    """All settings of the device allocator; None if this torch cannot report them."""
     # Uses: torch._C._accelerator_getAllocatorSettings
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#156175 (closed: not public on purpose), #165291
@@ -63,7 +63,7 @@ def allocator_settings() -> str | None:
 
 
 def set_allocator_settings(settings: str) -> None:
-    """All of them, from now on: those that are not named are torch's own again."""
+    """Replace all settings of the device allocator; those not named return to their defaults."""
     # Uses: torch._C._accelerator_setAllocatorSettings
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#156175 (closed: not public on purpose), #165291
@@ -71,7 +71,7 @@ def set_allocator_settings(settings: str) -> None:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Equal for the same memory, also where it is empty and has no address."""
+    """Identity of a storage, also if it is empty and has no address."""
     # Uses: UntypedStorage._cdata
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#65950 (open)
@@ -79,7 +79,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def pin_memory(address: int, num_bytes: int) -> None:
-    """Page-lock memory where it is, so that a GPU copies from and to it by itself."""
+    """Pin existing host memory, so that a GPU can copy asynchronously."""
     # Uses: torch.cuda._pin_memory_utils.pin_memory
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#32167 (open: in place), #150517 (open: sizes are rounded up)
@@ -114,8 +114,8 @@ def flash_attention(
         scale: factor of the attention scores.
 
     Returns:
-        Output [T, heads, head_dim], log of the sums of exponentials, and two tensors of random
-        state, which the backward pass wants too.
+        Output [T, heads, head_dim], log-sum-exp, and two tensors of random state for the backward
+        pass.
     """
     # Uses: torch.ops.aten._flash_attention_forward
     # Versions: torch 2.13.0
@@ -128,7 +128,7 @@ def flash_attention(
 def flash_attention_backward(
     grad: Tensor, saved: tuple[Tensor, ...], layout: tuple[Any, ...], *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the same bits in every run, if torch is told to.
+    """Gradients of query, key and value; deterministic within `deterministic_algorithms`.
 
     Args:
         grad: gradient of the output.
@@ -148,9 +148,9 @@ def flash_attention_backward(
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Torch's flag for kernels that add in one order; as it was on exit.
+    """Set torch's flag for deterministic kernels within the block.
 
-    Memory is not filled meanwhile: that is for finding what reads it before it is written.
+    Without filling uninitialised memory, which serves debugging only.
     """
     # Uses: torch.utils.deterministic.fill_uninitialized_memory, set and put back
     # Versions: torch 2.13.0
@@ -191,7 +191,7 @@ def pickle_in(file: BinaryIO | Any) -> bytes:
 
 @contextlib.contextmanager
 def reads_metadata_by(read: Callable[[Path], Any]) -> Iterator[None]:
-    """Let torch.distributed.checkpoint read a folder's `.metadata` by a function of ours.
+    """Let torch.distributed.checkpoint read `.metadata` with our function.
 
     Args:
         read: takes the folder, returns `Metadata`.
@@ -218,9 +218,9 @@ def reads_metadata_by(read: Callable[[Path], Any]) -> Iterator[None]:
 
 
 class OutsideGroup:
-    """A process group outside the default world, whose ranks may be of several such worlds.
+    """A process group independent of the default group, e.g. between ranks of several worlds.
 
-    No function of `torch.distributed` knows it, so that its ranks need have nothing else in common.
+    It is not registered with `torch.distributed`, so its ranks need not share anything else.
     """
 
     # Uses: ProcessGroupGloo, ProcessGroupNCCL and its Options, built directly; their broadcast,
@@ -231,14 +231,14 @@ class OutsideGroup:
     def __init__(
         self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float
     ) -> None:
-        """Meet the other ranks, of gloo at once, of NCCL at the first operation.
+        """Connect to the other ranks: with gloo at once, with NCCL at the first operation.
 
         Args:
-            store: of this group alone (a `PrefixStore`).
+            store: used by this group only (a `PrefixStore`).
             rank: of this process in the group.
-            size: ranks of the group.
-            device: tensors are on it; NCCL on a GPU, else gloo.
-            timeout_s: longest that an operation waits.
+            size: number of ranks.
+            device: device of the tensors; selects NCCL on a GPU, otherwise gloo.
+            timeout_s: timeout of every operation.
         """
         self.rank, self.size, self.device = rank, size, device
         timeout = timedelta(seconds=timeout_s)
@@ -251,17 +251,17 @@ class OutsideGroup:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> dist.Work:
-        """Send `tensor` from rank `source` to all others; begins here, ends with `Work.wait`."""
+        """Start a broadcast of `tensor` from rank `source`; completes with `Work.wait`."""
         work: dist.Work = self._group.broadcast(tensor, source)
         return work
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> dist.Work:
-        """Begin to send to rank `to`; `tensor` must stay as it is until `Work.wait`."""
+        """Start sending to rank `to`; `tensor` must not change until `Work.wait`."""
         work: dist.Work = self._group.send([tensor], to, tag)
         return work
 
     def receive(self, tensor: Tensor, *, source: int, tag: int) -> dist.Work:
-        """Begin to receive from rank `source`; `tensor` has it after `Work.wait`."""
+        """Start receiving from rank `source`; `tensor` is complete after `Work.wait`."""
         work: dist.Work = self._group.recv([tensor], source, tag)
         return work
 
@@ -270,7 +270,7 @@ class OutsideGroup:
         self._group.barrier().wait()
 
     def close(self) -> None:
-        """Give up threads and connections."""
+        """Close threads and connections."""
         self._group.shutdown()
 
 
@@ -278,7 +278,7 @@ class OutsideGroup:
 
 
 def fake_store() -> dist.Store:
-    """Store for the backend "fake", whose ranks never meet."""
+    """A store for the backend "fake", whose ranks do not communicate."""
     # Uses: torch.testing._internal.distributed.fake_pg.FakeStore
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#102180 (closed: a HashStore would do), #194545 (closed)
@@ -304,7 +304,7 @@ def is_in_place(func: Any) -> bool:
 
 
 def reads_one_number(func: Any) -> bool:
-    """Whether an operator gives a tensor's one number to Python."""
+    """Whether an operator is `Tensor.item`, which waits for the device."""
     # Uses: torch.ops.aten._local_scalar_dense
     # Versions: torch 2.13.0
     # Upstream: none found
@@ -312,7 +312,7 @@ def reads_one_number(func: Any) -> bool:
 
 
 def returns_work_alone(func: Any) -> bool:
-    """Whether a collective returns only a work object to wait for, without tensors."""
+    """Whether a collective returns only a work object, without tensors."""
     # Uses: OpOverload._schema
     # Versions: torch 2.13.0
     # Upstream: none found
@@ -320,7 +320,7 @@ def returns_work_alone(func: Any) -> bool:
 
 
 def process_group(argument: Any) -> dist.ProcessGroup | None:
-    """The process group that an argument of a collective's operator is, if it is one."""
+    """The process group in an argument of a collective's operator; None if it is none."""
     # Uses: ProcessGroup.unbox, torch.ScriptObject
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#111997 (closed as landed)
@@ -329,7 +329,7 @@ def process_group(argument: Any) -> dist.ProcessGroup | None:
 
 
 def finished_work() -> Any:
-    """Work object of a collective that has already finished."""
+    """A work object of a completed collective."""
     # Uses: torch._C._distributed_c10d.FakeWork, its `boxed`
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#111997 (closed as landed)

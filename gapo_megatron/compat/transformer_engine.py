@@ -1,6 +1,6 @@
-"""Undocumented parts of Transformer Engine in use, and the question whether it is installed.
+"""Undocumented parts of Transformer Engine in use, and whether it is installed.
 
-Nothing here imports it before it is needed. Read in 2.20.2, without a GPU: NOT YET RUN on one.
+Imports it only when needed. Written for 2.20.2 without a GPU: NOT YET RUN on one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import nn
 from gapo_megatron.compat.library_errors import naming_transformer_engine
 
 DEBUG_ENVIRONMENT = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
-"""Read when it is imported: it then says which attention it runs."""
+"""Set before its import, makes it log which attention it runs."""
 # Uses: NVTE_DEBUG, NVTE_DEBUG_LEVEL (documented)
 # Versions: transformer-engine 2.20.2
 # Upstream: NVIDIA/TransformerEngine#3142 (merged, documentation)
 
 
 def is_installed() -> bool:
-    """Whether Transformer Engine is installed; asked where there is a GPU, for which it then loads.
+    """Whether Transformer Engine is installed; if so, imports it. Call it only with a GPU.
 
     Raises:
         ConfigError: it is installed and cannot be imported.
@@ -33,17 +33,17 @@ def is_installed() -> bool:
     # Upstream: none found
     if importlib.util.find_spec("transformer_engine") is None:
         return False
-    # What Megatron-core took for its absence: the layers that are asked for would not be there.
+    # Megatron-core treats some import errors as its absence, and would lack the requested layers.
     with naming_transformer_engine():
         importlib.import_module("transformer_engine.pytorch")
     return True
 
 
 def why_not(question: str) -> str:
-    """Why this GPU does not compute in fp8 as is asked; empty: it does.
+    """The reason why this GPU does not support a kind of fp8; empty if it does.
 
     Args:
-        question: name of the function that says so.
+        question: name of Transformer Engine's function that checks it.
     """
     # Uses: is_fp8_available, is_mxfp8_available, is_fp8_block_scaling_available (public)
     # Versions: transformer-engine 2.20.2
@@ -51,13 +51,13 @@ def why_not(question: str) -> str:
     can_run, reason = getattr(importlib.import_module("transformer_engine.pytorch"), question)(
         return_reason=True
     )
-    return "" if can_run else reason or "it does not say why"
+    return "" if can_run else reason or "Transformer Engine gives no reason"
 
 
 def free_fp8_copies(model: nn.Module) -> None:
-    """Give back the copies of weights that Transformer Engine keeps in fp8.
+    """Free Transformer Engine's fp8 copies of weights.
 
-    It makes them in the first micro-batch of a pass, again in every pass.
+    It creates them in the first micro-batch of every pass.
     """
     # Uses: TransformerEngineBaseModule._fp8_workspaces
     # Versions: transformer-engine 2.20.2
@@ -68,12 +68,12 @@ def free_fp8_copies(model: nn.Module) -> None:
 
 
 def fuse_weight_gradients(model: nn.Module) -> None:
-    """Let Transformer Engine's linears add to `main_grad` (float32) in the product itself.
+    """Let Transformer Engine's linears accumulate into `main_grad` (float32) in the GEMM itself.
 
     Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
-    traffic a parameter, and a rounding. As a field of TransformerConfig it would ask for apex's
-    extension too, on behalf of the output layer, whose forward pass never runs here: the head's
-    own product adds to `main_grad` already (`logprob`).
+    traffic per parameter, and a rounding. The field of TransformerConfig would also require apex's
+    extension for the output layer, whose forward pass is never used here: our own output layer
+    already accumulates into `main_grad` (`logprob`).
     """
     # Uses: fuse_wgrad_accumulation, set on modules that have it
     # Versions: transformer-engine 2.20.2
@@ -82,14 +82,14 @@ def fuse_weight_gradients(model: nn.Module) -> None:
     linears: list[Any] = [
         module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")
     ]
-    # A version that calls it something else would be slower without a word.
+    # A version with another name for it would silently be slower.
     assert linears, "no linear of Transformer Engine's has fuse_wgrad_accumulation"
     for linear in linears:
         linear.fuse_wgrad_accumulation = True
 
 
 def forbid_unfused_attention() -> None:
-    """Fail rather than hold every pair of tokens. What the environment says already stays."""
+    """Make unfused attention an error, unless the environment already sets it."""
     # Uses: NVTE_UNFUSED_ATTN (documented, "subject to change")
     # Versions: transformer-engine 2.20.2
     # Upstream: NVIDIA/TransformerEngine#3142 (merged, documentation)
@@ -97,7 +97,7 @@ def forbid_unfused_attention() -> None:
 
 
 def attention_in_use() -> list[str]:
-    """A list that fills with the kernels of the attention that runs, under `DEBUG_ENVIRONMENT`."""
+    """A list to which running attention kernels are added; needs `DEBUG_ENVIRONMENT`."""
     # Uses: log lines "Running with ..." of dot_product_attention.py
     # Versions: transformer-engine 2.20.2
     # Upstream: none found that can be asked (NVIDIA/TransformerEngine#2964, merged, refactoring)

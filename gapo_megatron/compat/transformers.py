@@ -9,10 +9,10 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 
 def tokenizer_class(name: Any) -> Any:
-    """The class of that name; None: this transformers has none.
+    """The tokenizer class of a name; None if this transformers has none.
 
     Raises:
-        Exception: of any kind, where `name` is not what a name should be.
+        Exception: of any kind if `name` is not a valid name.
     """
     # Uses: models.auto.tokenization_auto.tokenizer_class_from_name (not in its __all__)
     # Versions: transformers 5.19.0
@@ -21,7 +21,7 @@ def tokenizer_class(name: Any) -> Any:
 
 
 def loads_by_itself(tokenizer: Any) -> bool:
-    """Whether a class is a tokenizer that loads as the base class does: only its own files."""
+    """Whether a class is a tokenizer with the base class's loader, which reads only its files."""
     # Uses: PreTrainedTokenizerBase.from_pretrained.__func__
     # Versions: transformers 5.19.0
     # Upstream: none found

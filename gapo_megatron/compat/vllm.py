@@ -31,8 +31,8 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-# An engine that is garbage collected takes the default process group with it, which is the
-# trainer's: so it stays until `close`, or as long as the process.
+# Garbage collection of an engine destroys the default process group, which is the trainer's, so
+# engines are kept alive until `close`.
 _alive: list[LLMEngine] = []
 
 
@@ -40,12 +40,12 @@ _alive: list[LLMEngine] = []
 
 
 def create(args: EngineArgs) -> LLMEngine:
-    """An engine that is stepped by hand, and whose end leaves the default process group alone.
+    """Build an engine that the caller steps, and that leaves the default process group alone.
 
-    Its KV cache on a CPU is that of `args.kv_cache_memory_bytes`, whatever the environment says.
+    On a CPU, its KV cache has `args.kv_cache_memory_bytes`, whatever the environment says.
 
     Raises:
-        ValueError: vLLM refuses.
+        ValueError: vLLM rejects the arguments.
     """
     # Uses: v1.engine.llm_engine.LLMEngine, usage.usage_lib.UsageContext; that weakref.finalize
     #     shuts an engine down when it is garbage collected (v1/engine/core.py); that
@@ -60,7 +60,7 @@ def create(args: EngineArgs) -> LLMEngine:
 
 
 def close(llm: LLMEngine) -> None:
-    """Free what an engine holds and destroy the default process group: vLLM does both at once."""
+    """Shut an engine down; vLLM also destroys the default process group."""
     # Uses: LLMEngine.engine_core.shutdown
     # Versions: vllm 0.32.0
     # Upstream: as of `create`
@@ -69,7 +69,7 @@ def close(llm: LLMEngine) -> None:
 
 
 def add_tokens(llm: LLMEngine, name: str, tokens: Sequence[int], params: SamplingParams) -> None:
-    """Queue a prompt of tokens."""
+    """Queue a prompt of token ids."""
     # Uses: inputs.engine.tokens_input
     # Versions: vllm 0.32.0
     # Upstream: none found
@@ -77,7 +77,7 @@ def add_tokens(llm: LLMEngine, name: str, tokens: Sequence[int], params: Samplin
 
 
 def queue_lengths(llm: LLMEngine) -> tuple[int, int]:
-    """Requests that run, and requests that wait, of an engine in this process."""
+    """Numbers of running and waiting requests of an engine in this process."""
     # Uses: LLMEngine.engine_core.engine_core.scheduler.get_request_counts
     # Versions: vllm 0.32.0
     # Upstream: vllm-project/vllm#50900 (closed), #17382 (open)
@@ -86,11 +86,11 @@ def queue_lengths(llm: LLMEngine) -> tuple[int, int]:
 
 
 def unfinished(llm: LLMEngine) -> dict[str, RequestOutput]:
-    """Outputs so far of all requests that the engine still has, by name.
+    """Outputs so far of all unfinished requests, by name.
 
-    vLLM makes such an output where an asynchronous caller aborts a request; the engine in this
-    process aborts without a word. To be told the tokens of every step instead costs what grows
-    with all that is generated, not with what is broken off.
+    vLLM returns such outputs when an asynchronous caller aborts a request, but not from an engine
+    in this process. Asking for outputs in every step would cost time for all generated tokens
+    instead of only the aborted ones.
     """
     # Uses: LLMEngine.output_processor.request_states; their external_req_id, make_request_output
     # Versions: vllm 0.32.0
@@ -102,7 +102,7 @@ def unfinished(llm: LLMEngine) -> dict[str, RequestOutput]:
 
 
 def request_names(llm: LLMEngine) -> list[str]:
-    """Every request that the engine still has."""
+    """Names of all unfinished requests."""
     # Uses: LLMEngine.output_processor.request_states; their external_req_id
     # Versions: vllm 0.32.0
     # Upstream: as of `unfinished`
@@ -111,12 +111,12 @@ def request_names(llm: LLMEngine) -> list[str]:
 
 @contextlib.contextmanager
 def launched_as_this_world() -> Iterator[None]:
-    """Let vLLM take the ranks of the default process group for all that were launched.
+    """Set RANK and WORLD_SIZE to those of the default process group while an engine is built.
 
-    Its external launcher reads RANK and WORLD_SIZE (and in RANK an engine's place in data
-    parallelism) while an engine is built. They count all ranks of the job, of which the group may
-    have a part; afterwards they do so again. LOCAL_RANK stays: it is the GPU of this node, and vLLM
-    uses the default process group that is there, so MASTER_ADDR and MASTER_PORT are not looked at.
+    vLLM's external launcher reads them (RANK also for the engine's data parallel rank), but they
+    count all ranks of the job, of which the group may be a part. LOCAL_RANK is not changed: it is
+    the GPU on this node. MASTER_ADDR and MASTER_PORT are not read, because vLLM uses the existing
+    default process group.
     """
     # Uses: RANK and WORLD_SIZE, read by executor.uniproc_executor.ExecutorWithExternalLauncher and
     #     config.parallel while an engine is built
@@ -145,14 +145,13 @@ def load_weights(
     *,
     note: Callable[[str, Tensor, int], None],
 ) -> None:
-    """Replace the engine's weights, including the copies that it has packed.
+    """Replace the engine's weights, including its packed copies.
 
     Args:
-        llm: engine with memory for its weights.
-        tensors: (Hugging Face name, whole tensor), those of one module next to each other.
-        note: called with every parameter of the engine as it was loaded, before it is quantised or
-            packed: its name, a part that this rank has of it, and how many ranks of the replica
-            have that part.
+        llm: engine whose weights have memory (awake).
+        tensors: (Hugging Face name, whole tensor); tensors of one module must be adjacent.
+        note: called with every loaded parameter before it is quantised or packed: its name, a part
+            of it on this rank, and the number of ranks of the replica that have the same part.
     """
     # Uses: the worker's method "reload_weights", and its weights_iterator
     # Versions: vllm 0.32.0
@@ -169,7 +168,7 @@ def load_weights(
 def _noting(
     model: nn.Module, num_ranks: int, note: Callable[[str, Tensor, int], None]
 ) -> Iterator[None]:
-    """Within, the model's parameters are noted as they are loaded; see `load_weights`."""
+    """Call `note` for the model's parameters as they are loaded; see `load_weights`."""
     # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
     #     its weights (model_loader.reload.layerwise), and copies those of other modules as they are
     # Versions: vllm 0.32.0
@@ -199,7 +198,7 @@ def _noting(
         yield
     finally:
         for method in methods.values():
-            del method.process_weights_after_loading  # the class has it
+            del method.process_weights_after_loading  # restores the method of the class
     for module in names:
         if id(getattr(module, "quant_method", None)) not in methods:
             note_module(module)
@@ -208,7 +207,7 @@ def _noting(
 def _parts(
     module: nn.Module, name: str, parameter: Tensor, num_ranks: int
 ) -> Iterator[tuple[Tensor, int]]:
-    """What this rank has of a parameter, and how many of the replica's ranks have the same."""
+    """Parts of a parameter on this rank, each with the number of ranks that have the same."""
     # Uses: QKVParallelLinear.num_heads, .head_size, .num_kv_head_replicas; LinearBase.tp_size
     # Versions: vllm 0.32.0
     # Upstream: none found
@@ -226,10 +225,10 @@ def _parts(
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Pack the new weights of the experts for the kernel that multiplies with them on a CPU.
+    """Pack the experts' new weights for the CPU kernel.
 
-    vLLM does so when the model is built, and leaves them as they come after a reload (log-probs of
-    experts whose weights are shuffled).
+    vLLM does so when it builds the model but not after a reload, and would then compute with
+    wrongly ordered weights.
     """
     # Uses: module.quant_method.moe_kernel.fused_experts.process_weights_after_loading
     # Versions: vllm 0.32.0
@@ -241,11 +240,10 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def repack_tied_head(model: nn.Module) -> None:
-    """Refresh the copy of the embedding that a tied output layer multiplies with on a CPU.
+    """Refresh the packed copy of the embedding that a tied output layer uses on a CPU.
 
-    vLLM packs it for its matrix kernel when the model is built. A reload refreshes the packed
-    weights of the modules whose tensors it loads; a tied output layer has none of its own
-    (log-probs of the old head with the new body).
+    vLLM packs it when it builds the model. A reload only refreshes modules whose tensors it loads,
+    and a tied output layer has none: it would keep the old weights.
     """
     # Uses: model.lm_head.quant_method.process_weights_after_loading
     # Versions: vllm 0.32.0
@@ -261,13 +259,13 @@ def repack_tied_head(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def shared_memory_named(name: Callable[[str, Sequence[int]], str]) -> Iterator[None]:
-    """Let engines that start inside meet in shared memory of another name, on a CPU.
+    """Give the shared memory of engines that start within the block another name, on a CPU.
 
-    vLLM names it by ranks alone under the external launcher: two runs on one machine would collide,
-    and what a killed run leaves behind would keep all later ones from starting.
+    Under the external launcher vLLM names it only by ranks: two runs on one machine would collide,
+    and leftovers of a killed run would prevent all later starts.
 
     Args:
-        name: maps a communicator's own name and ranks to a name; the same on all of them.
+        name: maps a communicator's own name and ranks to a name, the same on all its ranks.
     """
     # Uses: cpu_communicator._CPUSHMDistributed.make_group_name, replaced
     # Versions: vllm 0.32.0
@@ -289,7 +287,7 @@ def shared_memory_named(name: Callable[[str, Sequence[int]], str]) -> Iterator[N
 
 
 def cpu_head_sizes() -> list[int]:
-    """Values of head_dim that attention on a CPU can compute."""
+    """Values of head_dim that attention on a CPU supports."""
     # Uses: v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes
     # Versions: vllm 0.32.0
     # Upstream: none found
@@ -298,7 +296,7 @@ def cpu_head_sizes() -> list[int]:
 
 
 def why_no_cpu_fp8() -> str | None:
-    """Why this CPU has no kernel for `fp8_per_block`; None: it has."""
+    """The reason why this CPU has no kernel for `fp8_per_block`; None if it has one."""
     # Uses: kernels.linear.scaled_mm.cpu.CPUFp8BlockScaledMMKernel.is_supported
     # Versions: vllm 0.32.0
     # Upstream: none found (close to it vllm-project/vllm#39065, #39663, closed)
@@ -307,7 +305,7 @@ def why_no_cpu_fp8() -> str | None:
 
 
 def device_type() -> str:
-    """Device type that vLLM would run on: `cuda`, `cpu`, or empty if it finds neither."""
+    """Device type that vLLM would use: `cuda`, `cpu`, or empty if there is neither."""
     # Uses: platforms.current_platform.device_type
     # Versions: vllm 0.32.0
     # Upstream: none found
@@ -315,7 +313,7 @@ def device_type() -> str:
 
 
 def attention_backend(head_dim: int, dtype: torch.dtype) -> str:
-    """The attention that it would choose here."""
+    """The attention backend that vLLM would choose here."""
     # Uses: config.VllmConfig, set_current_vllm_config; v1.attention.selector.get_attn_backend
     # Versions: vllm 0.32.0
     # Upstream: none found

@@ -1,1 +1,1 @@
-"""Work that must not make the host wait for the device."""
+"""Device operations without waiting on the host, and the precision of products."""

@@ -1,8 +1,8 @@
-"""Checks of values on the device whose outcome is read later, all of a pass at once.
+"""Checks of device values whose results are read together at the end of a pass.
 
-To ask a GPU whether a value is finite is to wait until it has computed it, and while the host waits
-it launches nothing. So checks within a pass over micro-batches raise a flag on the device; whoever
-runs the pass reads all of them together when it is over, and only then looks for the culprit.
+Asking a GPU whether a value is finite makes the host wait, and meanwhile it launches nothing. So
+checks within a pass over micro-batches store a flag on the device; after the pass all flags are
+read at once, and only then the cause is looked for.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ class Flags:
     """Flags of one pass, in the order in which they were kept.
 
     Attributes:
-        where: put before the messages of flags kept from now on, for example the micro-batch.
+        where: prefix of the messages of flags kept from now on, e.g. the micro-batch.
     """
 
     def __init__(self) -> None:
-        """Keep none."""
+        """Start without flags."""
         self.where = ""
         self._raised: list[torch.Tensor] = []
         self._explain: list[Callable[[], Exception]] = []
         self._where: list[str] = []
 
     def keep(self, is_raised: torch.Tensor, explain: Callable[[], Exception]) -> None:
-        """Remember a flag; nothing waits.
+        """Keep a flag; does not wait for the device.
 
         Args:
-            is_raised: scalar bool on the device, as `~(...).all()`: where tensors have no data
-                (`ops.plan.no_data`) every truth that is computed is True, and no flag is raised.
-            explain: called if it turns out to be raised; may wait for the device. What it refers to
-                stays in memory until the flags are dropped: hold rows, not hidden states.
+            is_raised: scalar bool on the device, written as `~(...).all()`: for tensors without
+                data (`ops.plan.no_data`) every computed bool is True, so no flag is raised.
+            explain: called if the flag is raised; may wait for the device. Tensors it refers to
+                stay in memory until the flags are dropped, so it should hold rows, not hidden
+                states.
         """
         self._raised.append(is_raised)
         self._explain.append(explain)
         self._where.append(self.where)
 
     def any(self, device: torch.device) -> torch.Tensor:
-        """Whether one is raised: scalar bool on `device`; nothing waits."""
+        """Whether any flag is raised: scalar bool on `device`; does not wait for the device."""
         if not self._raised:
             return torch.zeros((), dtype=torch.bool, device=device)
         return torch.stack(self._raised).any()
 
     def error(self) -> Exception | None:
-        """Explain the first one raised; None: there is none. Waits for the device, once."""
+        """The error of the first raised flag, or None. Waits for the device, once."""
         if not self._raised:
             return None
         flags = torch.stack(self._raised).tolist()
@@ -57,7 +58,7 @@ class Flags:
         return type(error)(f"{self._where[first]}: {error}") if self._where[first] else error
 
     def check(self) -> None:
-        """Raise the error of the first flag raised, if any. Waits for the device, once."""
+        """Raise the error of the first raised flag, if any. Waits for the device, once."""
         error = self.error()
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""How exactly products of float32 are computed."""
+"""Precision of float32 matrix products."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 def float32_products(
     device: torch.device, precision: Literal["ieee", "bf16"] = "ieee"
 ) -> Iterator[None]:
-    """Within, products of float32 have this precision, whatever the process allows.
+    """Set the precision of float32 products within the block.
 
-    vLLM may have set TF32, for instance. `bf16` is a CPU's own: factors are rounded to bfloat16,
-    sums stay float32.
+    Otherwise the process decides; vLLM, for example, may have set TF32. `bf16` is for CPUs: factors
+    are rounded to bfloat16, sums are float32.
     """
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     before = backend.matmul.fp32_precision

@@ -1,4 +1,4 @@
-"""Many small arrays between host and device in one copy."""
+"""Copy many small arrays between host and device at once."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 16
-"""Bytes; kernels may read several elements at a time."""
+"""Alignment in bytes, since kernels may read several elements at a time."""
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
-    """Copy arrays to `device` without waiting: from pinned memory, in one piece.
+    """Copy arrays to `device` in one asynchronous transfer from pinned memory.
 
-    A copy from memory that the system may move makes the host wait for all that the device has been
-    given to do.
+    A copy from pageable memory would make the host wait for all queued work of the device.
 
     Args:
         arrays: arrays of any shape, with dtypes that torch has.
-        device: where they go.
+        device: target device.
 
     Returns:
-        Tensors of the arrays' shapes and dtypes: views of one buffer, which lives as long as they.
+        Tensors of the arrays' shapes and dtypes: views of one buffer, kept alive by any of them.
     """
     starts, size = [], 0
     for array in arrays:
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = np.zeros(max(size, _ALIGNMENT), dtype=np.uint8)  # torch gives an empty one no stride
+    buffer = np.zeros(max(size, _ALIGNMENT), dtype=np.uint8)  # an empty tensor would have no stride
     for start, array in zip(starts, arrays, strict=True):
         buffer[start : start + array.nbytes] = (
             np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -50,14 +49,14 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         tensors: tensors of any shape and dtype.
 
     Returns:
-        Likewise, detached, on the CPU.
+        Detached copies on the CPU.
     """
     if not tensors:
         return []
     flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     parts = torch.cat(flat).cpu().split([len(part) for part in flat])
     return [
-        # A copy begins where its dtype may; within the buffer that is not sure.
+        # Cloned, because a part of the buffer may not be aligned for its dtype.
         part.clone().view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""One tensor of a torch.distributed.checkpoint folder, read from the parts that it was cut into."""
+"""Read a tensor of a torch.distributed.checkpoint folder from its chunks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from gapo_megatron.models.rules import Shape
 
 
 class Chunks:
-    """The parts of one tensor, which together are the whole.
+    """The chunks of one tensor, which together cover it.
 
     Attributes:
-        ends: by file, the bytes that it must have.
+        ends: by file, the least size in bytes that it must have.
     """
 
     def __init__(
@@ -39,22 +39,23 @@ class Chunks:
         storage_data: Mapping[MetadataIndex, Any],
         num_stacked: int,
     ) -> None:
-        """Check that every element is in one part; reads no tensor.
+        """Check that every element is in exactly one chunk; reads no tensor.
 
         Args:
             root: folder of the files.
             key: of the tensor, for errors.
-            entry: what `.metadata` says of the tensor.
-            storage_data: which file holds what.
-            num_stacked: leading dimensions in which parameters are stacked.
+            entry: the tensor in `.metadata`.
+            storage_data: location of every chunk, from `.metadata`.
+            num_stacked: number of leading dimensions in which parameters are stacked.
 
         Raises:
-            ConversionError: a part is in no file, or outside of the tensor, or overlaps with
-                another, or something is in no part; names key and part.
+            ConversionError: a chunk is in no file, lies outside of the tensor or overlaps another,
+                or an element is in no chunk; names key and chunk.
         """
         self._root, self._key, self._dtype = root, key, entry.properties.dtype
         self.ends: dict[str, int] = {}
         self._at: dict[tuple[int, ...], list[tuple[ChunkStorageMetadata, Any]]] = {}
+        # Sort the chunks by the parameters of the stack that they hold a part of.
         for chunk in entry.chunks:
             where = f"{root}: {key} at {list(chunk.offsets)}"
             if not _is_inside(chunk, entry.size):
@@ -69,6 +70,7 @@ class Chunks:
             spans = zip(chunk.offsets[:num_stacked], chunk.sizes[:num_stacked], strict=True)
             for index in itertools.product(*(range(start, start + n) for start, n in spans)):
                 self._at.setdefault(index, []).append((chunk, info))
+        # Chunks inside the tensor that do not overlap cover it if they have as many elements.
         for parts in self._at.values():
             for (one, _), (other, _) in itertools.combinations(parts, 2):
                 if _overlap(one, other):
@@ -78,11 +80,11 @@ class Chunks:
         held = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
         if held != entry.size.numel():
             raise ConversionError(
-                f"{root}: the parts of {key} have {held} elements, the tensor {entry.size.numel()}"
+                f"{root}: the chunks of {key} have {held} elements, the tensor {entry.size.numel()}"
             )
 
     def files(self, index: tuple[int, ...]) -> set[str]:
-        """Names of the files that hold the tensor behind `index`."""
+        """Names of the files that hold the parameter at `index` of the stacked dimensions."""
         return {info.relative_path for _, info in self._at[index]}
 
     @property
@@ -90,7 +92,7 @@ class Chunks:
         return next(iter(self.ends))
 
     def read(self, index: tuple[int, ...], shape: Shape) -> Tensor:
-        """The tensor behind `index`, up to `shape`."""
+        """Read the parameter at `index` of the stacked dimensions, up to `shape`."""
         starts = (*index, *(0 for _ in shape))
         sizes = (*(1 for _ in index), *shape)
         target: Tensor | None = None
@@ -108,7 +110,7 @@ class Chunks:
                 return (part if part.numel() == whole.numel() else part.clone()).reshape(shape)
             target = shard.empty(sizes, self._dtype) if target is None else target
             target[_slices(low, high, starts)].copy_(part)
-        assert target is not None, (self._key, index)  # the parts are the whole, see __init__
+        assert target is not None, (self._key, index)  # the chunks cover the tensor, see __init__
         return target.reshape(shape)
 
     def _load(self, chunk: ChunkStorageMetadata, info: Any) -> Tensor:
@@ -129,7 +131,7 @@ class Chunks:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file of its own; has its own position."""
+    """A section of a file, as a file with a position of its own."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._descriptor, self._offset, self._length = descriptor, offset, length

@@ -1,8 +1,7 @@
-"""A model's config against its weights, and against what a Megatron folder says of itself.
+"""Compare a model's config with its weights and with what a Megatron folder records.
 
-A config that is wrong in a way that changes shapes would end in a puzzling shape error of some
-tensor; one that is wrong in a way that does not (rope base, norm epsilon) would end in nothing but
-a bad model. Both are named here, before a tensor is read.
+A wrong size would fail later with a puzzling shape error, and a wrong rope base or norm epsilon
+would only give a bad model. Both are reported here, before a tensor is read.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
 def read_config(root: Path) -> PretrainedConfig:
-    """Read config.json of a folder as transformers does, provided a table covers its model.
+    """Read config.json of a folder with transformers, if its architecture is supported.
 
     Raises:
-        ConfigError: see `config_json.read_facts`, which a dry run and a plan go by; or transformers
+        ConfigError: see `config_json.read_facts`, which a dry run and a plan use; or transformers
             cannot use it.
     """
     read_facts(root)
     with as_config_error(f"{root / 'config.json'} is not a usable config"):
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(root, trust_remote_code=False)
-    if (path := root / "generation_config.json").exists():  # vLLM reads it, after minutes
+    if (path := root / "generation_config.json").exists():  # vLLM would fail on it after minutes
         with as_config_error(f"{path} is not usable"):
             GenerationConfig.from_pretrained(root, trust_remote_code=False)
     rules_for(hf_config)
@@ -40,14 +39,11 @@ def read_config(root: Path) -> PretrainedConfig:
 
 
 def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
-    """Read config.json, provided it says what the weights say.
+    """Read config.json and check that it agrees with the weights.
 
     Args:
         root: folder of config.json.
         entries: shape, dtype and file of every tensor of the folder.
-
-    Returns:
-        The config as transformers reads it.
 
     Raises:
         ConfigError: see `read_config`.
@@ -62,13 +58,13 @@ def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
 def compare_configs(
     hf_config: PretrainedConfig, record: Mapping[str, Any], *, source: str = "the Megatron folder"
 ) -> None:
-    """Refuse a Megatron folder that says it holds another model than config.json describes.
+    """Refuse a Megatron folder that records another model than config.json describes.
 
     Args:
         hf_config: of the Hugging Face side.
-        record: what the folder states of its model, by names of config.json's fields. What is
-            absent or null is not stated. Rope is, as soon as one of its fields is there: as in
-            config.json, a base without a scaling means that there is none.
+        record: what the folder records of its model, under the names of config.json. Missing and
+            null fields are not compared. Rope is compared if any of its fields is there: as in
+            config.json, a base without a scaling means no scaling.
         source: of the record, for errors.
 
     Raises:
@@ -89,11 +85,11 @@ def compare_configs(
     differences = [
         f"{name} is {_shown(there)} there and {_shown(here)} here"
         for name, (there, here) in pairs.items()
-        if (there or None) != (here or None)  # an architecture without a switch has it off
+        if (there or None) != (here or None)  # a missing switch is off
     ]
     if differences:
         raise ConversionError(
-            f"{source} states another model than config.json describes: {'; '.join(differences)}"
+            f"{source} records another model than config.json describes: {'; '.join(differences)}"
         )
 
 
@@ -106,7 +102,7 @@ def _flat_rope(fields: Mapping[str, Any], source: str = "config.json") -> dict[s
 
 
 def _window(fields: Mapping[str, Any]) -> int | None:
-    """How far attention sees; Qwen states a window even where it is switched off."""
+    """The sliding window; Qwen states one even if it is switched off."""
     window: int | None = fields.get("sliding_window")
     return window if fields.get("use_sliding_window", True) else None
 

@@ -1,13 +1,13 @@
-"""Keys of a Megatron folder: how megatron-core names on disk what a model calls otherwise.
+"""Keys of a Megatron folder: megatron-core's names of parameters on disk.
 
-One parameter has several spellings, by the version and the options of who wrote it:
+A parameter's key depends on the version and options of the program that wrote it:
 
 - all layers stacked under `decoder.layers.mlp.linear_fc2.weight`, or one key for each,
   `decoder.layers.3.mlp.linear_fc2.weight` (`non_homogeneous_layers`);
 - all experts stacked under `mlp.experts.experts.linear_fc2.weight` (behind the layers), or one key
   for each, `mlp.experts.experts.7.linear_fc2.weight`, and then the gated linear in two halves,
   `linear_fc1.weight_w` and `linear_fc1.weight_v` (`singleton_local_shards`);
-- a norm under its own name, or inside the linear behind it, where Transformer Engine has it.
+- a norm under its own name, or as part of the following linear, as in Transformer Engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gapo_megatron.models.rules import Place, Rule, Shape
 
 _LAYERS = "decoder.layers."
 _HALVES = ("_w", "_v")
-# What megatron-core's local layer spec saves norms as. It does so even where the next module is a
-# layer of experts, whose norm Transformer Engine's spec leaves under its own name.
+# Keys of norms with megatron-core's local layer spec. It uses them even in front of experts, where
+# Transformer Engine's spec keeps the norm's own name.
 _LOCAL_SPEC = {
     "decoder.layers.input_layernorm.": "decoder.layers.self_attention.linear_qkv.layer_norm_",
     "decoder.layers.pre_mlp_layernorm.": "decoder.layers.mlp.linear_fc1.layer_norm_",
@@ -31,44 +31,44 @@ _LOCAL_SPEC = {
 
 
 class Home(NamedTuple):
-    """Where a parameter, or half of one, lies."""
+    """Location of a parameter, or of half of one, on disk."""
 
     key: str
     lead: tuple[int, ...]
-    """Into the leading dimensions of what is stacked: layer, expert."""
+    """Index into the stacked leading dimensions: layer, expert."""
 
 
 def is_optimizer(key: str) -> bool:
-    """The key is of an optimizer's tensor, not of a weight."""
+    """Whether the key names an optimizer's tensor."""
     return re.match(r"(chained_\d+\.)?optimizer\.", key) is not None
 
 
 def written_key(rule: Rule) -> str:
-    """The key that `write_megatron` stores all of a rule's parameters under.
+    """The key under which `write_megatron` stores all parameters of a rule.
 
-    It is what megatron-core has by default for a model with Transformer Engine's layer spec.
+    It is megatron-core's default for a model with Transformer Engine's layer spec.
     """
     of_norm = rule.te_name if rule.num_experts is None else None
     return _stacked(of_norm or rule.megatron)
 
 
 def written_home(rule: Rule, place: Place) -> Home:
-    """Where `write_megatron` puts a parameter."""
+    """The location at which `write_megatron` stores a parameter."""
     return Home(written_key(rule), tuple(number for number in place if number is not None))
 
 
 def written_shape(rule: Rule) -> Shape:
-    """Shape of all of a rule's parameters, stacked."""
+    """Shape of all parameters of a rule, stacked."""
     stack = tuple(size for size in (rule.num_layers, rule.num_experts) if size is not None)
     return (*stack, *rule.full_shape)
 
 
 def find_spelling(rules: Sequence[Rule], key: str, keys: Collection[str]) -> str:
-    """The key itself, or, where the folder has none such, what it calls the same norm.
+    """The key itself or, if the folder lacks it, the folder's key of the same norm.
 
     Args:
         rules: of the model.
-        key: that a model asks for.
+        key: requested by a model.
         keys: of the folder.
     """
     if key in keys:
@@ -84,10 +84,10 @@ def find_spelling(rules: Sequence[Rule], key: str, keys: Collection[str]) -> str
 
 
 def extra_states(rules: Sequence[Rule]) -> list[str]:
-    """Keys of what Transformer Engine keeps beside its weights: for fp8, and else nothing.
+    """Keys of Transformer Engine's extra state, which is empty without fp8.
 
-    A model with its layer spec asks a checkpoint for them, and fails where one is not there. Which
-    modules have one depends on its version: these are all that ever had.
+    A model with its layer spec fails to load a checkpoint that lacks one of them. Which modules
+    have one depends on the version; these are the modules of all versions.
     """
     stacks: dict[str, Shape] = {}
     for rule in rules:
@@ -114,14 +114,15 @@ def find_homes(
         source: folder, for errors.
 
     Returns:
-        By (`Rule.megatron`, place): one home, or two of a gated linear's halves. Tied copies are
-        not there.
+        By (`Rule.megatron`, place): one home, or two for the halves of a gated linear. Tied copies
+        are left out.
 
     Raises:
-        ConversionError: a key that is no parameter's, or misshapen; a parameter that no key or more
-            than one holds.
+        ConversionError: a key belongs to no parameter or has another shape, or a parameter has no
+            key or several.
     """
     spellings = {key: rule for rule in rules if not rule.tied for key in _spellings(rule)}
+    # Every key belongs to a parameter, and no parameter has two (but the halves of a gated linear).
     found: dict[tuple[str, Place], dict[str, Home]] = {}
     extra = []
     for key, shape in shapes.items():
@@ -131,13 +132,16 @@ def find_homes(
         for name, place, half, home in homes:
             at = found.setdefault((name, place), {})
             if half in at or (at and "" in (half, *at)):
-                raise ConversionError(f"{source}: {key} and {next(iter(at.values())).key} are one")
+                raise ConversionError(
+                    f"{source}: {key} and {next(iter(at.values())).key} hold the same parameter"
+                )
             at[half] = home
     if extra:
         raise ConversionError(
-            f"{source}: keys without a place in the model that config.json describes: "
+            f"{source}: keys of no parameter in the model that config.json describes: "
             f"{_some(extra)}"
         )
+    # Every parameter has a key, or one for each half.
     missing = [
         rule.megatron_name(place)
         for rule in rules
@@ -156,7 +160,7 @@ def find_homes(
 def _homes_of(
     key: str, shape: Shape, spellings: Mapping[str, Rule], source: str
 ) -> list[tuple[str, Place, str, Home]]:
-    """All that a key holds: (`Rule.megatron`, place, half, home)."""
+    """All parameters that a key holds: (`Rule.megatron`, place, half, home)."""
     stacked, layer = _take_number(key, _LAYERS)
     stacked, expert = _take_number(stacked, "mlp.experts.experts.")
     half = next((half for half in _HALVES if stacked.endswith(half)), "")
@@ -170,14 +174,13 @@ def _homes_of(
     limits = (rule.num_layers, rule.num_experts)
     stack = tuple(size for size, here in zip(limits, is_stack, strict=True) if here)
     expected = (*stack, *(rule.hf_shapes[_HALVES.index(half)] if half else rule.full_shape))
-    # Padding follows the vocabulary's own rows.
+    # Padding follows the rows of the vocabulary.
     is_padded = rule.vocab_padded and shape[:1] > expected[:1] and shape[1:] == expected[1:]
     if shape != expected and not is_padded:
         raise ConversionError(
             f"{source}: {key} has shape {list(shape)}; the model's config says {list(expected)}"
         )
-    # The places that the key's numbers leave: to go through all, for each of 12,000 keys, takes
-    # minutes.
+    # Only the places with the key's layer and expert: trying all, for 12,000 keys, takes minutes.
     numbers = [
         range(limit or 1) if given is None else range(given, min(given + 1, limit or 0))
         for given, limit in zip((layer, expert), limits, strict=True)
@@ -192,7 +195,7 @@ def _homes_of(
 
 
 def _spellings(rule: Rule) -> set[str]:
-    """Keys of a rule's parameters on disk, as if layers and experts were stacked."""
+    """Possible keys of a rule's parameters on disk, with layers and experts stacked."""
     names = {_stacked(name) for name in (rule.megatron, rule.te_name) if name}
     names |= {
         new + name.removeprefix(old)
@@ -210,7 +213,7 @@ def _stacked(template: str) -> str:
 
 
 def _take_number(key: str, behind: str) -> tuple[str, int | None]:
-    """The key without the number behind `behind`, and the number."""
+    """The key without the number that follows `behind`, and that number."""
     found = re.search(rf"(?<={re.escape(behind)})(\d+)\.", key)
     return (key[: found.start()] + key[found.end() :], int(found[1])) if found else (key, None)
 

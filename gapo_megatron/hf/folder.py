@@ -1,11 +1,11 @@
-"""Output folders that are whole or not there: written under another name, flushed, renamed once.
+"""Output folders that are complete or absent: written under another name, flushed, then renamed.
 
-- OUT/: whole.
-- .OUT.0123abcd.tmp/: being written, or half-written when the process died.
-- .OUT.0123abcd.old/: what was there before, for the moment between two renames.
-- .OUT.0123abcd.lock: locked for as long as the process that writes the two others lives.
-- OUT/.gapo_megatron.json: says who made OUT and where; see `check_replaceable`.
-- OUT/.gapo_megatron_COMMAND.json: OUT is anybody's, and COMMAND made some files of it; see `claim`.
+- OUT/: complete.
+- .OUT.0123abcd.tmp/: being written, or left by a process that died.
+- .OUT.0123abcd.old/: the previous OUT, between the two renames that replace it.
+- .OUT.0123abcd.lock: locked while the process that writes the two others is alive.
+- OUT/.gapo_megatron.json: which command made OUT, and where; see `check_replaceable`.
+- OUT/.gapo_megatron_COMMAND.json: COMMAND made some of the files in OUT; see `claim`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.files import check_overwritable, flush, real, rename, write_atomically
 
 REPORT_NAME = "conversion.json"
-"""What a folder was converted from; of that folder alone, so it is not carried on."""
+"""The report of a conversion; describes its own folder only, so it is never copied to another."""
 MARKER_NAME = ".gapo_megatron.json"
-"""In a model folder that may be replaced: which command made it, and at which path and inode.
+"""Marks a folder that its command may replace: command, path and inode.
 
-A folder that was moved is still the command's own; a copy of it, which has neither, is not."""
+A moved folder keeps its inode and may still be replaced; a copy has neither, and may not."""
 
 
 def check_replaceable(
@@ -40,13 +40,13 @@ def check_replaceable(
     is_ours: bool,
     inputs: Mapping[str, str | Path] | None = None,
 ) -> None:
-    """Refuse to replace a folder that the command did not make, or that holds what is read.
+    """Refuse to replace a folder that the command did not make, or that contains its inputs.
 
     Args:
-        output: folder to make, or to replace. Links are followed, here and in `inputs`.
+        output: folder to make or replace. Links are followed, here and in `inputs`.
         field: setting that names it, for errors.
-        is_ours: what is there is known to be an earlier result of the same command.
-        inputs: what the command reads, by the setting that names it; empty paths are left out.
+        is_ours: an existing folder is known to be an earlier result of the same command.
+        inputs: paths that the command reads, by the setting that names them; may be empty.
 
     Raises:
         ConfigError: names the field, the folder and what is in the way.
@@ -57,7 +57,7 @@ def check_replaceable(
     for name, path in (inputs or {}).items():
         if str(path) and real(path).is_relative_to(folder):
             raise ConfigError(
-                f"{field} ({output}) is written anew, so {name} ({path}) must not lie in it"
+                f"{field} ({output}) will be replaced, so {name} ({path}) must not lie in it"
             )
     if Path.cwd().is_relative_to(folder):
         raise ConfigError(f"{field} ({output}) must not hold the working directory ({Path.cwd()})")
@@ -67,33 +67,32 @@ def check_replaceable(
         raise ConfigError(f"{field} ({output}) cannot be read: {error.strerror}") from None
     if not (is_empty or is_ours):
         raise ConfigError(
-            f"{field} ({output}) is not an earlier result of this command, made there (see its "
-            f"{MARKER_NAME}, if any): it must be new, empty or such a result; name another folder, "
-            "or move that one away"
+            f"{field} ({output}) must be new, empty or an earlier result of this command at that "
+            f"path (see its {MARKER_NAME}): name another folder, or move that one away"
         )
 
 
 def claim(
     folder: Path, names: Iterable[str], *, field: str, made_by: str, or_ours: bool = False
 ) -> None:
-    """Make or take a folder to write files of these names to; a later call may replace them alone.
+    """Create or reuse a folder for files of these names; later calls may replace only these files.
 
     Args:
-        folder: may hold other files, which do not matter.
-        names: of the files that will be written, or removed.
+        folder: may hold other files, which are ignored.
+        names: of the files that will be written or removed.
         field: setting or option that names the folder, for errors.
         made_by: command that writes them.
-        or_ours: they are known to be of an earlier call, without a marker.
+        or_ours: existing files are known to be from an earlier call, even without a marker.
 
     Raises:
-        ConfigError: one of them is there, and somebody else's; or another command made the whole
-            folder, and would replace it together with them.
-        OSError: the folder cannot be made or written to.
+        ConfigError: one of the files exists and the command did not make it; or another command
+            made the whole folder, and may replace it together with the files.
+        OSError: the folder cannot be created or written to.
     """
     if (folder / MARKER_NAME).exists() and (owner := _maker(folder)) not in (None, made_by):
         raise ConfigError(
-            f"{field} ({folder}) is a result of `{owner}`, which may replace all of it (see its "
-            f"{MARKER_NAME}): name another folder"
+            f"{field} ({folder}) is a result of `{owner}` (see its {MARKER_NAME}), which may "
+            "replace the whole folder: name another one"
         )
     name = f".gapo_megatron_{made_by}.json"
     is_ours = or_ours or ((folder / name).exists() and _maker(folder, name) == made_by)
@@ -103,18 +102,18 @@ def claim(
 
 
 def mark(folder: Path, *, made_by: str, made_at: Path, name: str = MARKER_NAME) -> None:
-    """Let a later call of the same command replace the folder that `folder` is to become."""
+    """Mark `folder`, so that a later call of the same command may replace it."""
     marker = {
         "made_by": made_by,
         "made_at": str(real(made_at)),
         "inode": folder.stat().st_ino,
     }
-    # Never in place: in a copy of hard links the original's marker is the same file.
+    # Never in place: a copy by hard links shares the marker file with the original.
     write_atomically(folder / name, json.dumps(marker) + "\n")
 
 
 def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:
-    """Whether the command made `folder`; `or_unmarked`: also one without a marker, not a link."""
+    """Whether the command made `folder`; with `or_unmarked` also true without marker or link."""
     try:
         return _maker(folder) == made_by
     except FileNotFoundError:
@@ -122,9 +121,9 @@ def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) ->
 
 
 def adopt(folder: Path, *, made_by: str, made_at: Path) -> bool:
-    """Mark a copy of what the command made at `made_at`, as made here; False if it is no such copy.
+    """Mark a copy of the command's folder at `made_at` as made here; False if it is no such copy.
 
-    For a caller that knows by other files that they were copied together.
+    For a caller that knows from other files that they were copied together.
     """
     try:
         marker = read_json(folder / MARKER_NAME)
@@ -137,7 +136,7 @@ def adopt(folder: Path, *, made_by: str, made_at: Path) -> bool:
 
 
 def _maker(folder: str | Path, name: str = MARKER_NAME) -> object:
-    """Command that a marker speaks of; None where it speaks of another folder, or is damaged."""
+    """Command in a marker; None if the marker is damaged or belongs to another folder."""
     folder = real(folder)
     try:
         marker = read_json(folder / name)
@@ -158,20 +157,20 @@ def new_folder(
 ) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends without an exception.
 
-    It lies beside `output`, so that one rename publishes it, after every byte is on disk. What
-    killed processes left of the same output is removed first.
+    It lies beside `output`, so that a single rename publishes it after every byte is on disk.
+    Leftovers of killed processes for the same output are removed first.
 
     Args:
         output: folder to make.
-        num_bytes: that will be written, about; compared with the free space.
-        replace: an earlier result there steps aside when the new one is whole; else what exists is
+        num_bytes: about to be written; compared with the free space.
+        replace: replace an earlier result when the new one is complete; else an existing output is
             an error.
         is_ours: see `check_replaceable`.
-        advice: what the command line offers against that error.
+        advice: hint of the command line, appended to that error.
 
     Raises:
-        ConfigError: the output exists or cannot be made, or there is not enough space; raised
-            before the block is entered. Or, when it ends: somebody else has made the output.
+        ConfigError: the output exists or cannot be created, or there is too little space; raised
+            before the block is entered. At its end: another process has created the output.
     """
     given, output = output, real(output)
     stem = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
@@ -179,7 +178,7 @@ def new_folder(
     with contextlib.ExitStack() as stack:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            # First of all: they may be what fills the disk, or what `output` was.
+            # First: leftovers may fill the disk, or be the previous `output`.
             _remove_leftovers(output)
             if output.exists() and not output.is_dir():
                 raise ConfigError(f"output folder {given} is a file")
@@ -192,7 +191,7 @@ def new_folder(
             temporary.mkdir()
         except OSError as error:
             raise ConfigError(
-                f"output folder {given} cannot be made: {error.filename or output.parent}: "
+                f"cannot create output folder {given}: {error.filename or output.parent}: "
                 f"{error.strerror}"
             ) from None
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -202,7 +201,7 @@ def new_folder(
 
 
 def _publish(temporary: Path, output: Path, *, aside: Path | None) -> None:
-    """Rename; what is there steps aside, if it may: rename(2) wants an empty target."""
+    """Rename to `output`, moving an earlier one to `aside`: rename(2) needs an empty target."""
     try:
         if aside and output.exists():
             os.rename(output, aside)
@@ -210,14 +209,14 @@ def _publish(temporary: Path, output: Path, *, aside: Path | None) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        raise ConfigError(f"output folder {output} has been made by somebody else") from None
+        raise ConfigError(f"another process has created output folder {output}") from None
     finally:
         if aside:
             _put_back_or_remove(aside, output)
 
 
 def _put_back_or_remove(aside: Path, output: Path) -> None:
-    """What stepped aside goes back, unless something has taken its place."""
+    """Move the earlier output back, or remove it if the new one is in place."""
     if aside.exists() and not output.exists():
         os.rename(aside, output)
     shutil.rmtree(aside, ignore_errors=True)
@@ -233,11 +232,11 @@ def _require_space(folder: Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when this process dies, however it dies."""
+    """Hold a lock that the system releases when this process ends in any way."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Another process may have taken it for a leftover between these two calls.
+        # Between these two calls another process may have removed it as a leftover.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
         os.close(descriptor)
@@ -249,8 +248,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Remove what processes that died half-way left of the same output."""
-    # The whole name: OUT.v2 has leftovers of its own.
+    """Remove leftovers of processes that died while writing the same output."""
+    # Match the whole name: leftovers of OUT.v2 belong to another output.
     pattern = re.compile(rf"(\.{re.escape(output.name)}\.[0-9a-f]{{8}})\.(tmp|old|lock)")
     names = (pattern.fullmatch(path.name) for path in output.parent.iterdir())
     for stem in {output.with_name(found[1]) for found in names if found}:
@@ -259,9 +258,9 @@ def _remove_leftovers(output: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(f"{stem}.tmp", ignore_errors=True)
-            _put_back_or_remove(Path(f"{stem}.old"), output)  # died between the two renames
+            _put_back_or_remove(Path(f"{stem}.old"), output)  # it died between the two renames
             lock.unlink(missing_ok=True)
         except BlockingIOError:
-            pass  # alive
+            pass  # its process is alive
         finally:
             os.close(descriptor)

@@ -1,13 +1,13 @@
-"""What makes a checkpoint folder whole: a manifest with the size and SHA-256 of every file.
+"""Checkpoint folders and their manifest, which has the size and SHA-256 of every file.
 
-- checkpoints/step_00000040/: whole, or damaged after the fact (the manifest tells).
-- checkpoints/step_00000052_3/: likewise, after 52 steps and 3 updates of the next (a stop).
-- checkpoints/.tmp_step_00000060.ATTEMPT/: being written, or half-written when the job died.
-- checkpoints/.damaged_step_00000040/: refused by a resume; removed when the run is as
-  far again.
+- checkpoints/step_00000040/: complete, unless damaged later (the manifest tells).
+- checkpoints/step_00000052_3/: the same, stopped after 52 steps and 3 updates of the next.
+- checkpoints/.tmp_step_00000060.ATTEMPT/: being written, or left by a job that died.
+- checkpoints/.damaged_step_00000040/: refused by a resume; removed when the run has reached that
+  step again.
 
-A folder gets its final name by one rename, after every byte of it is on disk. Files only: nothing
-here knows torch or Megatron-core.
+A folder gets its final name by a rename, after every byte is on disk. Imports neither torch nor
+Megatron-core.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READ_BYTES = 2**20
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it names a file inside of a folder: relative, without `..`, in one spelling."""
+    """Whether it names a file inside of a folder: a relative, normalised path without `..`."""
     parts = PurePosixPath(name).parts
     return name == "/".join(parts) != "" and not {"/", ".."} & {*parts} and "\0" not in name
 
@@ -68,54 +68,54 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Where a run left another one: the branch point."""
+    """The point at which a run branched off another run."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     run: Annotated[str, Field(pattern=r"^[^\x00]+$")]
-    """Folder of the other run, absolute."""
+    """Absolute path of the other run."""
     checkpoint: _Name
-    """Name of its checkpoint's folder."""
+    """Folder name of the checkpoint in the other run."""
     step: _Count
-    """Steps finished there."""
+    """Number of finished steps in that checkpoint."""
     manifest_sha256: _Sha256
-    """Digest of that checkpoint's manifest, which has a digest of every file."""
+    """Digest of that checkpoint's manifest, which covers all its files."""
     changes: Mapping[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
-    """Settings that decide what is computed: name -> [there, here] where they differ."""
+    """Settings that affect the results and differ: name -> [other run, this run]."""
     parent: Branch | None = None
-    """Where the other run had left a third one, if it had."""
+    """The point at which the other run branched off a third one, if it did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of manifest.json: what the checkpoint is, and what must be in its folder."""
+    """The contents of manifest.json: what the checkpoint holds, and its files."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     step: _Count
-    """Steps finished when it was written: the step a resumed run starts with."""
+    """Number of finished steps: the step at which a resumed run starts."""
     model: Mapping[str, Any]
-    """Fields of the Hugging Face config that decide names and shapes of the weights."""
+    """Fields of the Hugging Face config that determine names and shapes of the weights."""
     config: Mapping[str, Mapping[str, Any] | None]
     """The resolved run config."""
     layout: Mapping[str, Annotated[int, Field(ge=1)]]
     """Parallel sizes of the run that wrote it."""
     megatron_version: str
     files: Mapping[_Name, FileEntry]
-    """By name relative to the folder; every file but the manifest."""
+    """By path relative to the folder; all files but the manifest."""
     open_updates: _Count | None = None
-    """Updates done of a step that is not finished; None between steps."""
+    """Finished updates of an unfinished step; None between steps."""
     branch: Branch | None = None
-    """None for a run that began by itself."""
+    """None for a run that is not a branch."""
     version: int = VERSION
 
     @property
     def sha256(self) -> str:
-        """Digest of all of it, as manifest.json has it."""
+        """Digest of the content, as stored in manifest.json."""
         return hashlib.sha256(_canonical(self.document())).hexdigest()
 
     def document(self) -> dict[str, Any]:
-        """What manifest.json holds beside its own digest."""
+        """The content of manifest.json without its own digest."""
         return asdict(self) | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
 
 
@@ -123,18 +123,18 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def step_dir(checkpoints_dir: Path, step: int, open_updates: int | None = None) -> Path:
-    """Final name of the checkpoint after `step` steps, and some updates of the next if given."""
+    """Final path of the checkpoint after `step` steps and, if given, updates of the next step."""
     suffix = "" if open_updates is None else f"_{open_updates}"
     return checkpoints_dir / f"step_{step:08d}{suffix}"
 
 
 def list_steps(checkpoints_dir: Path) -> list[Path]:
-    """Published checkpoints, newest first; half-written and refused ones are not listed.
+    """Published checkpoints, newest first, without unfinished and refused ones.
 
-    Whatever has a checkpoint's name is listed: a file, or a link to nothing, is a damaged one.
+    Every path with a checkpoint's name is listed: a file or a dangling link is a damaged one.
 
     Raises:
-        CheckpointError: the folder is there, and cannot be read.
+        CheckpointError: the folder exists and cannot be read.
     """
     try:
         named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints_dir.iterdir()]
@@ -152,7 +152,7 @@ def list_steps(checkpoints_dir: Path) -> list[Path]:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether a checkpoint's name says that it lies within a step."""
+    """Whether a checkpoint, by its name, is of an unfinished step."""
     match = _STEP_NAME.fullmatch(folder.name)
     return match is not None and match[2] is not None
 
@@ -166,7 +166,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Names of the files in `folder`, relative to it, sorted; the manifest is left out."""
+    """Sorted paths of the files in `folder`, relative to it, without the manifest."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return sorted(str(path.relative_to(folder)) for path in paths if path.name != MANIFEST_NAME)
 
@@ -177,15 +177,15 @@ def find_damage(
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> str | None:
-    """First way in which the files differ from their entries, naming the file; None if they do not.
+    """The first difference between the files and their entries, with the file; None if none.
 
-    Sizes are compared before any content is read, so a missing or cut file costs nothing. A file
-    that cannot be read is damaged, whatever the reason.
+    All sizes are compared before any content is read. A file that cannot be read counts as
+    damaged, whatever the reason.
 
     Args:
         folder: of the files.
-        files: by name; some of a manifest's, or all.
-        on_bytes: called with the bytes that have been read.
+        files: some or all entries of a manifest.
+        on_bytes: called with each number of bytes read.
     """
     path = folder
     try:
@@ -208,7 +208,7 @@ def find_damage(
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, with a digest of its own content."""
+    """Write manifest.json, including a digest of its content."""
     text = json.dumps(manifest.document() | {"sha256": manifest.sha256}, indent=1)
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
 
@@ -217,14 +217,14 @@ def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json.
 
     Raises:
-        CheckpointError: the manifest is missing, cut, altered, misshapen, or of a newer format; or
-            it is not that of the step which the folder's name tells.
+        CheckpointError: the manifest is missing, truncated, altered, invalid or of a newer format,
+            or its step differs from the folder's name.
     """
     path = folder / MANIFEST_NAME
     try:
         document = read_json(path, error=CheckpointError)
     except (FileNotFoundError, NotADirectoryError):
-        kind = "" if folder.is_dir() else f": {folder} is no folder, or a link to none"
+        kind = "" if folder.is_dir() else f": {folder} is not a folder"
         raise CheckpointError(f"{path} is missing{kind}") from None
     if not isinstance(document, dict) or not {"sha256", "version"} <= document.keys():
         raise CheckpointError(f"{path} is not a manifest: {document!r:.40}")
@@ -237,7 +237,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     document.pop("config_sha256", None)
     if isinstance(document.get("layout"), dict):
-        # Manifests from before there was context parallelism have no word of it.
+        # Manifests from before context parallelism lack this size.
         document["layout"].setdefault("context_parallel_size", 1)
     try:
         found = _MANIFEST.validate_json(json.dumps(document), strict=True)
@@ -246,26 +246,26 @@ def read_manifest(folder: Path) -> Manifest:
     named = _STEP_NAME.fullmatch(folder.name)
     if named and (int(named[1]), named[2] and int(named[2])) != (found.step, found.open_updates):
         raise CheckpointError(
-            f"{path} has step {found.step} and open_updates {found.open_updates}, which is not "
-            "what the name of its folder says"
+            f"{path} has step {found.step} and open_updates {found.open_updates}, but the name of "
+            "its folder says otherwise"
         )
     return found
 
 
 def first_flaw(error: ValidationError) -> str:
-    """Field, value and rule of the first thing that is wrong with a document."""
+    """Field, value and rule of the first error in a document."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     return f"{field} ({first['input']!r:.40}) is wrong: {first['msg']}"
 
 
 def stored_sha256(folder: Path) -> str:
-    """Digest of a manifest that `read_manifest` has read, as manifest.json has it.
+    """The digest stored in the manifest.json of a folder.
 
-    That of an older format, read and written again, would be another one.
+    Computing it from `read_manifest` would give another digest for a manifest of an older format.
 
     Raises:
-        CheckpointError: it cannot be read any more.
+        CheckpointError: it can no longer be read.
     """
     try:
         digest: str = read_json(folder / MANIFEST_NAME, error=CheckpointError)["sha256"]
@@ -275,7 +275,7 @@ def stored_sha256(folder: Path) -> str:
 
 
 def newest_manifest(checkpoints_dir: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose manifest can be read, or None; its files are not looked at."""
+    """The newest checkpoint with a valid manifest, or None; its files are not checked."""
     for folder in list_steps(checkpoints_dir):
         try:
             return folder, read_manifest(folder)
@@ -285,15 +285,15 @@ def newest_manifest(checkpoints_dir: Path) -> tuple[Path, Manifest] | None:
 
 
 def remove_half_written(checkpoints_dir: Path) -> None:
-    """Remove what was being written when an attempt died, or is still by one that lost the run."""
+    """Remove unfinished checkpoints of attempts that died or no longer own the run."""
     for path in checkpoints_dir.glob(".tmp_step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give `temporary`, flushed, its final name; whole, or not there at all.
+    """Rename the flushed folder `temporary` to its final name.
 
-    A folder of that name (a refused checkpoint's leftover) makes way first.
+    An existing folder of that name, left by a refused checkpoint, is set aside first.
     """
     if os.path.lexists(final):
         set_aside(final)
@@ -301,7 +301,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that no later resume considers it; returns the new path."""
+    """Rename a damaged checkpoint, so that later resumes ignore it; returns the new path."""
     aside = folder.with_name(f".damaged_{folder.name}")
     if os.path.lexists(aside):
         _remove(aside)
@@ -310,16 +310,17 @@ def set_aside(folder: Path) -> Path:
 
 
 def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
-    """Remove old checkpoints, and refused ones that the run has passed; returns what was removed.
+    """Remove old checkpoints, and refused ones that the run has passed; returns the removed paths.
 
-    Keeps: the newest checkpoint; the newest at a step boundary; those of `keep_steps`; then the
-    `keep_last` newest at a step boundary, scheduled ones before those written on preemption, so
-    that a run which is stopped often keeps as many scheduled ones. A checkpoint within a step does
-    not count: only the same parallel layout can resume from it. A checkpoint that a resume refused
-    stays until the run is as far again: a disk that failed for a moment may recover.
+    Keeps the newest checkpoint, the newest at a step boundary, those of `keep_steps`, and the
+    `keep_last` newest at a step boundary; among these, scheduled checkpoints come before those
+    written on preemption, so that a run that is stopped often keeps as many scheduled ones. A
+    checkpoint within a step does not count, because only the same parallel layout can resume from
+    it. A refused checkpoint stays until the run has reached its step again, in case its disk
+    recovers.
 
-    Call it after `publish` only: the checkpoint just published is the newest (a resume sets aside
-    what it refused), hence at least one whole checkpoint stays whatever the others are worth.
+    Call it only after `publish`: the published checkpoint is then the newest (a resume sets refused
+    ones aside), so at least one valid checkpoint is kept.
     """
     steps = list_steps(checkpoints_dir)
     between = [path for path in steps if not is_open(path)]
@@ -332,14 +333,14 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
         if not steps or _step(path) <= _step(steps[0])
     ]
     removed = [*(path for path in steps if path not in kept), *refused]
-    removed = [path for path in removed if not path.is_symlink()]  # somebody else's
+    removed = [path for path in removed if not path.is_symlink()]  # links belong to the user
     for path in removed:
         _remove(path)
     return removed
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; of a link the link alone, for what it leads to is somebody else's."""
+    """Remove a checkpoint; of a link only the link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -347,7 +348,7 @@ def _remove(path: Path) -> None:
 
 
 def _step(folder: Path) -> int:
-    """Steps finished, of a published checkpoint or a refused one."""
+    """Finished steps of a published or refused checkpoint, by its name."""
     return int(folder.name.removeprefix(".damaged_").split("_")[1])
 
 

@@ -1,8 +1,8 @@
-"""What a Megatron folder says of itself: where the checkpoint is, and which model it holds.
+"""Find the checkpoint in a Megatron folder, and what the folder records of its model.
 
-- of our tool: OUT/release/ under OUT/latest_checkpointed_iteration.txt, config.json in OUT/hf/;
-- of a run of ours: RUN/checkpoints/step_00000040/, the model in its manifest.json;
-- of Megatron-LM: DIR/iter_0000100/ under the same text file, the model in common.pt's `args`.
+- Our conversion: OUT/release/, named by OUT/latest_checkpointed_iteration.txt; model in OUT/hf/.
+- Our runs: RUN/checkpoints/step_00000040/; model in its manifest.json.
+- Megatron-LM: DIR/iter_0000100/, named by the same text file; model in common.pt's `args`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gapo_megatron.models.tables import geometry_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# Megatron-LM's arguments and the fields of config.json that say the same.
+# Megatron-LM's arguments and the fields of config.json with the same meaning.
 _ARGS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -44,8 +44,8 @@ _ARGS = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
-# Arguments that change what a model computes and leave no trace in names and shapes, each with the
-# one value that the tables are for; None: not used.
+# Arguments that change what a model computes but neither names nor shapes, with the only value that
+# is supported; None: not used.
 _FIXED = {
     "normalization": "RMSNorm",
     "apply_layernorm_1p": False,  # norms stored less 1
@@ -60,7 +60,7 @@ _FIXED = {
     "moe_router_topk_scaling_factor": None,
 }
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
-# Of rope_type "llama3": fixed in megatron-core's rotary embedding, only the factor is an argument.
+# rope_type "llama3": megatron-core fixes these, and only the factor is an argument.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -70,44 +70,44 @@ _LLAMA3 = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, before anything is known of its model."""
+    """A checkpoint in a Megatron folder, and what it records of its model."""
 
     root: Path
-    """Holds `.metadata`."""
+    """The folder with `.metadata`."""
     hf_dir: Path | None
-    """The Hugging Face folder its model came from, without weights perhaps; None: not known."""
+    """Hugging Face folder of its model, perhaps without weights; None if unknown."""
     records: dict[Path, dict[str, Any]]
-    """What it states of its model, by names of config.json's fields: every file that does."""
+    """By file: what it records of the model, under the names of config.json."""
     metadata: Metadata
     """The `.metadata` that describes its tensors."""
     manifest: Manifest | None
-    """With a digest of every file; None: there is none, as in what no run of ours wrote."""
+    """Digests of every file; None unless a run of ours wrote the checkpoint."""
 
 
 def find_megatron(path: str | Path) -> Found:
-    """Find the checkpoint that a path stands for; reads no tensor.
+    """Find the checkpoint in a folder; reads no tensor.
 
     Args:
         path: a checkpoint, a folder with latest_checkpointed_iteration.txt, or a run of ours (its
             newest checkpoint).
 
     Raises:
-        ConfigError: there is none, or not a whole one of the format torch_dist.
-        ConversionError: .metadata, common.pt or a JSON file is damaged, or holds what is not data.
+        ConfigError: there is no complete checkpoint of the format torch_dist.
+        ConversionError: .metadata, common.pt or a JSON file is damaged, or would run code.
     """
     root = _find(Path(path))
     try:
         backend = read_json(root / "metadata.json", error=ConversionError)["sharded_backend"]
     except FileNotFoundError:
         raise ConfigError(
-            f"Megatron folder {root} is not whole: metadata.json, which is written last, is missing"
+            f"Megatron folder {root} is incomplete: metadata.json, written last, is missing"
         ) from None
     except (KeyError, TypeError):
         raise ConfigError(f"{root / 'metadata.json'} is not megatron-core's") from None
     if backend != "torch_dist":
         raise ConfigError(f"Megatron folder {root} has the format {backend!r}, not 'torch_dist'")
     if not (root / ".metadata").exists():
-        raise ConfigError(f"Megatron folder {root} is not whole: .metadata is missing")
+        raise ConfigError(f"Megatron folder {root} is incomplete: .metadata is missing")
     manifest, metadata = _read_manifest(root), read_metadata(root)
     records = _read_records(root, metadata, manifest)
     return Found(root, _hf_dir_of(root, manifest), records, metadata, manifest)
@@ -122,7 +122,7 @@ def _find(path: Path) -> Path:
         name = read_text(path / TRACKER, max_bytes=256).strip()
         name = f"iter_{int(name):07d}" if name.isdecimal() else name
         if not is_plain_name(name) or not (path / name).is_dir():
-            raise ConfigError(f"{path / TRACKER} names {name!r}, which is not there")
+            raise ConfigError(f"{path / TRACKER} names the folder {name!r}, which does not exist")
         return path / name
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     try:
@@ -132,7 +132,7 @@ def _find(path: Path) -> Path:
     if steps:
         return steps[0]
     raise ConfigError(
-        f"Megatron folder {path} holds no checkpoint: neither .metadata, nor {TRACKER}, nor step_*"
+        f"Megatron folder {path} holds no checkpoint: no .metadata, no {TRACKER}, no step_*"
     )
 
 
@@ -161,11 +161,12 @@ def _read_records(
 
 
 def to_args(hf_config: PretrainedConfig) -> argparse.Namespace:
-    """The part of Megatron-LM's arguments that describes a model; `--use-checkpoint-args` takes it.
+    """Megatron-LM's arguments that describe the model, for its `--use-checkpoint-args`.
 
-    Parallel sizes are 1: nothing in the folder depends on them. A rope scaling that they cannot
-    express is left out, rather than stated as another.
+    Parallel sizes are 1, because nothing in the folder depends on them. A rope scaling that
+    arguments cannot express is left out.
     """
+    # Arguments with a field of their own in config.json, and those that follow from its sizes.
     g = geometry_of(hf_config)
     rope = read_rope(hf_config.to_dict())
     args = {name: getattr(hf_config, field, None) for name, field in _ARGS.items()}
@@ -186,6 +187,7 @@ def to_args(hf_config: PretrainedConfig) -> argparse.Namespace:
     }
     if g.num_experts:
         args["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
+    # Megatron-LM has one kind of scaling, in which only the factor can be set.
     factor = rope.scaling.get("factor", 1.0)
     if rope.kind == "default" or rope.scaling == {"factor": factor, **_LLAMA3}:
         args |= {
@@ -199,11 +201,12 @@ def to_args(hf_config: PretrainedConfig) -> argparse.Namespace:
 def from_args(
     args: Mapping[str, Any], *, source: str = "Megatron-LM's arguments"
 ) -> dict[str, Any]:
-    """Fields of config.json from Megatron-LM's arguments; what these do not state is left out.
+    """Convert Megatron-LM's arguments to fields of config.json, as far as they state them.
 
     Raises:
-        ConversionError: they describe a model that no config.json of a supported one can.
+        ConversionError: the arguments describe a model that is not supported.
     """
+    # Values of other types come from a program that is not Megatron-LM.
     for name in (*_ARGS, *_FIXED):
         if not isinstance(args.get(name), _PLAIN):
             raise ConversionError(f"{source}: {name} is no plain value: {reprlib.repr(args[name])}")
@@ -221,6 +224,7 @@ def from_args(
     if grouped is not None:
         groups = args.get("num_query_groups") if grouped else args.get("num_attention_heads")
         record["num_key_value_heads"] = groups
+    # Arguments that mean the opposite of a field, or only something together.
     untied = args.get("untie_embeddings_and_output_weights")
     if untied is not None:
         record["tie_word_embeddings"] = not untied

@@ -1,7 +1,7 @@
-"""A Hugging Face model folder, checked before anything is made of it. No torch, no transformers.
+"""Check a Hugging Face model folder before it is used. Imports no torch and no transformers.
 
-What is wrong with it is said by name here, in a second, and not by a library in the midst of the
-work. What a tokenizer makes of its files only its library can tell: see `data.tokenizer`.
+An error names file, field and value within a second, instead of a library failing in the middle of
+a run. Errors that only the tokenizer's library finds are in `data.tokenizer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gapo_megatron.models.rules import Shape, check_names, hf_shapes
 from gapo_megatron.models.tables import geometry_of, rules_for
 
 MAX_TEMPLATE_CHARACTERS = 2**20
-"""Of a chat template: ten times the longest that are published."""
+"""Longest chat template that is read: ten times the longest published ones."""
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (
@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     "chat_template.jinja",
 )
-"""All that the tokens of a prompt depend on, of which a model has some."""
+"""Files that the tokens of a prompt depend on; a model has some of them."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
@@ -37,28 +37,27 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 _IDS = "whole numbers of 0 or more, below vocab_size ({vocab_size}) of config.json"
 _ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _Check = Callable[[Any, int], bool]
-"""Whether a value is usable in a model of so many tokens."""
+"""Takes a value and the vocabulary size; returns whether the value is valid."""
 
 
 def check_model_folder(
     folder: str | Path, *, weights: bool = True, field: str | None = None
 ) -> ModelFacts:
-    """Check what is in a model folder. Whether it is all that is needed is left to its readers.
+    """Check the files of a model folder that are there; missing ones are the readers' error.
 
     Args:
         folder: with a config.json.
-        weights: the headers of its weights are looked at, too, if it has any.
+        weights: also check the headers of the weights, if there are any.
         field: setting that names the folder, for errors.
 
     Returns:
-        What config.json says of the model.
+        The model that config.json describes.
 
     Raises:
-        ConfigError: see `read_facts`; a file of the tokenizer or generation_config.json that is
-            damaged or names tokens that the model does not have; a file that cannot be read, now
-            or when it is carried over.
-        ConversionError: weights of whole numbers or of 8 bits, or of another model than
-            config.json describes; a ConfigError instead, where `field` is given.
+        ConfigError: see `read_facts`; a tokenizer file or generation_config.json is damaged, or
+            names token ids beyond the vocabulary; or a file that is to be copied cannot be read.
+        ConversionError: the weights are integers or have 8 bits, or belong to another model than
+            config.json describes; a ConfigError instead if `field` is given.
     """
     root = Path(folder)
     try:
@@ -76,18 +75,18 @@ def check_model_folder(
 
 
 def non_weight_files(folder: str | Path) -> list[Path]:
-    """What is carried along beside the weights: config, tokenizer, chat template, and so on."""
+    """Files to copy beside the weights: config, tokenizer, chat template, and so on."""
     return sorted(
         path
         for path in Path(folder).iterdir()
         if not path.name.endswith(_NOT_CARRIED)
-        # A link to nothing in place of one that counts is an error, not a file that never was.
+        # A dangling link in place of one of these files is an error, not a missing file.
         and (path.is_file() or path.name in ("generation_config.json", *TOKENIZER_FILES))
     )
 
 
 def _check_readable(root: Path) -> None:
-    """Raise ConfigError where a file that is carried over, at the very end, cannot be opened."""
+    """Raise ConfigError if a file that will be copied at the end cannot be opened."""
     try:
         for path in non_weight_files(root):
             open_file(path).close()
@@ -102,14 +101,14 @@ def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
 
     Args:
-        root: the folder; of the two files some may be absent.
-        vocab_size: how many tokens the model has.
+        root: the folder; either file may be missing.
+        vocab_size: of the model.
 
     Raises:
-        ConfigError: a file is damaged, or names a token that the model does not have.
+        ConfigError: a file is damaged, or a token id is not below `vocab_size`.
     """
     found: set[int] = set()
-    # Of the others nothing here generates by; the model's embedding has a place for padding.
+    # No other field is used: generation needs the end tokens, the embedding its padding index.
     for name, known in (
         ("generation_config.json", ["eos_token_id"]),
         ("config.json", ["eos_token_id", "pad_token_id"]),
@@ -120,13 +119,13 @@ def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
             continue
         for field in known:
             value = fields.get(field)
-            if value is None or (field == "pad_token_id" and value == -1):  # none, in older files
+            if value is None or (field == "pad_token_id" and value == -1):  # -1 in older files
                 continue
             ids = value if field == "eos_token_id" and isinstance(value, list) else [value]
             for one in ids:
                 if not _is_id(one, vocab_size):
                     raise ConfigError(
-                        f"{root / name}: {field} ({one!a:.80}) must be tokens: "
+                        f"{root / name}: {field} ({one!a:.80}) must be token ids: "
                         f"{_IDS.format(vocab_size=vocab_size)}"
                     )
             if field == "eos_token_id":
@@ -139,8 +138,8 @@ def _is_id(value: Any, vocab_size: int) -> bool:
 
 
 def _odd_entry(vocabulary: Any, vocab_size: int) -> str | None:
-    """What of a vocabulary is no token of the model, if anything is."""
-    if isinstance(vocabulary, list):  # tokens by their scores, in the order of their ids
+    """The first invalid entry of a vocabulary; None if all are tokens of the model."""
+    if isinstance(vocabulary, list):  # [token, score] in the order of ids
         return f"{len(vocabulary)} of them" if len(vocabulary) > vocab_size else None
     if not isinstance(vocabulary, dict):
         return f"{vocabulary!a:.80}"
@@ -154,7 +153,7 @@ def _odd_entry(vocabulary: Any, vocab_size: int) -> str | None:
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:
-    """The text of a token, alone or with how it is looked for."""
+    """A token: its text, or a table of its text and flags."""
     if not isinstance(value, dict):
         return isinstance(value, str)
     flags = [value[name] for name in _ADDED_FLAGS if name in value]
@@ -162,13 +161,13 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def _are_tokens(value: Any, vocab_size: int) -> bool:
-    """Tokens, some of them by a name of their own."""
+    """A list of tokens, or a table of named ones."""
     tokens = value.values() if isinstance(value, dict) else value
     return isinstance(value, dict | list) and all(_is_token(one, vocab_size) for one in tokens)
 
 
 def _are_added(value: Any, vocab_size: int) -> bool:
-    """Tokens with their ids, as tokenizer.json has them."""
+    """Tokens with their ids, in the form of tokenizer.json."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and _is_token(one, vocab_size) and _is_id(one.get("id"), vocab_size)
         for one in value
@@ -176,7 +175,7 @@ def _are_added(value: Any, vocab_size: int) -> bool:
 
 
 def _are_added_by_id(value: Any, vocab_size: int) -> bool:
-    """Tokens by their ids, as tokenizer_config.json has them: there its keys are strings."""
+    """Tokens by their ids, in the form of tokenizer_config.json: the keys are strings."""
     return isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", key)
         and int(key) < vocab_size
@@ -204,7 +203,7 @@ _GENERATION: dict[str, tuple[str, _Check]] = {
     "cache_implementation": ("a name", _is(str)),
     **dict.fromkeys(("compile_config", "watermarking_config"), ("a table", _is(dict))),
 }
-"""What transformers checks of generation_config.json, which vLLM reads whatever it generates by."""
+"""Fields of generation_config.json that transformers checks when vLLM reads the file."""
 
 _RULES: dict[str, tuple[str, _Check]] = {
     **dict.fromkeys((*_SPECIAL, "mask_token"), ("a token: its text, or a table", _is_token)),
@@ -234,15 +233,15 @@ _FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
         "model": ("a table", _is(dict)),
     },
 }
-"""File of a model folder -> field -> what it must be, if it is there and not null."""
+"""File of a model folder -> field -> its rule, if it is there and not null."""
 
 
 def check_tokenizer_files(root: Path, vocab_size: int) -> None:
-    """Check the files of a tokenizer that are there.
+    """Check the tokenizer's files that are there.
 
     Args:
         root: the model folder.
-        vocab_size: how many tokens the model has.
+        vocab_size: of the model.
 
     Raises:
         ConfigError: names file, field, value and rule.
@@ -263,7 +262,7 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
                     f"{rule.format(vocab_size=vocab_size)}"
                 )
     refuse_code(files.get("tokenizer_config.json", {}), source=f"{root / 'tokenizer_config.json'}")
-    # transformers would read another file than tokenizer.json.
+    # transformers would read these instead of tokenizer.json.
     if others := files.get("tokenizer_config.json", {}).get("fast_tokenizer_files"):
         raise ConfigError(
             f"{root / 'tokenizer_config.json'}: fast_tokenizer_files ({others!a:.80}) are not read"
@@ -277,8 +276,8 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
         if (odd := _odd_entry(vocabulary, vocab_size)) is not None:
             rule = _IDS.format(vocab_size=vocab_size)
             raise ConfigError(
-                f"{root}/{name} ({odd}) must be tokens, each with its id: {rule}; take out those "
-                "that the model has no embedding of"
+                f"{root}/{name} ({odd}) must be tokens with ids: {rule}; take out tokens that the "
+                "model has no embedding for"
             )
     if (path := root / "chat_template.jinja").exists():
         read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
@@ -298,7 +297,7 @@ def has_chat_template(root: Path) -> bool:
 
 
 class _Tensor(Protocol):
-    """A tensor as headers describe it, with torch's dtype or its name."""
+    """A tensor as described by headers, with a torch dtype or its name."""
 
     @property
     def shape(self) -> Shape: ...
@@ -326,7 +325,7 @@ def _check_weights(root: Path, facts: ModelFacts) -> None:
 
 
 def check_dtypes(root: Path, tensors: Mapping[str, _Tensor]) -> None:
-    """Raise ConversionError unless every tensor of a folder, of either format, is of floats."""
+    """Raise ConversionError unless all tensors of a folder, of either format, are floats."""
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in FLOATS:
             raise ConversionError(
@@ -336,10 +335,10 @@ def check_dtypes(root: Path, tensors: Mapping[str, _Tensor]) -> None:
 
 
 def check_sizes(root: Path, hf_config: Any, tensors: Mapping[str, _Tensor]) -> None:
-    """Raise ConversionError where config.json contradicts the weights; lists fields and tensors.
+    """Raise ConversionError if config.json contradicts the weights; lists fields and tensors.
 
-    A size is taken from the weights where all its tensors agree (every layer's, every expert's): a
-    single odd one is a damaged tensor, which the conversion table names, and not a wrong config.
+    A size of the config is wrong if the tensors of all layers and experts agree on another one. If
+    they disagree, one of them is damaged, which `check_names` and the shapes tell.
     """
     differences = [*_depth(hf_config, tensors), *_sizes(hf_config, tensors)]
     differences += _tying(hf_config, tensors)
@@ -350,7 +349,7 @@ def check_sizes(root: Path, hf_config: Any, tensors: Mapping[str, _Tensor]) -> N
 
 
 def _depth(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
-    """num_hidden_layers against the highest layer that has a tensor."""
+    """Compare num_hidden_layers with the highest layer that has a tensor."""
     numbers = {
         int(found[1]): name
         for name in tensors
@@ -359,13 +358,13 @@ def _depth(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
     last = max(numbers, default=-1)
     if numbers and last + 1 != hf_config.num_hidden_layers:
         yield (
-            f"num_hidden_layers is {hf_config.num_hidden_layers}, but the last of the layers is "
-            f"number {last} ({numbers[last]} in {tensors[numbers[last]].file})"
+            f"num_hidden_layers is {hf_config.num_hidden_layers}, but the last layer is number "
+            f"{last} ({numbers[last]} in {tensors[numbers[last]].file})"
         )
 
 
 def _sizes(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
-    """Sizes of the config against the first dimensions of the weights that show them."""
+    """Compare sizes of the config with the first dimensions of the weights that show them."""
     groups: dict[str, list[str]] = {}
     for name in tensors:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
@@ -381,7 +380,7 @@ def _sizes(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
 
 
 def _tying(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
-    """tie_word_embeddings against the output layer that is there, or not."""
+    """Compare tie_word_embeddings with the presence of an output layer."""
     embedding, output = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if not hf_config.tie_word_embeddings and output is None:
         yield "tie_word_embeddings is false, but there is no lm_head.weight"

@@ -1,8 +1,8 @@
-"""One safetensors file, read and written tensor by tensor.
+"""Read and write a safetensors file tensor by tensor.
 
-For the format see `headers`. The library reads through a memory map, page by page, and writes from
-tensors that are all in memory; here a tensor is one read and one write, and no more than one of
-them is in memory.
+For the format see `headers`. The library writes a file from tensors that are all in memory, and
+reads through a memory map, which ends the process where the file has become shorter. Here a tensor
+is one read and one write, and no more than one of them is in memory.
 """
 
 from __future__ import annotations
@@ -12,46 +12,31 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.headers import DTYPES
+from gapo_megatron.hf.headers import DTYPES, Header
 from gapo_megatron.models.rules import Shape
 
-_NAMES = {getattr(torch, of_torch): name for name, (of_torch, _) in DTYPES.items()}
+_NAMES = {getattr(torch, of_torch): name for name, of_torch in DTYPES.items()}
 _HUGE_BYTES = 4 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor's place in its file."""
-
-    shape: Shape
-    dtype: torch.dtype
-    offset: int
-    """From the start of the file, in bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def read_tensor(path: Path, name: str, stored: Stored) -> Tensor:
+def read_tensor(path: Path, name: str, header: Header) -> Tensor:
     """Read one tensor; it owns its memory.
 
     Raises:
         ConversionError: the file cannot be read, or has become shorter.
     """
-    tensor = empty(stored.shape, stored.dtype)
+    tensor = empty(header.shape, getattr(torch, header.dtype))
     buffer, done = _bytes_of(tensor), 0
     try:
         with open(path, "rb", buffering=0) as file:
             while done < len(buffer):
-                got = os.preadv(file.fileno(), [buffer[done:]], stored.offset + done)
+                got = os.preadv(file.fileno(), [buffer[done:]], header.offset + done)
                 if not got:
                     raise ConversionError(f"{path} ends within {name}")
                 done += got
@@ -70,25 +55,26 @@ def write_file(
     Args:
         path: of a file that does not exist.
         layout: shape and dtype of every tensor.
-        tensors: exactly those, in any order, on any device; consumed one by one.
+        tensors: the tensors of `layout`, in any order, on any device; consumed one by one.
 
     Raises:
-        ConversionError: the file cannot be written (names file and tensor), or a tensor is not
-            what `layout` says.
+        ConversionError: the file cannot be written (names file and tensor), or the tensors differ
+            from `layout`.
     """
-    # Wide dtypes first: every tensor is then aligned to its own.
+    # Wide dtypes first, so that every tensor is aligned to its dtype.
     names = sorted(layout, key=lambda name: -layout[name][1].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
+    offsets, end = {}, 0
     for name in names:
         shape, dtype = layout[name]
-        places[name] = Stored(shape, dtype, end)
-        end += places[name].num_bytes
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        offsets[name] = begin
         header[name] = {
             "dtype": _NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [places[name].offset, end],
+            "data_offsets": [begin, end],
         }
+    # The header comes first, so the tensors may then arrive in any order.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start, name = 8 + len(text), "the header"
@@ -96,26 +82,26 @@ def write_file(
         with open(path, "xb", buffering=0) as file:
             _write(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0)
             for name, tensor in tensors:
-                place = places.pop(name)
-                if (tuple(tensor.shape), tensor.dtype) != (place.shape, place.dtype):
+                shape, dtype = layout[name]
+                if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
                     raise ConversionError(
                         f"{path}: {name} is {list(tensor.shape)} {tensor.dtype}; "
-                        f"it should be {list(place.shape)} {place.dtype}"
+                        f"it should be {list(shape)} {dtype}"
                     )
                 content = _bytes_of(tensor.detach().cpu().contiguous())
-                _write(file.fileno(), content, start + place.offset)
+                _write(file.fileno(), content, start + offsets.pop(name))
             os.fsync(file.fileno())
     except OSError as error:
         raise ConversionError(f"cannot write {name} to {path}: {error.strerror}") from None
-    if places:
-        raise ConversionError(f"{path}: no {', '.join(places)} came")
+    if offsets:
+        raise ConversionError(f"{path}: never received {', '.join(offsets)}")
 
 
 def empty(shape: Shape, dtype: torch.dtype) -> Tensor:
     """A CPU tensor with undefined content.
 
-    Large ones lie on huge pages: to get the pages of fresh memory 4 KiB by 4 KiB takes several
-    times as long as to fill them.
+    Large ones use huge pages: allocating fresh memory in pages of 4 KiB takes several times as long
+    as filling it.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < _HUGE_BYTES:

@@ -1,8 +1,8 @@
-"""Megatron folders: megatron-core checkpoints of the format `torch_dist`, read and written.
+"""Read and write Megatron folders: megatron-core checkpoints of the format `torch_dist`.
 
-The tensors' format is torch.distributed.checkpoint's, which cuts a tensor into chunks and keeps in
-`.metadata` where each lies. What megatron-core adds are the keys (`disk_keys.py`), common.pt with
-all that is not a tensor, and metadata.json, written last. No process group is needed for any of it.
+Tensors are in the format of torch.distributed.checkpoint, which cuts a tensor into chunks and
+records their locations in `.metadata`. Megatron-core adds its keys (`disk_keys.py`), common.pt with
+everything that is not a tensor, and metadata.json, written last. No process group is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _saved(value: object) -> io.BytesIO:
     return stream
 
 
-# Megatron-core's list of shards: one, with Transformer Engine's word for "no fp8".
+# One shard in Megatron-core's list, empty: Transformer Engine's state without fp8.
 _EXTRA_STATE = _saved([torch.empty(0, dtype=torch.uint8)])
 
 
@@ -65,20 +65,20 @@ class MegatronFolder:
     Attributes:
         root: the folder that holds `.metadata`.
         entries: every tensor of the model by its key on disk.
-        ignored: keys of all else: optimizer tensors and objects (random states, `_extra_state`).
+        ignored: all other keys: optimizer tensors and objects (random states, `_extra_state`).
         homes: keys of every parameter, by (`Rule.megatron`, place); see `disk_keys.find_homes`.
         hf_dir, records, manifest: see `Found`.
     """
 
     def __init__(self, path: str | Path | Found, rules: Sequence[Rule]) -> None:
-        """Find the checkpoint, and check that it holds the model; no tensor is read.
+        """Find the checkpoint, and check that it holds the model; reads no tensor.
 
         Args:
-            path: see `find_megatron`; or what that has found.
+            path: a path for `find_megatron`, or its result.
             rules: of the model.
 
         Raises:
-            ConfigError: there is no whole checkpoint of this format.
+            ConfigError: there is no complete checkpoint of this format.
             ConversionError: a key is missing, extra or misshapen, or a file is missing or cut;
                 names key and file.
         """
@@ -107,7 +107,7 @@ class MegatronFolder:
             _check_listed(self.root, self._chunks, self.manifest)
 
     def read(self, rule: Rule, place: Place) -> Tensor:
-        """One whole parameter on the CPU, without vocabulary padding, in the dtype on disk.
+        """Read one whole parameter to the CPU, without vocabulary padding, in the dtype on disk.
 
         Thread-safe.
 
@@ -136,23 +136,23 @@ def write_megatron(
     num_threads: int = 2,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write a checkpoint that megatron-core loads in any parallel layout.
+    """Write a checkpoint that megatron-core loads in any parallel layout, and flush it to disk.
 
-    Its files are flushed to disk. A thread holds one parameter of every kind: torch's writer keeps
-    the last one under each key until the file is whole.
+    A thread holds one parameter of every kind, because torch's writer keeps the last one under each
+    key until the file is complete.
 
     Args:
-        read: gives a whole Megatron parameter in its dtype; called from several threads.
+        read: returns a whole Megatron parameter in its dtype; called from several threads.
         rules: of the model.
-        hf_config: of the model; Megatron-LM wants some of it as its `args`.
+        hf_config: of the model; parts of it become Megatron-LM's `args`.
         dtypes: of every parameter, by `Rule.megatron`.
         output_dir: an existing, empty folder; see `new_folder`.
-        num_threads: files written at a time.
+        num_threads: number of files written at a time.
         on_bytes: called with the bytes of each parameter written, from several threads.
 
     Raises:
-        ConversionError: a parameter has another shape or dtype than `rules` and `dtypes` say, or
-            the disk fails; names file and parameter.
+        ConversionError: a parameter has another shape or dtype than in `rules` and `dtypes`, or the
+            disk fails; names file and parameter.
     """
     writer = FileSystemWriter(output_dir, sync_files=True, per_thread_copy_ahead=0)
     order = in_model_order(rules)
@@ -162,7 +162,7 @@ def write_megatron(
     parts = _cut(items, sizes, num_threads)
     parts[0] = [*_extra_state_items(rules), *parts[0]]
     plans, metadata = create_default_global_save_plan([SavePlan(part) for part in parts])
-    # As if every part were a rank's: torch's own threads swallow what goes wrong in them.
+    # Each part is written as if by a rank of its own: torch's own threads hide their errors.
     with worker_pool(num_threads, read) as (pool, read):
         futures = [
             pool.submit(_write_part, writer, plan, _LazyPlanner(read, places, on_bytes))
@@ -176,7 +176,7 @@ def write_megatron(
         "iteration": 0,
         "content_metadata": {"non_homogeneous_layers": False, "singleton_local_shards": False},
     }
-    # Not by torch.save, which says nothing of a full disk but that a position is unexpected.
+    # Not by torch.save, which reports a full disk as an unexpected position.
     (output_dir / "common.pt").write_bytes(_saved(common).getbuffer())
     backends = {
         "sharded_backend": "torch_dist",
@@ -201,7 +201,7 @@ def _check_files(root: Path, chunks: Mapping[str, Chunks]) -> None:
 
 
 def _check_listed(root: Path, chunks: Mapping[str, Chunks], manifest: Manifest) -> None:
-    """Nothing is read that the manifest has no digest of."""
+    """Check that the manifest has a digest of every file that is read."""
     used = {file for parts in chunks.values() for file in parts.ends}
     used |= {".metadata", "metadata.json"}
     if (root / "common.pt").exists():
@@ -214,7 +214,7 @@ def _check_listed(root: Path, chunks: Mapping[str, Chunks], manifest: Manifest) 
 
 
 def _write_item(rule: Rule, place: Place, dtype: torch.dtype) -> WriteItem:
-    """A parameter is a chunk of the tensor that stacks it."""
+    """Describe a parameter as a chunk of the tensor in which it is stacked."""
     home = disk_keys.written_home(rule, place)
     offsets = torch.Size([*home.lead, *(0 for _ in rule.full_shape)])
     chunk = ChunkStorageMetadata(offsets, torch.Size([*(1 for _ in home.lead), *rule.full_shape]))
@@ -234,7 +234,7 @@ def _extra_state_items(rules: Sequence[Rule]) -> list[WriteItem]:
 def _cut(
     items: Sequence[WriteItem], sizes: Sequence[int], num_threads: int
 ) -> list[list[WriteItem]]:
-    """About equal parts in order: at least one for each thread, and none very large."""
+    """Cut into consecutive parts of about equal size: at least one per thread, none very large."""
     total = sum(sizes)
     number = max(num_threads, -(-total // _PART_BYTES))
     parts: list[list[WriteItem]] = [[]]
@@ -248,7 +248,7 @@ def _cut(
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Gives a writer its chunks one by one, as it comes to them."""
+    """Reads each chunk when the writer asks for it."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _LazyPlanner(DefaultSavePlanner):
         self.current = "the file's beginning"
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Read the parameter that a write item stands for."""
+        """Read the parameter of a write item."""
         if write_item.type == WriteItemType.BYTE_IO:
             return _EXTRA_STATE
         rule, place = self._places[write_item.index]

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: read tensor by tensor, written whole or not at all."""
+"""Read and write Hugging Face model folders: tensor by tensor, complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAX_SHARD_BYTES = 5 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a folder, as its headers describe it."""
+    """A tensor of a folder, from its headers."""
 
     shape: Shape
     dtype: torch.dtype
     file: str
-    """Name in the folder; of the first part of a tensor that is stored in parts."""
+    """Its file's name in the folder; that of the first chunk if it has several."""
 
 
 class HfFolder:
@@ -52,18 +52,14 @@ class HfFolder:
             ConfigError, ConversionError: see `headers.read_headers`.
         """
         self.root = Path(hf_dir)
-        headers = read_headers(self.root)
-        self._stored = {
-            name: shard.Stored(header.shape, getattr(torch, header.dtype), header.offset)
-            for name, header in headers.items()
-        }
+        self._headers = read_headers(self.root)
         self.entries = {
-            name: Entry(stored.shape, stored.dtype, headers[name].file)
-            for name, stored in self._stored.items()
+            name: Entry(header.shape, getattr(torch, header.dtype), header.file)
+            for name, header in self._headers.items()
         }
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, in the dtype of the file; it owns its memory.
+        """Read one whole tensor to the CPU, in the dtype of the file; it owns its memory.
 
         Thread-safe.
 
@@ -71,18 +67,18 @@ class HfFolder:
             ConversionError: the file cannot be read; names file and tensor.
         """
         path = self.root / self.entries[name].file
-        return shard.read_tensor(path, name, self._stored[name])
+        return shard.read_tensor(path, name, self._headers[name])
 
 
 def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Stream every weight of a model folder; one is in memory at a time.
+    """Read all weights of a model folder, one at a time.
 
     Yields:
         (Hugging Face name, whole tensor on the CPU in the dtype of the file).
 
     Raises:
         ConfigError, ConversionError: see `HfFolder`; raised by the call itself, before the first
-            tensor. Or, with its tensor, a weight that is not finite; names tensor and file.
+            tensor. While iterating: a weight is not finite; names tensor and file.
     """
     folder = HfFolder(hf_dir)
 
@@ -95,12 +91,12 @@ def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def finite_extremes(tensor: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-    """The least and the largest number of a weight.
+    """The smallest and the largest element of a weight.
 
     Raises:
         ConversionError: `name` is not finite.
     """
-    # NaN is the least and the largest of what holds one; far faster than to look at every element.
+    # Both are NaN if any element is; far faster than `isfinite` on every element.
     least, largest = torch.aminmax(tensor)
     for extreme in (least, largest):
         if not extreme.isfinite():
@@ -120,25 +116,25 @@ def write_hf(
 ) -> None:
     """Write a model folder that transformers and vLLM load.
 
-    `output_dir` never holds half a model, see `new_folder`. One file's tensors are in memory.
+    `output_dir` is complete or absent, see `new_folder`. The tensors of one file are in memory.
 
     Args:
-        tensors: (Hugging Face name, whole tensor) in any order, on any device. Read to its end also
-            where `write` is False, because making it may be collective.
-        source_dir: folder whose config.json says which tensors there must be, and whose files other
-            than weights (config, tokenizer, generation config) are carried over. config.json comes
-            to name the dtype of the tensors, if they have one.
+        tensors: (Hugging Face name, whole tensor) in any order, on any device. Consumed to the end
+            even if `write` is False, because producing it may be collective.
+        source_dir: folder whose config.json defines the tensors, and whose other files (config,
+            tokenizer, generation config) are copied. The copied config.json states the dtype of
+            the tensors, if all have the same.
         output_dir: folder to make, or an earlier result of the same command to replace.
-        made_by: the command.
-        or_unmarked: a folder that does not say who made it counts as its own, too.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        write: False on every rank but one.
+        made_by: name of the command.
+        or_unmarked: also replace a folder without a marker.
+        max_shard_bytes: largest file, unless a single tensor is larger.
+        write: False on all ranks but one.
 
     Raises:
-        ConfigError: `source_dir` has no usable config.json; `output_dir` may not be replaced (see
-            `check_replaceable`), or is on a disk without space.
-        ConversionError: a tensor is missing, extra, twice or misshapen; names it. Or the disk
-            fails.
+        ConfigError: `source_dir` has no usable config.json, `output_dir` may not be replaced (see
+            `check_replaceable`), or there is too little space.
+        ConversionError: a tensor is missing, extra, given twice or misshapen (names it), or the
+            disk fails.
     """
     source = Path(source_dir)
     rules = rules_for(read_facts(source))
@@ -147,7 +143,7 @@ def write_hf(
         for _ in tensors:
             pass
         return
-    first = next(tensors)  # its dtype stands for all of them: the space is about what they need
+    first = next(tensors)  # to estimate the space by its dtype
     num_bytes = _num_bytes(hf_shapes(rules).values(), first[1].dtype)
     is_ours = is_marked(output_dir, made_by=made_by, or_unmarked=or_unmarked)
     with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
@@ -166,23 +162,23 @@ def write_hf_weights(
     num_threads: int = 2,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the safetensors files (and their index) of a model, several at a time.
+    """Write the safetensors files and their index, several files at a time.
 
-    A thread holds one Megatron parameter and the tensors it is cut into.
+    A thread holds one Megatron parameter and the tensors that it is split into.
 
     Args:
-        read: gives a whole Megatron parameter in its dtype; called from several threads, and again
-            for each of its tensors where they do not fit into one file.
+        read: returns a whole Megatron parameter in its dtype; called from several threads, and
+            repeatedly for a parameter whose tensors are in several files.
         rules: of the model.
         dtypes: of every parameter, by `Rule.megatron`.
         output_dir: an existing folder without weights; see `new_folder`.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        num_threads: files written at a time.
-        on_bytes: called with the bytes of tensors that have been written, from several threads.
+        max_shard_bytes: largest file, unless a single tensor is larger.
+        num_threads: number of files written at a time.
+        on_bytes: called with the bytes of written tensors, from several threads.
 
     Raises:
-        ConversionError: a parameter has another shape or dtype than `rules` and `dtypes` say, or
-            the disk fails; names file and tensor.
+        ConversionError: a parameter has another shape or dtype than in `rules` and `dtypes`, or the
+            disk fails; names file and tensor.
     """
     shards = _plan_shards(rules, dtypes, max_shard_bytes)
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
@@ -203,7 +199,7 @@ def write_hf_weights(
 
     with worker_pool(num_threads, read) as (pool, read):
         futures = [pool.submit(write, *one) for one in zip(names, shards, strict=True)]
-        for future in as_completed(futures):  # the first failure ends it
+        for future in as_completed(futures):  # the first failure ends all
             future.result()
     if len(shards) > 1:
         homes = {
@@ -216,7 +212,7 @@ def write_hf_weights(
 
 
 def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
-    """Every parameter (tied copies left out), layer by layer: the order of most folders' files."""
+    """Every parameter except tied copies, layer by layer, as in most published folders."""
     first = next((n for n, rule in enumerate(rules) if rule.num_layers), len(rules))
 
     def position(numbered: tuple[int, Rule, Place]) -> float:
@@ -235,12 +231,12 @@ def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
 
 
 def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Copy what is not weights; config.json names the weights' dtype, if one is given."""
+    """Copy all files but weights; if a dtype is given, config.json states it."""
     for path in non_weight_files(source):
         shutil.copyfile(path, target / path.name)
     if dtype is not None:
         config = read_object(source / "config.json")
-        config.pop("torch_dtype", None)  # the key's name before transformers 5
+        config.pop("torch_dtype", None)  # its key before transformers 5
         config["dtype"] = str(dtype).removeprefix("torch.")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
@@ -248,7 +244,7 @@ def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Tensors of one parameter that go into one file."""
+    """Tensors of one parameter that are written to one file."""
 
     rule: Rule
     place: Place
@@ -288,7 +284,7 @@ def _write_stream(
     folder: Path,
     max_shard_bytes: int,
 ) -> set[torch.dtype]:
-    """Write tensors as they come; how many files they make is known at the end."""
+    """Write tensors as they arrive; the number of files is only known at the end."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()
@@ -301,7 +297,7 @@ def _write_stream(
         pending.clear()
 
     for name, tensor in tensors:
-        # A copy of its own: the source may reuse the memory for the next one.
+        # Copy: the source may reuse its memory for the next tensor.
         tensor = tensor.detach().to("cpu", copy=True).contiguous()
         if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
             flush()

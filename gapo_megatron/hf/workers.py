@@ -1,4 +1,4 @@
-"""Threads that do one small thing after the other, and stop when one of them has failed."""
+"""A pool of threads that all stop soon after one of them fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gapo_megatron.models.rules import Place, Rule
 
 Read = Callable[[Rule, Place], Tensor]
-"""Gives a whole Megatron parameter."""
+"""Returns a whole Megatron parameter."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -22,10 +22,10 @@ _T = TypeVar("_T")
 def worker_pool(
     num_threads: int, step: Callable[_P, _T]
 ) -> Iterator[tuple[ThreadPoolExecutor, Callable[_P, _T]]]:
-    """Threads that work on files, and the `step` they are to call again and again.
+    """A pool of threads, and a version of `step` for them to call many times per file.
 
-    A file takes long. When the block ends by an exception (a thread's, or an interrupt) the next
-    `step` of every thread raises CancelledError, so that nobody waits for files that go nowhere.
+    When the block ends with an exception (of a thread, or an interrupt), the next call of `step` in
+    every thread raises CancelledError, so that unfinished files are abandoned at once.
     """
     stopping = threading.Event()
 

@@ -1,7 +1,7 @@
-"""Codes that only who has a secret can write, over what others could change on its way.
+"""Message authentication: codes that only a holder of the secret can compute.
 
-What ties a code to its place is up to the caller: the sandbox's connections number their lines
-(`rewards/sandbox/seal.py`); a run's messages have a name that is used once (`run/mailbox.py`).
+Callers must prevent replays: the sandbox's connections number their lines
+(`rewards/sandbox/seal.py`), and a run's messages have names that are used once (`run/mailbox.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 
 
 class NotAuthenticError(Exception):
-    """Text whose code is not that of who has the secret."""
+    """The code of a message does not match the secret."""
 
 
 def authentication_code(secret: bytes, text: bytes) -> bytes:
@@ -26,15 +26,15 @@ def random_number() -> bytes:
 
 
 def seal_message(secret: bytes, name: str, value: bytes) -> bytes:
-    """A value with its code before it, which holds for this name alone; no name has a NUL."""
+    """Prefix a value with a code that is valid for this name only; names contain no NUL."""
     return authentication_code(secret, b"message " + name.encode() + b"\0" + value) + b" " + value
 
 
 def open_message(secret: bytes, name: str, sealed: bytes) -> bytes:
-    """The value that somebody who has the secret has sealed under this name.
+    """Verify and return a value that was sealed under this name.
 
     Raises:
-        NotAuthenticError: nobody has.
+        NotAuthenticError: the code does not match.
     """
     value = sealed.partition(b" ")[2]
     if not hmac.compare_digest(sealed, seal_message(secret, name, value)):

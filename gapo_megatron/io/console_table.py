@@ -1,4 +1,4 @@
-"""A run's steps for people: a table on a terminal, a line each in a log file."""
+"""A run's steps on the console: a table on a terminal, a line per step in a log file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-# Title, key, format, width: the numbers that tell at a glance whether a run is healthy. The most
-# important come first: a narrow terminal shows as many as fit.
+# Title, key, format, width. The most important come first: a narrow terminal shows as many as fit.
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}", 6),
     ("clipped", "clip/fraction_sequences", "{:.1%}", 7),
@@ -29,10 +28,10 @@ _SPLIT = "time by stage"
 
 
 class ConsoleTable:
-    """A row per step on a terminal, no wider than it; elsewhere a whole `key=value` line.
+    """Prints a row per step within the terminal's width, or a `key=value` line without a terminal.
 
-    COLUMNS, where it is set, is the width of both. What does not fit is in metrics.jsonl and
-    timings.jsonl.
+    The environment variable COLUMNS overrides the width of both. All numbers are in metrics.jsonl
+    and timings.jsonl.
     """
 
     def __init__(self, *, num_steps: int, columns_are_set: bool) -> None:
@@ -43,7 +42,7 @@ class ConsoleTable:
         self._seconds = 0.0
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the step's numbers, its time, the time left, and more as far as the width goes."""
+        """Print the step's numbers, its time and the time left; more if the width allows."""
         self._seconds += values.get("time/step_s", 0.0)
         self._num_shown += 1
         left_s = self._seconds / self._num_shown * (self._num_steps - step - 1)
@@ -58,7 +57,7 @@ class ConsoleTable:
             self._print_line(cells | {"split": parts})
 
     def show_evaluation(self, num_trained: int, values: Mapping[str, float]) -> None:
-        """Show pass@1 and pass@k of the weights after `num_trained` steps, on a line of its own."""
+        """Print pass@1 and pass@k of the weights after `num_trained` steps on a line."""
         found = {
             key.removeprefix("eval/"): f"{value:.1%}"
             for key, value in values.items()
@@ -82,14 +81,14 @@ class ConsoleTable:
         return f"{number}/{self._num_steps}"
 
     def _print_line(self, cells: Mapping[str, str]) -> None:
-        """Print one line for grep, whole words alone: if COLUMNS is set, as many as fit into it."""
+        """Print a line for grep; if COLUMNS is set, as many whole words as fit."""
         width = self._console.width if self._columns_are_set else sys.maxsize
         keys = (title.replace(" ", "_").replace("=", "") for title in cells)
         words = [f"{key}={cell}" for key, cell in zip(keys, cells.values(), strict=True)]
         print(" ".join(_fitting(words, width, gap=1)), flush=True)
 
     def _row(self, cells: Mapping[str, str], values: Mapping[str, float]) -> Table:
-        """One row of a table whose columns keep their widths; the header returns now and then."""
+        """A row with fixed column widths; every 20th has the header."""
         table = Table(
             box=None,
             pad_edge=False,
@@ -133,7 +132,7 @@ def _split(values: Mapping[str, float]) -> list[str]:
 
 
 def _clock(seconds: float) -> str:
-    """`5:07:09`; from 100 hours on, which the column would cut, `5d07h`."""
+    """`5:07:09`; `5d07h` from 100 hours on, to fit the column."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours > 99:

@@ -1,9 +1,8 @@
-"""JSON and TOML that somebody else wrote: read whole, or refused by name. Standard library alone.
+"""Read JSON and TOML from users and other programs, strictly. Standard library only.
 
-What the parsers leave to their callers is an error here too: a FIFO or a device in place of a file,
-bytes that are no UTF-8, nesting or a size that no such file has, numbers that Python does not read,
-a key that is given twice, NaN and Infinity, and half of a surrogate pair, which cannot be written
-again.
+Beyond the parsers' own errors, these are errors: a FIFO or a device in place of a file, invalid
+UTF-8, excessive size or nesting, numbers that Python cannot read, duplicate keys, NaN and Infinity,
+and unpaired surrogates, which cannot be written again.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from typing import Any, BinaryIO, NoReturn
 from gapo_megatron.errors import ConfigError, GapoError
 
 MAX_BYTES = 2**28
-"""Of one document: some ten times the largest tokenizer.json there is."""
+"""Largest document: some ten times the largest published tokenizer.json."""
 MAX_DEPTH = 64
-"""Lists and objects inside each other."""
+"""Deepest nesting of lists and objects."""
 MAX_BITS = 1024
-"""Of a whole number in TOML, where hexadecimal ones may have more digits than Python writes again.
-JSON's have at most the 4,300 digits that Python reads, and fewer where the document is walked."""
+"""Largest integer in TOML, whose hexadecimal ones could have more digits than Python prints.
+Integers in JSON have at most the 4,300 digits that Python reads."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading bytes; never waits, as the open of a FIFO would.
+    """Open a regular file for reading bytes, without blocking on a FIFO.
 
     Raises:
-        OSError: it cannot be opened, or is something else than a file; `strerror` says what.
+        OSError: it cannot be opened, or is not a regular file; `strerror` says why.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # of the path: a NUL in it
         raise OSError(errno.EINVAL, "its name has a NUL", str(path)) from None
-    except NotADirectoryError:  # on the way: then it is not there either
+    except NotADirectoryError:  # a parent is a file, so the path does not exist
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -56,16 +55,16 @@ def open_file(path: str | Path) -> BinaryIO:
 def read_text(
     path: str | Path, *, error: type[GapoError] = ConfigError, max_bytes: int = MAX_BYTES
 ) -> str:
-    """A file's text.
+    """Read a UTF-8 file.
 
     Args:
-        path: of the file, in UTF-8.
-        error: to raise.
-        max_bytes: that it may have.
+        path: of the file.
+        error: class of errors to raise.
+        max_bytes: largest size.
 
     Raises:
-        FileNotFoundError: there is no such file; some callers go on without.
-        GapoError: of class `error`: names the file, and what is wrong with it.
+        FileNotFoundError: the file does not exist; some callers do without.
+        GapoError: of class `error`; names the file and the problem.
     """
     try:
         with open_file(path) as file:
@@ -75,7 +74,7 @@ def read_text(
     except OSError as problem:
         raise error(f"{path} cannot be read: {problem.strerror}") from problem
     if len(content) > max_bytes:
-        raise error(f"{path} has more than the {max_bytes} bytes that such a file may have")
+        raise error(f"{path} is larger than the limit of {max_bytes} bytes")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -85,18 +84,18 @@ def read_text(
 def read_json(
     path: str | Path, *, error: type[GapoError] = ConfigError, max_bytes: int = MAX_BYTES
 ) -> Any:
-    """A file's JSON; arguments and errors as of `read_text`, and those of `parse_json`."""
+    """Read a JSON file; for arguments and errors see `read_text` and `parse_json`."""
     return parse_json(
         read_text(path, error=error, max_bytes=max_bytes), where=str(path), error=error
     )
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Read a file with a JSON object.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: see `read_json`; or it holds something else.
+        FileNotFoundError: the file does not exist.
+        ConfigError: see `read_json`; or the file holds something else.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -107,24 +106,23 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_json(
     text: str | bytes, *, where: str, error: type[GapoError] = ConfigError, is_data: bool = False
 ) -> Any:
-    """The value that JSON text stands for.
+    """Parse JSON text.
 
     Args:
         text: of one value; bytes are UTF-8.
-        where: the text is from, e.g. `FILE:LINE`; every message begins with it.
-        error: to raise.
-        is_data: a row of a data set, which may hold whatever Python reads where nobody looks: NaN,
-            Infinity, halves of surrogate pairs, deep lists, equal keys. All of that is left to who
-            uses a value, but for equal keys of the row itself.
+        where: source of the text, e.g. `FILE:LINE`; every message begins with it.
+        error: class of errors to raise.
+        is_data: the text is a row of a data set. NaN, Infinity, unpaired surrogates and deep
+            nesting are then accepted; only duplicate top-level keys are rejected.
 
     Raises:
-        GapoError: of class `error`: where, and what is wrong.
+        GapoError: of class `error`; names source and problem.
     """
     outermost: list[tuple[str, Any]] = []
 
     def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         nonlocal outermost
-        outermost = pairs  # at last those of the row: it ends behind the objects in it
+        outermost = pairs  # the last call is for the outermost object
         return dict(pairs)
 
     try:
@@ -138,11 +136,11 @@ def parse_json(
         )
     except UnicodeDecodeError as problem:
         raise error(f"{where} is not valid UTF-8: {problem.reason}") from None
-    except ValueError as problem:  # the parser's, ours, and int's: a number of too many digits
+    except ValueError as problem:  # of the parser, of ours, or of int: too many digits
         raise error(f"{where} is not valid JSON: {problem}") from None
     except RecursionError:
         raise error(f"{where} is nested too deep") from None
-    # The walk is for the few that may need it.
+    # Walking the tree is slow, and few documents need it.
     may_be_deep = text.count("[") + text.count("{") > MAX_DEPTH
     if may_be_deep or _ESCAPED_SURROGATE.search(text):
         _check_tree(value, where=where, error=error)
@@ -150,15 +148,15 @@ def parse_json(
 
 
 def read_toml(path: str | Path, *, error: type[GapoError] = ConfigError) -> dict[str, Any]:
-    """A file's TOML; arguments and errors as of `read_text`, and those of `parse_toml`."""
+    """Read a TOML file; for arguments and errors see `read_text` and `parse_toml`."""
     return parse_toml(read_text(path, error=error), where=str(path), error=error)
 
 
 def parse_toml(text: str, *, where: str, error: type[GapoError] = ConfigError) -> dict[str, Any]:
-    """The tables of TOML text; arguments and errors as of `parse_json`."""
+    """Parse TOML text; for arguments and errors see `parse_json`."""
     try:
         tree = tomllib.loads(text)
-    except ValueError as problem:  # a TOMLDecodeError, or a number of too many digits
+    except ValueError as problem:  # TOMLDecodeError, or a number with too many digits
         raise error(f"{where} is not valid TOML: {problem}") from None
     except RecursionError:
         raise error(f"{where} is nested too deep") from None
@@ -167,7 +165,7 @@ def parse_toml(text: str, *, where: str, error: type[GapoError] = ConfigError) -
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; parsers differ in which of two equal keys they believe."""
+    """Build an object without duplicate keys, of which parsers use the first or the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -177,7 +175,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
@@ -188,10 +186,10 @@ def _finite(digits: str) -> float:
 
 
 def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
-    """Refuse what is nested too deep and text that cannot be written; without recursion."""
+    """Refuse deep nesting, unpaired surrogates and huge numbers; without recursion."""
     level, depth = [value], 0
     while level:
-        # Lists and objects alone make it deeper.
+        # Only lists and objects count as levels.
         depth += any(isinstance(one, dict | list) for one in level)
         if depth > MAX_DEPTH:
             raise error(f"{where} is nested deeper than {MAX_DEPTH} levels")
@@ -202,19 +200,19 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
             elif isinstance(one, list):
                 below += one
             elif isinstance(one, str) and not is_unicode(one):
-                raise error(f"{where}: {ascii(one)[:60]} has half of a surrogate pair")
+                raise error(f"{where}: {ascii(one)[:60]} has an unpaired surrogate")
             elif isinstance(one, int) and one.bit_length() > MAX_BITS:
                 raise error(f"{where} has a number of more than {MAX_BITS} bits")
         level = below
 
 
 def keys_of(row: Mapping[str, Any]) -> str:
-    """The keys of an object, for a message: what cannot be written is escaped."""
+    """The keys of an object, for a message; surrogates are escaped."""
     return ", ".join(row).encode("utf-8", "backslashreplace").decode()[:500] or "none"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether text can be written: no half of a surrogate pair stands alone in it."""
+    """Whether text can be encoded: it has no unpaired surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

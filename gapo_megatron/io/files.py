@@ -1,28 +1,29 @@
-"""Files that are whole or not there, whatever happens. The standard library alone."""
+"""Files that are complete or absent after any failure, and digests. Standard library only."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gapo_megatron.errors import ConfigError, GapoError, MachineError
+from gapo_megatron.errors import ConfigError, DataError, GapoError, MachineError
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def real(path: str | Path) -> Path:
-    """Absolute, without links; of links in a circle what is left (`Path.resolve` raises then)."""
+    """The absolute path without links; unlike `Path.resolve`, accepts links in a circle."""
     return Path(os.path.realpath(path))
 
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """What the system says while the block reads or writes `path`, as an error that names it.
-
-    By itself a write that fails does not say of which file.
+    """Name `path` in OSErrors of the block, because errors of a write do not say which file.
 
     Raises:
-        MachineError: instead of any other OSError; a full disk is the usual one.
+        MachineError: in place of any OSError; usually a full disk.
     """
     try:
         yield
@@ -33,14 +34,14 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:
-    """Write a file that a reader sees whole or as it was; so does one after a loss of power.
+    """Replace a file's content at once: readers see the old or the new file, even after power loss.
 
     Args:
-        path: in a folder that exists. A link gives way to the file; what it led to stays.
-        text: whole lines; a newline is added to a last one that lacks it. Bytes: as they are.
+        path: in an existing folder. A link is replaced by the file; its target is not changed.
+        text: lines; a missing final newline is added. Bytes are written unchanged.
 
     Raises:
-        MachineError: the disk is full or fails; the file is as it was.
+        MachineError: the disk is full or fails; the file is unchanged.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     if isinstance(text, str):
@@ -52,7 +53,7 @@ def write_atomically(path: Path, text: str | bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             rename(draft, path)
-        except BaseException:  # also of Ctrl-C
+        except BaseException:  # also on Ctrl-C
             draft.unlink(missing_ok=True)
             raise
 
@@ -60,13 +61,13 @@ def write_atomically(path: Path, text: str | bytes) -> None:
 def check_overwritable(
     folder: str | Path, names: Iterable[str], *, field: str, is_ours: bool
 ) -> None:
-    """Refuse to overwrite files that the command did not make; others in the folder do not matter.
+    """Refuse to overwrite files that the command did not make; ignores other files in the folder.
 
     Args:
         folder: to write to; need not exist.
-        names: of the files that will be written there, or removed.
+        names: of the files that will be written or removed.
         field: setting or option that names the folder, for errors.
-        is_ours: what is there is known to be an earlier result of the same command.
+        is_ours: existing files are known to be results of the same command.
 
     Raises:
         ConfigError: names the field, the folder and the first file in the way.
@@ -74,27 +75,59 @@ def check_overwritable(
     for name in [] if is_ours else names:
         if os.path.lexists(Path(folder, name)):
             raise ConfigError(
-                f"{field} ({folder}) holds {name}, which this command would overwrite and has not "
-                "made: name another folder, or move it away"
+                f"{field} ({folder}) holds {name}, which this command did not make and would "
+                "overwrite: name another folder, or move the file away"
             )
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a folder so that a loss of power does not undo it."""
+    """Rename a file or a folder, and flush the change to disk."""
     source.rename(target)
     fsync(target.parent)
 
 
 def flush(folder: Path) -> None:
-    """Force everything in a folder to disk."""
+    """Flush everything in a folder to disk."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- digests -------------------------------------------------------------------------------------
+
+
+def file_sha256(path: Path) -> str:
+    """Digest of a file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def code_sha256(*parts: str) -> str:
+    """Digest of modules of this package, so that results of different versions are not mixed.
+
+    Args:
+        parts: files (`data/benchmarks.py`) and folders (`rewards`, with all files in them).
+    """
+    roots = [_PACKAGE / part for part in parts]
+    assert all(root.exists() for root in roots), f"{parts} are not all here"
+    digest = hashlib.sha256()
+    for path in sorted(
+        p for root in roots for p in ([root] if root.suffix else root.rglob("*.py"))
+    ):
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""metrics.jsonl and timings.jsonl of a run: what is read of them, and checked."""
+"""Read and check metrics.jsonl and timings.jsonl of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Value = float | int
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Whole lines of metrics or timings; the last one may be in the making. Nulls are left out.
+    """Read the complete lines of metrics or timings, without nulls.
+
+    A last line without a newline is still being written, and is left out.
 
     Raises:
-        DataError: names file and line: not a JSON object of numbers with a step.
+        DataError: a line is not a JSON object of numbers with a step; names file and line.
     """
     if not path.exists():
         return []
@@ -43,7 +45,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def last_step(path: Path) -> int | None:
-    """Step of the last whole line of metrics; None where there is none."""
+    """Step of the last complete line of metrics; None if there is none."""
     with naming(path):
         try:
             with open_file(path) as file:
@@ -51,16 +53,16 @@ def last_step(path: Path) -> int | None:
         except FileNotFoundError:
             return None
     for number, line in reversed([*enumerate(whole, start=1)]):
-        with contextlib.suppress(DataError):  # damaged: dropped, or refused, when it is resumed
+        with contextlib.suppress(DataError):  # a resume drops or refuses damaged lines
             return int(_parse(path, number, line)["step"])
     return None
 
 
 def check_metrics(run_dir: str | Path, *, resume_step: int) -> None:
-    """Refuse metrics that `MetricsWriter` would refuse; changes nothing. For use before heavy work.
+    """Refuse metrics that `MetricsWriter` would refuse, before heavy work; changes nothing.
 
     Raises:
-        DataError: metrics of a step that does not come again are damaged.
+        DataError: damaged metrics of a step that will not run again.
     """
     path = Path(run_dir) / METRICS_NAME
     with naming(path):
@@ -68,11 +70,11 @@ def check_metrics(run_dir: str | Path, *, resume_step: int) -> None:
 
 
 def lines_before(path: Path, *, resume_step: int) -> tuple[list[bytes], list[DataError]]:
-    """Whole lines of steps before `resume_step`, and what is wrong with the damaged ones.
+    """The complete lines of steps before `resume_step`, and the errors of damaged ones.
 
     Raises:
-        DataError: a line of metrics is damaged, and kept ones follow: the run would not write it
-            again. Timings are no results: such a line is dropped.
+        DataError: a damaged line of metrics is followed by kept ones, so its step will not run
+            again. In timings, which are not results, such a line is dropped.
     """
     kept: list[bytes] = []
     damage: list[DataError] = []
@@ -89,8 +91,8 @@ def lines_before(path: Path, *, resume_step: int) -> tuple[list[bytes], list[Dat
         except DataError as error:
             damage.append(error)
             continue
-        if step < resume_step or b'"startup/' in line:  # those of every attempt stay
+        if step < resume_step or b'"startup/' in line:  # startup lines of all attempts are kept
             if damage and path.name == METRICS_NAME:
-                raise DataError(f"{damage[0]}; mend or remove it: that step does not come again")
+                raise DataError(f"{damage[0]}; repair or remove it: that step will not run again")
             kept.append(line)
     return kept, damage

@@ -1,4 +1,4 @@
-"""Files of a run folder that tell how the run stands. The standard library alone."""
+"""Files of a run folder that record the run's state. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.files import check_overwritable, real, write_atomically
 
 BRANCH_NAME = "branch.json"
-"""Of a branched run: where it left another one (`hf.manifest.Branch`)."""
+"""The point at which a branched run left another run (`hf.manifest.Branch`)."""
 
 CHANGES_NAME = "changes.json"
-"""Of a run that was resumed with other settings: what was changed, before which step."""
+"""Settings that were changed on a resume, and the first step with them."""
 FINISHED_NAME = "finished.json"
 OWNER_NAME = "OWNER"
-"""Of the attempt that may write."""
+"""Names the attempt that may write to the folder."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "tensorboard"),
     *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME, CHANGES_NAME),
 )
-"""What a run begins anew, replaces or removes; launchers make other folders before its first start,
-and `hf` has an owner of its own (`hf.folder`)."""
+"""Files that a run creates, replaces or removes. Launchers create other folders before its first
+start, and `hf` has its own marker (`hf.folder`)."""
 _IF_DAMAGED = (
-    "remove the file: the run then goes on from its last checkpoint and, if all steps are done, "
+    "remove the file: the run then resumes from its last checkpoint and, if all steps are done, "
     "exports the model again"
 )
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Folders of runs, started or submitted: the folder itself, or those in it by name."""
-    names = ("config.toml", "metrics.jsonl", "code")  # the last: frozen when it was submitted
+    """Folders of started or submitted runs: the folder itself or, by name, those in it."""
+    names = ("config.toml", "metrics.jsonl", "code")  # `code` is frozen on submission
     paths = [folder, *sorted(folder.glob("*/"))]
     found = [path for path in paths if any((path / name).exists() for name in names)]
     return found[:1] if found[:1] == [folder] else found
 
 
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run was resumed with that it did not have before.
+    """Read the settings that were changed when the run was resumed.
 
     Returns:
-        Tables of `step` (the first one of the new settings) and `changes` (setting: [before, now]),
-        by step; none where nothing was changed.
+        Tables of `step` (the first with the new settings) and `changes` (setting: [before, now]),
+        by step; empty if nothing was changed.
 
     Raises:
-        DataError: it is no such list; names the file.
+        DataError: the file holds something else; names it.
     """
     path = run_dir / CHANGES_NAME
     try:
@@ -58,7 +58,7 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def parse_changes(found: Any, *, where: str) -> list[dict[str, Any]]:
-    """Check what `read_changes` returns.
+    """Check the content of changes.json.
 
     Raises:
         DataError: names `where` and the rule.
@@ -79,28 +79,28 @@ def parse_changes(found: Any, *, where: str) -> list[dict[str, Any]]:
 
 
 def checkpoints_dir(run_dir: str | Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """The folder of a run's checkpoints."""
     return Path(run_dir) / "checkpoints"
 
 
 def check_ours(run_dir: str | Path) -> None:
-    """Refuse a folder that holds somebody else's files under names that a run writes.
+    """Refuse a folder with files that no run made, under names that a run writes.
 
     Raises:
         ConfigError: names the folder and the first such file.
     """
-    # Every start leaves its name in OWNER before it writes anything else. Checkpoints may have been
-    # brought here to go on from; a folder for them may be another disk's.
+    # Every start writes OWNER first. Checkpoints may have been copied here to resume from them, and
+    # their folder may be on another disk.
     brought = any(checkpoints_dir(run_dir).glob("step_*/manifest.json"))
     is_ours = brought or (Path(run_dir) / OWNER_NAME).exists()
     check_overwritable(run_dir, _WRITTEN, field="run.output_dir", is_ours=is_ours)
 
 
 def check_writable(run_dir: str | Path, *, is_first: bool = True) -> None:
-    """Create the run's folder and prove that this node can write files there.
+    """Create the run's folder and check that this node can write files there.
 
     Raises:
-        ConfigError: it cannot be created or written, or as of `check_ours`.
+        ConfigError: it cannot be created or written; or see `check_ours`.
     """
     if is_first:
         check_ours(run_dir)
@@ -117,11 +117,11 @@ def check_writable(run_dir: str | Path, *, is_first: bool = True) -> None:
 
 
 def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
-    """Whether a run of `num_steps` steps was completed in this folder, model exported and all.
+    """Whether a run of `num_steps` steps has finished in this folder, including the export.
 
     Raises:
-        ConfigError: finished.json cannot be read, or is damaged: nothing else tells a finished run
-            from one that a stop has ended before its last evaluation.
+        ConfigError: finished.json cannot be read or is damaged. Nothing else distinguishes a
+            finished run from one stopped before its last evaluation.
     """
     path = Path(run_dir) / FINISHED_NAME
     try:
@@ -138,20 +138,20 @@ def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
 
 
 def has_finished(run_dir: str | Path) -> bool:
-    """Whether a run of any number of steps was completed in this folder."""
+    """Whether a run of any number of steps has finished in this folder."""
     return (Path(run_dir) / FINISHED_NAME).exists()
 
 
 def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
-    """Make `is_finished` true. Rank 0, once everything is written."""
+    """Make `is_finished` true; for rank 0, after everything is written."""
     document = {"num_steps": num_steps, "run_dir": str(real(run_dir))}
     write_atomically(Path(run_dir) / FINISHED_NAME, json.dumps(document))
 
 
 def finished_at(run_dir: str | Path) -> Path | None:
-    """Where the folder was when its run was finished: elsewhere if it was copied or moved since.
+    """The folder's path when its run finished; differs if it was copied or moved later.
 
-    None where no run was finished, or an older version did not say where.
+    None if no run has finished, or an older version did not record the path.
     """
     try:
         found = read_json(Path(run_dir) / FINISHED_NAME)

@@ -1,4 +1,4 @@
-"""TOML files as trees: one file over another, single values over both; and back to TOML."""
+"""Config files in TOML: a file over its `base`, single overrides over both; and writing TOML."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"([\w-]+)\.([\w-]+)")
 _MOST_BASES = 16
-"""Files of which each is the next one's base."""
+"""Longest chain of `base` files."""
 
 
 def read_tree(path: Path, *, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file over the one that its `base` names.
+    """Read a TOML file, merged over the file that its `base` names.
 
     Args:
         path: of the file; `base` is relative to its folder.
-        seen: files that led here.
+        seen: files whose `base` led here.
 
     Raises:
-        ConfigError: names the file and what is wrong with it.
+        ConfigError: names the file and the problem.
     """
     try:
         tree = read_toml(path)
@@ -41,7 +41,7 @@ def read_tree(path: Path, *, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: base ({shown(base)}) must be the path of another TOML file")
     here = os.path.realpath(path)
     if here in seen:
-        raise ConfigError(f"{path}: `base` goes round in a circle")
+        raise ConfigError(f"{path}: `base` files form a circle")
     if len(seen) == _MOST_BASES:
         raise ConfigError(
             f"{path}: base ({base!r}): more than {_MOST_BASES} files in a chain of `base`"
@@ -58,10 +58,10 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one value of `tree` by `section.key=value`; what is no TOML value is a string.
+    """Set one value of `tree` by `section.key=value`; a value that is not TOML is a string.
 
     Raises:
-        ConfigError: not of that form.
+        ConfigError: the override has another form.
     """
     name, equals, text = override.partition("=")
     if not equals:
@@ -73,7 +73,7 @@ def set_value(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set one value of `tree` by its name, `section.key`.
 
     Raises:
-        ConfigError: not of that form, or the section is a value.
+        ConfigError: the name has another form, or the section is a value.
     """
     parts = _NAME.fullmatch(name)
     if not parts:
@@ -91,19 +91,19 @@ def _value(text: str) -> Any:
         tree = parse_toml(f"value = {text}", where="override")
     except ConfigError:
         return text  # a bare word is a string: objective.method=gapo
-    # A second line would be another key, or a section: no value, and not to be set either.
+    # A second line would set another key.
     return tree["value"] if len(tree) == 1 else text
 
 
 def to_toml(config: BaseModel) -> str:
-    """A resolved config as TOML that loads again to an equal config (None is left out)."""
+    """Write a resolved config as TOML that loads to an equal config; None is left out."""
     return sections_to_toml(config.model_dump(mode="python", exclude_none=True))
 
 
 def sections_to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of strings, numbers, booleans and lists of them as TOML; each ends with a blank line.
+    """Write tables of strings, numbers, booleans and lists of them as TOML.
 
-    JSON's strings, numbers and booleans are TOML's: no text has the one character that only TOML
+    Values are written as JSON, which TOML reads: no text has the one character that only TOML
     escapes (`config.types.check_text`), and no number is NaN.
     """
     lines: list[str] = []

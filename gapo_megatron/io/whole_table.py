@@ -1,4 +1,4 @@
-"""A table whose cells stay whole: where a terminal is too narrow for it, it continues below."""
+"""Print a table without cutting cells: columns that do not fit continue below."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from rich.table import Column, Table
 from rich.text import TextType
 
 _FOLDED_LETTERS = 16
-"""A column of text that may fold is at least as wide, or as its longest cell."""
+"""Least width of a column of text that may fold, unless its longest cell is shorter."""
 _FRAME = 3
-"""Letters beside a column's cells: a space on each side and a line."""
+"""Characters around a column's cells: a space on each side and a line."""
 _UNLIMITED = 10_000
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table of which no cell is cut, in as few blocks of columns as fit into the console.
+    """Print a table without cutting cells, in as few blocks of columns as fit into the console.
 
-    Where the columns do not fit side by side, headings are wrapped at their spaces. If that is not
-    enough, the last columns go into blocks below; each block repeats the first column. Columns with
-    overflow="fold" are text: they take what room is left, and fold.
+    If the columns do not fit side by side, headings are wrapped at spaces. If that is not enough,
+    the last columns go into blocks below, and each block repeats the first column. Columns with
+    overflow="fold" are text, which is folded into the remaining width.
 
     Args:
-        console: where to print.
-        table: has a frame, a header, and no widths of columns that are set.
+        console: to print to.
+        table: with a frame and a header, and without fixed column widths.
     """
     natural = Measurement.get(console, console.options.update(max_width=_UNLIMITED), table).maximum
     if natural <= console.width:
@@ -42,7 +42,7 @@ def print_whole(console: Console, table: Table) -> None:
 
 
 def _needed(console: Console, column: Column) -> int:
-    """Least width that cuts no cell and no word of the heading."""
+    """Least width at which no cell and no word of the heading is cut."""
     options = console.options.update(max_width=_UNLIMITED)
     cells = [Measurement.get(console, options, cell).maximum for cell in column.cells]
     longest = max(cells, default=0)
@@ -52,7 +52,7 @@ def _needed(console: Console, column: Column) -> int:
 
 
 def _block(table: Table, widths: dict[int, int], *, title: TextType | None) -> Table:
-    """The columns at the places in `widths`, under the same rows."""
+    """A table of the columns whose numbers are in `widths`, with the same rows."""
     block = Table(title=title, title_justify=table.title_justify)
     for place, width in widths.items():
         column = table.columns[place]

@@ -1,7 +1,7 @@
 """Model architectures, one file each: names, shapes, sizes, refusals. No torch.
 
 `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `llama.py` and `mistral.py` each make one `Architecture`;
-nothing outside this folder asks for a `model_type`.
+nothing outside this folder depends on a `model_type`.
 """
 
 from gapo_megatron.models.architecture import Architecture

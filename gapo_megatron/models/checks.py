@@ -1,4 +1,4 @@
-"""Checks of models and parallel sizes that this package supports. Imports no torch.
+"""Check that this package supports a model and its parallel sizes. Imports no torch.
 
 A model is given by its config.json: `models.config_json.ModelFacts`, transformers'
 `PretrainedConfig`, or any object with the same attributes.
@@ -17,24 +17,25 @@ from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
 def num_experts(hf_config: Any) -> int | None:
-    """Experts of every layer; None: a dense model, whose config.json may name some all the same."""
+    """Experts per layer; None for a dense model, even if its config.json has such a field."""
     return geometry_of(hf_config).num_experts or None
 
 
 def check_shapes(
     hf_config: Any, parallel: ParallelConfig, model: ModelConfig | None = None
 ) -> None:
-    """Refuse a model that this package does not compute, or the parallel sizes do not cut evenly.
+    """Refuse a model that this package does not compute, or that the parallel sizes do not divide.
 
     Args:
         hf_config: the model's Hugging Face config.
-        parallel: how it is cut.
-        model: for its precision; None: not fp8, which takes matrices of certain sizes alone, and
-            not every recomputation.
+        parallel: the parallel sizes.
+        model: also check its precision: fp8 needs certain matrix sizes and excludes some
+            recomputation. None: not fp8.
 
     Raises:
-        ConfigError: names the field and its value; of a size, the two numbers.
+        ConfigError: names the field and its value, and for sizes both numbers.
     """
+    # Sizes that are cut must be multiples of the parallel sizes.
     tp, ep = "tensor_model_parallel_size", "expert_model_parallel_size"
     cuts = [
         ("num_attention_heads", tp),
@@ -48,6 +49,7 @@ def check_shapes(
                 f"parallel.{where} ({size}) must divide the model's {field} ({value})"
             )
     layers_of_stages(parallel, hf_config.num_hidden_layers)
+    # Features that the model in Megatron-core does not have, or not in this layout.
     architecture_of(hf_config).check_computed(hf_config)
     read_rope(hf_config.to_dict())
     if num_experts(hf_config):
@@ -63,14 +65,14 @@ def check_shapes(
 
 
 def _check_recompute(hf_config: Any, model: ModelConfig) -> None:
-    """Refuse what Megatron-core refuses: the scales of a recomputed input would be another's."""
+    """Refuse what Megatron-core refuses: a recomputed input would get another input's scale."""
     if (
         num_experts(hf_config)
         and (model.precision, model.fp8_recipe) == ("fp8", "delayed")
         and model.recompute == "selective"
     ):
         raise ConfigError(
-            f"model.recompute ({model.recompute!r}) of a model with experts does not go with "
+            f"model.recompute ({model.recompute!r}) of a model with experts does not support "
             f"model.fp8_recipe ({model.fp8_recipe!r}): use another recipe, or 'full' or 'none'"
         )
 
@@ -87,14 +89,14 @@ def check_engine_heads(hf_config: Any, size: int) -> None:
 def _check_experts(parallel: ParallelConfig) -> None:
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel:
-        # Every tensor parallel rank would send all tokens to the experts, not its part.
+        # Every tensor parallel rank would send all tokens to the experts, instead of its part.
         raise ConfigError(
             f"parallel.sequence_parallel must be true for a model with experts at "
             f"parallel.tensor_model_parallel_size ({tp}) > 1"
         )
     if tp > 1 and parallel.expert_model_parallel_size == 1:
-        # Each of them would have a copy of every expert, and Megatron-core (0.16) would add up
-        # their gradients over the data parallel ranks only.
+        # Every rank would have a copy of every expert, and Megatron-core (0.16) would sum their
+        # gradients over data parallel ranks only.
         raise ConfigError(
             "parallel.expert_model_parallel_size (1) must be 2 or more for a model with experts "
             f"at parallel.tensor_model_parallel_size ({tp}) > 1"

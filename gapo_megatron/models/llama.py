@@ -6,8 +6,7 @@ from typing import Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry, attention, embedding, mlp, output, refuse_set
-from gapo_megatron.models.rules import Rule
+from gapo_megatron.models.parts import refuse_set
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -31,15 +30,10 @@ def complete(facts: dict[str, Any]) -> None:
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
 
 
-def rules(g: Geometry) -> list[Rule]:
-    """The plain decoder: no biases, no norms over heads."""
-    return [embedding(g), *attention(g), *mlp(g), *output(g)]
-
-
 def _check(config: Any) -> None:
     refuse_set(config, "attention_bias", "mlp_bias")
     hidden, heads = config.hidden_size, config.num_attention_heads
-    if hidden % heads:  # transformers refuses it even where head_dim is given
+    if hidden % heads:  # transformers refuses it even if head_dim is given
         raise ConfigError(
             f"config.json: num_attention_heads ({heads}) must divide hidden_size ({hidden})"
         )
@@ -54,6 +48,5 @@ LLAMA = Architecture(
     },
     defaults=DEFAULTS | {"attention_bias": False, "mlp_bias": False},
     complete=complete,
-    rules=rules,
     check=_check,
 )

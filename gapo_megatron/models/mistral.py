@@ -1,4 +1,4 @@
-"""Mistral: Llama's weights and layers; a sliding window, which older models have, is refused."""
+"""Mistral: like Llama. The sliding window of older models is refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ MISTRAL = Architecture(
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
-    refused_fields={"layer_types": "with it transformers takes them for ministral"},
+    refused_fields={"layer_types": "transformers treats models that have it as ministral"},
     complete=llama.complete,
-    rules=llama.rules,
     check=_check,
 )

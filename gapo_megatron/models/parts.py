@@ -1,4 +1,4 @@
-"""Parts that architectures share: sizes, a decoder's conversion rules, common refusals."""
+"""Code that architectures share: sizes, conversion rules of a decoder, common refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODEL_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes and features of a decoder that decide tensor shapes and costs."""
+    """Sizes and features of a decoder that determine tensor shapes and costs."""
 
     num_layers: int
     hidden: int
@@ -54,11 +54,11 @@ class Geometry:
     """Width of a dense layer's MLP."""
     vocab: int
     tied: bool
-    """The output layer is the embedding."""
+    """Whether the output layer is the embedding."""
     qkv_bias: bool = False
-    """Query, key and value projections have biases."""
+    """Whether query, key and value projections have biases."""
     head_norms: bool = False
-    """Every query and key head is normalised."""
+    """Whether every query and key head is normalised."""
     num_experts: int = 0
     """Experts in every layer; 0: a dense model."""
     experts_per_token: int = 0
@@ -71,7 +71,7 @@ class Geometry:
 
         Args:
             config: the model's config.
-            features: the fields that these sizes do not include.
+            features: the other fields of `Geometry`.
         """
         heads = config.num_attention_heads
         return cls(
@@ -88,10 +88,10 @@ class Geometry:
 
 
 def sizes_shown(g: Geometry) -> list[tuple[str, int, str]]:
-    """Sizes of config.json that a tensor's first dimension shows.
+    """Sizes of config.json that equal the first dimension of a tensor.
 
     Returns:
-        (field as an error names it, its value, Hugging Face name with `*` for every number).
+        (field for errors, its value, Hugging Face name with `*` for every number).
     """
     layer, attention = "model.layers.*", "model.layers.*.self_attn"
     heads = f"num_attention_heads ({g.heads}) x head_dim ({g.head_dim})"
@@ -116,7 +116,7 @@ def sizes_shown(g: Geometry) -> list[tuple[str, int, str]]:
 
 
 def transformer_fields(config: Any, g: Geometry) -> dict[str, Any]:
-    """TransformerConfig fields of a decoder with RMS norms and a gated SiLU MLP, experts left out.
+    """TransformerConfig fields of a dense decoder with RMSNorm and a gated SiLU MLP.
 
     Args:
         config: config.json's fields as attributes.
@@ -172,6 +172,12 @@ def check_computed(config: Any) -> None:
 # --- conversion rules: the parts of a model ------------------------------------------------------
 
 
+def decoder(g: Geometry) -> list[Rule]:
+    """All parameters of a decoder, dense or with experts, in the order of the model."""
+    layers = experts(g) if g.num_experts else mlp(g)
+    return [embedding(g), *attention(g), *layers, *output(g)]
+
+
 def embedding(g: Geometry) -> Rule:
     """Token embedding."""
     return same(
@@ -184,7 +190,7 @@ def embedding(g: Geometry) -> Rule:
 
 
 def attention(g: Geometry) -> list[Rule]:
-    """Input norm, query, key, value (with biases; with norms over a head's), projection."""
+    """Input norm, query, key, value (with optional biases and head norms), output projection."""
     mcore, hf, layers = f"{_MCORE}.self_attention", f"{_HF}.self_attn", g.num_layers
     q, k, v = (f"{hf}.{name}_proj" for name in "qkv")
     # fmt: off
@@ -247,7 +253,7 @@ def experts(g: Geometry) -> list[Rule]:
 
 
 def output(g: Geometry) -> list[Rule]:
-    """Final norm; output layer: a tensor of its own, or the embedding's second home."""
+    """Final norm, and the output layer, which may be tied to the embedding."""
     hf = "model.embed_tokens.weight" if g.tied else "lm_head.weight"
     shape = (g.vocab, g.hidden)
     return [
@@ -260,7 +266,7 @@ def output(g: Geometry) -> list[Rule]:
 
 
 def same(megatron: str, hf: str, shape: Shape, *, tp_dim: int | None = None, **flags: Any) -> Rule:
-    """One tensor under two names."""
+    """The same tensor under two names."""
     return Rule(
         megatron, (hf,), (shape,), tp_dim, join=lambda t: t[0], part=lambda full: (full,), **flags
     )
@@ -269,9 +275,9 @@ def same(megatron: str, hf: str, shape: Shape, *, tp_dim: int | None = None, **f
 def fused_qkv(megatron: str, hf: tuple[str, str, str], geometry: Geometry) -> Rule:
     """Query, key, value -> linear_qkv, interleaved by key/value group.
 
-    Megatron keeps what one attention group needs together: for each key/value head its query heads,
-    the key head, the value head. Tensor parallelism then cuts between groups. Weights are
-    [heads * head_dim, hidden], biases [heads * head_dim].
+    Megatron stores, for each key/value head, its query heads, then the key head, then the value
+    head; tensor parallelism cuts between these groups. Weights are [heads * head_dim, hidden],
+    biases [heads * head_dim].
     """
     groups, head_dim = geometry.kv_heads, geometry.head_dim
     if geometry.heads % groups:
@@ -294,7 +300,7 @@ def fused_qkv(megatron: str, hf: tuple[str, str, str], geometry: Geometry) -> Ru
 
 
 def gated(megatron: str, hf: tuple[str, str], shape: Shape, **flags: Any) -> Rule:
-    """Gate and up projection -> linear_fc1, one above the other."""
+    """Gate and up projection -> linear_fc1, concatenated in dimension 0."""
     return Rule(
         megatron,
         hf,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry, attention, embedding, mlp, output
-from gapo_megatron.models.rules import Rule
+from gapo_megatron.models.parts import Geometry
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -26,17 +25,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def complete(facts: dict[str, Any]) -> None:
-    """Qwen's config.json states a window even where it is switched off."""
+    """Ignore the window that Qwen's config.json states even if it is switched off."""
     if not facts["use_sliding_window"]:
         facts["sliding_window"] = None
-
-
-def _geometry(config: Any) -> Geometry:
-    return Geometry.of(config, qkv_bias=True)
-
-
-def _rules(g: Geometry) -> list[Rule]:
-    return [embedding(g), *attention(g), *mlp(g), *output(g)]
 
 
 QWEN2 = Architecture(
@@ -48,12 +39,11 @@ QWEN2 = Architecture(
         "Qwen2.5-72B": "Qwen/Qwen2.5-72B",
         "Qwen2.5-Math-1.5B": "Qwen/Qwen2.5-Math-1.5B",
         "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-        # Also of the miniature study (`ops.prepare.demo_task`).
+        # Also the model of the miniature study (`ops.prepare.demo_task`).
         "warm_start": "make demo",
     },
     defaults=DEFAULTS,
     nullable=("num_key_value_heads",),
     complete=complete,
-    geometry=_geometry,
-    rules=_rules,
+    geometry=lambda config: Geometry.of(config, qkv_bias=True),
 )

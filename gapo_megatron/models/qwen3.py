@@ -6,16 +6,7 @@ from typing import Any
 
 from gapo_megatron.models import qwen2
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry, attention, embedding, mlp, output, refuse_set
-from gapo_megatron.models.rules import Rule
-
-
-def _geometry(config: Any) -> Geometry:
-    return Geometry.of(config, head_norms=True)
-
-
-def _rules(g: Geometry) -> list[Rule]:
-    return [embedding(g), *attention(g), *mlp(g), *output(g)]
+from gapo_megatron.models.parts import Geometry, refuse_set
 
 
 def _check(config: Any) -> None:
@@ -28,7 +19,6 @@ QWEN3 = Architecture(
     defaults=qwen2.DEFAULTS | {"head_dim": 128, "attention_bias": False},
     nullable=("num_key_value_heads",),
     complete=qwen2.complete,
-    geometry=_geometry,
-    rules=_rules,
+    geometry=lambda config: Geometry.of(config, head_norms=True),
     check=_check,
 )

@@ -7,8 +7,7 @@ from typing import Any
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts, qwen2
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry, attention, embedding, experts, output
-from gapo_megatron.models.rules import Rule
+from gapo_megatron.models.parts import Geometry
 
 _DEFAULTS = qwen2.DEFAULTS | {
     "hidden_size": 2048,
@@ -41,18 +40,13 @@ def _geometry(config: Any) -> Geometry:
     )
 
 
-def _rules(g: Geometry) -> list[Rule]:
-    return [embedding(g), *attention(g), *experts(g), *output(g)]
-
-
 def _transformer_fields(config: Any, g: Geometry) -> dict[str, Any]:
     return {
         **parts.transformer_fields(config, g),
         "num_moe_experts": g.num_experts,
         "moe_ffn_hidden_size": g.expert_intermediate,
         "moe_router_topk": g.experts_per_token,
-        # The softmax over all experts, or, normalised, that over the chosen ones: the same thing
-        # as dividing the chosen ones' share of the former by its sum.
+        # Normalised shares of a softmax over all experts equal a softmax over the chosen ones.
         "moe_router_pre_softmax": not config.norm_topk_prob,
     }
 
@@ -73,7 +67,7 @@ def _check(config: Any) -> None:
 def _check_computed(config: Any) -> None:
     parts.check_computed(config)
     if config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        # A share of 1 whatever the router says: it would have no gradient.
+        # The expert's share is always 1, so the router would have no gradient.
         raise ConfigError("the model's num_experts_per_tok (1) must be 2 or more: norm_topk_prob")
 
 
@@ -85,7 +79,6 @@ QWEN3_MOE = Architecture(
     nullable=("mlp_only_layers",),
     complete=_complete,
     geometry=_geometry,
-    rules=_rules,
     transformer_fields=_transformer_fields,
     check=_check,
     check_computed=_check_computed,

@@ -1,4 +1,4 @@
-"""Rotary position settings of a model, whichever version of transformers wrote its config."""
+"""Read rotary position settings from configs of any version of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from gapo_megatron.errors import ConfigError
 
-# Numbers every kind of scaling needs. Kinds that are not here cannot be computed.
+# The numbers of every supported kind of scaling.
 _SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "llama3": (
@@ -23,30 +23,30 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: how positions turn queries and keys."""
+    """Settings of the rotary position embedding."""
 
     base: float
     """rope_theta."""
     kind: str
     """rope_type: "default" or "llama3"."""
     scaling: dict[str, float]
-    """The numbers of the kind, and no others: empty for "default"."""
+    """The numbers of this kind; empty for "default"."""
 
 
 def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope:
-    """Read the rotary settings of a model, and refuse what would be guessed.
+    """Read the rotary settings of a model, and refuse ambiguous ones.
 
-    Version 4 of transformers writes `rope_theta` beside `rope_scaling`, version 5 one
-    `rope_parameters`. A setting may be stated in several of them, provided they agree: readers
-    differ in which they prefer.
+    Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`.
+    A setting in several of them must have the same value, because readers differ in which they
+    prefer.
 
     Args:
-        fields: the fields of config.json, or `hf_config.to_dict()`; null is the same as absent.
-        source: where they are from, for errors.
+        fields: the fields of config.json, or `hf_config.to_dict()`; null means missing.
+        source: origin of the fields, for errors.
 
     Raises:
-        ConfigError: a setting stated twice and differing, an unknown kind, a missing number, or one
-            that the kind does not have.
+        ConfigError: two values of a setting differ, the kind is unknown, or a number is missing,
+            invalid or does not belong to the kind.
     """
     stated = _stated(fields, source)
     values: dict[str, Any] = {}
@@ -60,13 +60,13 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
     kind = values.pop("rope_type", "default")
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ConfigError(f"{source}: rope_type ({kind!r}) must be one of {', '.join(_SCALINGS)}")
-    values.setdefault("rope_theta", 10_000.0)  # what every reader takes it to be
+    values.setdefault("rope_theta", 10_000.0)  # every reader's default
     for name, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and 0 < value < math.inf):
             raise ConfigError(f"{source}: {name} ({value!a:.80}) must be a positive number")
     if (share := values.pop("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{source}: partial_rotary_factor ({share}) must be 1: all of a head")
+        raise ConfigError(f"{source}: partial_rotary_factor ({share}) must be 1: whole heads")
     base = values.pop("rope_theta")
     names = _SCALINGS[kind]
     if missing := [name for name in names if name not in values]:
@@ -82,7 +82,7 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
 
 
 def _stated(fields: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
-    """Setting -> {where in the config: value}, nulls left out."""
+    """Setting -> {its name in the config: value}, without nulls."""
     stated: dict[str, dict[str, Any]] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
         if fields.get(name) is not None:

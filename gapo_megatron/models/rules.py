@@ -1,11 +1,11 @@
-"""Name rules: which Hugging Face tensors make which Megatron-core parameter, and how it is sharded.
+"""Name rules: which Hugging Face tensors form which Megatron-core parameter, and how it is sharded.
 
-An architecture's file lists its `Rule`s; `tables.rules_for` gives those of a model. Import at
-start, weight sync to the rollout engine, export and the conversion tools all read the same rules,
-so a tensor cannot be right in one and wrong in another. Nothing here knows of processes or devices:
-names and tensors in, names and tensors out.
+An architecture's file lists its `Rule`s; `tables.rules_for` returns those of a model. Loading,
+weight sync to the rollout engine, export and the conversion tools all use the same rules, so they
+cannot disagree about a tensor. The functions here map names and tensors, independent of processes
+and devices.
 
-Numbers of layers and experts are global. A rank adds its offsets before it asks.
+Layer and expert numbers are global; a rank adds its offsets first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Place(NamedTuple):
-    """Place in the model where a rule is applied."""
+    """The layer and expert to which a rule is applied."""
 
     layer: int | None = None
     """Global number; None outside the layers."""
@@ -36,60 +36,60 @@ class Place(NamedTuple):
     """Global number; None outside the experts."""
 
     def fill(self, template: str) -> str:
-        """A name from its template."""
+        """Insert the numbers into a template of a name."""
         return template.format(layer=self.layer, expert=self.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """One Megatron parameter and the Hugging Face tensors that form it.
 
     `full` below is the whole Megatron parameter, as tensor parallel size 1 holds it, without
     vocabulary padding.
     """
 
     megatron: str
-    """Parameter name in GPTModel with our layer spec; `{layer}`, `{expert}` where it repeats."""
+    """Parameter name in GPTModel with our layer spec; `{layer}` and `{expert}` if it repeats."""
     hf: tuple[str, ...]
-    """Hugging Face names, in the order `merge` takes and `split` returns them."""
+    """Hugging Face names, in the order of `merge` and `split`."""
     hf_shapes: tuple[Shape, ...]
     tp_dim: int | None
-    """Dimension that tensor parallelism cuts; None: every rank holds the whole."""
+    """Dimension that tensor parallelism shards; None: replicated."""
     join: Callable[[Sequence[Tensor]], Tensor]
     part: Callable[[Tensor], tuple[Tensor, ...]]
     """Inverse of `join`, bit for bit."""
     num_layers: int | None = None
-    """How often the rule repeats; None: once in the model."""
+    """Number of layers that have the parameter; None: it is outside the layers."""
     num_experts: int | None = None
-    """How often it repeats within a layer; None: once."""
+    """Number of experts per layer that have it; None: it is outside the experts."""
     te_name: str | None = None
-    """Name under Transformer Engine's layer spec, where it differs: norms live inside the next
-    linear, experts inside one grouped linear."""
+    """Name under Transformer Engine's layer spec, if different: norms are part of the next linear,
+    experts of one grouped linear."""
     glu: bool = False
-    """`full` is [gate; up]: both halves are cut, and a rank holds [its gate; its up]."""
+    """`full` is [gate; up]; each half is sharded, and a rank holds [its gate; its up]."""
     vocab_padded: bool = False
     """Rows are padded with zeros up to a multiple of the tensor parallel size."""
     tied: bool = False
-    """A second home for a tensor another rule owns: filled on import, skipped on export."""
+    """A copy of another rule's tensor: filled on load, skipped on export."""
 
     @property
     def places(self) -> list[Place]:
-        """Everywhere the rule is applied, in order."""
+        """All places of the rule, in order."""
         layers = [None] if self.num_layers is None else range(self.num_layers)
         experts = [None] if self.num_experts is None else range(self.num_experts)
         return [Place(*numbers) for numbers in itertools.product(layers, experts)]
 
     def reaches(self, place: Place) -> bool:
-        """The model has a layer and an expert of these numbers."""
+        """Whether the rule applies to this layer and expert."""
         limits = (self.num_layers or 1, self.num_experts or 1)
         return all((number or 0) < limit for number, limit in zip(place, limits, strict=True))
 
     def megatron_name(self, place: Place) -> str:
-        """Name of the parameter there."""
+        """Name of the parameter at a place."""
         return place.fill(self.megatron)
 
     def hf_names(self, place: Place) -> tuple[str, ...]:
-        """Hugging Face names there."""
+        """Hugging Face names at a place."""
         return tuple(place.fill(name) for name in self.hf)
 
     @property
@@ -121,8 +121,8 @@ class Rule:
         """Join whole Hugging Face tensors into the whole Megatron parameter.
 
         Raises:
-            ConversionError: a tensor is missing, has another shape than the config says, or
-                another dtype than the rest (joining would cast it).
+            ConversionError: a tensor is missing, has another shape than in the config, or
+                another dtype than the others (joining would cast it).
         """
         names = self.hf_names(place)
         if len(tensors) != len(names):
@@ -135,7 +135,7 @@ class Rule:
                 raise ConversionError(_misshapen(name, tensor, shape))
             if tensor.dtype != tensors[0].dtype:
                 raise ConversionError(
-                    f"{name} is {tensor.dtype} and {names[0]} is {tensors[0].dtype}; "
+                    f"{name} is {tensor.dtype} and {names[0]} is {tensors[0].dtype}, but "
                     f"{self.megatron_name(place)} holds both and has one dtype"
                 )
         return self.join(tensors)
@@ -144,14 +144,14 @@ class Rule:
         """Cut a whole Megatron parameter into Hugging Face tensors (order of `hf`).
 
         Raises:
-            ConversionError: `full` has another shape than the config says.
+            ConversionError: `full` has another shape than in the config.
         """
         if tuple(full.shape) != self.full_shape:
             raise ConversionError(_misshapen(self.megatron_name(place), full, self.full_shape))
         return self.part(full)
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """The part of a whole parameter that tensor parallel rank `rank` of `size` holds."""
+        """The shard of a whole parameter on tensor parallel rank `rank` of `size`."""
         shape = self.shard_shape(size)
         if self.tp_dim is None or size == 1:
             return full
@@ -182,24 +182,24 @@ class Rule:
 
 
 def shard_size(rule: Rule, tp_size: int) -> int:
-    """Ranks that share one parameter; an expert's is whole: no tensor parallelism within it."""
+    """Number of tensor parallel shards of a parameter; experts are not sharded."""
     return tp_size if rule.num_experts is None else 1
 
 
 def concatenate(tensors: Sequence[Tensor], *, dim: int = 0) -> Tensor:
-    """`torch.cat`. Torch is imported here: names and shapes are wanted where no tensor is."""
+    """`torch.cat`, importing torch only here: names and shapes are used without it."""
     import torch
 
     return torch.cat(list(tensors), dim=dim)
 
 
 def find_rule(rules: Sequence[Rule], megatron_name: str) -> tuple[Rule, Place]:
-    """The rule of a Megatron parameter, and its place by the numbers in its name.
+    """Find the rule and the place of a Megatron parameter.
 
-    Takes the names of our layer spec and of Transformer Engine's.
+    Accepts the names of our layer spec and of Transformer Engine's.
 
     Raises:
-        ConversionError: no rule, or no layer or expert of that number.
+        ConversionError: there is no rule for the name, or no such layer or expert.
     """
     for rule in rules:
         for template in (rule.megatron, rule.te_name):
@@ -219,11 +219,11 @@ def _pattern(template: str) -> re.Pattern[str]:
 def to_megatron(
     rules: Sequence[Rule], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream Hugging Face tensors in, whole Megatron parameters out.
+    """Convert a stream of Hugging Face tensors to whole Megatron parameters.
 
-    A parameter leaves as soon as its last tensor has come; only incomplete ones are held, and the
-    embedding of a tied model, for its output layer may be stored too. Tied models yield
-    `output_layer.weight` too (the last pipeline stage keeps its own copy).
+    A parameter is yielded as soon as all its tensors have arrived. Held in memory are incomplete
+    parameters and, for a tied model, the embedding, to compare it with a stored output layer. Tied
+    models also yield `output_layer.weight`, of which the last pipeline stage keeps its own copy.
 
     Args:
         rules: the architecture's name rules.
@@ -233,9 +233,10 @@ def to_megatron(
         (Megatron name in our layer spec with global numbers, whole tensor).
 
     Raises:
-        ConversionError: a tensor without a place, twice, misshapen, or (at the end) missing; an
-            output layer that is not the embedding it is tied to.
+        ConversionError: a tensor is extra, given twice, misshapen or (at the end) missing; or the
+            output layer of a tied model differs from the embedding.
     """
+    # Every tensor's parameters: the embedding of a tied model has two.
     homes: dict[str, list[tuple[Rule, Place]]] = {}
     for rule in rules:
         for place in rule.places:
@@ -245,12 +246,14 @@ def to_megatron(
     seen: set[str] = set()
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors:
+        # A stored output layer without a rule must be a copy: it would be lost otherwise.
         if _OUTPUT not in homes and name in (_OUTPUT, _EMBEDDING):
             copies[name] = tensor
-            if len(copies) == 2 and not _is_same(*copies.values()):
+            one, other = copies[name], copies.get(_OUTPUT if name == _EMBEDDING else _EMBEDDING)
+            if other is not None and not (one.dtype == other.dtype and one.equal(other)):
                 raise ConversionError(
-                    f"{_OUTPUT} is not {_EMBEDDING}, but config.json ties them: "
-                    "tie_word_embeddings is true"
+                    f"{_OUTPUT} differs from {_EMBEDDING}, but config.json ties them "
+                    "(tie_word_embeddings is true)"
                 )
         if name not in homes:
             if _is_redundant(name):
@@ -272,10 +275,10 @@ def to_megatron(
 def to_hf(
     rules: Sequence[Rule], parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream whole Megatron parameters in, Hugging Face tensors out (tied copies left out).
+    """Convert a stream of whole Megatron parameters to Hugging Face tensors, without tied copies.
 
     Raises:
-        ConversionError: a parameter without a rule, twice, misshapen, or (at the end) missing.
+        ConversionError: a parameter is extra, given twice, misshapen or (at the end) missing.
     """
     found = ((*find_rule(rules, name), full) for name, full in parameters)
     yield from split_all(rules, found)
@@ -284,10 +287,10 @@ def to_hf(
 def split_all(
     rules: Sequence[Rule], parameters: Iterable[tuple[Rule, Place, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream Hugging Face tensors like `to_hf`, from parameters whose rule and place are known.
+    """Like `to_hf`, for parameters whose rule and place are known.
 
     Raises:
-        ConversionError: a parameter twice, misshapen, or (at the end) missing.
+        ConversionError: a parameter is given twice, misshapen or (at the end) missing.
     """
     seen: set[str] = set()
     for rule, place, full in parameters:
@@ -302,7 +305,7 @@ def split_all(
 
 
 def hf_shapes(rules: Sequence[Rule]) -> dict[str, Shape]:
-    """Every Hugging Face tensor of the model, once, with its shape, in the order of the table."""
+    """Shapes of all Hugging Face tensors of the model, in the order of the rules."""
     return {
         name: shape
         for rule in rules
@@ -315,10 +318,10 @@ def hf_shapes(rules: Sequence[Rule]) -> dict[str, Shape]:
 def checked(
     rules: Sequence[Rule], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass Hugging Face tensors through, provided they are exactly the model's.
+    """Pass Hugging Face tensors through, and check that they are exactly the model's.
 
     Raises:
-        ConversionError: a tensor is extra, twice or misshapen, or (at the end) missing.
+        ConversionError: a tensor is extra, given twice, misshapen or (at the end) missing.
     """
     shapes, seen = hf_shapes(rules), set()
     for name, tensor in tensors:
@@ -345,13 +348,9 @@ def check_names(rules: Sequence[Rule], names: Iterable[str]) -> None:
 
 
 def _is_redundant(name: str) -> bool:
-    """Tensors without a rule that the rest determines: some checkpoints carry them."""
-    # An untied output layer has a rule: without one it is the embedding once more.
+    """Whether a tensor without a rule is determined by the others; some checkpoints store it."""
+    # The output layer has no rule only if it is tied to the embedding.
     return name == _OUTPUT or name.endswith(".rotary_emb.inv_freq")
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.equal(other)
 
 
 def _misshapen(name: str, tensor: Tensor, shape: Shape) -> str:

@@ -1,4 +1,4 @@
-"""The supported architectures, by config.json's `model_type`, and what is asked of all of them."""
+"""The supported architectures, by config.json's `model_type`, and functions on all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gapo_megatron.models.rules import Rule
 ARCHITECTURES: dict[str, Architecture] = {
     one.model_type: one for one in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 }
-"""The one list of supported architectures, by model_type."""
+"""All supported architectures, by model_type."""
 
 
 def architecture_of(config: Any, *, source: str = "config.json") -> Architecture:
@@ -45,14 +45,13 @@ def geometry_of(config: Any) -> Geometry:
 
 
 def rules_for(config: Any) -> list[Rule]:
-    """The conversion table of a model: all its parameters, in the order of the model.
+    """The conversion rules of a model: all its parameters, in the order of the model.
 
     Args:
         config: see `architecture_of`.
 
     Raises:
-        ConfigError: the architecture is not supported, or has a setting that its rules do not
-            cover.
+        ConfigError: the architecture, or one of its settings, is not supported.
     """
     architecture = architecture_of(config)
     refuse_set(config, "quantization_config")

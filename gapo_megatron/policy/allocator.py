@@ -1,7 +1,7 @@
-"""How torch's allocator takes memory from a GPU while the policy computes.
+"""Expandable segments of torch's allocator while the policy computes. Not yet run on a GPU.
 
-Packed micro-batches have all lengths, so memory that one gave back rarely fits the next. Segments
-that expand are mapped page by page, and pieces of any size join. Not yet run on a GPU.
+Packed micro-batches have all lengths, so memory freed by one rarely fits the next. Expandable
+segments are mapped page by page, and free pieces of any size merge.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _OPTION = "expandable_segments"
 
 
 class ExpandableSegments:
-    """Switches `expandable_segments` on for the policy's passes, and off for all else.
+    """Switches `expandable_segments` on for the policy's passes, and off for everything else.
 
-    vLLM must not allocate from such segments: its sleep mode's pools do not take them
-    (pytorch#147851; it switches them off where it builds these pools, but not where it captures
-    CUDA graphs), and its all-reduce shares memory with other processes in a way that mapped pages
-    do not support. What was allocated before a switch stays as it is.
+    vLLM must not allocate from such segments: the memory pools of its sleep mode do not support
+    them (pytorch#147851; it switches them off for these pools, but not while capturing CUDA
+    graphs), nor does the memory that its all-reduce shares with other processes. Existing
+    allocations are not affected by a switch.
 
-    Settings of the environment (PYTORCH_ALLOC_CONF) stay, and one that names this option decides.
-    A torch without a way to read them (before 2.13, the version this is written for) is left alone.
+    Other settings in PYTORCH_ALLOC_CONF are kept; if it sets this option, nothing is switched.
+    Versions of torch before 2.13, which cannot report their settings, are left alone.
     """
 
     def __init__(self, device: torch.device) -> None:
         settings = allocator_settings() if device.type == "cuda" else None
-        # All of them go with every change: torch resets those that are not named.
+        # Every change must repeat them, because torch resets settings that are not named.
         self._others = None if settings is None or _OPTION in settings else settings
 
     def use(self, enabled: bool) -> None:

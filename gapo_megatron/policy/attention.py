@@ -1,8 +1,8 @@
-"""Attention over packed sequences, and the norm, where Transformer Engine is not installed.
+"""Attention over packed sequences, and RMSNorm, for use without Transformer Engine.
 
-On CUDA in bf16 one call of torch's fused kernel for sequences of any length (FlashAttention) takes
-them all. Elsewhere (a CPU; fp32, which that kernel does not take; context parallelism)
-`scaled_dot_product_attention` takes sequences of similar length together, padded.
+On CUDA in 16 bits, one call of torch's variable-length FlashAttention handles all sequences.
+Otherwise (CPU; fp32, which that kernel does not support; context parallelism) sequences of similar
+length are padded and share a call of `scaled_dot_product_attention`.
 
 NOT YET RUN ON A GPU.
 
@@ -31,30 +31,30 @@ from gapo_megatron.policy.context import GatherTokens, held_positions
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Micro-batch metadata that every layer reads; computed once, before the first layer."""
+    """Layout of a micro-batch, which every layer reads; computed once, before the first layer."""
 
     cos: Tensor | None = None
     """[T, 1, D] cosines of the rotary angles."""
     sin: Tensor | None = None
-    """[T, 1, D] sines; the first half negated, so that rotating is `x cos + swapped(x) sin`."""
+    """[T, 1, D] sines, the first half negated, so that rotating is `x cos + swapped(x) sin`."""
     slots: Tensor | None = None
-    """[T] int64: where each token goes when the buckets lie one after another, padded. None: the
-    fused kernel takes the tokens where they are, and there are no buckets."""
+    """[T] int64: slot of each token in the padded, concatenated buckets. None: the fused kernel
+    reads packed tokens, and there are no buckets."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(S, L) of every bucket: sequences of similar length share one padded attention call."""
     context: ContextShare | None = None
-    """Context parallel share; `cos`, `sin` and `slots` are then those of this rank's tokens."""
+    """Context parallel share; `cos`, `sin` and `slots` are then of this rank's tokens."""
 
 
 @dataclass
 class ContextShare:
-    """How one of cp ranks attends: its queries to the keys and values of all."""
+    """Layout for context parallelism: a rank's queries attend to the keys and values of all."""
 
     group: dist.ProcessGroup
     key_slots: Tensor
-    """[T] int64: slots of the gathered tokens, rank after rank."""
+    """[T] int64: slots of the gathered tokens, in rank order."""
     masks: tuple[Tensor, ...]
-    """Masks per bucket, [S, 1, L / cp, L] bool: keys that a query sees."""
+    """Per bucket [S, 1, L / cp, L] bool: True where a query attends to a key."""
 
 
 def pack_sequences(
@@ -68,7 +68,7 @@ def pack_sequences(
 ) -> PackedSequences:
     """Prepare rotary tables and, for attention without the fused kernel, the padded layout.
 
-    With the fused kernel nothing is read back from the device.
+    For the fused kernel, nothing is read back from the device.
 
     Args:
         cu_seqlens: [S + 1] int32 boundaries of the sequences in the packed row.
@@ -115,7 +115,7 @@ def _context_share(
     held = [
         held_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size).cpu() for rank in range(cp_size)
     ]
-    # A slot without a query sees all keys: to see none would give NaN.
+    # A padding slot attends to all keys: with none, softmax would give NaN.
     num_queries = sum(rows * longest for rows, longest in buckets) // cp_size
     last_key = torch.full((num_queries,), max(longest for _, longest in buckets), device=device)
     last_key[query_slots.to(device)] = positions
@@ -134,15 +134,15 @@ def _padded_layout(
 ) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
     """Group sequences whose lengths have the same power-of-two ceiling; pad to the group's longest.
 
-    A sequence grows to less than twice its length, so attention costs less than four times its
-    minimum, in a handful of calls instead of one per sequence.
+    Padding less than doubles a sequence, so attention costs less than four times the minimum, in a
+    few calls instead of one per sequence.
 
     Args:
         boundaries: boundaries of the whole sequences.
-        num_shares: the slots are those of one of so many equal shares of every sequence.
+        num_shares: number of equal shares of every sequence; the slots are those of one share.
 
     Returns:
-        Slots [T / num_shares], and the buckets' (S, L), of whole sequences.
+        Slots [T / num_shares], and (S, L) of every bucket of whole sequences.
     """
     members: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(boundaries):
@@ -210,12 +210,12 @@ def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Causal attention of all sequences in one kernel that reads where they begin; no mask.
+    """Causal attention of all packed sequences in one kernel, without a mask.
 
-    What `torch.nn.attention.varlen.varlen_attn` calls, in torch 2.11 as in 2.13: that function
-    itself leaves its backward pass to atomic additions. Here both passes are deterministic, so
-    that a resumed run has the same bits; it costs a buffer of T N D float32, times multiprocessors
-    / (S N), rounded up.
+    The same kernels as `torch.nn.attention.varlen.varlen_attn` in torch 2.11 and 2.13, whose
+    backward pass uses atomic additions. Here both passes are deterministic, so that a resumed run
+    has the same bits; this needs a buffer of T N D float32, times multiprocessors / (S N) rounded
+    up.
     """
 
     @staticmethod
@@ -228,8 +228,7 @@ class _FusedAttention(torch.autograd.Function):
         max_seqlen: int,
         scale: float,
     ) -> Tensor:
-        # From a longest length of 1 on down, torch takes the heads for positions, and splits the
-        # keys by how many there are.
+        # With a longest length of 1, torch would treat heads as positions.
         ctx.shape = cu_seqlens, cu_seqlens, max(max_seqlen, 2), max(max_seqlen, 2)
         ctx.scale = scale
         out, *others = flash_attention(query, key, value, ctx.shape, scale=scale)
@@ -246,10 +245,10 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention of packed (thd) sequences with grouped queries; never across sequences.
+    """Causal grouped-query attention within each packed (thd) sequence.
 
-    Takes the place of Transformer Engine's core attention in the layer spec, rotary embedding
-    included: the tables come once per micro-batch with `PackedSequences`.
+    Replaces Transformer Engine's core attention in the layer spec, and includes the rotary
+    embedding, whose tables come with `PackedSequences` once per micro-batch.
     """
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -266,13 +265,13 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """Attend.
+        """Rotate queries and keys, and attend.
 
         Args:
-            query: [T, N, D]; of this rank's share, [T / cp, ...], under context parallelism.
+            query: [T, N, D]; under context parallelism this rank's share, [T / cp, ...].
             key: [T, G, D], likewise.
             value: [T, G, D], likewise.
-            attention_mask: unused; causality and the sequence boundaries are implied.
+            attention_mask: unused; attention is causal within sequences.
             packed_seq_params: the micro-batch's layout.
 
         Returns:
@@ -294,7 +293,7 @@ class PackedAttention(nn.Module):
         if packed.context:
             return self._attend_in_context(query, key, value, packed, packed.context)
         num_slots = sum(rows * longest for rows, longest in packed.buckets)
-        # One bucket without padding is already laid out as attention wants it.
+        # A single bucket without padding already has the padded layout.
         is_padded = num_slots > len(query) or len(packed.buckets) > 1
         if is_padded:
             query, key, value = (
@@ -313,10 +312,10 @@ class PackedAttention(nn.Module):
         return _FromSlots.apply(joined, packed.slots) if is_padded else joined
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """[S, N, L, D] from as many padded sequences; keys and values [S, G, L, D]."""
+        """Attend in padded sequences: [S, N, L, D] from keys and values [S, G, L, D]."""
         grouped = not (query.is_cuda and query.dtype == torch.float32)
         if not grouped:
-            # The one kernel there that needs no memory for every pair of tokens has no groups.
+            # The only fp32 kernel without a matrix of scores does not support groups.
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
@@ -333,8 +332,8 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend with this rank's queries [T / cp, N, D] to the keys and values of all ranks.
 
-        It shares the work. Of memory it saves little: every rank holds all keys and values, and
-        masks of its queries against them. Transformer Engine's ring does not.
+        This shares the work but saves little memory: every rank holds all keys and values, and
+        masks of its queries against them, unlike Transformer Engine's ring.
         """
         num_keys = sum(rows * longest for rows, longest in packed.buckets)
         num_queries = sum(mask.shape[0] * mask.shape[2] for mask in context.masks)
@@ -357,10 +356,10 @@ class PackedAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm whose weight knows about sequence parallelism.
+    """RMSNorm that supports sequence parallelism, unlike Megatron-core's own fallback.
 
-    Megatron-core's own fallback refuses sequence parallelism. There, every rank normalises its part
-    of the sequence, and the marked weight's gradient is summed over the tensor parallel group.
+    Every rank normalises its part of the sequence. The weight is marked, so that Megatron-core sums
+    its gradient over the tensor parallel group.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:

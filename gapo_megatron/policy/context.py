@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group share every sequence of a micro-batch.
 
 A sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: an early one, whose
-causal attention is short, with a late one, so that all ranks compute equally much. It is the layout
-of Transformer Engine. What a rank computes of its rows, log-probs, is joined again before the loss:
-the ranks of a group then hold the same losses, as tensor parallel ranks do.
+causal attention is short, with a late one, so that all ranks do equal work. This is Transformer
+Engine's layout. The log-probs of each rank's rows are joined before the loss, so all ranks of a
+group compute the same loss, as tensor parallel ranks do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gapo_megatron.types import Microbatch
 
 
 def num_chunks(cp_size: int) -> int:
-    """Chunks of a sequence, whose length is a multiple of it; 1: sequences stay whole."""
+    """Chunks per sequence, which must divide its padded length; 1: sequences stay whole."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
-    """Positions of the packed row [T / cp] int64 that a rank holds, in the order in which it does.
+    """Positions of the packed row that a rank holds, in its order: [T / cp] int64.
 
     Args:
         cu_seqlens: [S + 1] boundaries, multiples of `num_chunks(cp_size)`.
@@ -37,7 +37,7 @@ def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
     bounds = cu_seqlens.long()
     chunks = bounds.diff() // num_chunks(cp_size)
     starts = [bounds[:-1] + chunk * chunks for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)]
-    # Per sequence its two chunks: first positions, and lengths.
+    # First position and length of the two chunks of each sequence.
     firsts = torch.stack(starts, dim=1).flatten()
     lengths = chunks.repeat_interleave(2)
     offsets = torch.arange(int(lengths.sum()), device=bounds.device)
@@ -78,9 +78,9 @@ def to_rank(
 
     Args:
         whole: on the CPU.
-        groups: this rank's place.
-        num_shards: ranks that share the positions (sequence parallelism); divides them.
-        device: where the tensors go.
+        groups: this rank's parallel groups.
+        num_shards: number of sequence parallel ranks; divides the positions.
+        device: device of the result.
     """
     part = cut(whole, groups)
     starts = np.arange(num_shards + 1) * (part.tokens.shape[1] // num_shards)
@@ -101,7 +101,7 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
         values: [R_local] of this rank's rows.
         rows: which ones (`Microbatch.rows`).
         num_rows: R.
-        groups: this rank's place.
+        groups: this rank's parallel groups.
 
     Collectives: one all-reduce over the context parallel group if R > 0; none backward.
     """
@@ -110,14 +110,14 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
 
 
 class _JoinRows(torch.autograd.Function):
-    """Every rank computes the same loss of the joined rows: a gradient is not added up, but cut."""
+    """Join the rows of all ranks. All compute the same loss, so backward only selects rows."""
 
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, rows: Tensor, num_rows: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        # A row is one rank's alone; zeros of the others change no bit of it.
+        # Each row has one rank; adding the others' zeros changes no bit.
         joined = values.new_zeros(num_rows).index_copy_(0, rows, values)
         if num_rows:
             dist.all_reduce(joined, group=group)
@@ -130,7 +130,7 @@ class _JoinRows(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """[T / cp, ...] of each rank -> [T, ...], rank after rank; gradients are added up and cut."""
+    """[T / cp, ...] of each rank -> [T, ...], in rank order; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy's log-probs without its rounding: the same weights, wider activations."""
+"""The policy's log-probs with less rounding: the same weights in wider arithmetic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gapo_megatron.policy.policy import Policy
 
 @contextlib.contextmanager
 def exact_arithmetic(policy: Policy) -> Iterator[None]:
-    """Within, `policy` computes in float32 in place of 16 bits, in float64 in place of float32.
+    """Let `policy` compute in float32 instead of 16 bits, or in float64 instead of float32.
 
     For log-probs only. Parallel layout and order of operations stay the same; Transformer Engine's
     layers, which have no such attention, are replaced by Megatron-core's. The weights are copied,
-    four (eight) bytes each. Four are as many as a gradient, whose memory is free but between the
-    beginning of an update and `Policy.make_room`.
+    with four (eight) bytes each. Four bytes fit into the memory of the gradients, which is free
+    except from the beginning of an update to `Policy.make_room`.
     """
     stages = exact_stages(policy)
     kept = policy.model, policy.stages, policy.head
@@ -30,14 +30,14 @@ def exact_arithmetic(policy: Policy) -> Iterator[None]:
             yield
     finally:
         policy.model, policy.stages, policy.head = kept
-        for stage in stages:  # at once, whoever still holds a tensor of them
+        for stage in stages:  # free the memory even if a tensor is still referenced
             for parameter in stage.parameters():
                 parameter.untyped_storage().resize_(0)
 
 
 def exact_stages(policy: Policy) -> list[PolicyModel]:
-    """This rank's virtual stages in wider numbers, filled with the policy's weights."""
-    # Megatron-core seeds the device's generator as it builds; others draw from it.
+    """This rank's virtual stages in a wider dtype, with the policy's weights."""
+    # Megatron-core seeds the device's random generator, which others use too.
     is_cuda = policy.device.type == "cuda"
     with (
         torch.random.fork_rng([policy.device] if is_cuda else [], enabled=is_cuda),

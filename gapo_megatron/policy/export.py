@@ -1,7 +1,7 @@
-"""The policy's weights, whole, on every rank: what is cut over ranks travels in buckets.
+"""Gather the policy's weights, whole, on every rank; sharded parameters are sent in buckets.
 
-A bucket is some parameters of one layer that the same ranks share out: laid one behind the other,
-they take one broadcast over the pipeline and one gather, whatever their number.
+A bucket holds parameters of one layer that are sharded over the same group. Concatenated, they take
+one broadcast over the pipeline and one all-gather, whatever their number.
 """
 
 from __future__ import annotations
@@ -14,25 +14,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.models.rules import Place, Rule, shard_size
+from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
+from gapo_megatron.policy.adapters import Adapter
+from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 
 BUCKET_BYTES = 2**28
-"""Bytes of whole parameters in a bucket at most (one parameter may be larger): long enough for
-full bandwidth."""
+"""Most bytes of whole parameters in a bucket, unless one parameter is larger: enough for full
+bandwidth."""
 
 Layers = Sequence[Sequence[Sequence[int]]]
 """Global numbers of the layers of every virtual stage of every pipeline rank."""
 
 
+class Home(NamedTuple):
+    """One of the architecture's parameters on this rank."""
+
+    stage: PolicyModel
+    name: str
+    """Its name in that stage."""
+    parameter: Tensor
+
+
+def find_homes(
+    stages: Sequence[PolicyModel],
+    layers: Sequence[Sequence[int]],
+    rules: Sequence[Rule],
+    *,
+    first_expert: int,
+    adapter: Adapter,
+) -> dict[str, Home]:
+    """Find the architecture's parameters on this rank, by the rules' names with global numbers.
+
+    The names do not depend on the layer spec that built the stages.
+
+    Args:
+        stages: this rank's virtual stages.
+        layers: global numbers of each stage's layers.
+        rules: the architecture's name rules.
+        first_expert: global number of this rank's first expert.
+        adapter: attached to the stages; its own parameters are left out.
+    """
+    homes = {}
+    for stage, numbers in zip(stages, layers, strict=True):
+        for name, parameter in stage.named_parameters():
+            if (base_name := adapter.base_name(name)) is None:
+                continue
+            rule, place = find_rule(rules, base_name)
+            if place.layer is not None:
+                place = place._replace(layer=numbers[place.layer])
+            if place.expert is not None:
+                place = place._replace(expert=place.expert + first_expert)
+            homes[rule.megatron_name(place)] = Home(stage, name, parameter)
+    return homes
+
+
 class _Sharing(NamedTuple):
-    """Who has a parameter."""
+    """Which ranks hold a parameter."""
 
     layer: int | None
     pipeline_rank: int
     group: str
-    """`tensor` parallel ranks have a part each; `expert` parallel ones have other experts, whole
-    ones; `none`: every rank of the stage has the whole."""
+    """`tensor`: sharded over tensor parallel ranks; `expert`: each expert parallel rank has other
+    experts; `none`: whole on every rank of the stage."""
 
 
 @torch.no_grad()
@@ -44,18 +88,18 @@ def whole_parameters(
     *,
     merge: Callable[[str], Tensor],
 ) -> Iterator[tuple[Rule, Place, Tensor]]:
-    """Yield every parameter once, whole; tied copies left out.
+    """Yield every parameter once, whole, without tied copies.
 
     Args:
         rules: the architecture's name rules.
         parameters: this rank's, under the rules' names with global numbers.
-        groups: this rank's place.
+        groups: this rank's parallel groups.
         layers: the layers of all stages.
-        merge: name -> what is exported of this rank's parameter; see `adapters.Adapter.merge`.
+        merge: returns the tensor to export for a name; see `adapters.Adapter.merge`.
 
     Yields:
         Rule, place and tensor, layer after layer. Tensors are on the parameters' device, and may
-        share memory with them, or with each other: a bucket lives as long as any part of it.
+        share memory with them or with each other: any tensor keeps its whole bucket alive.
 
     Collectives: per bucket a broadcast over the pipeline group, then an all-gather over the tensor
     or expert parallel group; neither in a group of one rank. Every rank must consume the iterator
@@ -95,7 +139,7 @@ def _exchange(
         flat = mine[0].reshape(-1)
     elif mine:
         flat = torch.cat([tensor.reshape(-1) for tensor in mine])
-    else:  # room for those of the stage that has them
+    else:  # receives from the stage that has them
         flat = next(iter(parameters.values())).new_empty(sum(sizes))
     if groups.pp_size > 1:
         dist.broadcast(flat, group=groups.pp_group, group_src=sharing.pipeline_rank)
@@ -114,11 +158,12 @@ def _exchange(
 def _buckets(
     rules: Sequence[Rule], groups: ParallelGroups, layers: Layers, *, element_bytes: int
 ) -> Iterator[tuple[_Sharing, list[tuple[Rule, Place]]]]:
-    """Every parameter in one of them, layer after layer; the first rank's experts stand for all.
+    """Put every parameter into a bucket, layer after layer; experts are the first rank's.
 
-    Within a layer the order changes only between parameters of different `_Sharing`: those of one
-    module of the engine stay next to each other.
+    Within a layer, only parameters of different `_Sharing` change their order, so those of one
+    engine module stay adjacent.
     """
+    # Which ranks hold a parameter decides the bucket that it can join.
     num_ranks = {"none": 1, "tensor": groups.tp_size, "expert": groups.ep_size}
     in_turn = list(num_ranks)
     owner = {
@@ -136,6 +181,7 @@ def _buckets(
             rank = owner[place.layer]
         return _Sharing(place.layer, rank, group)
 
+    # Fill one bucket after the other, up to its size.
     for in_layer in _by_layer(rules, groups):
         in_order = sorted(in_layer, key=lambda part: in_turn.index(sharing(part).group))
         for key, parts in itertools.groupby(in_order, sharing):
@@ -153,7 +199,7 @@ def _buckets(
 
 
 def _by_layer(rules: Sequence[Rule], groups: ParallelGroups) -> Iterator[list[tuple[Rule, Place]]]:
-    """Each layer's parameters; what is in none by itself; of experts, the first rank's."""
+    """Parameters by layer, those outside layers one by one; experts are the first rank's."""
     own = [rule for rule in rules if not rule.tied]
     for num_layers, in_layer in itertools.groupby(own, lambda rule: rule.num_layers):
         if num_layers is None:
@@ -170,7 +216,7 @@ def _by_layer(rules: Sequence[Rule], groups: ParallelGroups) -> Iterator[list[tu
 
 
 def _of_rank(rank: int, rule: Rule, place: Place, groups: ParallelGroups) -> Place:
-    """Place of an expert parallel rank's parameter that corresponds to the first rank's `place`."""
+    """Translate the place of the first expert parallel rank's parameter to that of `rank`."""
     if place.expert is None or rule.num_experts is None:
         return place
     return place._replace(expert=place.expert + rank * (rule.num_experts // groups.ep_size))

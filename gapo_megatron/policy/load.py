@@ -1,4 +1,4 @@
-"""Tensors of a Megatron folder, by Megatron-core's own loader: nothing is unpickled but data."""
+"""Load a Megatron folder with Megatron-core's loader, without running code from its pickles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from gapo_megatron.policy.model import PolicyModel
 
 logger = logging.getLogger(__name__)
 
-# What Megatron-core raises of a folder that is damaged, or made to mislead it.
+# What Megatron-core raises for a damaged or malicious folder.
 _DAMAGE = (
     *(CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError, OSError),
     *(AttributeError, LookupError, RecursionError, TypeError, ValueError),
@@ -44,15 +44,15 @@ _NOT_ALONE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def find_weights(path: str | Path, hf_config: PretrainedConfig) -> MegatronFolder:
-    """The Megatron folder that a path stands for, provided it holds the model.
+    """Find the checkpoint in a Megatron folder, and check that it holds the model.
 
     Args:
-        path: the folder, or one that leads to it; see `hf.megatron_record.find_megatron`.
+        path: the checkpoint, or a folder above it; see `hf.megatron_record.find_megatron`.
         hf_config: the model's Hugging Face config.
 
     Raises:
-        ConfigError: there is no whole checkpoint of this format.
-        ConversionError: it holds another model, or not all of it; names key or field, and folder.
+        ConfigError: there is no complete checkpoint of the format torch_dist.
+        ConversionError: it holds another model, or lacks weights; names folder and key or field.
     """
     folder = MegatronFolder(path, rules_for(hf_config))
     for source, record in folder.records.items():
@@ -64,7 +64,7 @@ def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
     """Refuse a `model.megatron_dir` that training cannot start from; reads no tensor.
 
     Raises:
-        ConfigError: no whole checkpoint of this model, or one below the run's own output.
+        ConfigError: it has no complete checkpoint of this model, or lies in the run's own output.
     """
     megatron_dir, output_dir = config.model.megatron_dir, config.run.output_dir
     try:
@@ -74,18 +74,18 @@ def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
     if real(folder).is_relative_to(real(output_dir)):
         raise ConfigError(
             f"model.megatron_dir ({megatron_dir}) must lie outside run.output_dir ({output_dir}): "
-            "a run continues from its checkpoints by itself, and removes old ones"
+            "a run resumes from its own checkpoints by itself, and removes old ones"
         )
 
 
 def check_digests(
     folder: MegatronFolder, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Compare every file with the digest that a manifest says, or log that there is none.
+    """Compare every file with its digest in the manifest, or log that there is no manifest.
 
     Args:
         folder: the folder of the files.
-        on_bytes: called with the bytes that have been read.
+        on_bytes: called with each number of bytes read.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
 
@@ -96,7 +96,7 @@ def check_digests(
         if damage := find_damage_together(folder.root, folder.manifest, on_bytes=on_bytes):
             raise ConversionError(damage)
     elif dist.get_rank() == 0:
-        logger.warning("%s is not compared with a digest: it has no %s", folder.root, MANIFEST_NAME)
+        logger.warning("cannot check the digests of %s: it has no %s", folder.root, MANIFEST_NAME)
 
 
 def find_damage_together(
@@ -106,7 +106,7 @@ def find_damage_together(
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
     """
-    # Largest first, dealt out in turn: about the same number of bytes for every rank.
+    # Dealt round-robin, largest first: every rank reads about the same number of bytes.
     by_size = sorted(found.files, key=lambda name: (-found.files[name].num_bytes, name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
     files = {name: found.files[name] for name in share}
@@ -114,22 +114,22 @@ def find_damage_together(
 
 
 def first_problem(problem: str | None) -> str | None:
-    """The first rank's that has one. Collective, over all ranks."""
+    """The problem of the first rank that has one; None if no rank has. Collective, all ranks."""
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next((one for one in problems if one is not None), None)
 
 
 def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL_WEIGHTS) -> None:
-    """Fill a pipeline stage from a checkpoint of any layout: each rank reads its part of it.
+    """Load a pipeline stage from a checkpoint of any layout; each rank reads its part.
 
-    Tensors of other kinds in the folder (an optimizer's) are not read. Weights are cast to the
-    model's precision; rows that pad its vocabulary become zero.
+    Other tensors in the folder, such as an optimizer's, are not read. Weights are cast to the
+    model's precision; rows of vocabulary padding become zero.
 
     Args:
         stage: the stage as built.
         folder: the folder with the `.metadata`; see `find_weights`.
-        adapter: attached to the stage; its own parameters are left as they are.
+        adapter: attached to the stage; its own parameters are not loaded.
 
     Collectives: those of `load_sharded`.
 
@@ -143,9 +143,14 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
 
     with cpu.device_scope():
         keys = read_metadata(folder).state_dict_metadata.keys()
-        wanted = stage.sharded_state_dict(metadata=_layout_of(keys))
-        # Transformer Engine's modules ask for what they keep beside their weights: scales of fp8.
-        # A start does without, and a folder of other layers has none.
+        # The options of Megatron-core with which the writer named its tensors; see `hf.disk_keys`.
+        naming = {
+            "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in keys),
+            "singleton_local_shards": any(key.endswith(".linear_fc1.weight_w") for key in keys),
+        }
+        wanted = stage.sharded_state_dict(metadata=naming)
+        # Transformer Engine's modules also ask for their fp8 scales. A start does not need them,
+        # and a folder written with other layers has none.
         wanted = {name: part for name, part in wanted.items() if is_of_model(name)}
         for part in wanted.values():
             part.key = find_spelling(stage.rules, adapter.base_name(part.key) or part.key, keys)
@@ -166,8 +171,8 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     Collectives: those of Megatron-core's load.
 
     Raises:
-        ConversionError: a tensor is missing or misshapen, or a file is damaged or cannot be read,
-            or would run something.
+        ConversionError: a tensor is missing or misshapen, or a file is damaged, cannot be read or
+            would run code.
     """
     try:
         with cpu.device_scope(), _data_alone():
@@ -178,23 +183,23 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes.values()):
             raise  # not the folder's fault
         told = (f"rank {rank}: {explain(cause)}" for rank, cause in causes.items())
-        # Of a disk, when there is one: then it may be read another time.
+        # Prefer an error of the disk as the cause: reading again may then succeed.
         disk = (cause for cause in causes.values() if isinstance(cause, OSError))
         raise ConversionError(f"{folder}: {'; '.join(told)}") from next(disk, error)
     except _DAMAGE as error:
         if isinstance(error, ConversionError):
             raise
-        logger.debug("%s", folder, exc_info=True)  # a caller that goes on keeps one line of it
+        logger.debug("%s", folder, exc_info=True)  # a caller may log only the first line
         raise ConversionError(f"{folder}: {type(error).__name__}: {explain(error)}") from error
     return loaded
 
 
 @contextlib.contextmanager
 def _data_alone() -> Iterator[None]:
-    """Let torch.distributed.checkpoint unpickle nothing but data.
+    """Forbid torch.distributed.checkpoint to run code from pickles.
 
-    `.metadata` goes to our reader. Objects beside the tensors torch would load as any pickle, and
-    common.pt too where the user's environment says so: its own switch forbids it.
+    Our reader reads `.metadata`. For objects beside the tensors, and for common.pt if the user's
+    environment allows code, torch's environment variable forces weights_only.
     """
     before = dict(os.environ)
     os.environ[_DATA_ALONE] = "1"
@@ -218,14 +223,6 @@ def _check_extra_states(tree: Any, *, source: str) -> None:
             check_extra_state(value, source=f"{source}: {name}")
 
 
-def _layout_of(keys: Collection[str]) -> dict[str, Any]:
-    """How the writer named its tensors; see `hf.disk_keys`."""
-    return {
-        "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in keys),
-        "singleton_local_shards": any(key.endswith(".linear_fc1.weight_w") for key in keys),
-    }
-
-
 def _is_extra_state(name: str) -> bool:
-    """Grouped experts have one each: the first without a number, the others `_extra_state1`..."""
+    """Whether a name ends in `_extra_state`, or `_extra_state1` etc. for grouped experts."""
     return re.search(r"_extra_state\d*$", name) is not None

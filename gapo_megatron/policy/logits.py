@@ -1,4 +1,4 @@
-"""Whole logits of a few sequences: to compare models with each other, never to train."""
+"""Whole logits of a few sequences, to compare models; not for training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gapo_megatron.types import Microbatch
 
 @torch.no_grad()
 def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -> Tensor | None:
-    """Forward pass of one micro-batch through the whole model.
+    """Run one micro-batch through the whole model.
 
     Args:
         stage: this rank's part of the model.
-        groups: this rank's place; without context parallelism.
-        microbatch: this data-parallel rank's; T tokens, the padding included.
+        groups: this rank's parallel groups; without context parallelism.
+        microbatch: of this data parallel rank; T tokens, including padding.
 
     Returns:
         [T, vocabulary] float32 on every rank of the last pipeline stage, None elsewhere.
@@ -42,6 +42,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
         )
         return hidden, lambda hidden: (hidden.sum(), hidden[:, 0])
 
+    # The schedule wants a scalar loss of each micro-batch; the hidden states come as its report.
     with cpu.device_scope():
         report = get_forward_backward_func()(
             forward_step_func=forward,
@@ -55,6 +56,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
     if not groups.is_last_stage:
         return None
     (hidden,) = report
+    # The output layer is sharded over the vocabulary, and hidden states perhaps over tokens.
     if stage.config.sequence_parallel:
         hidden = _gather(hidden, groups, dim=0)
     part = hidden.float() @ stage.head_weight.float().T

@@ -1,12 +1,12 @@
-"""The factor of the loss in fp16, without which small gradients would round to zero."""
+"""Dynamic loss scaling in fp16, without which small gradients underflow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 INITIAL = 2.0**24
-"""About the response tokens of a large mini-batch: the loss is divided by their number, and a
-token's own gradient is then near 1."""
+"""About the number of response tokens in a large mini-batch, by which the loss is divided: the
+gradient of a single token is then near 1."""
 _LARGEST = 2.0**32
 _GROWS_AFTER = 1000
 """Updates without an overflow after which the scale doubles."""
@@ -14,22 +14,22 @@ _GROWS_AFTER = 1000
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling: a power of two, so that scaling and unscaling float32 is exact.
+    """The loss scale: a power of two, so that scaling and unscaling float32 is exact.
 
-    It changes by the norm of the whole gradient alone, which is the same on every rank: so is the
-    scale. Megatron-core's own scaler decides for each part of the optimizer by itself (dense
-    weights, experts), which may then differ.
+    It depends only on the norm of the whole gradient, so it is the same on every rank.
+    Megatron-core's own scaler decides separately for each part of the optimizer (dense weights,
+    experts), and the parts may then differ.
     """
 
     value: float = INITIAL
     num_overflows: int = 0
-    """Passes so far whose gradient overflowed, and which were repeated at a smaller scale."""
+    """Passes whose gradient overflowed, and which were repeated with a smaller scale."""
     num_updates: int = 0
-    """Updates since the scale has changed."""
+    """Updates since the scale last changed."""
 
     @property
     def may_halve(self) -> bool:
-        """Whether a smaller scale may make a gradient finite; at 1 it is not finite for itself."""
+        """Whether a smaller scale may help; at 1 the gradient itself is not finite."""
         return self.value > 1
 
     def overflowed(self) -> None:

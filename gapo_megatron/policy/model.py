@@ -1,4 +1,4 @@
-"""The Megatron-core model of a Hugging Face config."""
+"""Build the Megatron-core model of a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -64,16 +64,18 @@ def build_model(
     recompute: str = "none",
     parallel: ParallelConfig | None = None,
 ) -> list[PolicyModel]:
-    """This rank's virtual stages, weights undefined. For use within `compat.cpu.device_scope()`.
+    """Build this rank's virtual stages, with undefined weights.
+
+    Call it within `compat.cpu.device_scope()`.
 
     Args:
         hf_config: the model's Hugging Face config.
-        groups: this rank's place.
-        device: where the parameters go.
+        groups: this rank's parallel groups.
+        device: device of the parameters.
         precision: `model.precision`.
         fp8_recipe: `model.fp8_recipe`; used with fp8 only.
         recompute: `model.recompute`.
-        parallel: how stages and activations are cut; None: one stage.
+        parallel: settings of stages and sequence parallelism; None: one stage.
     """
     parallel = parallel or ParallelConfig()
     config = transformer_config(
@@ -85,7 +87,7 @@ def build_model(
         parallel=parallel,
     )
     fill_gaps()
-    # Nothing is drawn from it: weights are loaded, and there is no dropout. It must be there.
+    # Megatron-core requires a seed; nothing is drawn, since weights are loaded without dropout.
     model_parallel_cuda_manual_seed(0)
     mine = layers_of_stages(parallel, hf_config.num_hidden_layers)[groups.pp_rank]
     return [
@@ -103,7 +105,7 @@ def transformer_config(
     recompute: str,
     parallel: ParallelConfig,
 ) -> TransformerConfig:
-    """Megatron-core's config: the architecture's fields, the layout's, and the precision's."""
+    """Megatron-core's config: fields of architecture, layout, precision and recomputation."""
     architecture = architecture_of(hf_config)
     geometry = architecture.geometry(hf_config)
     fused = has_transformer_engine(device, number_format["params_dtype"])
@@ -118,7 +120,7 @@ def transformer_config(
         **settings,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # Our losses carry their global denominators: gradients are summed, never averaged.
+        # Our losses are divided by global denominators: gradients are summed, never averaged.
         calculate_per_token_loss=True,
         # Every weight is loaded; nothing is drawn.
         init_method=leave_undefined,
@@ -133,16 +135,16 @@ def transformer_config(
 
 
 def _layout_settings(groups: ParallelGroups, parallel: ParallelConfig) -> dict[str, Any]:
-    """TransformerConfig fields of the parallel sizes, and of what stages send each other."""
+    """TransformerConfig fields of the parallel sizes and the pipeline communication."""
     return {
         "tensor_model_parallel_size": groups.tp_size,
         "pipeline_model_parallel_size": groups.pp_size,
         "virtual_pipeline_model_parallel_size": groups.vpp_size if groups.vpp_size > 1 else None,
-        # A batch of messages both ways would mix them up where two ranks are each other's both
-        # neighbours; and what goes ahead of the computation does not hold it up.
+        # With virtual stages and two ranks, each is both neighbours of the other, and batched
+        # messages would be mixed up; overlapped ones also do not delay the computation.
         "overlap_p2p_comm": groups.vpp_size > 1,
         "batch_p2p_comm": groups.vpp_size == 1,
-        # That is for versions of PyTorch whose batched messages could be overtaken.
+        # Only needed by versions of PyTorch that could reorder batched messages.
         "batch_p2p_sync": False,
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
@@ -150,14 +152,14 @@ def _layout_settings(groups: ParallelGroups, parallel: ParallelConfig) -> dict[s
         "expert_model_parallel_size": groups.ep_size,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.sequence_parallel,
-        # Micro-batches differ in length; Megatron-core then wants this dispatcher, experts or not.
+        # For micro-batches of different lengths Megatron-core requires this dispatcher, even dense.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
     }
 
 
 def _recompute_settings(recompute: str, *, fused: bool, has_experts: bool) -> dict[str, Any]:
-    """TransformerConfig fields of `model.recompute`; `fused`: by Transformer Engine."""
+    """TransformerConfig fields of `model.recompute`; `fused`: with Transformer Engine."""
     if recompute == "none":
         return {}
     if recompute == "full":
@@ -166,41 +168,36 @@ def _recompute_settings(recompute: str, *, fused: bool, has_experts: bool) -> di
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    modules = _selected_modules(fused=fused, has_experts=has_experts)
+    if not fused:
+        modules = ["core_attn"]  # it stores a matrix of scores, and Transformer Engine's does not
+    elif has_experts:
+        # Recomputing the MLP would dispatch every token again. These take only elementwise kernels,
+        # and free the input of the experts' second product (a third of the inner widths) and the
+        # norm's output.
+        modules = ["layernorm", "moe_act"]
+    else:
+        # The MLP stores most: twice its inner width after the first product, once after the
+        # activation, and the norm's output. Recomputing it stores only [T, H].
+        modules = ["mlp"]
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def _selected_modules(*, fused: bool, has_experts: bool) -> list[str]:
-    """Modules that `model.recompute` "selective" recomputes, in Megatron-core's names.
-
-    Transformer Engine's attention keeps no matrix of scores, so to recompute it costs its time and
-    frees only what it returns. Of a dense layer the MLP keeps most: twice its inner width from the
-    first product, once from the activation, and the norm's output; instead the layer's [T, H] stay.
-    With experts that would send every token round once more; what goes there is the input of their
-    second product, a third of the inner widths, and the norm's output, for nothing but elementwise
-    kernels.
-    """
-    if not fused:
-        return ["core_attn"]
-    return ["layernorm", "moe_act"] if has_experts else ["mlp"]
-
-
 def _expert_settings(*, fused: bool) -> dict[str, Any]:
-    """TransformerConfig fields of how experts run; `fused`: by Transformer Engine."""
+    """TransformerConfig fields of experts; `fused`: with Transformer Engine."""
     return {
         "moe_router_dtype": "fp32",
-        # No balancing loss: nothing but the objective moves the weights.
+        # No balancing loss: only the objective trains the weights.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": fused,  # one kernel for all experts of a rank
-        # Transformer Engine adds a token's experts up in their order, in fp32. Megatron-core's own
-        # kernel adds by atomics, in bf16: see `combine_experts_in_order`.
+        # Transformer Engine sums a token's experts in order, in fp32. Megatron-core's own kernel
+        # uses atomics in bf16: see `combine_experts_in_order`.
         "moe_permute_fusion": fused,
     }
 
 
 def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
-    """Transformer Engine's layers are used: installed, on a GPU, and in 16 bits.
+    """Whether to use Transformer Engine's layers: if it is installed, on a GPU, in 16 bits.
 
     It has no fp32 attention for packed sequences.
     """
@@ -208,7 +205,7 @@ def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PolicyModel(HiddenStatesModel):
-    """One virtual stage of the policy. The last returns hidden states to our own head."""
+    """One virtual stage of the policy; the last returns hidden states for our own output layer."""
 
     def __init__(
         self,
@@ -235,7 +232,7 @@ class PolicyModel(HiddenStatesModel):
             post_process=groups.is_last_stage and virtual_stage == groups.vpp_size - 1,
             vp_stage=virtual_stage if groups.vpp_size > 1 else None,
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-            # Ours is part of the core attention (`PackedAttention`).
+            # Without Transformer Engine, `PackedAttention` rotates.
             position_embedding_type="rope" if self.uses_transformer_engine else "none",
         )
         self.inverse_frequencies = inverse_frequencies(hf_config).to(device)
@@ -248,32 +245,32 @@ class PolicyModel(HiddenStatesModel):
         self.to(device)
 
     def choose_attention(self) -> None:
-        """Let Transformer Engine choose flash or fused attention, but not its unfused one.
+        """Let Transformer Engine choose flash or fused attention, but not unfused attention.
 
-        That needs memory for every pair of tokens, and is what is left where the others take none
-        of the inputs: better an error that says so. Megatron-core's own method allows all three,
-        and refuses an environment that does not.
+        Unfused attention needs memory for every pair of tokens, and would be the fallback where the
+        others do not support the inputs; an error is better. Megatron-core's own method allows all
+        three, and rejects an environment that does not.
         """
         if self.uses_transformer_engine:
             forbid_unfused_attention()
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary / tp, H] of the last stage, the embedding's where tied."""
+        """Output layer [padded vocabulary / tp, H] of the last stage; the embedding if tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     @torch.no_grad()
     def clear_padding(self) -> None:
-        """Set to zero this rank's rows beyond the vocabulary."""
+        """Set this rank's rows of vocabulary padding to zero."""
         for name, parameter in self.named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 first_row = self.tp_group.rank() * len(parameter)
                 parameter[max(self.unpadded_vocab_size - first_row, 0) :].zero_()
 
     def packing(self, microbatch: Microbatch) -> PackedSeqParams:
-        """The layout of a micro-batch, as this model's attention takes it."""
+        """The layout of a micro-batch, in the form that this model's attention takes."""
         if self.uses_transformer_engine:
             return PackedSeqParams(
                 qkv_format="thd",
@@ -305,12 +302,12 @@ def _layer_spec(
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
-    """Rotary frequencies [head_dim / 2] float32, with Llama 3's scaling where the model has it.
+    """Rotary frequencies [head_dim / 2] float32, with Llama 3's scaling if the model has it.
 
-    Megatron-core has the scaling too, but with its wavelength limits fixed in the code.
+    Megatron-core's own version of the scaling has fixed wavelength limits.
 
     Raises:
-        ConfigError: another kind of rope scaling.
+        ConfigError: the model has another kind of rope scaling.
     """
     rope = read_rope(hf_config.to_dict())
     head_dim = geometry_of(hf_config).head_dim

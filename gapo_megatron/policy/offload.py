@@ -1,4 +1,4 @@
-"""Policy state kept in host memory while the rollout engine needs the device's."""
+"""Keep policy state in host memory while the rollout engine needs the device's."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
 from gapo_megatron.compat.torch import pin_memory, storage_id, unpin_memory
 
 _ALIGNMENT = 512
-"""Bytes: where tensors that share one allocation begin."""
+"""Alignment in bytes of tensors that share one allocation."""
 
 
 class Offload:
-    """Moves moments and master weights between a device and host memory, bit for bit.
+    """Moves moments and master weights between device and host memory, bit for bit.
 
-    Only their `data` moves: who holds the tensors (Megatron-core, a checkpoint being written)
-    sees the same ones, here or there. Megatron-core's own `offload_to_cpu` is not used: it also
-    moves shards that are views of float32 weights, which come back as copies, and the model would
-    no longer see an update.
+    Only `data` moves, so Megatron-core, or a checkpoint being written, keeps the same tensor
+    objects. Megatron-core's own `offload_to_cpu` cannot be used: it also moves shards that are
+    views of float32 weights, which come back as copies, and the model would miss later updates.
 
-    The host's copies are made once and kept, page-locked where there is a GPU: the optimizer's
-    bytes on this rank.
+    Host memory is allocated once and kept, pinned if there is a GPU: as many bytes as the
+    optimizer has on this rank.
 
     Args:
-        optimizers: the parts of one rank.
-        weights: the model's. State that shares their memory stays with them.
+        optimizers: Megatron-core's optimizers of this rank.
+        weights: the model's. State that shares their memory is not moved.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], weights: Iterable[Tensor]):
@@ -41,7 +40,7 @@ class Offload:
         self._device: dict[Tensor, torch.device] = {}
 
     def to_host(self) -> None:
-        """Leave the device to others. Nothing happens when it is left already."""
+        """Move the state to host memory; does nothing if it is there."""
         if self._device:
             return
         state = list(self._state())
@@ -50,19 +49,19 @@ class Offload:
         for tensor in state:
             self._host[tensor].copy_(tensor, non_blocking=True)
             self._device[tensor] = tensor.device
-        _wait()  # what is freed next must have been read, and what is read next written
+        _wait()  # the copies must be complete before the source is freed
         for tensor in state:
             tensor.data = self._host[tensor]
 
     def to_device(self) -> None:
         """Copy the state back to its device; does nothing if it is there."""
         for tensor, device in self._device.items():
-            # A copy on a CPU too: the host's keeps its place for the next time.
+            # A copy even on a CPU: the host memory is kept for the next time.
             tensor.data = self._host[tensor].to(device, non_blocking=True, copy=True)
         self._device.clear()
 
     def _state(self) -> Iterator[Tensor]:
-        """Optimizer tensors worth moving: no step counters, and nothing twice."""
+        """Optimizer tensors to move: no step counters, and none that share the weights' memory."""
         shared = {_storage_id(weight) for weight in self._weights}
         for tensor in _tensors(self._optimizers):
             if tensor.dim() > 0 and _storage_id(tensor) not in shared:
@@ -70,19 +69,20 @@ class Offload:
 
 
 class WeightOffload:
-    """Moves the memory of weights between a device and host memory, bit for bit.
+    """Moves the memory of weights between device and host memory, bit for bit.
 
-    The memory alone: parameters, Megatron-core's buffers and buckets, and the shards it keeps are
-    views of a few allocations, and stay views of them. These are empty while they are away: nothing
-    may read a weight then but through `readable`.
+    Parameters, and Megatron-core's buffers, buckets and shards, are views of a few allocations and
+    stay so. While the weights are in host memory these allocations are empty, and weights can only
+    be read through `readable`.
 
-    (A parameter's `data` must not move to another device: autograd then forgets the node that
-    accumulates its gradient, and with it the hook by which Megatron-core adds that to its buffer.)
+    (A parameter's `data` must not move to another device: autograd would drop the node that
+    accumulates its gradient, and with it the hook by which Megatron-core adds it to its buffer.)
 
     Args:
         weights: the model's.
-        optimizers: the parts of one rank. State that is a view of weights shows the host's copy
-            while they are away, to whoever writes a checkpoint.
+        optimizers: Megatron-core's optimizers of this rank. While the weights are in host memory,
+            optimizer state that is a view of them shows the host copy, so that a checkpoint can be
+            written.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class WeightOffload:
 
     @property
     def is_away(self) -> bool:
-        """Whether the weights are in host memory alone."""
+        """Whether the weights are only in host memory."""
         return bool(self._device)
 
     def to_host(self) -> None:
-        """Leave the device to others. Nothing happens when it is left already."""
+        """Move the state to host memory; does nothing if it is there."""
         if self.is_away:
             return
         device = {_storage_id(weight): _whole(weight) for weight in self._weights}
@@ -137,7 +137,7 @@ class WeightOffload:
         return host.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def make_readable(self, state: dict[str, Any]) -> None:
-        """Replace the weights of a sharded state dict by what `readable` gives of them."""
+        """Replace the weights in a sharded state dict by their readable copies."""
         for one in sharded_tensors(state):
             one.data = self.readable(one.data)
 
@@ -151,28 +151,27 @@ def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Identity of a tensor's storage; works for an empty one too, which has no address."""
+    """Identity of a tensor's storage, also if it is empty and has no address."""
     return storage_id(tensor.untyped_storage())
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that a tensor is part of."""
+    """The whole storage of a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Uninitialised contiguous tensors like these, in one allocation of their bytes.
+    """Uninitialised contiguous host tensors like these, in one allocation.
 
-    Page-locked where they are on a GPU: by registering memory, as torch's own allocator of
-    page-locked memory rounds every size up to a power of two. It is unlocked before it is
-    freed.
+    For GPU tensors the memory is pinned by registering it, because torch's own allocator of pinned
+    memory rounds every size up to a power of two. It is unregistered before it is freed.
     """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    array = np.empty(sum(sizes), dtype=np.uint8)  # all tensors in its memory keep it
+    array = np.empty(sum(sizes), dtype=np.uint8)  # kept alive by all tensors in it
     memory = torch.from_numpy(array)
     if len(memory) and tensors[0].is_cuda:
         pin_memory(memory.data_ptr(), memory.nbytes)
-        # Else who gets this range of addresses next cannot lock it: error 712.
+        # Otherwise the next owner of these addresses could not pin them: CUDA error 712.
         weakref.finalize(array, unpin_memory, memory.data_ptr()).atexit = False
     parts = zip(memory.split(sizes), tensors, strict=True)
     return [part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in parts]

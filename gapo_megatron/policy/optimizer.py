@@ -39,17 +39,17 @@ __all__ = [
 def wrap_model(
     model: PolicyModel, groups: ParallelGroups, *, overlap_grad_reduce: bool
 ) -> DistributedDataParallel:
-    """Give the model its gradient buffers: fp32, summed into shards over ranks of equal weights.
+    """Wrap the model in DDP: fp32 gradient buffers, reduce-scattered over ranks of equal weights.
 
-    With `overlap_grad_reduce` it needs a `GradientReduction`.
+    With `overlap_grad_reduce` it also needs a `GradientReduction`.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap_grad_reduce,
-        # Of the first pipeline stage; Megatron-core gives the others one bucket.
+        # Only for the first pipeline stage; Megatron-core gives the others a single bucket.
         bucket_size=counts.bucket_size(groups.dp_cp_group.size()),
-        # The head reads its weight outside of the layer whose hooks would wait for it.
+        # The head reads its weight outside the layer whose hooks would wait for the gather.
         overlap_param_gather=False,
         check_for_nan_in_grad=False,
     )
@@ -60,10 +60,10 @@ def wrap_model(
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """AdamW; state sharded over ranks of equal weights; biases and norm weights do not decay.
+    """AdamW with state sharded over ranks of equal weights; no decay of biases and norm weights.
 
     Raises:
-        ConfigError: a Megatron-core whose checkpoints of it would be wrong.
+        ConfigError: this version of Megatron-core would write wrong checkpoints of it.
     """
     params_dtype = model[0].config.params_dtype
     optimizer = get_megatron_optimizer(
@@ -77,7 +77,7 @@ def build_optimizer(
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
             bf16=params_dtype == torch.bfloat16,
-            # Not fp16: it would scale the loss by itself (`policy.loss_scale`).
+            # Never fp16=True: it would scale the loss again (`policy.loss_scale`).
             params_dtype=params_dtype,
             use_distributed_optimizer=True,
         ),
@@ -93,11 +93,11 @@ def build_optimizer(
 def load_state(
     optimizer: MegatronOptimizer, state: dict[Any, Any], *, config: OptimizerConfig
 ) -> None:
-    """Take the optimizer's part of a loaded checkpoint; hyperparameters stay the config's.
+    """Load the optimizer's part of a checkpoint; hyperparameters are those of the config.
 
     Args:
         optimizer: the optimizer as built.
-        state: what its `sharded_state_dict` asked for, and what the writer kept for its parts.
+        state: loaded result of its `sharded_state_dict`.
         config: the optimizer's settings.
     """
     megatron_optimizer.load_state(optimizer, state)
@@ -124,5 +124,5 @@ def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:
 
 
 def step(optimizer: MegatronOptimizer, *, grad_norm: float, clip_grad: float) -> None:
-    """Clip to `clip_grad` and move the weights. Gradients are prepared, `grad_norm` is finite."""
+    """Clip to `clip_grad` and update the weights; needs reduced gradients, a finite `grad_norm`."""
     clip_and_step(optimizer, grad_norm=grad_norm, max_norm=clip_grad)

@@ -1,7 +1,7 @@
-"""The process groups of a run. The only reader of Megatron's `parallel_state`.
+"""The process groups of a run. Only this module reads Megatron's `parallel_state`.
 
-Everything else takes the groups as an argument (Megatron's own modules, called from this package,
-read the state that `initialize` sets).
+Everything else takes the groups as an argument; Megatron's own modules read the state that
+`initialize` sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gapo_megatron.config.counts import check_world_size
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place in the tensor, pipeline, context, data and expert parallel groups."""
+    """This rank's tensor, pipeline, context, data and expert parallel groups."""
 
     tp_group: dist.ProcessGroup
     tp_rank: int
@@ -40,9 +40,9 @@ class ParallelGroups:
     dp_rank: int
     dp_size: int
     dp_cp_group: dist.ProcessGroup
-    """Ranks with the same weights: they add up gradients and divide the optimizer's state."""
+    """Ranks with the same weights: they sum gradients and shard the optimizer's state."""
     ep_group: dist.ProcessGroup
-    """Tensor, context or data parallel neighbours, each with a part of the experts, whole ones."""
+    """Tensor, context or data parallel neighbours, each with some of the experts, unsharded."""
     ep_rank: int
     ep_size: int
     rank: int
@@ -50,12 +50,12 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens, in its first virtual stage."""
+        """Whether this rank has the embedding, in its first virtual stage."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the head, in its last virtual stage: log-probs exist there only."""
+        """Whether this rank has the output layer, in its last virtual stage, and so log-probs."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -65,7 +65,7 @@ class ParallelGroups:
 
 
 def initialize(config: ParallelConfig) -> ParallelGroups:
-    """Create the process groups; the default group must be up.
+    """Create the process groups; the default group must exist.
 
     Collectives: group creation, on every rank.
 
@@ -77,6 +77,8 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
     check_world_size(config, world_size)
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     vpp = config.virtual_pipeline_model_parallel_size
+    # Experts are never cut by tensor parallelism. Groups of gloo, which Megatron-core would make
+    # besides, have no use here.
     with cpu.device_scope():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
@@ -117,21 +119,21 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """Groups that Megatron-core's schedules look up themselves when they get no communicator."""
+    """The groups that Megatron-core's schedules use unless they get a communicator."""
     return ProcessGroupCollection.use_mpu_process_groups(
         ["tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"]
     )
 
 
 def destroy() -> None:
-    """Close the groups, so that `initialize` can be called again. The default group stays up.
+    """Destroy the groups, so that `initialize` can be called again; keeps the default group.
 
     Collectives: a barrier, on every rank.
     """
-    # Megatron-core only forgets them. A group of gloo has threads that wake 100 times a second.
+    # Megatron-core drops them without closing, and gloo's threads would poll 100 times a second.
     groups = megatron.groups_made()
-    dist.barrier()  # a rank that closes a connection early ends its peer's last transfer
+    dist.barrier()  # closing a connection early would break a peer's last transfer
     parallel_state.destroy_model_parallel()
     while groups:
         dist.destroy_process_group(groups.pop())
-    gc.collect()  # earlier models hold groups of theirs, and are cyclic garbage
+    gc.collect()  # earlier models are cyclic garbage and hold groups

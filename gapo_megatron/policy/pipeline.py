@@ -1,8 +1,8 @@
 """Communication between pipeline stages when both sides know the shapes.
 
-Micro-batches differ in length. Megatron-core therefore sends the shape of every tensor ahead of it,
-and each stage waits for its device to read it. Here every stage has packed the same micro-batches:
-it knows how long they are, and the order in which Megatron-core's schedule deals with them.
+Because micro-batches differ in length, Megatron-core sends the shape of every tensor first, and
+each stage waits for its device to read it. Here every stage has packed the same micro-batches, so
+it knows their lengths and the order of Megatron-core's schedule.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Shape = tuple[int, int, int]
 
 
 class PlannedCommunicator(ShapedCommunicator):
-    """Megatron-core's, for one pass; answers for shapes instead of asking its neighbours.
+    """Megatron-core's communicator for one pass, with planned shapes instead of exchanged ones.
 
-    A tensor of the planned size and another shape would arrive as if it were right. So what is sent
-    must have the planned shape, and nothing planned may be left: a schedule of another order than
-    planned here ends in an error.
+    A tensor of another shape but the planned size would be received without an error. So sent
+    tensors are compared with the plan, and at the end the plan must be used up: a schedule in
+    another order than planned is an error.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class PlannedCommunicator(ShapedCommunicator):
         *,
         forward_only: bool,
     ) -> None:
-        """Take the shapes of what travels, by micro-batch.
+        """Plan the shapes of one pass.
 
         Args:
-            pp_group: the pipeline.
+            pp_group: the pipeline parallel group.
             config: the model's Megatron-core config.
-            shapes: hidden states of each micro-batch, as one rank of a stage holds them.
-            forward_only: no gradients travel.
+            shapes: of the hidden states of each micro-batch on one rank of a stage.
+            forward_only: no gradients are sent.
         """
         super().__init__(pp_group, config)
         num_chunks = config.virtual_pipeline_model_parallel_size or 1
@@ -54,14 +54,14 @@ class PlannedCommunicator(ShapedCommunicator):
         }
 
     def check_finished(self) -> None:
-        """Assert that everything planned has travelled."""
+        """Assert that everything planned was sent and received."""
         left = {name: len(list(shapes)) for name, shapes in self._shapes.items()}
         assert not any(left.values()), f"{self._place}: planned, but not communicated: {left}"
 
     def shapes(
         self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """Shapes of what comes from the stage before and from the one after; no communication."""
+        """Shapes to receive from the previous and the next stage; no communication."""
         for name, tensor in (
             ("sent activation", send_next),
             ("sent gradient", send_prev),
@@ -84,7 +84,7 @@ class PlannedCommunicator(ShapedCommunicator):
 def travelling(
     num_microbatches: int, num_chunks: int, *, pp_rank: int, pp_size: int
 ) -> dict[str, list[int]]:
-    """Micro-batches whose activations, and whose gradients, a stage sends and receives, in order.
+    """Micro-batches whose activations and gradients a stage sends and receives, in order.
 
     Args:
         num_microbatches: a multiple of `pp_size` with virtual stages.
@@ -95,9 +95,9 @@ def travelling(
     # Virtual stages take turns after groups of `pp_size` micro-batches.
     table = schedule_order(num_microbatches, num_chunks, pp_size)
     is_first, is_last = pp_rank == 0, pp_rank == pp_size - 1
-    # The model's first stage receives no activation, and so on.
+    # The model's first stage receives no activation and sends no gradient; the last likewise.
     first, last = 0, num_chunks - 1
-    # Backward, virtual stages come in the opposite order: the table's first is the model's last.
+    # Backward runs virtual stages in reverse: the table's first is the model's last.
     return {
         "received activation": [i for i, chunk in table if not (is_first and chunk == first)],
         "sent activation": [i for i, chunk in table if not (is_last and chunk == last)],
@@ -107,7 +107,7 @@ def travelling(
 
 
 class ZeroGradient(torch.autograd.Function):
-    """A value whose gradient at `received` is zero whatever that holds."""
+    """Returns `value`; the gradient of `received` is zero, whatever it holds."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, received: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy: a Megatron-core model with its optimizer, its weights going in and out."""
+"""The policy: a Megatron-core model with its optimizer, and how weights are loaded and exported."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_mega
 from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
-from gapo_megatron.policy.export import whole_parameters
-from gapo_megatron.policy.homes import Home, find_homes
+from gapo_megatron.policy.export import Home, find_homes, whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
@@ -53,15 +52,15 @@ class Policy:
     Attributes:
         config: the run's settings.
         hf_config: the model's Hugging Face config.
-        groups: this rank's place.
-        device: where parameters live.
+        groups: this rank's parallel groups.
+        device: device of the parameters.
         model: the DDP-wrapped virtual stages.
-        stages: this rank's virtual stages, without their wrappers; one without virtual stages.
-        optimizer: AdamW; fp32 master weights when parameters have 16 bits.
-        head: the code of log-probs, the same on every rank.
-        num_updates: optimizer steps taken since the initial weights were loaded.
+        stages: this rank's virtual stages without their wrappers; one if there are none.
+        optimizer: AdamW, with fp32 master weights for 16-bit parameters.
+        head: implementation of the output layer's log-probs, the same on every rank.
+        num_updates: optimizer steps since the initial weights were loaded.
         loss_scale: factor of the loss in fp16; None in other precisions.
-        reduction: begins the reduction of gradients during the last backward pass; None: it waits.
+        reduction: overlaps the gradients' reduction with the last backward pass; None: no overlap.
     """
 
     def __init__(
@@ -111,14 +110,14 @@ class Policy:
 
         Args:
             config: the run's settings.
-            groups: this rank's place.
-            device: where parameters live.
+            groups: this rank's parallel groups.
+            device: device of the parameters.
             adapter: decides which of the model's weights are trained.
 
         Collectives: those of `choose_head`.
 
         Raises:
-            ConfigError: a model folder, architecture, precision or layout that cannot run; raised
+            ConfigError: the model folder, architecture, precision or layout cannot run; raised
                 before anything is allocated.
         """
         device = torch.device(device)
@@ -146,10 +145,10 @@ class Policy:
 
     @property
     def sequence_multiple(self) -> int:
-        """Packed tokens must be a multiple of it.
+        """The number of packed tokens must be a multiple of this.
 
-        Under sequence and context parallelism ranks share them equally, and each has as many as
-        an fp8 matrix product takes.
+        Sequence and context parallel ranks get equal shares, each a multiple of what an fp8 matrix
+        product takes.
         """
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
         return ranks * fp8_multiple(self.config.model) * num_chunks(self.groups.cp_size)
@@ -168,17 +167,17 @@ class Policy:
         return to_rank(whole, self.groups, num_shards=num_shards, device=self.device)
 
     def pack_nothing(self) -> Microbatch:
-        """A micro-batch without a sequence; it takes part in every collective."""
+        """A micro-batch without sequences, for ranks that must take part in collectives."""
         return self.pack(NO_SEQUENCES, ())
 
     def load_initial_weights(
         self, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
     ) -> None:
-        """Set every weight as `model` says: from `megatron_dir` if given, else from `hf_dir`.
+        """Load every weight from `model.megatron_dir` if given, otherwise from `model.hf_dir`.
 
         Args:
-            on_bytes: called with the bytes of a Megatron folder that have been compared with their
-                digest, which takes long.
+            on_bytes: called with the bytes of a Megatron folder whose digest has been checked,
+                which takes long.
 
         Collectives: those of `load_megatron_weights`.
 
@@ -206,7 +205,7 @@ class Policy:
         self._weight_offload.to_device()
         for name, full in to_megatron(self._rules, tensors):
             if name not in self._parameters:
-                continue  # another pipeline stage's
+                continue  # it belongs to another pipeline stage
             rule, _ = find_rule(self._rules, name)
             size = shard_size(rule, groups.tp_size)
             self._parameters[name].copy_(rule.shard(full, groups.tp_rank % size, size))
@@ -217,7 +216,8 @@ class Policy:
     ) -> None:
         """Set every weight from a Megatron folder, and the optimizer's masters with them.
 
-        Every rank reads its part, whatever layout wrote it. Cast to the policy's precision.
+        Every rank reads its part, from a checkpoint of any layout, and casts it to the policy's
+        precision.
 
         Args:
             folder: see `find_weights`.
@@ -226,8 +226,8 @@ class Policy:
         Collectives: those of `check_digests` and of Megatron-core's load.
 
         Raises:
-            ConfigError: there is no whole checkpoint of this format.
-            ConversionError: it does not hold the model of `model.hf_dir`, a file is damaged, or a
+            ConfigError: the folder has no complete checkpoint of the format torch_dist.
+            ConversionError: it holds another model than `model.hf_dir`, a file is damaged, or a
                 weight is not finite in the policy's precision.
         """
         weights = find_weights(folder, self.hf_config)
@@ -239,7 +239,7 @@ class Policy:
 
     def _start_from_weights(self) -> None:
         for name, parameter in self._parameters.items():
-            precision = self.config.model.precision  # to which it was cast
+            precision = self.config.model.precision
             finite_extremes(parameter.detach(), name=f"{name}, in model.precision {precision},")
         with cpu.device_scope():
             self.optimizer.reload_model_params()
@@ -248,15 +248,13 @@ class Policy:
             self._reference = self._snapshot()
 
     def iterate_hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor), one after another, on every rank.
+        """Yield (Hugging Face name, whole tensor), layer after layer, on every rank.
 
         Tensors are on the policy's device and may share memory with its weights: use or copy them
-        before the next update.
+        before the next update. Needs memory for one bucket (`policy.export`).
 
         Args:
             dtype: cast to; None keeps the policy's.
-
-        Layers come one after another. A bucket is held besides the weights (`policy.export`).
 
         Collectives: those of `export.whole_parameters`. Every rank must consume the iterator to its
         end.
@@ -271,7 +269,7 @@ class Policy:
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Model, optimizer, update count and loss scale for `megatron.core.dist_checkpointing`.
 
-        To be written: of what waits in host memory, that copy.
+        Offloaded state is included as its copy in host memory, ready to be written.
 
         Collectives: those of Megatron-core's optimizer when saving.
         """
@@ -291,7 +289,7 @@ class Policy:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
+        """Load the result of `dist_checkpointing.load` on `sharded_state_dict(is_loading=True)`."""
         self._weight_offload.to_device()
         with cpu.device_scope():
             for i, stage in enumerate(self.stages):
@@ -299,14 +297,14 @@ class Policy:
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
-            # A checkpoint of another precision has none: fp16 then begins here.
+            # A checkpoint of another precision has none: fp16 then starts with the initial scale.
             self.loss_scale = LossScale(**state.get("loss_scale", {}))
 
     def make_room(self) -> None:
-        """Give back the memory of what only an update needs, until the next one needs it.
+        """Free device memory that only an update needs.
 
-        Gradients and fp8 copies are made anew; with `optimizer.offload` the optimizer's state waits
-        in host memory for the next update, and a checkpoint may be written meanwhile.
+        Gradients and fp8 copies are freed; with `optimizer.offload` the optimizer's state moves to
+        host memory until the next update. A checkpoint may be written meanwhile.
         """
         self._segments.use(False)
         if self.config.optimizer.offload != "none":
@@ -314,15 +312,15 @@ class Policy:
         with cpu.device_scope():
             for wrapped in self.model:
                 free_fp8_copies(wrapped)
-                wrapped.offload_grad_buffers()  # and gives what is free back to the device
+                wrapped.offload_grad_buffers()  # also empties the allocator's cache
 
     def make_room_of_weights(self) -> None:
-        """Free the weights' memory until the next pass; only with `optimizer.offload = "all"`."""
+        """With `optimizer.offload = "all"`, move the weights to host memory until the next pass."""
         if self.config.optimizer.offload == "all":
             self._weight_offload.to_host()
 
     def begin_pass(self) -> None:
-        """Take back the weights' memory; the device is the policy's until `make_room`."""
+        """Bring the weights back; the policy may use the device until `make_room`."""
         self._segments.use(True)
         self._weight_offload.to_device()
 
@@ -338,16 +336,16 @@ class Policy:
         self.optimizer.zero_grad()
 
     def unscale_gradients(self) -> None:
-        """Divide the summed gradients by the loss scale, if there is one. Exact."""
+        """Divide the summed gradients by the loss scale, if there is one; exact."""
         if self.loss_scale is not None:
             for wrapped in self.model:
                 wrapped.scale_gradients(1 / self.loss_scale.value)
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Hold the initial weights instead of the current ones, which come back bit for bit.
+        """Use the initial weights within the block; the current ones are restored bit for bit.
 
-        For log-probs only. Needs `objective.kl_coef` > 0: otherwise no copy was kept.
+        For log-probs only. Needs `objective.kl_coef` > 0, without which no copy is kept.
         """
         if self._reference is None:
             raise RuntimeError("reference weights are kept only when objective.kl_coef > 0")
@@ -359,34 +357,31 @@ class Policy:
             self._restore(current)
 
     def fill(self, stages: Sequence[PolicyModel]) -> None:
-        """Copy this rank's shards into as many other stages of the same layout, of any dtype.
+        """Copy this rank's shards into other stages of the same layout, of any dtype.
 
-        An adapter's are merged into the weights.
+        Adapters are merged into the weights.
         """
         self._weight_offload.to_device()
         for name, home in self._find_homes(stages, FULL_WEIGHTS).items():
             home.parameter.detach().copy_(self._merged(name))
 
     def _find_homes(self, stages: Sequence[PolicyModel], adapter: Adapter) -> dict[str, Home]:
+        experts_per_rank = (num_experts(self.hf_config) or 0) // self.groups.ep_size
         return find_homes(
             stages,
             self._layers[self.groups.pp_rank],
             self._rules,
-            first_expert=self.groups.ep_rank * self._experts_per_rank,
+            first_expert=self.groups.ep_rank * experts_per_rank,
             adapter=adapter,
         )
 
     def _merged(self, name: str) -> Tensor:
-        """The shard of a parameter that is exported, by the rules' name."""
+        """The shard to export for a parameter, by the rules' name."""
         stage, own_name, parameter = self._homes[name]
         return self._adapter.merge(stage, own_name, parameter.detach())
 
-    @property
-    def _experts_per_rank(self) -> int:
-        return (num_experts(self.hf_config) or 0) // self.groups.ep_size
-
     def _snapshot(self) -> list[Tensor]:
-        """Copies in host memory of what is trained; the rest stays as it was loaded."""
+        """Copies of the trained weights in host memory; the others never change."""
         self._weight_offload.to_device()
         return [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
 

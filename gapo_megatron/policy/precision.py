@@ -1,4 +1,4 @@
-"""Number formats: parameters, activations, and what Megatron-core calls them."""
+"""Precision of parameters and activations, as settings of Megatron-core."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from gapo_megatron.models.fp8 import RECIPES
 def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
     """TransformerConfig fields of `model.precision` and `model.fp8_recipe`.
 
-    bf16, fp16 and fp8 hold 16-bit parameters (fp8: bf16) beside fp32 master weights in the
-    optimizer, and sum gradients in fp32; fp8 runs the layers' matrix products in Transformer
-    Engine, which quantises both factors for each. The head is apart: it accumulates logits in fp32
-    always.
+    bf16, fp16 and fp8 have 16-bit parameters (fp8: bf16), fp32 master weights in the optimizer,
+    and fp32 gradients. fp8 runs the layers' matrix products in Transformer Engine, which quantises
+    both factors each time. The output layer always accumulates logits in fp32.
 
-    `fp64` is no setting: it is what `fp32` is compared with (`policy.exact`).
-
-    Whether this machine runs it is not asked: see `check_fp8`.
+    `fp64` is not a user's setting; `policy.exact` compares fp32 with it. Whether this machine
+    supports fp8 is checked by `check_fp8`.
     """
     if precision == "fp64":
         return {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
@@ -38,10 +36,10 @@ def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
 
 
 def check_fp8(fp8_recipe: str) -> None:
-    """Ask Transformer Engine whether it runs fp8 by this recipe here.
+    """Check that Transformer Engine supports fp8 with this recipe on this machine.
 
     Raises:
-        ConfigError: no GPU, no Transformer Engine, or a GPU or CUDA that cannot.
+        ConfigError: no GPU, no Transformer Engine, or the GPU or CUDA does not support it.
     """
     if not torch.cuda.is_available() or not is_installed():
         raise ConfigError(
@@ -56,12 +54,12 @@ def check_fp8(fp8_recipe: str) -> None:
 
 
 def choose_head(config: ModelConfig, device: torch.device) -> Resolved:
-    """The head's code, `model.head` without "auto"; the same on every rank.
+    """Resolve `model.head` "auto" to an implementation, the same on every rank.
 
     Collectives: those of `choose_together`.
 
     Raises:
-        ConfigError: `model.head` names code that does not serve this device.
+        ConfigError: the implementation in `model.head` does not support this device.
     """
     try:
         return choose_together(device, getattr(torch, config.dtype), config.head)

@@ -155,7 +155,7 @@ def save_before_the_first_update(folder: Path, run_dir: Path) -> None:
         path = save(run_dir, policy, config, step=0)
         resumed = Policy.build(config, groups, "cpu")
         state = checkpoint.load_latest(run_dir, policy=resumed, config=config)
-    assert state is not None and state.path == path
+    assert state is not None and state.step == 0
     found = tensors_on_disk(path)
     moments = [tensor for key, tensor in found.items() if ".exp_avg" in key]
     assert len(moments) > 2 and not any(tensor.any() for tensor in moments)

@@ -135,8 +135,8 @@ def test_quantized_weights_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.* is not Qwen2ForCausalLM"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, "is not Qwen2ForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForCausalLM"),
         ({"model_type": None}, "names no model_type"),
         ({"model_type": "qwen9"}, "qwen9"),
         ({"hidden_size": "48"}, "hidden_size"),

@@ -210,7 +210,7 @@ def test_other_ranks_read_the_tensors_and_write_nothing(tmp_path):
         ),
         (
             lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": [1]}}'),
-            r"index\.json: a is in \[1\]: must be",
+            r"index\.json: a is in \[1\]",
         ),
         (
             lambda d: (d / "model.safetensors.index.json").write_text("[]"),
@@ -252,7 +252,7 @@ def test_a_folder_that_holds_two_models_is_refused(tmp_path):
     names = dict.fromkeys(find_files(source), "older.safetensors")
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ConfigError, match=r"holds two models, model\.safetensors and what model"):
+    with pytest.raises(ConfigError, match=r"two models.*model\.safetensors\.index"):
         HfFolder(source)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     HfFolder(source)  # an index of the one file
@@ -261,7 +261,7 @@ def test_a_folder_that_holds_two_models_is_refused(tmp_path):
 def test_an_output_that_somebody_else_has_made_meanwhile_is_left_alone(tmp_path):
     output = tmp_path / "out"
     mine, theirs = (new_folder(output, num_bytes=0) for _ in range(2))
-    with pytest.raises(ConfigError, match="has been made by somebody else"), mine as folder:
+    with pytest.raises(ConfigError, match=mentions(tmp_path, "another process")), mine as folder:
         (folder / "file").write_text("mine")
         with theirs as other:
             (other / "file").write_text("theirs")

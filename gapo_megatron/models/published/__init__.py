@@ -1,10 +1,8 @@
-"""Shapes of the models that configs/ names, for a plan or a dry run before the model is there.
+"""Shapes of the models in configs/, for a plan or a dry run before the model is downloaded.
 
-NAME.json beside this file has what config.json of a published model says of shapes and of what is
-computed; nothing of its tokenizer or dtype. NAME is the last part of `model.hf_dir`; the file of
-its architecture says where it comes from (`Architecture.published`).
-
-Training never reads them: it needs the folder.
+NAME.json in this folder has the fields of a published config.json that determine shapes and
+computation, without tokenizer and dtype. NAME is the last part of `model.hf_dir`; its origin is in
+`Architecture.published`. Training never reads these files.
 """
 
 from __future__ import annotations
@@ -20,31 +18,31 @@ _HERE = Path(__file__).parent
 
 
 def shipped_names() -> list[str]:
-    """Models whose shapes are here."""
+    """Names of the models whose shapes are shipped."""
     return sorted(_origins())
 
 
 def _origins() -> dict[str, str]:
-    """NAME -> where it comes from."""
+    """NAME -> origin."""
     return {
         name: origin for one in ARCHITECTURES.values() for name, origin in one.published.items()
     }
 
 
 def shipped_fields(name: str) -> dict[str, Any]:
-    """Fields of config.json of a model whose shapes are in this folder."""
+    """The shipped fields of a model's config.json."""
     return read_object(_HERE / f"{name}.json")
 
 
 def find_model(hf_dir: str) -> tuple[ModelFacts | None, str]:
-    """The model of `model.hf_dir`, for arithmetic alone.
+    """The shapes of the model of `model.hf_dir`, for plans and dry runs.
 
     Returns:
-        What config.json of the folder says, and ""; where there is no such folder, the shapes that
-        are here under its name, and a sentence that says so; None and "" where there are none.
+        The folder's config.json and ""; or, if there is no such folder, the shipped shapes of that
+        name and a note that says so; or None and "" if there are none.
 
     Raises:
-        ConfigError: the folder is there, and its config.json is not or cannot be used.
+        ConfigError: the folder exists, but its config.json is missing or cannot be used.
     """
     folder = Path(hf_dir)
     if folder.is_dir():
@@ -52,7 +50,7 @@ def find_model(hf_dir: str) -> tuple[ModelFacts | None, str]:
     if folder.name not in shipped_names():
         return None, ""
     note = (
-        f"Model: no folder {hf_dir} here; its shapes are those of {_origins()[folder.name]}, "
-        f"shipped as gapo_megatron/models/published/{folder.name}.json. Training needs the folder."
+        f"Model: no folder {hf_dir} here; using the shapes of {_origins()[folder.name]} "
+        f"from gapo_megatron/models/published/{folder.name}.json. Training needs the folder."
     )
     return facts_of(shipped_fields(folder.name), source=f"{folder.name}.json"), note

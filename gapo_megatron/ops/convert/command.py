@@ -1,4 +1,4 @@
-"""The command line of both conversion tools. Imports no torch: --help and a mistake are quick."""
+"""The command line of both conversion tools. Imports no torch, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 EXIT_CODES = """\
-exit codes: 0; 1 damaged weights, a failed check, a disk that fills up; 2 options, a config, a
-folder or a disk that cannot be used; 130 interrupted. What did not end with 0 has made no output.
-docs/conversion.md says what the checks see and draws the layouts.
+exit codes: 0 converted; 1 damaged weights, a failed check or a full disk; 2 invalid options,
+config or folder; 130 interrupted. Only exit code 0 leaves an output. docs/conversion.md describes
+the checks and the layouts.
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what both tools take besides their folders."""
+    """Add the options that both tools share."""
     parser.add_argument(
         "--verify",
         choices=("none", "sample", "full"),
         default="sample",
-        help="what is read back from the output and compared bit for bit: nothing, some of every "
-        "kind and file (default), or all; sample and full compare the logits of both sides too",
+        help="how much of the output is read back and compared bit for bit: nothing, some tensors "
+        "of every kind and file (default), or all; sample and full also compare the logits",
     )
     parser.add_argument(
         "--dtype",
         choices=("keep", *_DTYPES),
         default="keep",
-        help="cast every tensor (default: keep each one's own)",
+        help="cast every tensor (default: keep the dtype of each)",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the result of an earlier conversion, once all is well",
+        help="replace the result of an earlier conversion, after all checks pass",
     )
     parser.add_argument(
         "--workers",
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def options(arguments: argparse.Namespace) -> Options:
-    """The options of `add_options`, as a conversion takes them."""
+    """Parse the options of `add_options`."""
     import torch  # seconds
 
     from gapo_megatron.ops.convert.directions import Options
@@ -70,7 +70,7 @@ def options(arguments: argparse.Namespace) -> Options:
 
 
 def run(convert: Callable[[], None]) -> int:
-    """Call `convert`; its exit code: 0, 1 failed, 2 usage or config, 130 interrupted."""
+    """Call `convert`; returns the exit code: 0, 1 failed, 2 usage or config, 130 interrupted."""
     quiet_libraries()
     try:
         with naming_transformer_engine():
@@ -82,21 +82,21 @@ def run(convert: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the output was not made", file=sys.stderr)
+        print("interrupted; no output was written", file=sys.stderr)
         return 130
     return 0
 
 
 def to_bytes(text: str) -> int:
-    """Read a size as Hugging Face writes it: 5GB is 5 * 10^9 bytes."""
+    """Parse a size in Hugging Face's notation: 5GB is 5 * 10^9 bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B)", text.upper())
     number = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return number
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
     return int(text)

@@ -1,7 +1,7 @@
-"""Convert a model, and refuse to lie about it: what the two conversion tools do, in order.
+"""The two conversions, step by step: check the source, write, verify, publish.
 
-What headers can tell is checked before a byte is written. The output is written under a temporary
-name, and gets its own when it has passed the gate.
+Everything that headers tell is checked before a byte is written. The output is written under a
+temporary name, and gets its own when it has passed the verification.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
@@ -32,8 +33,7 @@ from gapo_megatron.io.files import real
 from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
-from gapo_megatron.ops.convert.progress import Pass, progress, waiting
-from gapo_megatron.ops.convert.report import write_report
+from gapo_megatron.ops.convert.report import Result, progress, write_report
 from gapo_megatron.ops.convert.verify import (
     Mode,
     Part,
@@ -46,7 +46,7 @@ from gapo_megatron.ops.convert.verify import (
 )
 
 OVERWRITE = "; --overwrite replaces the result of a conversion"
-"""Hint of the two tools where an output exists."""
+"""Hint in the error that the output exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,44 +54,34 @@ class Options:
     """Options of both directions."""
 
     mode: Mode = "sample"
-    """Part of the output that is read back and compared."""
+    """How much of the output is read back and compared."""
     dtype: torch.dtype | None = None
-    """Cast to it; None keeps every tensor's own."""
+    """Dtype to cast to; None keeps that of every tensor."""
     replace: bool = False
-    """An output that exists is replaced, not an error."""
+    """Replace an existing output; else it is an error."""
     num_threads: int = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A conversion that passed its gate."""
-
-    output: Path
-    parts: Sequence[Part]
-    checks: Mapping[str, str]
-    """Check -> what it found."""
-    written: Pass
-
-
 def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result:
-    """Make a Megatron folder of a Hugging Face folder.
+    """Convert a Hugging Face folder to a Megatron folder.
 
     Raises:
-        ConfigError: a folder or config that cannot be used, an output that exists, too little
-            space; before a byte is written.
-        ConversionError: a tensor that is missing, extra, misshapen or damaged, a config that
-            contradicts the weights, an output that differs from its source; there is no output.
+        ConfigError: a folder or config cannot be used, the output exists, or there is too little
+            space; raised before a byte is written.
+        ConversionError: a tensor is missing, extra, misshapen or damaged, the config contradicts
+            the weights, or the output differs from its source; no output is left.
     """
+    # The source, before a byte is written: complete, supported, and as config.json says.
     _check_apart(megatron_dir, hf_dir)
     hf = HfFolder(hf_dir)
-    check_model_folder(hf_dir, weights=False)  # theirs come next
+    check_model_folder(hf_dir, weights=False)  # checked below
     hf_config = check_config(hf.root, hf.entries)
     rules = rules_for(hf_config)
     left_out = check_tensors(hf, rules)
     dtypes = _all(rules, options.dtype) or kept_dtypes(hf, rules)
     checks = {"config": f"agrees with the weights: {_describe(hf_config)}"}
     if left_out:
-        checks["left out"] = f"{', '.join(left_out)}: the rest of the model determines them"
+        checks["left out"] = f"{', '.join(left_out)}: determined by the config and other weights"
 
     def read(rule: Rule, place: Place) -> Tensor:
         tensors = []
@@ -100,6 +90,7 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
             tensors.append(cast(hf.read(name), options.dtype, name=where))
         return rule.merge(tensors, place)
 
+    # Write to a temporary folder, and publish it after all checks.
     num_bytes = _num_bytes(rules, dtypes)
     with new_folder(
         megatron_dir,
@@ -137,45 +128,35 @@ def megatron_to_hf(
     hf_config_dir: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Result:
-    """Make a Hugging Face folder of a Megatron folder, whoever wrote it.
+    """Convert a Megatron folder, of this package or Megatron-LM, to a Hugging Face folder.
 
     Args:
         megatron_dir: see `MegatronFolder`.
-        hf_dir: folder to make.
+        hf_dir: output folder.
         options: see `Options`.
-        hf_config_dir: folder with config.json, tokenizer and what else is not weights; None takes
-            the one the Megatron folder brings.
+        hf_config_dir: folder with config.json, tokenizer and other files that are not weights; None
+            takes the one inside the Megatron folder.
         max_shard_bytes: largest size of a safetensors file.
 
     Raises:
-        ConfigError, ConversionError: see `hf_to_megatron`; also a Megatron folder that states
-            another model than config.json does, or a file that is not what its manifest says.
+        ConfigError, ConversionError: see `hf_to_megatron`; also if the Megatron folder records
+            another model than config.json describes, or a file does not match its manifest.
     """
-    found = find_megatron(megatron_dir)
-    side_files = hf_config_dir or found.hf_dir
-    if side_files is None:
-        raise ConfigError(
-            f"Megatron folder {found.root} brings no config.json: name a folder of the model that "
-            "has one, and its tokenizer, by --hf-config"
-        )
-    _check_apart(hf_dir, found.root, side_files)
-    check_model_folder(side_files, weights=False)
-    hf_config = read_config(side_files)
-    for source, record in found.records.items():
-        compare_configs(hf_config, record, source=str(source))
+    # The source, before a byte is written: complete, undamaged, and as config.json says.
+    found, side_files, hf_config = _find_source(megatron_dir, hf_config_dir, output=hf_dir)
     rules = rules_for(hf_config)
     megatron = MegatronFolder(found, rules)
     check_dtypes(megatron.root, megatron.entries)
     dtypes = _all(rules, options.dtype) or kept_dtypes(megatron, rules)
     checks = {
         "config": f"{side_files / 'config.json'}: {_describe(hf_config)}",
-        "record": ", ".join(map(str, found.records)) + " say the same"
+        "record": ", ".join(map(str, found.records)) + " agree with it"
         if found.records
-        else "none: rope, norm epsilon and the like are taken from config.json unchecked",
+        else "none: rope, norm epsilon etc. are taken from config.json unchecked",
     }
     if padding := _num_padding_rows(megatron, rules):
         checks["padding"] = (
-            f"{padding} rows behind the vocabulary's {hf_config.vocab_size} left out"
+            f"{padding} rows after the {hf_config.vocab_size} of the vocabulary left out"
         )
     checks["files"] = _check_digests(found, options.num_threads)
 
@@ -183,6 +164,7 @@ def megatron_to_hf(
         where = f"{found.root}: {rule.megatron_name(place)}"
         return cast(megatron.read(rule, place), options.dtype, name=where)
 
+    # Write to a temporary folder, and publish it after all checks.
     num_bytes = _num_bytes(rules, dtypes)
     with new_folder(
         hf_dir,
@@ -210,10 +192,29 @@ def megatron_to_hf(
     return Result(hf_dir, parts, checks, written)
 
 
+def _find_source(
+    megatron_dir: Path, hf_config_dir: Path | None, *, output: Path
+) -> tuple[Found, Path, PretrainedConfig]:
+    """Find a checkpoint, and the folder with a config.json that agrees with its records."""
+    found = find_megatron(megatron_dir)
+    side_files = hf_config_dir or found.hf_dir
+    if side_files is None:
+        raise ConfigError(
+            f"Megatron folder {found.root} has no config.json: give a folder with the model's "
+            "config.json and tokenizer by --hf-config"
+        )
+    _check_apart(output, found.root, side_files)
+    check_model_folder(side_files, weights=False)
+    hf_config = read_config(side_files)
+    for source, record in found.records.items():
+        compare_configs(hf_config, record, source=str(source))
+    return found, side_files, hf_config
+
+
 def _check_digests(found: Found, num_threads: int) -> str:
-    """Compare all files with the digests of the manifest, where there is one; what was found."""
+    """Compare all files with the digests of the manifest, if there is one; returns the finding."""
     if found.manifest is None:
-        return f"not compared with a digest: there is no {MANIFEST_NAME}, which a run's have"
+        return f"no digests: only checkpoints of a run have a {MANIFEST_NAME}"
     files = found.manifest.files
     num_bytes = sum(entry.num_bytes for entry in files.values())
     with (
@@ -225,7 +226,7 @@ def _check_digests(found: Found, num_threads: int) -> str:
         ):
             if damage:
                 raise ConversionError(damage)
-    return f"{len(files)} files have the SHA-256 that {MANIFEST_NAME} says ({reading})"
+    return f"{len(files)} files match their SHA-256 in {MANIFEST_NAME} ({reading})"
 
 
 def _gate(
@@ -236,7 +237,7 @@ def _gate(
     *,
     written: Side,
 ) -> tuple[list[Part], dict[str, str]]:
-    """Compare what was written with what it was made of; what was found, by check."""
+    """Compare the output with its source; returns parts, and what each check found."""
     num_bytes = num_bytes_to_read(hf, megatron, rules, options.mode)
     with progress("verify", num_bytes) as (reading, on_bytes):
         report = verify(
@@ -254,7 +255,7 @@ def _gate(
         f"{report.num_parameters} Megatron parameters under {len(megatron.entries)} keys"
     }
     if options.mode == "none":
-        checks |= dict.fromkeys(("round trip", "logits"), "not made: --verify none")
+        checks |= dict.fromkeys(("round trip", "logits"), "skipped: --verify none")
         return report.parts, checks
     checks["round trip"] = (
         f"{report.num_compared} of {report.num_parameters} parameters equal bit for bit ({reading})"
@@ -264,25 +265,25 @@ def _gate(
 
 
 def _compare_logits(hf: HfFolder, megatron: MegatronFolder, dtype: torch.dtype | None) -> str:
-    """Raise ConversionError unless both folders give the same logits; else say how close."""
-    # Megatron-core: seconds that --verify none does not need.
+    """Raise ConversionError unless both folders give the same logits; returns how close."""
+    # Imports Megatron-core, which takes seconds that --verify none does not need.
     from gapo_megatron.ops.convert import logits_check
 
     if reason := logits_check.obstacle(hf.root):
         return f"not compared: {reason}"
-    with waiting("logits"), _quiet():
+    with Console(stderr=True).status("logits"), _quiet():
         logits = logits_check.compare_logits(hf.root, megatron.root, dtype=dtype)
     if not logits.agrees:
         raise ConversionError(
-            f"{megatron.root} and {hf.root} hold the same numbers, but not the same model: "
-            f"logits {logits}"
+            f"{megatron.root} and {hf.root} hold the same numbers but compute different logits: "
+            f"{logits}"
         )
     return str(logits)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the libraries say of themselves: the report is what is to be read."""
+    """Silence the libraries, so that the report stands alone."""
     bars, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
@@ -301,22 +302,22 @@ def _all(rules: Sequence[Rule], dtype: torch.dtype | None) -> dict[str, torch.dt
 
 
 def _check_apart(output: Path, *sources: Path) -> None:
-    """Raise ConfigError where making `output` would replace what is read."""
+    """Raise ConfigError if writing `output` would replace a source."""
     for source in sources:
         if real(source).is_relative_to(real(output)):
-            raise ConfigError(f"output folder {output} is, or holds, the source {source}")
+            raise ConfigError(f"output folder {output} is or contains the source {source}")
 
 
 def _new_dtype(
     hf_config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
 ) -> torch.dtype | None:
-    """Dtype that config.json must newly state for the weights; None: it does, or they differ."""
+    """The dtype to write to config.json; None if it has it already, or the weights have several."""
     stored = set(dtypes.values())
     return stored.pop() if len(stored) == 1 and stored != {hf_config.dtype} else None
 
 
 def _num_padding_rows(megatron: MegatronFolder, rules: Sequence[Rule]) -> int:
-    """Rows of the vocabulary's tensors that config.json does not count."""
+    """Padding rows of the embedding, beyond the vocabulary of config.json."""
     embedding = next(rule for rule in rules if rule.vocab_padded)
     (home,) = megatron.homes[embedding.megatron, Place()]
     return megatron.entries[home.key].shape[0] - embedding.full_shape[0]

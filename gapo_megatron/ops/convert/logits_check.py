@@ -1,7 +1,7 @@
-"""Check that both sides of a conversion, Megatron-core's model and transformers', agree in logits.
+"""Check that Megatron-core's model and transformers' compute the same logits after a conversion.
 
-Each side reads its folder with its own library's loader and computes in float32, so that a wrong
-table, layout or config shows in what the model says, not in our bookkeeping.
+Each side loads its folder with its own library's loader and computes in float32, so that a wrong
+table, layout or config shows in the logits, independent of our bookkeeping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gapo_megatron.hf.model_folder import VOCABULARY_FILES
 from gapo_megatron.models.checks import check_shapes, num_experts
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.convert.progress import size
+from gapo_megatron.ops.convert.report import size
 from gapo_megatron.policy import destroy, initialize
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.logits import logits
@@ -38,12 +38,12 @@ from gapo_megatron.rollouts import Rollouts
 TOLERANCE = 1e-4
 """Largest difference that passes, as a share of the largest logit.
 
-Both sides round to float32 (6e-8), in another order, some hundred times over: 7e-7 was measured on
-24 layers of 896 hidden units, and weights with outliers lose more. With the heads of one of those
-layers permuted it is 3e-3, with a norm's epsilon of 1e-5 for 1e-6 too, with a rope base of 5e5 for
-1e6 1e-2."""
+Both sides round to float32 (6e-8) some hundred times, in different orders: 7e-7 was measured on 24
+layers of 896 hidden units, and weights with outliers lose more. Permuting the heads of one of those
+layers gives 3e-3, a norm epsilon of 1e-5 instead of 1e-6 also 3e-3, a rope base of 5e5 instead of
+1e6 gives 1e-2."""
 
-# Text, arithmetic, code, another script: a tokenizer splits some of it finely, some not.
+# Text, arithmetic, code, another script: a tokenizer splits them into short and long tokens.
 _PROMPTS = (
     "The three primary colours are red, yellow and blue. Mixing two of them gives",
     "Question: What is 12 * (3 + 4)? Answer: Let us compute step by step. First, 3 + 4 = 7, then",
@@ -56,36 +56,36 @@ _RANDOM_LENGTHS = (5, 17, 24, 33)
 
 @dataclass(frozen=True, slots=True)
 class LogitsReport:
-    """Distance between the two sides. Differences are absolute, over all positions."""
+    """Distance between the logits of both sides, over all positions."""
 
     max_difference: float
-    """Largest difference: in the median sequence if the model has experts, else in the worst: which
-    expert is chosen may turn on a rounding error, in one sequence or the other, but not in most."""
+    """Largest absolute difference in the worst sequence; with experts, in the median one, because
+    rounding may change the choice of an expert in a few sequences, but not in most."""
     scale: float
-    """The largest logit, as an absolute value."""
+    """The largest absolute logit."""
     num_tokens: int
     greedy_agree: float
-    """Share of the positions at which both sides say the same next token."""
+    """Share of the positions at which both sides predict the same next token."""
 
     @property
     def agrees(self) -> bool:
-        """The difference is one of rounding."""
-        # What has overflowed differs by infinity, and so would the bound be.
+        """Whether the difference can be rounding."""
+        # After an overflow both the difference and the bound are infinite.
         return self.max_difference <= TOLERANCE * self.scale < math.inf
 
     def __str__(self) -> str:
         relative = self.max_difference / (self.scale or 1.0)  # an output layer of zeros
         return (
-            f"of {self.num_tokens} tokens differ by at most {relative:.1e} of the largest "
-            f"(bound {TOLERANCE:g}); {self.greedy_agree:.0%} say the same next token"
+            f"{self.num_tokens} tokens, largest difference {relative:.1e} of the largest logit "
+            f"(bound {TOLERANCE:g}); same next token at {self.greedy_agree:.0%} of them"
         )
 
 
 def obstacle(hf_dir: str | Path) -> str | None:
-    """Why the logits cannot be compared here, if they cannot.
+    """The reason why logits cannot be compared here; None if they can.
 
-    The model may be one that converts but that this package does not compute, or its memory be too
-    small: one side at a time has to fit in float32, with room for what it computes.
+    This package may convert the model but not compute it, or memory may be too small: one side at
+    a time must fit in float32, with its activations.
     """
     hf_config = read_hf_config(str(hf_dir))
     try:
@@ -93,10 +93,10 @@ def obstacle(hf_dir: str | Path) -> str | None:
     except ConfigError as error:
         return str(error)
     num_parameters = sum(map(math.prod, hf_shapes(rules_for(hf_config)).values()))
-    # Merging gate and up projection doubles them while a Megatron folder is loaded.
+    # Loading a Megatron folder needs twice the weights while it merges gate and up projections.
     needed, free = 4 * num_parameters * 2 + 2**30, _free_bytes()
     if needed > free:
-        return f"{size(needed)} of memory are needed for it, {size(free)} are free"
+        return f"it needs {size(needed)} of memory, and {size(free)} are free"
     return None
 
 
@@ -105,20 +105,20 @@ def compare_logits(
 ) -> LogitsReport:
     """Compute the logits of a few short sequences on both sides.
 
-    Weights of any precision are cast to float32. The sequences are text where the folder has a
-    tokenizer, else random tokens.
+    Weights of any precision are cast to float32. The sequences are text if the folder has a
+    tokenizer, otherwise random tokens.
 
     Args:
         hf_dir: model folder with its weights.
         megatron_dir: see `policy.load.find_weights`.
-        dtype: rounded to first, on both sides: what a conversion that casts has done on one.
+        dtype: both sides first round their weights to it, as a conversion that casts did to one.
 
-    Collectives: none but with itself where no process group is up (one is made, and removed);
-    else those of the load and a barrier, on every rank of the default group.
+    Collectives: those of the load and a barrier, on every rank of the default process group; if
+    there is none, a group of this process alone is created for the call.
 
     Raises:
-        ConfigError: the model is not one this package computes; no Megatron checkpoint; a tokenizer
-            that cannot be loaded, or of a larger vocabulary.
+        ConfigError: this package does not compute the model; there is no Megatron checkpoint; the
+            tokenizer cannot be loaded, or has a larger vocabulary.
         ConversionError: the Megatron folder does not hold the model, or a file is damaged.
     """
     hf_config = read_hf_config(str(hf_dir))
@@ -127,7 +127,7 @@ def compare_logits(
     folder = find_weights(megatron_dir, hf_config).root
     ours = _megatron_logits(hf_config, folder, sequences, dtype)
     theirs = _transformers_logits(Path(hf_dir), sequences, dtype)
-    # NaN would hide in a comparison.
+    # Comparisons with NaN are false, so it counts as infinite.
     differences = [
         float((a - b).abs().nan_to_num(nan=torch.inf).max())
         for a, b in zip(ours, theirs, strict=True)
@@ -143,7 +143,7 @@ def compare_logits(
 
 
 def _sequences(hf_dir: Path, hf_config: PretrainedConfig) -> list[Tensor]:
-    """A few rows of token ids [T] int64, of two tokens and more."""
+    """A few rows of token ids [T] int64, with T >= 2."""
     if any((hf_dir / name).is_file() for name in VOCABULARY_FILES):
         tokenizer = open_tokenizer(hf_dir, hf_config.vocab_size)
         texts = [tokenizer.encode(prompt)[:_MOST_TOKENS] for prompt in _PROMPTS]
@@ -160,11 +160,11 @@ def _sequences(hf_dir: Path, hf_config: PretrainedConfig) -> list[Tensor]:
 def _transformers_logits(
     hf_dir: Path, sequences: list[Tensor], dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """[T, vocabulary] float32 of every sequence, on the CPU."""
+    """Logits [T, vocabulary] float32 of every sequence, on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(
         hf_dir,
         dtype=torch.float32,
-        generation_config=GenerationConfig(),  # nothing is generated: the folder's may be odd
+        generation_config=GenerationConfig(),  # the folder's own may be invalid, and is not used
         local_files_only=True,
         trust_remote_code=False,
     )
@@ -179,8 +179,12 @@ def _megatron_logits(
     sequences: list[Tensor],
     dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Logits of Megatron-core's model, computed with all sequences packed into one row."""
-    microbatch = pack(_to_pack(sequences), range(len(sequences)), device=_device())
+    """The same of Megatron-core's model, with all sequences packed into one row."""
+    batch = Rollouts.of(  # prompts of one token; a response's last token is never an input
+        prompt_ids=[ids[:1].numpy() for ids in sequences],
+        response_ids=[np.append(ids[1:].numpy(), 0) for ids in sequences],
+    )
+    microbatch = pack(batch, range(len(sequences)), device=_device())
     with _process_group():
         groups = initialize(ParallelConfig())
         try:
@@ -202,17 +206,9 @@ def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.copy_(parameter.to(dtype))
 
 
-def _to_pack(sequences: list[Tensor]) -> Rollouts:
-    """Prompts of one token; the last token of a response is never fed, so each gets one more."""
-    return Rollouts.of(
-        prompt_ids=[ids[:1].numpy() for ids in sequences],
-        response_ids=[np.append(ids[1:].numpy(), 0) for ids in sequences],
-    )
-
-
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """The default process group; one of this process alone where there is none."""
+    """Use the default process group; if there is none, create one of this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -233,12 +229,12 @@ def _device() -> torch.device:
 
 
 def _free_bytes() -> int:
-    """Free bytes of the GPU if there is one, else of the host's memory as far as allowed here."""
+    """Free bytes of the GPU; without one, of host memory within the limits of the control group."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable"))
-    # A job's limit: its control group, or one above.
+    # A job's limit is set on its control group or one above.
     own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[-1].split(":")[2]
     group = Path("/sys/fs/cgroup") / own.lstrip("/")
     for folder in (group, *group.parents):

@@ -1,7 +1,8 @@
-"""The gate of a conversion: both folders hold the same model, tensor by tensor, bit for bit.
+"""Verify a conversion: both folders hold the same model, tensor by tensor, bit for bit.
 
-What is compared lies on disk and goes through the table that converted it: a tensor that was lost,
-changed or put elsewhere is seen; a table that is wrong in both directions is not. Logits see that.
+The comparison reads both folders from disk and uses the table that converted them. It finds tensors
+that were lost, changed or misplaced, but not a table that is wrong in both directions; the check of
+logits does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PARTS = {
     "mlp": r"\bmlp\.",
     "output": r"\boutput_layer\.",
 }
-"""Parts of a model by their Megatron names; the first that matches."""
+"""Parts of a model by patterns of Megatron names; the first match counts."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -53,18 +54,18 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the model on both sides."""
+    """One part of the model, on both sides."""
 
     name: str
     num_parameters: int
-    """Parameters as a model holds them; a Megatron folder stacks all layers' under one key."""
+    """Parameters of the model; a Megatron folder stacks those of all layers under one key."""
     hf: Tensors
     megatron: Tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Findings of the gate; that there is a report means that nothing was wrong."""
+    """Result of a verification that found no difference."""
 
     parts: list[Part]
     num_parameters: int
@@ -74,16 +75,16 @@ class Report:
 
 
 def check_tensors(hf: HfFolder, rules: Sequence[Rule]) -> list[str]:
-    """Every tensor of a Hugging Face folder has one place in the model, and none is missing.
+    """Check that a Hugging Face folder has exactly the tensors of the model.
 
-    Reads headers; of a tied model that stores its output layer too, also that and the embedding.
+    Reads headers only; if a tied model stores its output layer too, also that and the embedding.
 
     Returns:
-        Names that the conversion leaves out because the config determines them.
+        Names that the conversion leaves out, because the config determines these tensors.
 
     Raises:
-        ConversionError: a tensor is missing, extra or misshapen, or a second copy is not a copy;
-            names tensor and file.
+        ConversionError: a tensor is missing, extra or misshapen, or the output layer of a tied
+            model differs from the embedding; names tensor and file.
     """
     shapes = hf_shapes(rules)
     try:
@@ -105,10 +106,10 @@ def check_tensors(hf: HfFolder, rules: Sequence[Rule]) -> list[str]:
 
 
 def kept_dtypes(source: HfFolder | MegatronFolder, rules: Sequence[Rule]) -> dict[str, torch.dtype]:
-    """Dtype of all of a rule's parameters (by `Rule.megatron`) when none is changed.
+    """Dtype of each rule's parameters, by `Rule.megatron`, if nothing is cast.
 
     Raises:
-        ConversionError: they differ, and Megatron stores them in one tensor.
+        ConversionError: parameters that Megatron stores in one tensor have different dtypes.
     """
     dtypes: dict[str, torch.dtype] = {}
     for rule in rules:
@@ -124,7 +125,7 @@ def kept_dtypes(source: HfFolder | MegatronFolder, rules: Sequence[Rule]) -> dic
             if entry.dtype != first:
                 raise ConversionError(
                     f"{source.root / entry.file}: {name} is {entry.dtype} but {names[0]} is "
-                    f"{first}; Megatron stores both in one tensor: choose a --dtype"
+                    f"{first}; Megatron stores both in one tensor: set --dtype"
                 )
     return dtypes
 
@@ -133,12 +134,12 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, *, name: str) -> Tensor:
     """Change the dtype, unless `dtype` is None.
 
     Raises:
-        ConversionError: a number is not finite, or would not be in `dtype`.
+        ConversionError: a number is not finite, or overflows in `dtype`.
     """
     for extreme in finite_extremes(tensor, name=name):
         if dtype and not extreme.to(dtype).isfinite():
             raise ConversionError(
-                f"{name} holds {extreme.item():.6g}, more than {dtype} can: choose another --dtype"
+                f"{name} holds {extreme.item():.6g}, which overflows {dtype}: set another --dtype"
             )
     return tensor if dtype is None else tensor.to(dtype)
 
@@ -146,7 +147,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, *, name: str) -> Tensor:
 def num_bytes_to_read(
     hf: HfFolder, megatron: MegatronFolder, rules: Sequence[Rule], mode: Mode
 ) -> int:
-    """Bytes of the Hugging Face folder that `verify` reads; `on_bytes` adds up to them."""
+    """Bytes of the Hugging Face folder that `verify` reads: the sum of its `on_bytes` calls."""
     return sum(_num_bytes(hf, *chosen) for chosen in _choose(hf, megatron, rules, mode))
 
 
@@ -161,25 +162,25 @@ def verify(
     num_threads: int = 4,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> Report:
-    """Account for every tensor of both folders, and read parameters back, bit for bit.
+    """Account for every tensor of both folders, and compare parameters bit for bit.
 
-    Each chosen parameter is made of the Hugging Face tensors again and compared with the Megatron
-    folder's, and cut into Hugging Face tensors and compared with those.
+    Each chosen parameter is merged from the Hugging Face tensors and compared with the Megatron
+    folder's, and that is split and compared with the Hugging Face tensors.
 
     Args:
-        hf: one side.
-        megatron: the other side.
+        hf: Hugging Face folder.
+        megatron: Megatron folder.
         rules: the model's name rules.
-        written: the side that was made of the other.
-        dtype: dtype that it was cast to; None if it was not.
-        mode: "full" reads everything back, "none" nothing. A "sample" has every rule in the first,
-            the middle and the last layer (of their experts the first and the last), and a tensor
-            of every file of either side.
+        written: the side that was converted from the other.
+        dtype: dtype it was cast to; None if it was not.
+        mode: "full" compares everything, "none" nothing. "sample" compares every rule in the first,
+            middle and last layer (the first and last of their experts), and at least one tensor of
+            every file on either side.
         num_threads: parameters compared at a time; each is in memory four times.
         on_bytes: called with every parameter's bytes on the Hugging Face side.
 
     Raises:
-        ConversionError: the sides differ; names tensors and files, and says where.
+        ConversionError: the sides differ; names tensors, files and the first difference.
     """
     check_tensors(hf, rules)
     parts = account(hf.entries, megatron.entries, rules)
@@ -203,15 +204,16 @@ def verify(
 def account(
     hf_entries: Mapping[str, Entry], megatron_entries: Mapping[str, Entry], rules: Sequence[Rule]
 ) -> list[Part]:
-    """Contents of every part of the model on both sides.
+    """Count the tensors of every part of the model on both sides.
 
     Raises:
-        ConversionError: a part has not the same number of elements on both sides (vocabulary
-            padding of the Megatron side left out).
+        ConversionError: a part has another number of elements on each side, without the vocabulary
+            padding of the Megatron side.
     """
     rows = {
         rule.megatron: rule.full_shape[0] for rule in rules if rule.vocab_padded and not rule.tied
     }
+    # Both folders, sorted into parts.
     mine: dict[str, list[Entry]] = {name: [] for name in _PARTS}
     theirs: dict[str, list[Entry]] = {name: [] for name in _PARTS}
     number = dict.fromkeys(_PARTS, 0)
@@ -228,6 +230,7 @@ def account(
         theirs[part].append(entry)
         if key in rows:
             padding[part] += (entry.shape[0] - rows[key]) * math.prod(entry.shape[1:])
+    # A tensor that one side lost, or has twice, changes the number of elements of its part.
     for part in _PARTS:
         here = sum(math.prod(entry.shape) for entry in mine[part])
         there = sum(math.prod(entry.shape) for entry in theirs[part]) - padding[part]
@@ -248,13 +251,13 @@ def part_of(name: str) -> str:
     for part, pattern in _PARTS.items():
         if re.search(pattern, name):
             return part
-    raise ConversionError(f"{name} belongs to no part of a model")
+    raise ConversionError(f"{name} is not a known part of a model")
 
 
 def _choose(
     hf: HfFolder, megatron: MegatronFolder, rules: Sequence[Rule], mode: Mode
 ) -> list[tuple[Rule, Place]]:
-    """The parameters that are read back."""
+    """The parameters to compare."""
     if mode == "none":
         return []
     everything = [(rule, at) for rule in rules if not rule.tied for at in rule.places]
@@ -290,7 +293,7 @@ def _compare(
     written: Side,
     dtype: torch.dtype | None,
 ) -> None:
-    """Raise ConversionError unless both sides hold the same bits of one parameter."""
+    """Raise ConversionError unless one parameter has the same bits on both sides."""
     names, parameter = rule.hf_names(place), rule.megatron_name(place)
     tensors, full = [hf.read(name) for name in names], megatron.read(rule, place)
     there = f"{parameter} in {megatron.root}"
@@ -307,21 +310,21 @@ def _compare(
         if difference := _difference(mine, theirs):
             raise ConversionError(f"{where} differs from {there}: {difference}")
     if difference := _difference(rule.merge(tensors, place), full):
-        raise ConversionError(f"{there} is not made of {', '.join(names)}: {difference}")
+        raise ConversionError(f"{there} differs from {', '.join(names)}: {difference}")
 
 
 def _check_copy(hf: HfFolder, name: str, original: str) -> None:
-    """A tied model may store its output layer too, provided it is the embedding."""
+    """Check that the output layer which a tied model stores equals the embedding."""
     if difference := _difference(hf.read(name), hf.read(original)):
         file = hf.root / hf.entries[name].file
         raise ConversionError(
-            f"{file}: {name} is not {original} ({difference}), though config.json says "
+            f"{file}: {name} differs from {original} ({difference}), but config.json has "
             "tie_word_embeddings: true; converting would lose it"
         )
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> str:
-    """How two tensors of one dtype differ, bit for bit; empty if they do not."""
+    """The first difference between the bits of two tensors; empty if they are equal."""
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         return f"{list(mine.shape)} {mine.dtype} against {list(theirs.shape)} {theirs.dtype}"
     integer = _INTEGERS[mine.dtype.itemsize]

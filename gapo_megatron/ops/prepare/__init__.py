@@ -1,4 +1,4 @@
-"""From a data set as published to a problem file (docs/data.md)."""
+"""Make a problem file from a published data set (docs/data.md)."""
 
 from gapo_megatron.ops.prepare.held_out import HeldOut
 from gapo_megatron.ops.prepare.output import Counts

@@ -1,10 +1,10 @@
-"""The demo's task: chains of additions, harder the longer they are, with a tokenizer and a model.
+"""The demo's task, tokenizer and model: chains of additions, harder the longer they are.
 
     prompt "3+8+5+9="   response "11>16>25"   answer "25"
 
-The worked examples of the warm start are by a careless pupil: now and then a running sum is off by
-one, and the chain goes on from there. A model that imitates them slips as often, so it solves short
-chains more often than long ones (groups of every c), and the verifier can teach it not to slip.
+The worked examples of the warm start have slips: now and then a running sum is off by one, and the
+following sums build on it. A model trained on them slips as often, so it solves short chains more
+often than long ones (groups with every c), and training with the verifier can remove the slips.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLIP_RATE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One problem: digits 1-9 to add from left to right."""
+    """One problem: digits 1-9, added from left to right."""
 
     terms: tuple[int, ...]
 
@@ -47,7 +47,7 @@ class Chain:
         return str(sum(self.terms))
 
     def worked(self, slips: Sequence[int]) -> str:
-        """Every running sum, the answer last, sum n wrong by `slips[n]` (and all after it)."""
+        """Every running sum, the answer last; `slips[n]` is added to sum n and all after it."""
         sums, total = [], self.terms[0]
         for term, slip in zip(self.terms[1:], slips, strict=True):
             total += term + slip
@@ -60,18 +60,19 @@ def write_task(
 ) -> None:
     """Write `eval.jsonl`, `train.jsonl` (data/schema.py) and `supervised.jsonl` (prompt, response).
 
-    No held-out problem is in either training file, and no problem is in `train.jsonl` twice.
+    No eval problem is in a training file, and no problem is in `train.jsonl` twice.
 
     Args:
-        output_dir: made when missing.
-        seed: of every draw; equal seeds write equal files.
-        num_eval: held-out problems, equally many per level.
-        num_train: problems to sample rollouts for, equally many per level.
-        num_supervised: worked examples with slips, levels and chains drawn with replacement.
+        output_dir: created if missing.
+        seed: equal seeds write equal files.
+        num_eval: eval problems, the same number per level.
+        num_train: problems to sample rollouts for, the same number per level.
+        num_supervised: worked examples with slips; levels and chains are drawn with replacement.
 
     Raises:
-        ValueError: more different problems asked for than the shortest chains have.
+        ValueError: more problems of a level are asked for than there are.
     """
+    # One draw without repetition per level, cut into both splits: they cannot share a problem.
     draw = random.Random(seed)
     splits: dict[str, list[Chain]] = {"eval": [], "train": []}
     for additions in ADDITIONS:
@@ -79,6 +80,7 @@ def write_task(
         chains = _distinct(draw, additions, sum(numbers.values()))
         splits["eval"] += chains[: numbers["eval"]]
         splits["train"] += chains[numbers["eval"] :]
+    # Worked examples are drawn anew, and skip the eval problems.
     held_out = set(splits["eval"])
     output_dir.mkdir(parents=True, exist_ok=True)
     for split, chains in splits.items():
@@ -104,16 +106,15 @@ def write_task(
 
 
 def training_texts(rows: Sequence[dict[str, str]]) -> list[str]:
-    """What the tokenizer is trained on: prompts and responses of the worked examples."""
+    """Training text of the tokenizer: prompts and responses of the worked examples."""
     return [row["prompt"] + row["response"] for row in rows]
 
 
 def write_tokenizer(texts: Iterable[str], output_dir: Path) -> Qwen2Tokenizer:
-    """Train SentencePiece on `texts` and write it as a Hugging Face folder, the same ids in both.
+    """Train SentencePiece on `texts` and write it as a Hugging Face folder with the same ids.
 
-    Characters (ASCII, no spaces) are the pieces: every number then has one spelling, and sums carry
-    digit by digit.
-    Ids 0, 1, 2 are padding, end of sequence and unknown; there is no beginning of sequence.
+    The pieces are ASCII characters without spaces, so every number has one tokenisation. Ids 0, 1
+    and 2 are padding, end of sequence and unknown; there is no beginning-of-sequence token.
     """
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -173,8 +174,8 @@ def write_initial_model(tokenizer: Qwen2Tokenizer, output_dir: Path, *, seed: in
 def _distinct(draw: random.Random, additions: int, number: int) -> list[Chain]:
     if number > 9 ** (additions + 1):
         raise ValueError(
-            f"{number} different chains of {additions} additions asked for; "
-            f"there are {9 ** (additions + 1)}"
+            f"cannot make {number} different chains of {additions} additions: "
+            f"there are only {9 ** (additions + 1)}"
         )
     chains: dict[Chain, None] = {}
     while len(chains) < number:

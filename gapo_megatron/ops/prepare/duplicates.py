@@ -1,4 +1,4 @@
-"""Problems that a data set holds more than once, and those to which it has several answers."""
+"""Find problems that a data set holds more than once, or with contradictory answers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ COMPARE_TIMEOUT_S = 120
 
 
 class Duplicates:
-    """Every text's first problem, and the answers of all its problems.
+    """The first problem of every text, and all answers given to that text.
 
-    Texts are the same that differ in white space alone. Memory: a digest, an id and an answer for
-    each text, and the answers that are written otherwise than the first; no texts.
+    Texts that differ only in white space are the same. Memory, per text: a digest, an id, an answer
+    and the answers that are spelt differently; no texts.
     """
 
     def __init__(self, kind: Kind) -> None:
-        """Begin with none.
+        """Start empty.
 
         Args:
-            kind: says what equal answers are. `math`: equal to its verifier, which compares them in
-                processes of its own; `code`: all, as one set of tests may be a part of another;
-                else the same text.
+            kind: verifier, which decides when answers are equal. `math`: if the verifier says so,
+                in worker processes; `code`: always, since one set of tests may be part of another;
+                otherwise if their text is the same.
         """
         self._kind = kind
         self._first: dict[bytes, tuple[str, str]] = {}
         self._others: dict[bytes, list[str]] = {}
-        """Answers written otherwise than the first; once compared, only those that differ."""
+        """Answers spelt differently from the first; after `compare`, those that are not equal."""
 
     def add(self, id: str, *, text: str, answer: str) -> str | None:
-        """Look at a problem; gives the id of the first with this text, None if it is the first."""
+        """Add a problem; returns the id of the first one with this text, None if it is new."""
         key, answer = _key(text), "" if self._kind == "code" else answer
         if key not in self._first:
             self._first[key] = (id, answer)
@@ -44,7 +44,7 @@ class Duplicates:
         return first_id
 
     def compare(self) -> None:
-        """Compare the answers of every text that has several.
+        """Compare the answers of every text with several spellings.
 
         Raises:
             RewardError: see `Pool.judge`.
@@ -57,15 +57,15 @@ class Duplicates:
         return self._first[_key(text)][0]
 
     def answers(self, text: str) -> list[str]:
-        """Different answers to this problem, as the data set writes them; empty if it has one."""
+        """Contradictory answers to this problem, as in the data set; empty if there are none."""
         key = _key(text)
         others = self._others.get(key)
         return [self._first[key][1], *others] if others else []
 
     def _different(self, others: dict[bytes, list[str]]) -> dict[bytes, list[str]]:
-        """Those of the spellings that are not equal to the text's first.
+        """Keep the spellings that are not equal to the text's first answer.
 
-        The first may say more than another (a unit, a part) or less, so each is the reference once.
+        Either may say more than the other (a unit, a part), so each is the reference once.
         """
         pairs = [(key, self._first[key][1], other) for key in others for other in others[key]]
         items = [

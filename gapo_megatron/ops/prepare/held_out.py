@@ -1,4 +1,4 @@
-"""Problems of the benchmarks among those to train on."""
+"""Find benchmark problems in training data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gapo_megatron.data.benchmarks import BENCHMARKS, without_request
 from gapo_megatron.errors import ConfigError
 
 NUM_WORDS = 8
-"""Words of an n-gram: a reworded formula breaks as many n-grams, so long ones miss much."""
+"""Words of an n-gram. A changed word breaks so many n-grams, so longer ones find less."""
 MIN_SHARE = 0.5
-"""Share of a benchmark problem's n-grams found in a text; less is stock phrases alone."""
+"""Share of a benchmark problem's n-grams that makes a text a hit; less is stock phrases."""
 MANY_NGRAMS = 50
-"""In a problem with fewer, half are stock phrases: `MIN_SHARE` is then asked of both texts."""
+"""With fewer n-grams, half may be stock phrases: `MIN_SHARE` then applies to both texts."""
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -26,37 +26,37 @@ class Hit:
     """A problem of a benchmark, found in another text."""
 
     id: str
-    """Benchmark and row, as `Benchmark.load` names it."""
+    """Benchmark and row, as in `Benchmark.load`."""
     share: float
-    """Share of its n-grams that the text has; 1 if the two are the same words."""
+    """Share of the problem's n-grams in the text; 1 if both have the same words."""
     text: str
-    """The problem's own words, for who reads the list of what was dropped."""
+    """The problem's own words, shown in dropped.jsonl."""
 
 
 class HeldOut:
-    """The problems of all benchmarks that a folder has."""
+    """The problems of all benchmarks in a folder."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Read them.
+        """Read the benchmarks.
 
         Args:
-            data_dir: one folder per benchmark (docs/evaluation.md); some may be absent.
+            data_dir: one folder per benchmark (docs/evaluation.md); some may be missing.
 
         Raises:
-            ConfigError: it has none, or a folder holds none or too many files.
+            ConfigError: there is no benchmark, or a folder has no file or too many.
             DataError: a file cannot be read.
         """
-        there = [one for one in BENCHMARKS.values() if (data_dir / one.folder).is_dir()]
-        if not there:
+        present = [one for one in BENCHMARKS.values() if (data_dir / one.folder).is_dir()]
+        if not present:
             names = ", ".join(one.folder for one in BENCHMARKS.values())
-            raise ConfigError(f"{data_dir} has no folder of a benchmark ({names})")
+            raise ConfigError(f"{data_dir} has no benchmark; it must hold one of: {names}")
         self.files: dict[str, list[Path]] = {}
-        """By name of the benchmark."""
-        self.absent = [name for name in BENCHMARKS if BENCHMARKS[name] not in there]
+        """By benchmark."""
+        self.absent = [name for name in BENCHMARKS if BENCHMARKS[name] not in present]
         self._problems: list[tuple[str, str, int]] = []  # id, text, number of n-grams
         self._by_words: dict[str, int] = {}
         self._by_ngram: dict[str, list[int]] = {}
-        for benchmark in there:
+        for benchmark in present:
             paths = self.files[benchmark.name] = benchmark.find_files(data_dir)
             for id, prompt in benchmark.prompts(*paths):
                 text, number = without_request(prompt), len(self._problems)
@@ -68,11 +68,11 @@ class HeldOut:
                 self._problems.append((id, text, len(ngrams)))
 
     def find(self, text: str) -> Hit | None:
-        """The benchmark problem that `text` has most of, if that is at least `MIN_SHARE`.
+        """The benchmark problem whose n-grams `text` shares most, if at least `MIN_SHARE`.
 
-        A text of the same words (letters and digits, whatever case and signs) is the problem
-        itself; shorter problems than an n-gram are found by that alone. A text that has the whole
-        problem may have as much else as it likes.
+        A text with the same words (letters and digits; case and punctuation do not matter) is the
+        problem itself; problems shorter than an n-gram are only found this way. A text that
+        contains the whole problem is a hit however much else it contains.
         """
         words = _words(text)
         same = self._by_words.get(" ".join(words))

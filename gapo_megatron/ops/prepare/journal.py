@@ -1,11 +1,11 @@
-"""What preparation has found out about each row, kept for when the process dies half-way.
+"""A journal of the finding for each row, so that an interrupted preparation can continue.
 
-Beside the folder that is being made lies `.OUT.unfinished`:
+It is the folder `.OUT.unfinished` beside the output folder OUT:
 
-- rows.jsonl: first what it belongs to (inputs, options, code), then one line for each row, all with
-  their checksums.
-- tests.jsonl: of code, the tests that the lines name; the output has the same file, by a link.
-- lock: locked for as long as the process that writes lives.
+- rows.jsonl: a first line with inputs, options and code, then one line per row, each with a
+  checksum.
+- tests.jsonl: the tests of programs, which the lines refer to; hard-linked into the output.
+- lock: locked while the writing process is alive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 ROWS, TESTS = "rows.jsonl", "tests.jsonl"
 FLUSH_S = 5.0
-"""Between two flushes to disk: what a kill may cost."""
+"""Seconds between two flushes to disk; a kill loses at most so much work."""
 
 
 class Journal:
     """One entry per row of the inputs, in their order.
 
-    Entries are written some seconds at a time, each time tests before the lines that name them, and
-    both forced to disk. So a line that is whole can be relied on, whatever ended the process.
+    Every few seconds, tests and then the lines that refer to them are written and flushed to disk.
+    So a line whose checksum is right can be relied on, however the process ended.
     """
 
     def __init__(self, rows: BinaryIO, tests: BinaryIO) -> None:
@@ -52,17 +52,18 @@ class Journal:
     @classmethod
     @contextmanager
     def open(cls, output: Path, *, belongs_to: dict[str, Any]) -> Iterator[Self]:
-        """Continue the journal of `output`, or begin one; it is gone when the block has ended well.
+        """Continue the journal of `output`, or begin one; removed when the block succeeds.
 
-        So it is after a DataError, since the inputs must change, and where the output is whole
-        already. Whatever else ends the block leaves it to be continued.
+        It is also removed after a DataError, because the inputs must change, and if the output
+        is complete already. After any other error it stays, to be continued.
 
         Args:
             output: folder that is being made.
-            belongs_to: what entries depend on, JSON; entries of anything else are discarded.
+            belongs_to: inputs, options and code that entries depend on, as JSON; entries made with
+                others are discarded.
 
         Raises:
-            ConfigError: another process has it open, or it cannot be made.
+            ConfigError: another process has it open, or it cannot be created.
         """
         output = real(output)
         folder = output.with_name(f".{output.name}.unfinished")
@@ -70,13 +71,13 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             _check_ours(folder)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+            raise ConfigError(f"cannot create {folder}: {error.strerror}") from None
         with ExitStack() as stack:
             lock = stack.enter_context(open(folder / "lock", "w"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"{output} is being made by another process") from None
+                raise ConfigError(f"another process is writing {output}") from None
             rows, tests = (
                 stack.enter_context(open(folder / name, "a+b")) for name in (ROWS, TESTS)
             )
@@ -93,7 +94,7 @@ class Journal:
             shutil.rmtree(folder)
 
     def add(self, entry: dict[str, Any], *, tests: str = "") -> None:
-        """Add the next row's. `tests` go into their own file; the entry's `answer` says where."""
+        """Add the next row's entry; `tests` go into tests.jsonl, and its `answer` says where."""
         if tests:
             data = tests.encode()
             entry["answer"] = {"file": TESTS, "offset": self._tests.tell(), "length": len(data)}
@@ -112,11 +113,11 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """On disk."""
+        """Size on disk."""
         return sum(os.fstat(file.fileno()).st_size for file in (self._rows, self._tests))
 
     def link_tests(self, folder: Path) -> None:
-        """Let the folder have the file of tests, too."""
+        """Hard-link tests.jsonl into a folder."""
         os.link(self._tests.name, folder / TESTS)
 
     def _flush(self) -> None:
@@ -128,7 +129,8 @@ class Journal:
         self._flushed_at = time.monotonic()
 
     def _continue(self, belongs_to: dict[str, Any]) -> None:
-        """Find the last entry that is whole, with its tests, and cut off what follows it."""
+        """Find the last intact entry whose tests are there, and cut off what follows it."""
+        # Keep the lines of the same inputs, options and code, up to the first damaged one.
         num_test_bytes = self._tests.seek(0, os.SEEK_END)
         self._rows.seek(0)
         head = self._rows.readline()
@@ -143,17 +145,19 @@ class Journal:
                 rows_end, tests_end = rows_end + len(line), end
                 self.num_rows, self.last = self.num_rows + 1, entry
             if self.num_rows:
-                logger.warning("continuing behind the %d rows that were done before", self.num_rows)
+                logger.warning("continuing after the %d rows of an interrupted run", self.num_rows)
         elif found := _whole(head):
             others = sorted(key for key in belongs_to if found.get(key) != belongs_to[key])
             logger.warning(
-                "starting from the first row: an interrupted run had other %s", ", ".join(others)
+                "starting from the first row: the interrupted run had different %s",
+                ", ".join(others),
             )
         elif head:
             logger.warning(
-                "starting from the first row: what an interrupted run left is damaged, or another "
-                "version's"
+                "starting from the first row: the journal of the interrupted run is damaged, or of "
+                "another version"
             )
+        # New lines replace whatever follows.
         for file, end in ((self._rows, rows_end), (self._tests, tests_end)):
             file.truncate(end)
             file.seek(end)
@@ -162,16 +166,16 @@ class Journal:
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse a folder that holds anything but a journal: it is written to, and removed at the end.
+    """Refuse a folder that holds other files than a journal's, because it is removed at the end.
 
     Raises:
-        ConfigError: names it and what is in it.
+        ConfigError: names the folder and the other files.
         OSError: it cannot be read.
     """
     others = sorted({path.name for path in folder.iterdir()} - {"lock", ROWS, TESTS})
     if folder.is_symlink() or others:
         what = f"holds {', '.join(others[:3])}" if others else "is a link"
-        raise ConfigError(f"{folder} {what}: it must be new, or what an interrupted run has left")
+        raise ConfigError(f"{folder} {what}, and is not the journal of an interrupted run")
 
 
 def _line(entry: dict[str, Any]) -> bytes:
@@ -180,7 +184,7 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 
 def _whole(line: bytes) -> dict[str, Any] | None:
-    """The entry of a line; None of one that is not as it was written."""
+    """The entry of a line; None if the line is damaged."""
     try:
         entry: dict[str, Any] = json.loads(line)["entry"]
         return entry if line == _line(entry) else None
@@ -189,6 +193,6 @@ def _whole(line: bytes) -> dict[str, Any] | None:
 
 
 def _tests_end(entry: dict[str, Any] | None) -> int:
-    """Bytes of the tests up to those of this entry; 0 if it has none."""
+    """End of this entry's tests in tests.jsonl, in bytes; 0 if it has none."""
     place = entry and entry["answer"]
     return place["offset"] + place["length"] + 1 if isinstance(place, dict) else 0

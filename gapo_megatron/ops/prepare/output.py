@@ -1,4 +1,4 @@
-"""The folder that preparation writes: problems, what was dropped and why, and a manifest."""
+"""The folder that preparation writes: problems, dropped rows with reasons, and a manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBLEMS, DROPPED, MANIFEST = "problems.jsonl", "dropped.jsonl", "manifest.json"
 
 @dataclass
 class Counts:
-    """What became of the rows."""
+    """How many rows were written, and how many each rule dropped."""
 
     read: int = 0
     written: int = 0
@@ -24,12 +24,12 @@ class Counts:
     levels: dict[str, Counter[str]] = field(default_factory=dict)
     """By level, where rows have one: `written`, or the rule by which they were dropped."""
     contradictory_texts: int = 0
-    """Problems that the contradictory rows are about."""
+    """Different problem texts among the contradictory rows."""
     benchmarks: Counter[str] = field(default_factory=Counter)
-    """Dropped as a problem of each benchmark."""
+    """Rows dropped as held out, by benchmark."""
 
     def add(self, outcome: str, entry: dict[str, Any], details: dict[str, Any]) -> None:
-        """Count a row: `written`, or the rule that it broke and what shows it."""
+        """Count a row: `outcome` is `written`, or the rule that it broke, with its details."""
         self.read += 1
         if outcome == "written":
             self.written += 1
@@ -52,7 +52,7 @@ class Output:
     @classmethod
     @contextmanager
     def open(cls, folder: Path) -> Iterator[Self]:
-        """Open the files; they are whole when the block has ended."""
+        """Open the files; they are complete when the block ends."""
         with ExitStack() as stack:
             yield cls(*(stack.enter_context(open(folder / n, "wb")) for n in (PROBLEMS, DROPPED)))
 
@@ -63,7 +63,7 @@ class Output:
         self.counts.add("written", entry, {})
 
     def drop(self, entry: dict[str, Any], rule: str, details: dict[str, Any]) -> None:
-        """List a row that broke a rule."""
+        """Write a row to the list of dropped ones."""
         row = {key: entry[key] for key in ("id", "file", "row")} | {"rule": rule} | details
         problem = {"problem": entry["problem"]} if entry["problem"] else {}
         self._dropped.write(_line(row | problem))

@@ -1,4 +1,4 @@
-"""From files as published to the folder of a problem file."""
+"""Make the folder of a problem file from published files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.folder import new_folder
 from gapo_megatron.hf.model_folder import TOKENIZER_FILES
-from gapo_megatron.io.digest import code_sha256, file_sha256
-from gapo_megatron.io.files import real
+from gapo_megatron.io.files import code_sha256, file_sha256, real
 from gapo_megatron.ops.prepare.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
 from gapo_megatron.ops.prepare.journal import Journal
 from gapo_megatron.ops.prepare.output import MANIFEST, Counts, Output
@@ -22,7 +19,7 @@ from gapo_megatron.ops.prepare.rules import Lengths, Rules
 from gapo_megatron.ops.prepare.sources import Source
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and which share of it has been."""
+"""Called with the name of the current activity and the share of it that is done."""
 
 
 def prepare(
@@ -35,39 +32,40 @@ def prepare(
     options: dict[str, Any],
     progress: Progress,
 ) -> Counts:
-    """Write a folder whose problems `read_prompts` reads: whole, or not at all.
+    """Write a folder of problems for `read_prompts`: the whole folder, or none.
 
-    Equal inputs and options give equal bytes, interrupted or not: what was found out about a row
-    stays in the `Journal`, and the same call goes on behind the last. Memory holds what `read_rows`
-    says and, of a source that is deduplicated, what `Duplicates` says.
+    Equal inputs and options give equal bytes, also after an interruption: the `Journal` keeps the
+    finding of each row. Memory: see `read_rows` and, for deduplicated sources, `Duplicates`.
 
     Args:
         source: how rows are read.
         inputs: files, in the order of the output.
         output: folder to make; must not exist.
-        lengths: longest prompt that stays.
-        held_out: benchmarks, whose problems are dropped; None: no comparison.
-        options: as the user gave them, JSON; recorded.
+        lengths: longest prompt to keep.
+        held_out: benchmarks whose problems are dropped; None: no comparison.
+        options: the user's options, as JSON; recorded in the manifest.
         progress: called after every row.
 
     Raises:
-        ConfigError: the output exists or another process makes it, an input is given twice or has
-            another format, or the tokenizer has no chat template.
-        DataError: an input is no file, cannot be read or has another form, or no problem stays.
+        ConfigError: the output exists or another process is writing it, an input is given twice or
+            has an unknown format, or the tokenizer has no chat template.
+        DataError: an input is not a regular file, cannot be read or has other columns, or every row
+            is dropped.
         RewardError: answers cannot be compared; see `Pool.judge`.
     """
     _check(inputs, lengths)
+    # Everything that the result depends on: a journal made of anything else is not continued.
     made_of = {
         "source": source.name,
         "kind": source.kind,
         "options": options,
         "inputs": [{"path": str(p), "sha256": d} for p, d in _digests(inputs, progress).items()],
-        "tokenizer": _tokenizer_files(lengths.tokenizer),
+        "tokenizer": _tokenizer_files(Path(lengths.tokenizer.name_or_path)),
         "benchmarks": _describe(held_out) if held_out else None,
         "code": code_sha256("data", "rewards", "ops/prepare"),
     }
     num_bytes = sum(path.stat().st_size for path in inputs)
-    with (  # the journal goes last: a disk that is full when the folder is published costs no rows
+    with (  # the journal is removed last: a full disk on publishing the folder loses no finding
         Journal.open(output, belongs_to=made_of) as journal,
         new_folder(output, num_bytes=num_bytes - journal.num_bytes) as folder,
     ):
@@ -75,20 +73,20 @@ def prepare(
         _look_at_rows(source, inputs, journal, rules, progress)
         counts = _write(folder, journal, rules, progress)
         if not counts.written:
-            raise DataError(f"{', '.join(map(str, inputs))}: {_none_stays(counts, journal)}")
+            raise DataError(f"{', '.join(map(str, inputs))}: {_all_dropped(counts, journal)}")
         if source.kind == "code":
             journal.link_tests(folder)
         outputs = _digests(sorted(folder.iterdir()), progress)
         by_name = {path.name: digest for path, digest in outputs.items()}
         manifest = made_of | {"counts": vars(counts), "outputs": by_name}
-        text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
-        (folder / MANIFEST).write_text(text, encoding="utf-8")
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+        (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")
     return counts
 
 
 def _check(inputs: Sequence[Path], lengths: Lengths) -> None:
     if lengths.chat_template and not lengths.tokenizer.chat_template:
-        raise ConfigError("a chat template is asked for and the tokenizer has none")
+        raise ConfigError("--chat-template: the tokenizer has no chat template")
     for path in inputs:
         check_format(path)
     for path in inputs:
@@ -96,21 +94,23 @@ def _check(inputs: Sequence[Path], lengths: Lengths) -> None:
             raise ConfigError(f"input {path} is given twice")
 
 
-def _none_stays(counts: Counts, journal: Journal) -> str:
-    """How many rows broke which rule, and of unreadable ones the first with the reason."""
+def _all_dropped(counts: Counts, journal: Journal) -> str:
+    """Number of rows by the rule that dropped them, and the reason of the first unreadable one."""
+    if not counts.read:
+        return "there are 0 rows"
     why = ", ".join(f"{number:,} {rule}" for rule, number in sorted(counts.dropped.items()))
-    text = f"none of {counts.read:,} rows stays" + (f": {why}" if why else "")
+    text = f"all {counts.read:,} rows dropped: {why}"
     for entry in journal:
         if entry["rule"] == "unreadable":
             reason = f"{entry['details']['reason']:.500}"
-            return f"{text}. The first of these, {entry['file']}:{entry['row']}: {reason}"
+            return f"{text}. First unreadable row, {entry['file']}:{entry['row']}: {reason}"
     return text
 
 
 def _look_at_rows(
     source: Source, inputs: Sequence[Path], journal: Journal, rules: Rules, progress: Progress
 ) -> None:
-    """Fill the journal, behind what it has."""
+    """Add the rows to the journal that it does not have yet."""
     sizes = [path.stat().st_size for path in inputs]
     for entry in journal:
         rules.look_again(entry)
@@ -126,7 +126,7 @@ def _look_at_rows(
 
 
 def _write(folder: Path, journal: Journal, rules: Rules, progress: Progress) -> Counts:
-    """Problems and what was dropped, now that every answer is known."""
+    """Write problems and dropped rows, once all answers to each problem are known."""
     duplicates = rules.duplicates
     if duplicates:
         progress("comparing answers", 0.0)
@@ -156,11 +156,10 @@ def _digests(paths: Sequence[Path], progress: Progress) -> dict[Path, str]:
     return digests
 
 
-def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Digests of what lengths depend on, by name."""
-    folder = Path(tokenizer.name_or_path)
-    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return {name: file_sha256(folder / name) for name in there}
+def _tokenizer_files(folder: Path) -> dict[str, str]:
+    """Digests of the tokenizer's files, which prompt lengths depend on, by name."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return {name: file_sha256(folder / name) for name in names}
 
 
 def _describe(held_out: HeldOut) -> dict[str, Any]:

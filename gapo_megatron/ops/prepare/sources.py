@@ -1,4 +1,4 @@
-"""How a row of a data set becomes a problem: DeepScaleR, DeepCoder, and files of one's own."""
+"""How a row becomes a problem: DeepScaleR, DeepCoder, and the user's own files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ holds the whole function.
 
 
 class UnreadableError(Exception):
-    """A row of the right form that no verifier could judge a response by. Says why."""
+    """The row is well-formed, but no verifier can judge a response by it; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Candidate:
     """A problem that may go into the problem file."""
 
     text: str
-    """The problem's own words, which duplicates and benchmarks are compared by."""
+    """The problem's own words, for comparison with duplicates and benchmarks."""
     prompt: str
-    """These words and what we ask around them."""
+    """The text together with the instructions around it."""
     answer: str
-    """As the verifier reads it; JSON where that is not plain text."""
+    """As the verifier reads it; JSON unless it is plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +47,25 @@ class Source:
     """A data set by name, without its data."""
 
     name: str
-    """Begins the ids of its problems."""
+    """Also the prefix of generated ids."""
     kind: Kind
     """Verifier, as `reward.kind` of the config."""
     deduplicates: bool
     columns: tuple[str, ...]
     """Keys of a row that `read` needs."""
     read: Callable[[Row], Candidate]
-    """Problem of a row. KeyError, TypeError, ValueError: another form of row. UnreadableError:
-    nothing to judge by."""
+    """Makes a problem of a row. Raises KeyError, TypeError or ValueError for a row of another form,
+    UnreadableError if no verifier can judge by it."""
     id_of: Callable[[Row], str] = lambda row: ""
-    """A row's own id; empty where it has none."""
+    """The row's own id; empty if it has none."""
     optional: tuple[str, ...] = ()
-    """Keys that are looked at where a row has them."""
+    """Keys that are read if a row has them."""
     level_of: Callable[[Row, Path], str] = lambda row, path: ""
-    """Level of a row of a file; empty where there is none."""
+    """Level of a row in a file; empty if there is none."""
 
 
 def deepscaler(*, suffix: str = BOXED) -> Source:
-    """Rows of `problem` and `answer`. `suffix` ends every prompt."""
+    """Rows with `problem` and `answer`; `suffix` is appended to every prompt."""
 
     def read(row: Row) -> Candidate:
         text, answer = _text(row, "problem"), _plain(row["answer"])
@@ -76,10 +76,10 @@ def deepscaler(*, suffix: str = BOXED) -> Source:
 
 
 def deepcoder() -> Source:
-    """Rows of `problem` and `tests`, with `starter_code` and `metadata` where a set has them.
+    """Rows with `problem` and `tests`; `starter_code` and `metadata` are optional.
 
-    Not deduplicated, as in the paper. The level is the name of the folder in which the file lies:
-    the set (`primeintellect`, `taco`, `lcbv5`).
+    Not deduplicated, as in the paper. The level is the name of the file's folder, which is the
+    subset (`primeintellect`, `taco`, `lcbv5`).
     """
 
     def read(row: Row) -> Candidate:
@@ -115,7 +115,7 @@ def own(
     level_key: str = "level",
     id_key: str = "id",
 ) -> Source:
-    """Rows of one's own files; level and id may be missing, and the id is then made."""
+    """Rows of the user's own files; level and id are optional, and an id is then generated."""
 
     def read(row: Row) -> Candidate:
         text, answer = _text(row, prompt_key), row[answer_key]
@@ -124,9 +124,6 @@ def own(
         _check(kind, answer, key=answer_key)
         return Candidate(text, text + suffix, answer)
 
-    def optional(row: Row, key: str) -> str:
-        return _plain(row.get(key))
-
     return Source(
         "own",
         kind,
@@ -134,8 +131,8 @@ def own(
         (prompt_key, answer_key),
         read,
         optional=(level_key, id_key),
-        id_of=lambda row: optional(row, id_key),
-        level_of=lambda row, path: optional(row, level_key),
+        id_of=lambda row: _plain(row.get(id_key)),
+        level_of=lambda row, path: _plain(row.get(level_key)),
     )
 
 
@@ -150,18 +147,15 @@ def _ask_program(text: str, tests: Tests, *, starter: str) -> str:
 
 
 def _check(kind: Kind, answer: str, *, key: str) -> None:
-    """Refuse an answer that the verifier cannot read; of `math` also one with two readings."""
+    """Refuse an answer that the verifier cannot read; for `math`, also an ambiguous one."""
     if not answer.strip():
-        raise UnreadableError(f"the answer (key {key!r}) is empty")
+        raise UnreadableError(f"key {key!r} is empty")
     try:
         rewards.check_answer(kind, answer)
-    except DataError as error:
-        raise UnreadableError(f"the answer (key {key!r}): {error}") from None
-    if kind == "math":
-        try:
+        if kind == "math":
             math_answers.check_reference(answer)
-        except ValueError as error:
-            raise UnreadableError(f"the answer (key {key!r}): {error}") from None
+    except (DataError, ValueError) as error:
+        raise UnreadableError(f"the {kind} verifier cannot read key {key!r}: {error}") from None
 
 
 def _text(row: Row, key: str) -> str:
@@ -175,7 +169,7 @@ def _text(row: Row, key: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    if value is None or value != value:  # NaN: missing, to who writes tables
+    if value is None or value != value:  # tables write NaN where a value is missing
         return ""
     if isinstance(value, str):
         return value.strip()
@@ -185,7 +179,7 @@ def _plain(value: Any) -> str:
 
 
 def _decoded(value: Any) -> Any:
-    """JSON that some sets hold as text; tests may hold whatever Python reads."""
+    """Parse a value that some data sets store as JSON text."""
     if not isinstance(value, str):
         return value
     try:

@@ -16,7 +16,7 @@ from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS, BOXED
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.ops.prepare import Lengths
+from gapo_megatron.ops.prepare import rules
 from gapo_megatron.ops.prepare.duplicates import Duplicates
 from gapo_megatron.rewards import code
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
@@ -187,7 +187,7 @@ def test_worked_solutions_are_refused_with_the_row_the_key_and_what_to_do(run, t
     assert run("own", [row, other]) == 1
     assert re.search(mentions("own.jsonl:1", "'prompt'", "--prompt-key"), capsys.readouterr().err)
     assert run("own", [row, other], "--prompt-key", "question") == 1
-    says = mentions("none of 2 rows", "2 unreadable", "own.jsonl:1", "'answer'", "#### 72", "final")
+    says = mentions("2 rows", "2 unreadable", "own.jsonl:1", "'answer'", "#### 72", "final")
     assert re.search(says, capsys.readouterr().err)
     final = [one | {"answer": one["answer"].rpartition("#### ")[2]} for one in (row, other)]
     assert run("own", final, "--prompt-key", "question") == 0
@@ -443,11 +443,11 @@ def test_mistakes_are_named_and_leave_nothing(run, tmp_path, capsys, rows, optio
 
 
 def test_an_interrupted_run_says_how_to_go_on(run, tmp_path, monkeypatch, capsys):
-    def interrupt(self, text):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(Lengths, "check", interrupt)
+        broken.setattr(rules, "encode_prompt", interrupt)
         assert run("deepscaler", [problem("a")]) == 130
     assert "same command" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -12,11 +12,10 @@ import numpy as np
 from gapo_megatron.clock import Expectation
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape, element_bytes
-from gapo_megatron.ops.plan.generation import Decoding
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.planner import read_model
+from gapo_megatron.ops.plan.times import Decoding
 from gapo_megatron.types import Episode, Prompt
 from tests.timed_engine import Costs, Lengths
 

@@ -181,7 +181,7 @@ def test_what_a_person_reads(doctor: ModuleType, capsys: pytest.CaptureFixture[s
         "       slurm",
         " ok    client   d",
     ]
-    assert re.findall(r"\d+", lines[-1]) == ["1", "0", "2"]  # to repair, to read, in all
+    assert re.findall(r"\d+", lines[-1]) == ["2", "1", "0"]  # checks, failed, warnings
 
 
 def test_a_config_whose_model_and_data_are_not_here(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_which_gpus_the_run_fits_is_told(tmp_path: Path) -> None:
         assert found.status == "ok" and "on 8 ranks" in found.detail
         assert all(f"{name} (" in found.detail for name in ("a100", "h100", "h200", "b200"))
     found = look_at_config(str(ROOT / "configs/qwen2_5_72b/base.toml"), world_size=8)["fits"]
-    assert found.status == "warn" and "NOT h100 (" in found.detail and found.advice
+    assert found.status == "warn" and "NOT fit h100 (" in found.detail and found.advice
     assert "fits" not in look_at_config(write_config(tmp_path / "run.toml"))
 
 

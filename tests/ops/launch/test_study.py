@@ -13,9 +13,8 @@ from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.ops.launch.study import Resources, Run, read_study, unfinished
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GIB, GPUS
+from gapo_megatron.ops.plan.hardware import GIB, GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import Candidate

@@ -340,7 +340,7 @@ def test_a_study_runs_here_and_survives_a_rank(tmp_path: Path) -> None:
     done = submit(tmp_path, *arguments, "optimizer.learning_rate=0.5", **outside)
     assert done.returncode == 2
     assert "run seed_0 " in done.stderr
-    assert "optimizer.learning_rate (5e-05 there, 0.5 here)" in done.stderr
+    assert "optimizer.learning_rate (was 5e-05, now 0.5)" in done.stderr
 
 
 @pytest.mark.system

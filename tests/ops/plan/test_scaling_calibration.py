@@ -14,19 +14,16 @@ from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.plan.calibration import (
-    STAGES,
     Calibration,
-    Observation,
     fit,
-    read_observation,
-    seconds,
+    read_calibration,
     worst_misses,
+    write_calibration,
 )
-from gapo_megatron.ops.plan.calibration_file import read_calibration, write_calibration
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GPUS, Gpu
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.observation import STAGES, Observation, read_observation, seconds
 from gapo_megatron.ops.plan.times import SidesTime, StepTime
 from gapo_megatron.ops.plan.trial import (
     default_sizes,

@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.generation import Decoding, generation_s, kv_cache_bytes
+from gapo_megatron.ops.plan.flops import Shape, kv_cache_bytes
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.times import Decoding, generation_s
+from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf
 
@@ -81,15 +83,16 @@ def seconds(
 ):
     shape = Shape.of(hf(model))
     fraction = (kv_gib * 2**30 + 2 * shape.num_parameters / tp) / H200.memory_bytes
-    return generation_s(
-        shape,
-        config(batch=batch, rollout={"memory_fraction": fraction, "quantization": quantization}),
-        rollout_tp_size=tp,
-        world_size=world,
-        workload=workload,
-        gpu=H200,
-        efficiency=IDEAL,
+    settings = config(
+        batch=batch,
+        rollout={
+            "memory_fraction": fraction,
+            "quantization": quantization,
+            "tensor_parallel_size": tp,
+        },
     )
+    layout = Layout.of(settings, world_size=world)
+    return generation_s(Training(shape, settings, layout, workload, H200, IDEAL))
 
 
 def test_the_longest_response_holds_the_batch():

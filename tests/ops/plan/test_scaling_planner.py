@@ -14,12 +14,11 @@ from gapo_megatron.config import load_config
 from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_shapes
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
+from gapo_megatron.ops.plan.hardware import Efficiency
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.memory import LARGER_FRACTION, OUT_OF_HOST, SMALLER_FRACTION, memory
 from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides, plan, read_model
-from gapo_megatron.ops.plan.refusal import LARGER_FRACTION, OUT_OF_HOST, SMALLER_FRACTION
 from gapo_megatron.ops.plan.search import Candidate, Refusals, Search
 from gapo_megatron.ops.plan.tables import memory_table, nothing_fits, to_json
 from gapo_megatron.ops.plan.times import step_time
@@ -222,8 +221,8 @@ def test_what_a_nodes_own_memory_does_not_hold_is_refused():
 def test_the_hint_is_the_commonest_reasons(on_one_node):
     def hint(**counts):
         reasons = {
-            "gradients": "out of memory while training: gradients most of all",
-            "activations": "out of memory while training: activations most of all",
+            "gradients": "out of memory while training; largest part: gradients",
+            "activations": "out of memory while training; largest part: activations",
             "smaller": SMALLER_FRACTION,
             "larger": LARGER_FRACTION,
             "heads": "parallel.tensor_model_parallel_size (8) must divide",

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from gapo_megatron.ops.plan.efficiency import Efficiency
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.times import reward_s, step_time, sync_s
 from tests.hf.test_convert_models import NUM_PARAMETERS
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, training

@@ -167,7 +167,7 @@ check_nodes() { # sets `used` to the nodes to run on
   if ((${#used[@]} < num_nodes)); then
     # If none of several nodes is healthy, the cause is elsewhere, and other nodes would not help.
     [ "$mode" = slurm ] && ((${#used[@]} > 0 || count == 1)) && count_failure && requeue_without "${bad[@]}"
-    die 90 "Needed $num_nodes healthy nodes, found ${#used[@]} ($reasons)"
+    die 90 "Needed $num_nodes healthy node$( ((num_nodes == 1)) || echo s), found ${#used[@]} ($reasons)"
   fi
   used=("${used[@]:0:num_nodes}")
 }

@@ -199,11 +199,11 @@ def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dic
         + (f"; {vpp} virtual stages each" if vpp > 1 else "")
         + (f"; experts over {layout.ep_size}" if layout.ep_size > 1 else "")
     )
-    replicas = f"{engines} of {config.rollout.tensor_parallel_size} process(es)"
+    replicas = f"{engines}, each with {config.rollout.tensor_parallel_size} process(es)"
     dtype = f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""
     if not sides.num_generation:
-        each = f"{batch.rollout_prompts / engines:g} prompts each"
-        return {"processes": cut, "vLLM replicas": f"{replicas}, {each}{dtype}"}
+        each = f"{batch.rollout_prompts / engines:g} prompts"
+        return {"processes": cut, "vLLM replicas": f"{replicas} and {each}{dtype}"}
     prompts = math.ceil(num_begun(batch, batch.rollout_prompts) / engines)
     per_node = f"{sides.ranks_per_node} per node" + (
         ", assumed: LOCAL_WORLD_SIZE is not set" if is_assumed else ""
@@ -213,8 +213,8 @@ def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dic
         f"{sides.num_generation} generate",
         "training side": f"{sides.place(0, sides.num_training)}: {cut}",
         "generation side": f"{sides.place(sides.num_training, sides.num_generation)}: vLLM "
-        f"replicas: {replicas}, at most {prompts} prompts = "
-        f"{prompts * batch.rollouts_per_prompt} sequences each{dtype}",
+        f"replicas: {replicas} and at most {prompts} prompts = "
+        f"{prompts * batch.rollouts_per_prompt} sequences{dtype}",
         "schedule": schedule(config),
     }
 

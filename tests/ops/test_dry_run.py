@@ -140,8 +140,7 @@ def test_world_size_that_does_not_divide(
 def test_of_one_process_it_says_how_to_have_more() -> None:
     """The dry run of a larger config, by the command that users find first."""
     config = make_config(parallel={"tensor_model_parallel_size": 2})
-    way = "--rank 0/N makes it a dry run of N processes"
-    with pytest.raises(ConfigError, match=rf"world size \(1\) must be .* \(2\); {way}$"):
+    with pytest.raises(ConfigError, match=r"world size \(1\) must be .* \(2\);.* --rank 0/N "):
         text_of(config)
     with pytest.raises(ConfigError, match=r"world size \(3\) must be .* \(2\)$"):
         text_of(config, world_size=3)
@@ -176,15 +175,11 @@ def test_printed_config_loads_again_to_the_same() -> None:
 
 
 def test_absences_are_said() -> None:
-    text = text_of(make_config())
-    assert "/nowhere does not exist" in text
-    assert "/nowhere.jsonl does not exist" in text
-
-
-def test_paths_with_brackets_are_no_markup() -> None:
+    """Paths with brackets are no markup."""
     data = {"train_path": "/nowhere/[/x].jsonl"}
     reward = {"kind": "code", "sandbox": "apptainer:/[/x].sif"}
     text = text_of(make_config(data=data, reward=reward))
+    assert "/nowhere does not exist" in text
     assert "/nowhere/[/x].jsonl does not exist" in text
     assert "apptainer:/[/x].sif" in text
 
@@ -223,7 +218,7 @@ def test_fp8_is_said(tmp_path: Path) -> None:
     model = {"hf_dir": str(tmp_path / "m"), "precision": "fp8", "fp8_recipe": "blockwise"}
     text = text_of(make_config(model=model, rollout={"quantization": "fp8"}))
     assert "Memory of one rank, fp8 (blockwise), without" in text and "fp8 copies" in text
-    assert "1 of 1 process(es), 32 prompts each; layers in fp8" in text
+    assert "1, each with 1 process(es) and 32 prompts; layers in fp8" in text
     for line in ('fp8_recipe = "blockwise"', 'quantization = "fp8"'):
         assert line in text
     model["fp8_recipe"] = "mxfp8"
@@ -256,9 +251,9 @@ def test_over_sampling_is_said() -> None:
 def test_what_is_offloaded_is_in_host_memory(tmp_path: Path) -> None:
     model = {"hf_dir": write_model(tmp_path / "m")}
     offloaded = text_of(make_config(model=model, optimizer={"offload": True}))
-    assert "host memory" in offloaded and "host memory" not in text_of(make_config(model=model))
+    assert "Offload" in offloaded and "Offload" not in text_of(make_config(model=model))
     sizes = [
-        float(re.search(r"([\d.e-]+)\s+GiB\s+of\s+every\s+rank", text)[1])
+        float(re.search(r"([\d.e-]+)\s+GiB\s+of\s+host\s+memory\s+per\s+rank", text)[1])
         for text in (offloaded, text_of(make_config(model=model, optimizer={"offload": "all"})))
     ]
     # 12 bytes of optimizer a parameter, and 2 of weights, on one rank.
@@ -266,9 +261,9 @@ def test_what_is_offloaded_is_in_host_memory(tmp_path: Path) -> None:
 
 
 def test_how_responses_are_judged_is_said() -> None:
-    assert re.search(r"math,.* 10 s ", text_of(make_config(reward={"kind": "math"})))
+    assert re.search(r"math,.* 10 s\b", text_of(make_config(reward={"kind": "math"})))
     reward = {"kind": "instructions", "timeout_s": 3, "num_workers": 5}
-    assert re.search(r"instructions,.* 3 s .* 5\b", text_of(make_config(reward=reward)))
+    assert re.search(r"instructions,.* 3 s\b.* 5\b", text_of(make_config(reward=reward)))
 
 
 def test_a_reward_that_cannot_run_is_said() -> None:
@@ -311,10 +306,6 @@ def test_steps_per_epoch_come_from_the_file(tmp_path: Path) -> None:
     data.write_text("{}\n" * 160 + "\n")  # a blank line is no problem
     text = text_of(make_config(data={"train_path": str(data)}))
     assert "5.00 (160 prompts), so 2.00 epochs" in text
-
-
-def test_empty_dataset_is_an_error(tmp_path: Path) -> None:
-    data = tmp_path / "train.jsonl"
     data.write_text("\n")
     with pytest.raises(ConfigError, match=r"train\.jsonl\) contains no problems"):
         text_of(make_config(data={"train_path": str(data)}))
@@ -521,7 +512,7 @@ def test_a_nodes_own_memory_is_a_limit_too() -> None:
     huge = dataclasses.replace(GPUS["b200"], memory_bytes=2**50)
     with patch.dict(GPUS, {"huge": huge}, clear=True):
         (one,) = fits(hf_config, config, layout)
-        assert not one.fits and "node's own" in one.shown
+        assert not one.fits and "host memory" in one.shown
         GPUS["huge"] = dataclasses.replace(huge, host_memory_bytes=2**50)
         (one,) = fits(hf_config, config, layout)
-        assert one.fits and "node's own" not in one.shown
+        assert one.fits and "host memory" not in one.shown

@@ -40,17 +40,17 @@ def test_both_sides_are_said() -> None:
     assert rows["processes"] == "48 (8 per node): 32 train, 16 generate"
     expected = "ranks 0-31 on nodes 0-3: 32 = tensor 2 x pipeline 2 x data 8"
     assert rows["training side"] == expected
-    expected = "ranks 32-47 on nodes 4-5: .* 4 of 4 process.* 64 prompts = 512 sequences each"
+    expected = "ranks 32-47 on nodes 4-5: .* 4, each with 4 process.* 64 prompts = 512 sequences$"
     assert re.match(expected, rows["generation side"])
     # An update is the trainers' alone.
-    assert rows["one update"].endswith("about 64 a data-parallel rank")
+    assert rows["one update"].endswith("about 64 per data-parallel rank")
     assert "vLLM replicas" not in rows and "on-policy" in rows["schedule"]
 
 
 def test_a_colocated_run_has_no_sides() -> None:
     rows = rows_of(text_of(make_config(), world_size=16, ranks_per_node=8))
     assert rows["processes"] == "16 = tensor 1 x pipeline 1 x data 16"
-    assert rows["vLLM replicas"] == "16 of 1 process(es), 2 prompts each"
+    assert rows["vLLM replicas"] == "16, each with 1 process(es) and 2 prompts"
     assert not {"training side", "generation side", "schedule"} & set(rows)
 
 

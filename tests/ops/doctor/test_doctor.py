@@ -340,7 +340,7 @@ def test_a_machine_with_gpus_but_a_torch_for_cpus(
     assert found["gpu_memory"].status == "warn"
     assert found["driver"].detail == "575.57.08"
     torch = judge_torch(ask(TORCH, os.environ), num_gpus=num_gpus({}))
-    assert torch.status == "warn" and "unused" in torch.advice
+    assert torch.status == "warn" and "GPUs" in torch.advice
 
 
 def test_links_between_gpus() -> None:

@@ -26,7 +26,8 @@ def model(tmp_path_factory) -> str:
 
 
 def test_tables(model, capsys):
-    assert tool.main([CONFIG, model, "--nodes", "2", "--top", "3"]) == 0
+    """Overrides may follow options."""
+    assert tool.main([CONFIG, "--nodes", "2", model, "--top", "3"]) == 0
     out = capsys.readouterr().out
     for shown in ("16 x h200", "yours", " parallel.tensor_model_parallel_size=", "1,531"):
         assert shown in out
@@ -85,7 +86,7 @@ def test_json_is_all_that_is_printed(model, capsys):
     command = [CONFIG, model, "--json", "--gpu", "h100", "--mean-response-tokens", "500"]
     assert tool.main(command) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["gpu"]["name"] == "h100"
+    assert (values["gpu"]["name"], values["num_gpus"]) == ("h100", 8)
     assert values["workload"]["mean_response_tokens"] == 500
     assert len(values["layouts"]) == 5
 
@@ -187,11 +188,6 @@ def test_a_model_that_nothing_computes_is_not_a_question_of_nodes(tmp_path, caps
     captured = capsys.readouterr()
     assert "hidden_act" in captured.err
     assert "more nodes" not in captured.out
-
-
-def test_overrides_may_follow_options(model, capsys):
-    assert tool.main([CONFIG, "--nodes", "2", model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_gpus"] == 16
 
 
 def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):

@@ -97,14 +97,6 @@ def test_weights_go_over_one_network_adapter_in_buckets():
         assert send_s(one) - sync_s(one) == pytest.approx(more, rel=1e-6)
 
 
-def test_the_engines_log_probs_as_old_ones_need_no_old_pass():
-    engines = {"objective": {"old_log_probs": "rollout"}}
-    assert training(dp=8).old_log_probs_s() > 0
-    assert training(dp=8, sections=engines).old_log_probs_s() == 0
-    engines["objective"]["kl_coef"] = 0.01  # needs the initial weights' all the same
-    assert training(dp=8, sections=engines).old_log_probs_s() > 0
-
-
 # --- memory --------------------------------------------------------------------------------------
 
 

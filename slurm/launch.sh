@@ -115,7 +115,7 @@ begin_attempt() {
   attempt_dir=$run_dir/attempts/$attempt
   owner=$(cat "$run_dir/OWNER" 2>/dev/null)
   owner=${owner%.*}
-  [ "$owner" = "$job" ] || ! is_running "$owner" || die 2 "$run_dir is in use by job $owner, which is running"
+  [ "$owner" = "$job" ] || ! is_running "$owner" || die 2 "$run_dir is in use: job $owner is running"
   # Only one attempt writes: an older one that is cut off from Slurm finds another name in OWNER and ends.
   mkdir -p "$attempt_dir/check" && ln -sfn "$attempt" "$run_dir/attempts/latest" &&
     echo "$attempt" >"$attempt_dir/OWNER" && mv "$attempt_dir/OWNER" "$run_dir/OWNER" || exit 1

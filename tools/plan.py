@@ -100,6 +100,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.ops.plan.tables import print_plan
     from gapo_megatron.ops.plan.workload import default_workload
 
+    # What is planned.
     config = load_config(arguments.config, arguments.overrides)
     if arguments.write:
         check_layout_file(arguments.write)
@@ -122,6 +123,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         efficiency=found.efficiency,
         max_staleness=arguments.max_staleness,
     )
+
+    # The result: a file, JSON or tables.
     if arguments.write:
         write_layout(
             quickest_with_room(result),
@@ -183,10 +186,14 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
         )
     if arguments.calibration:
         check_calibration(arguments.calibration)
+
+    # Measure, and fit.
     gpu = find_gpu(arguments.gpu)
     with tempfile.TemporaryDirectory(prefix="gapo_trial_") as scratch:
         observed = _tried(arguments, Path(scratch)) if arguments.config else _finished(arguments)
     found = fit([one for one, is_fitted in observed if is_fitted], gpu)
+
+    # Show how well it fits, and write it.
     print_whole(console, comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
     print_whole(console, efficiencies_table(found))
     tested = [one for one, is_fitted in observed if not is_fitted]

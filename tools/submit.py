@@ -78,6 +78,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     )
     runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
     num_finished = len(study.runs) - len(runs)
+
+    # Check everything before any code is frozen.
     _check(arguments, runs)
     # Of all runs of the study: the unfinished ones alone may happen to ask for equal nodes.
     ranks = world_sizes([run.resources for run in study.runs])
@@ -96,7 +98,9 @@ def _submit(arguments: argparse.Namespace) -> int:
     submissions = _submissions(arguments, study, runs)
     if not arguments.local:
         for _, submission in submissions:
-            submission.check()  # before any code is frozen
+            submission.check()
+
+    # Submit, or run here.
     if arguments.dry_run:
         print("\n".join(script for _, one in submissions for script in one.scripts()), end="")
         return 0
@@ -112,6 +116,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         console.print(
             f"{num_finished} of {len(study.runs)} runs had finished already", markup=False
         )
+
+    # Show the status.
     if arguments.local:
         statuses = read_statuses(run_dirs)
         if num_finished:  # otherwise the last live table showed all runs
@@ -121,7 +127,11 @@ def _submit(arguments: argparse.Namespace) -> int:
         console.print(status_table(read_statuses(run_dirs), title=str(study.folder)))
         console.print(f"to see their status: tools/submit.py --status {study.folder}", markup=False)
         return 0
-    with live_table(console, title=str(study.folder)) as show:
+    return _wait(run_dirs, title=str(study.folder))
+
+
+def _wait(run_dirs: Sequence[Path], *, title: str) -> int:
+    with live_table(console, title=title) as show:
         while True:
             statuses = read_statuses(run_dirs)
             show(statuses)

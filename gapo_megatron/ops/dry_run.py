@@ -162,6 +162,7 @@ def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
         begun_as, num_open = "running in a step", num_prompts - batch.rollout_prompts
         begun += f"; after the first step {batch.rollout_prompts} new and {num_open} resumed"
     updates = batch.num_minibatches * config.run.num_steps
+    # From the processes down to the micro-batch; rows that do not apply are left out.
     rows = {
         **_rows_of_processes(config, sides, is_assumed=is_assumed),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "

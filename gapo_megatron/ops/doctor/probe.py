@@ -74,6 +74,7 @@ def policy(**model: str) -> None:
             return str(error)
         return ""
 
+    # A tiny policy with random weights, updated once.
     world = process_group.start(_TIMEOUT_S)
     attention_backend = attention_in_use()
     with tempfile.TemporaryDirectory() as folder:
@@ -93,6 +94,7 @@ def policy(**model: str) -> None:
     result = update(built, [microbatch], lambda scored: (-scored.log_probs.mean(), {}))
     assert result.grad_norm > 0, result
 
+    # The classes that it is made of.
     layer = built.stages[0].decoder.layers[0]
     is_cuda = world.device.type == "cuda"
     optimizer = inner_optimizers(built.optimizer)[0]

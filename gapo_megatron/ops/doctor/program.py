@@ -65,6 +65,7 @@ def compare_with_lock(here: Mapping[str, str], path: Path) -> Iterator[Finding]:
         for line in path.read_text(encoding="utf-8").splitlines()
         if (found := re.match(r"([\w.-]+)(?:\[.*\])?==(\S+)", line))
     }
+    # A line for each package of the stack, and one for all others.
     for name in filter(lock.__contains__, STACK):
         version = here.get(name)
         if version and _satisfies(version, lock[name]):

@@ -174,6 +174,7 @@ class Evidence:
         ends = self._ends_in_order()
         if own := [end for end in ends if self._is_own(end)]:
             return self._describe(own[0])
+        # No rank failed by itself: the reason is Slurm's, or the ranks know only of each other.
         reasons = {found[1] for log in self.logs.values() for found in _REASON.finditer(log.text)}
         if self.launch.lost_nodes or "NODE FAILURE" in reasons:
             nodes = ", ".join(self.launch.lost_nodes) or "a node"
@@ -231,12 +232,7 @@ class Evidence:
         at = [f"  at {place_of(log.stack)}"] if log.stack else []
         where = f"  log: {log.path}"
         if end.signal:
-            lines = [
-                f"{who} failed first, by a signal: {end.signal}",
-                *self._hints(end),
-                *at,
-                where,
-            ]
+            lines = [f"{who} was ended by a signal: {end.signal}", *self._hints(end), *at, where]
             return Diagnosis(lines + log.last_lines(0 if at else 3))
         if record:
             at = [f"  at {place}"] if (place := self._raised_at(end.rank)) else []
@@ -296,7 +292,7 @@ class Evidence:
 def read_launch_log(text: str) -> LaunchLog:
     """Parse stderr of srun (Slurm 22.05 to 24.11), or launch.sh's messages in the same form."""
     log = LaunchLog()
-    after = ""
+    after = ""  # what follows the end of the step is its consequence, not a cause
     for number, line in enumerate(text.splitlines()):
         if found := _ENDED.fullmatch(line):
             name = found["signal"] or ""

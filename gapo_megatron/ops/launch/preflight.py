@@ -134,6 +134,7 @@ class Preflight:
         start = time.monotonic()
         process.start()
         sender.close()
+        # The process reports each step before it begins; its last report tells how it ended.
         outcome: Outcome = "unfit"
         doing = "starting python"
         with contextlib.suppress(EOFError):  # the process has ended

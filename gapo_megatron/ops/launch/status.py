@@ -92,6 +92,7 @@ def _read_folder(run_dir: Path) -> Status:
     steps, num_steps = int(trained.get("step", -1)) + 1, _num_steps(run_dir)
     timings = map(_values, _lines(run_dir / "timings.jsonl"))
     owner = _text(run_dir / "OWNER")
+    # The state, as far as the folder shows it.
     state = "queued"
     if newest.exists():
         state = _text(newest / "outcome") or ("running" if _is_alive(owner) else "failed")

@@ -222,6 +222,8 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
     number = len(file.runs) + sum(math.prod(map(len, axes.values())) for axes in grids if axes)
     if number > _MOST_RUNS:
         raise ConfigError(f"{path}: {number} runs; a study may have {_MOST_RUNS}")
+
+    # The settings of every run, none of them given twice.
     chosen = [one for axes in grids if axes for one in _combinations(axes)]
     chosen += [_settings(one) for one in file.runs]
     if not chosen:
@@ -237,6 +239,8 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
     for override in overrides:
         if override.partition("=")[0] in varied:
             raise ConfigError(f"override {override!r}: the study itself varies this key")
+
+    # A name, a folder, a config and resources for each.
     runs: dict[str, Run] = {}
     for settings in chosen:
         name = _name(settings)

@@ -211,6 +211,8 @@ def print_deep_dry_run(
             f"--rank {rank}/{world_size}: the rank must be below {num_training}: ranks from "
             f"{num_training} on generate, and only ranks that train can be built without a GPU"
         )
+
+    # Build it and take a step; then print what that took, beside the planner's prediction.
     found = step_one_rank(config, rank=rank, world_size=num_training)
     of_all = f" that train, of {world_size}" if sides.num_generation else ""
     console.print(

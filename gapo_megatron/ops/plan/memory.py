@@ -171,6 +171,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     kv_tokens = kv_cache_tokens(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
+    # Every stage, since another one may need most while training than while generating.
     for stage, (weights, gradients, optimizer) in enumerate(states):
         step = step_bytes(
             hf_config, config, layout, stage=stage, num_microbatches=most, fused=fused
@@ -323,10 +324,12 @@ def find_refusal(predicted: Memory, layout: Layout, gpu: Gpu) -> Refusal | None:
     Checked on a GPU: training, generation, and room for the KV cache. Checked on the host: the
     offloaded state plus a checkpoint while it is saved, of all ranks of a node.
     """
+    # Training.
     needed = predicted.training
     if needed > gpu.memory_bytes:
         parts = (*_STATE_PARTS, *_STEP_PARTS)
         return Refusal(_out_of_memory("training", predicted.trainer, parts), needed)
+    # Weight sync and generation.
     needed, engine = predicted.generating, predicted.engine
     state = ("weights",) if engine.offloaded else _STATE_PARTS
     if engine.receiving > gpu.memory_bytes:
@@ -339,6 +342,7 @@ def find_refusal(predicted: Memory, layout: Layout, gpu: Gpu) -> Refusal | None:
         return Refusal(SMALLER_FRACTION, needed)
     if not predicted.cache_holds_sequence:
         return Refusal(LARGER_FRACTION, needed)
+    # The node's host memory.
     host = (predicted.offloaded + predicted.checkpoint) * min(gpu.gpus_per_node, layout.num_ranks)
     if host > HOST_SHARE * gpu.host_memory_bytes:
         return Refusal(OUT_OF_HOST, host)

@@ -163,6 +163,7 @@ def find_splits(search: Search, num_nodes: int, *, max_staleness: int) -> list[C
         if 0 < number < num_nodes and number not in found:
             found[number] = _on(search, num_nodes, number, max_staleness)
 
+    # Evenly spaced numbers first, then those around the best, at half the distance each time.
     step = max(1, num_nodes // _COARSE)
     for number in (1, *range(step, num_nodes, step)):
         look(number)

@@ -130,6 +130,7 @@ class Search:
             rollout_sizes = self._quickest_engine(rollout_sizes, num_gpus, num_generation)
         refusals: dict[str, Refusals] = {}
         fitting: list[Candidate] = []
+        # Context parallelism grows only while sequences do not fit without more of it.
         for tp, pp, ep in _trainer_sizes(self.hf_config, num_gpus, self.gpu):
             for cp in _divisors(num_gpus // (tp * pp)):
                 layout = _layout(num_gpus, tp=tp, pp=pp, cp=cp, ep=ep)

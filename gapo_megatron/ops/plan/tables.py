@@ -55,25 +55,9 @@ def print_plan(
         note: where the model's shapes come from; may be empty.
         top: how many layouts of each kind to show.
     """
-    # Assumptions.
     if note:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"One step: {config.batch.rollout_prompts} prompts (mean {workload.mean_prompt_tokens:g} "
-        f"tokens) x {config.batch.rollouts_per_prompt} responses (mean "
-        f"{workload.mean_response_tokens:g}, at most {workload.longest_response_tokens:,} tokens), "
-        f"{workload.active_share:.0%} of them with A != 0. {times_rest_on(found)}",
-        markup=False,
-        highlight=False,
-    )
-    if config.model.precision == "fp8" or config.rollout.quantization:
-        console.print(
-            "fp8 times assume that matrix products reach the same share of the doubled peak as in "
-            "bf16, and that casts are free. The assumed efficiencies rest on no fp8 measurement: "
-            "unless a calibration was measured in fp8, expect slower steps rather than faster.",
-            markup=False,
-            highlight=False,
-        )
+    _print_assumptions(console, config, workload, found)
 
     # Layouts, and why others do not run.
     print_whole(console, layouts_table(result, config, top=top))
@@ -89,10 +73,10 @@ def print_plan(
     if result.best is None:
         console.print(nothing_fits(result, config))
         return
-
-    # The layout to choose.
     if hint := ahead_hint(result):
         console.print(hint, markup=False, soft_wrap=True)
+
+    # The layout to choose.
     roomy = roomy_candidates(result)
     if not roomy:
         console.print("No layout leaves 5 % of a GPU free: plan with more nodes.")
@@ -111,6 +95,27 @@ def print_plan(
         )
 
 
+def _print_assumptions(
+    console: Console, config: Config, workload: Workload, found: Calibration
+) -> None:
+    console.print(
+        f"One step: {config.batch.rollout_prompts} prompts (mean {workload.mean_prompt_tokens:g} "
+        f"tokens) x {config.batch.rollouts_per_prompt} responses (mean "
+        f"{workload.mean_response_tokens:g}, at most {workload.longest_response_tokens:,} tokens), "
+        f"{workload.active_share:.0%} of them with A != 0. {times_rest_on(found)}",
+        markup=False,
+        highlight=False,
+    )
+    if config.model.precision == "fp8" or config.rollout.quantization:
+        console.print(
+            "fp8 times assume that matrix products reach the same share of the doubled peak as in "
+            "bf16, and that casts are free. The assumed efficiencies rest on no fp8 measurement: "
+            "unless a calibration was measured in fp8, expect slower steps rather than faster.",
+            markup=False,
+            highlight=False,
+        )
+
+
 def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
     """The quickest layouts, the quickest with generation nodes, and the config's own."""
     steps = config.run.num_steps
@@ -126,6 +131,7 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
     for place, (name, candidate) in enumerate(_rows(plan, top)):
         if place and name in ("s1", *_OWN):
             table.add_section()
+        # The layout's sizes, then seconds by stage and GPU hours.
         layout = candidate.layout
         values = [(seconds(candidate.times, stage), ".1f") for stage in (*STAGES, "total")]
         values.append((plan.gpu_hours(candidate, steps), ",.0f"))
@@ -157,6 +163,7 @@ def sides_table(plan: Plan, *, top: int) -> Table:
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, candidate in _split_rows(plan, top):
+        # What each side does and waits for, with the wait's share of the step.
         times = sides_of(candidate)
         cells = [
             *(times.learning_s, times.training_waits_s, times.training_waits_s / times.total_s),

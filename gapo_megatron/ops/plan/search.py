@@ -137,10 +137,16 @@ class Search:
                 layout = replace(layout, num_generation=num_generation)
                 candidates: list[Candidate] = []
                 try:
-                    self.check(layout)
-                    candidates = self.candidates(layout, rollout_sizes)
+                    parallel = layout.apply(self.config).parallel
+                    check_shapes(self.hf_config, parallel, self.config.model)
+                    check_world_size(parallel, layout.world_size)
                 except ConfigError as error:  # sizes do not divide
                     refusals.setdefault(str(error), Refusals()).count += 1
+                else:
+                    candidates = [
+                        self.best(replace(layout, recompute=recompute), rollout_sizes)
+                        for recompute in ("none", "selective", "full")
+                    ]
                 for candidate in candidates:
                     if refusal := candidate.refusal(self.gpu):
                         refusals.setdefault(refusal.reason, Refusals()).add(candidate, refusal)
@@ -172,19 +178,6 @@ class Search:
         fitting = [one for one in found if one.memory.generating <= self.gpu.memory_bytes]
         best = min(fitting or found[-1:], key=lambda one: one.times.generation_s)
         return [best.layout.rollout_tp_size]
-
-    def check(self, layout: Layout) -> None:
-        """Raise ConfigError unless the trainer can run the model in this layout."""
-        parallel = layout.apply(self.config).parallel
-        check_shapes(self.hf_config, parallel, self.config.model)
-        check_world_size(parallel, layout.world_size)
-
-    def candidates(self, layout: Layout, rollout_sizes: Sequence[int]) -> list[Candidate]:
-        """The best candidate of a layout for every kind of recomputation."""
-        return [
-            self.best(replace(layout, recompute=recompute), rollout_sizes)
-            for recompute in ("none", "selective", "full")
-        ]
 
     def best(self, layout: Layout, rollout_sizes: Sequence[int]) -> Candidate:
         """The quickest micro-batch and engine that fit; if none fits, the pair that needs least.

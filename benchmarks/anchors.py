@@ -14,9 +14,8 @@ from typing import Any
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.models.published import find_model
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.times import StepTime, step_time
 from gapo_megatron.ops.plan.workload import Workload

@@ -14,13 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 from benchmarks.anchors import ANCHORS
 from gapo_megatron.config import load_config
-from gapo_megatron.ops.plan.calibration import seconds
-from gapo_megatron.ops.plan.efficiency import Efficiency
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
-from gapo_megatron.ops.plan.planner import gib, plan, read_model
-from gapo_megatron.ops.plan.sides import sides_of
+from gapo_megatron.ops.plan.observation import seconds
+from gapo_megatron.ops.plan.planner import gib, plan, read_model, sides_of
 from gapo_megatron.ops.plan.times import step_time
 from gapo_megatron.ops.plan.workload import default_workload
 

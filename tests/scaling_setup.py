@@ -14,9 +14,8 @@ from transformers import AutoConfig
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.models.tables import ARCHITECTURES
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GPUS, Gpu
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload

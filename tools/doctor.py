@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Check whether this machine can train, and say what is missing.
 
-Checks the program (package versions against requirements/, commit), the libraries with kernels (do
-they load?), the kernels that training would use here (a tiny model is updated once), the machine
-(CPUs, memory, disk, GPUs), Slurm (client, cluster, settings that matter to a run) and, if given, a
-config (model, data, world size). It changes nothing, and runs with any Python from 3.11, whatever
-packages are installed. Attach its output to a bug report. docs/debugging.md explains each line.
+Checks the program (commit, package versions against requirements/), the libraries with kernels (do
+they load?), the kernels that training uses here (updates a tiny model once), the machine (CPUs,
+memory, disk, GPUs), Slurm (client, cluster, settings that affect a run) and, if one is given, a
+config (model, data, world size). It changes nothing, and needs only Python 3.11 or newer. Attach
+its output to bug reports; docs/debugging.md explains it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ before a first run:  .venv/bin/python tools/doctor.py configs/ds_r1_1_5b/gapo.to
 on a compute node:   srun -N1 -n1 --gpus-per-node=8 .venv/bin/python tools/doctor.py
 before each start:   PREPARE="tools/doctor.py CONFIG.toml" sbatch slurm/gapo_ds_r1.sbatch
 
-ok: as it should be. warn: works, or is not needed here; read the advice. fail: training would fail.
-Exit codes: 0; 1 if a check fails; 2 usage.
+ok: fine. warn: works, or is not needed on this machine; read the advice. fail: training cannot run.
+Exit codes: 0 no check failed; 1 a check failed; 2 usage.
 """
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Print the report; 0, 1 if a check fails, 2 usage."""
+    """Print the report. Returns 0: no check failed; 1: a check failed; 2: usage."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", nargs="?", help="TOML file to check as well; see configs/")
+    parser.add_argument("config", nargs="?", help="also check this TOML file; see configs/")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     arguments = parser.parse_args(command_line)
     has_rich = importlib.util.find_spec("rich") is not None
@@ -58,10 +58,10 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _patience() -> contextlib.AbstractContextManager[object]:
-    """Status line on a terminal while the libraries load."""
+    """A message on the terminal while the libraries load."""
     from rich.console import Console
 
-    return Console(stderr=True).status("loading libraries, updating a tiny model ...")
+    return Console(stderr=True).status("Loading libraries, updating a tiny model ...")
 
 
 def _print(findings: Sequence[Finding]) -> None:
@@ -83,8 +83,8 @@ def _print(findings: Sequence[Finding]) -> None:
             table.add_row("", "", f"[dim]-> {escape(finding.advice)}[/]")
     console.print(table)
     warned, failed = (sum(f.status == status for f in findings) for status in ("warn", "fail"))
-    warnings = "1 warning" if warned == 1 else f"{warned} warnings"
-    console.print(f"{len(findings)} checks: {failed} failed, {warnings}")
+    s = "" if warned == 1 else "s"
+    console.print(f"{len(findings)} checks: {failed} failed, {warned} warning{s}")
 
 
 if __name__ == "__main__":

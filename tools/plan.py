@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Predict which layouts of a config fit on N nodes, and how long a step takes in each.
 
-Takes seconds, and needs no GPU; of the model only config.json.
+CONFIG is the config of the run; section.key=value overrides a setting. Needs no GPU, and only
+config.json of the model. Takes seconds.
 """
 
 from __future__ import annotations
@@ -22,41 +23,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron.ops.plan.hardware import GPUS
 
 if TYPE_CHECKING:
-    from gapo_megatron.ops.plan.calibration import Calibration, Observation
+    from gapo_megatron.ops.plan.calibration import Calibration
+    from gapo_megatron.ops.plan.observation import Observation
 
 _PLAN = """\
-layouts, memory and time of a config, here on one node of H200:
+layouts, memory and times on one node of H200:
   python tools/plan.py configs/qwen_math_1_5b/gapo.toml --nodes 1 --gpu h200
 with known lengths, and another model:
   python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
     --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
-write the best layout as a config:
+write the quickest layout as a config to train with:
   python tools/plan.py configs/qwen2_5_32b/base.toml batch.max_tokens_per_microbatch=10240 \\
     --nodes 2 --gpu h200 --write configs/qwen2_5_32b/two_nodes.toml
-some nodes that only generate, one step ahead of training:
+with generation nodes that run one step ahead of training:
   python tools/plan.py CONFIG --nodes 6 --gpu h200 --max-staleness 1
 with measured efficiencies:
   python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
 
-python tools/plan.py calibrate --help   measure the efficiencies that predicted times depend on
-python tools/plan.py measure --help     compare finished runs with the prediction
+python tools/plan.py calibrate --help   measure the efficiencies behind the predicted times
+python tools/plan.py measure --help     compare finished runs with the predictions
 
-Without --calibration, times depend on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
-docs/scaling.md explains them. Exit codes: 0; 1 if nothing fits or an input is wrong; 2 usage.
+Without --calibration, times rest on assumed efficiencies (gapo_megatron/ops/plan/hardware.py);
+docs/scaling.md explains the model. Exit codes: 0 done; 1 nothing fits, or wrong input; 2 usage.
 """
 _CALIBRATE = """\
 measure this machine at two sizes, and test the fit at a third:
   python tools/plan.py calibrate configs/demo.toml --gpu cpu --calibration cpu.toml \\
     --size "" --size "batch.rollout_prompts=16 batch.minibatch_prompts=4" \\
     --test-size "batch.rollout_prompts=64 batch.minibatch_prompts=16"
-fit existing runs, and test the fit on another one:
+fit finished runs, and test the fit on another one:
   python tools/plan.py calibrate --gpu h200 --from-run runs/a --from-run runs/b \\
     --test-run runs/c --calibration h200.toml
 """
 _MEASURE = """\
-a scaling study, run by run, with figures in runs/studies/scaling_qwen/scaling:
+all runs of a scaling study; figures go to runs/studies/scaling_qwen/scaling:
   python tools/plan.py measure runs/studies/scaling_qwen --gpu h200
-two of its runs alone:
+only two of its runs:
   python tools/plan.py measure --gpu h200 --output two_runs \\
     runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
 """
@@ -66,11 +68,11 @@ _FORMER = {
     "--measured": "tools/plan.py measure RUN ... --gpu GPU",
     "--anchors": "docs/planned_layouts.md",
 }
-"""Options of earlier versions, and what replaces them."""
+"""Options of earlier versions, and what replaced them."""
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Plan, calibrate or compare; 0 done, 1 nothing fits or an input is wrong, 2 usage."""
+    """Plan, calibrate or measure. Returns 0: done; 1: nothing fits, or wrong input; 2: usage."""
     arguments = _parse(command_line)
     from gapo_megatron.errors import GapoError
 
@@ -88,15 +90,17 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
     from gapo_megatron.ops.plan import tables
-    from gapo_megatron.ops.plan.layout_file import (
+    from gapo_megatron.ops.plan.planner import (
         check_layout_file,
+        plan,
         quickest_with_room,
+        read_model,
         write_layout,
     )
-    from gapo_megatron.ops.plan.planner import plan, read_model
-    from gapo_megatron.ops.plan.printing import print_plan
+    from gapo_megatron.ops.plan.tables import print_plan
     from gapo_megatron.ops.plan.workload import default_workload
 
+    # What is planned.
     config = load_config(arguments.config, arguments.overrides)
     if arguments.write:
         check_layout_file(arguments.write)
@@ -119,6 +123,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         efficiency=found.efficiency,
         max_staleness=arguments.max_staleness,
     )
+
+    # The result: a file, JSON or tables.
     if arguments.write:
         write_layout(
             quickest_with_room(result),
@@ -138,21 +144,19 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration:
-    """Of the file given, else the defaults on the device named."""
+    """The calibration of --calibration, or default efficiencies on --gpu."""
     import dataclasses
 
     from gapo_megatron.errors import ConfigError
-    from gapo_megatron.ops.plan.calibration import Calibration
-    from gapo_megatron.ops.plan.calibration_file import read_calibration
-    from gapo_megatron.ops.plan.efficiency import Efficiency
-    from gapo_megatron.ops.plan.hardware import find_gpu
+    from gapo_megatron.ops.plan.calibration import Calibration, read_calibration
+    from gapo_megatron.ops.plan.hardware import Efficiency, find_gpu
 
     if arguments.calibration:
         found = read_calibration(arguments.calibration)
         if found.gpu.name != arguments.gpu:
             raise ConfigError(
-                f"--calibration {arguments.calibration} was measured on {found.gpu.name}, not on "
-                f"--gpu {arguments.gpu}"
+                f"--calibration ({arguments.calibration}) was measured on {found.gpu.name}, but "
+                f"--gpu is {arguments.gpu}"
             )
     else:
         found = Calibration(find_gpu(arguments.gpu), Efficiency(), {})
@@ -165,27 +169,37 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
 def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.errors import ConfigError
     from gapo_megatron.io.whole_table import print_whole
-    from gapo_megatron.ops.plan.calibration import fit, worst_misses
-    from gapo_megatron.ops.plan.calibration_file import check_calibration, write_calibration
+    from gapo_megatron.ops.plan.calibration import (
+        check_calibration,
+        comparison_table,
+        efficiencies_table,
+        fit,
+        worst_misses,
+        write_calibration,
+    )
     from gapo_megatron.ops.plan.hardware import find_gpu
-    from gapo_megatron.ops.plan.tables import comparison_table, efficiencies_table
 
     if arguments.calibration and not arguments.calibration.parent.is_dir():
         raise ConfigError(
-            f"--calibration ({arguments.calibration}): no folder {arguments.calibration.parent}"
+            f"--calibration ({arguments.calibration}): there is no folder "
+            f"{arguments.calibration.parent}"
         )
     if arguments.calibration:
         check_calibration(arguments.calibration)
+
+    # Measure, and fit.
     gpu = find_gpu(arguments.gpu)
     with tempfile.TemporaryDirectory(prefix="gapo_trial_") as scratch:
         observed = _tried(arguments, Path(scratch)) if arguments.config else _finished(arguments)
     found = fit([one for one, is_fitted in observed if is_fitted], gpu)
+
+    # Show how well it fits, and write it.
     print_whole(console, comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
     print_whole(console, efficiencies_table(found))
     tested = [one for one, is_fitted in observed if not is_fitted]
     if tested:
         worst = worst_misses(tested, gpu, found.efficiency)
-        console.print(f"Largest error on the tests: {worst['total']:.0%} of the step")
+        console.print(f"Largest error on the test runs: {worst['total']:.0%} of the step time")
     if arguments.calibration:
         write_calibration(found, arguments.calibration)
         console.print(f"calibration: {arguments.calibration}", markup=False)
@@ -224,7 +238,7 @@ def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
 
 
 def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> Observation:
-    from gapo_megatron.ops.plan.calibration import read_observation
+    from gapo_megatron.ops.plan.observation import read_observation
     from gapo_megatron.ops.plan.trial import mean_prompt_tokens
 
     prompt = arguments.mean_prompt_tokens
@@ -238,7 +252,7 @@ def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.io.whole_table import print_whole
-    from gapo_megatron.ops.plan.tables import times_rest_on
+    from gapo_megatron.ops.plan.calibration import times_rest_on
     from gapo_megatron.ops.report.scaling import observe, scaling_rows, scaling_tables
     from gapo_megatron.ops.report.scaling_figures import check_scaling, write_scaling
 
@@ -283,17 +297,17 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(words)
     if task == "measure":
         if len(arguments.runs) > 1 and not arguments.output:
-            parser.error("with several RUNs give --output DIR for the figures")
+            parser.error("several RUNs need --output DIR for the figures")
         return arguments
     if arguments.config and "=" in arguments.config:
         parser.error(f"CONFIG comes first, before {arguments.config}")
     if task == "calibrate":
         if bool(arguments.config) == bool(arguments.from_run):
-            parser.error("give either CONFIG or --from-run RUN")
+            parser.error("give either CONFIG or --from-run RUN: the steps to fit")
         if arguments.from_run and (arguments.size or arguments.test_size):
-            parser.error("--size and --test-size need CONFIG, not --from-run")
+            parser.error("--size and --test-size go with CONFIG, not with --from-run")
         if arguments.config and arguments.test_run:
-            parser.error("--test-run needs --from-run")
+            parser.error("--test-run goes with --from-run")
     return arguments
 
 
@@ -312,21 +326,19 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser = _parser("[plan]", str(__doc__), _PLAN, act=_plan)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; see configs/")
-    add(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
-    )
-    add("--nodes", type=_positive, default=1, metavar="N", help="number of nodes (default: 1)")
+    add("overrides", nargs="*", metavar="section.key=value", help="override a setting of the file")
+    add("--nodes", type=_positive, default=1, metavar="N", help="number of full nodes (default: 1)")
     add("--gpu", default="h200", help=f"{', '.join(GPUS)} (default: h200), or cpu: this machine")
     _add_device(parser)
     shown = "steps that generation nodes may run ahead (default: rollout.max_staleness of CONFIG)"
     add("--max-staleness", type=_not_negative, metavar="K", help=shown)
     add("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
-    add("--json", action="store_true", help="print JSON instead of tables")
-    shown = "write CONFIG in the fastest layout that leaves 5 %% of a GPU free to this file"
+    add("--json", action="store_true", help="print the plan as JSON instead of tables")
+    shown = "write a config: CONFIG with the quickest layout that leaves 5 %% of a GPU free"
     add("--write", type=Path, metavar="FILE", help=shown)
     for option, metavar, shown in (
-        ("--mean-prompt-tokens", "N", "default: a tenth of data.max_prompt_tokens"),
-        ("--mean-response-tokens", "N", "default: a third of rollout.max_response_tokens"),
+        ("--mean-prompt-tokens", "N", "default: 1/10 of data.max_prompt_tokens"),
+        ("--mean-response-tokens", "N", "default: 1/3 of rollout.max_response_tokens"),
         ("--active-share", "SHARE", "share of sequences with A != 0 (default: 0.67)"),
     ):
         add(option, type=float, metavar=metavar, help=shown)
@@ -335,43 +347,42 @@ def _plan_parser() -> argparse.ArgumentParser:
 
 def _calibrate_parser() -> argparse.ArgumentParser:
     description = (
-        "Fit the efficiencies that predicted times depend on, to some steps of CONFIG that are\n"
-        "trained here at several sizes, or to existing runs."
+        "Fit the efficiencies behind the predicted times: to some steps of CONFIG, trained here\n"
+        "at several sizes, or to finished runs."
     )
     parser = _parser("calibrate", description, _CALIBRATE, act=_calibrate)
     add = parser.add_argument
-    add("config", nargs="?", metavar="CONFIG", help="TOML file; needs a few megabytes in TMPDIR")
     add(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="TOML file to train (logs go to TMPDIR)",
     )
-    add("--gpu", required=True, help=f"device to measure: {', '.join(GPUS)} or cpu")
+    add("overrides", nargs="*", metavar="section.key=value", help="override a setting of the file")
+    add("--gpu", required=True, help=f"the measured device: {', '.join(GPUS)} or cpu")
     add("--calibration", type=Path, metavar="FILE", help="file to write, for plan and measure")
     for option, metavar, shown in (
-        (
-            "--size",
-            "OVERRIDES",
-            "settings of a size to train at (default: CONFIG's, and half its prompts)",
-        ),
-        ("--test-size", "OVERRIDES", "likewise, to measure and predict, but not to fit"),
-        ("--from-run", "RUN", "run folder to fit, instead of CONFIG"),
-        ("--test-run", "RUN", "run folder to predict, but not to fit"),
+        ("--size", "OVERRIDES", "a size to fit (default: CONFIG's own, and half its prompts)"),
+        ("--test-size", "OVERRIDES", "a size to measure and predict, but not to fit"),
+        ("--from-run", "RUN", "folder of a finished run to fit, instead of CONFIG"),
+        ("--test-run", "RUN", "folder of a finished run to predict, but not to fit"),
     ):
         shown = f"{shown}; may be repeated"
         add(option, action="append", default=[], metavar=metavar, help=shown)
-    shown = "steps at each size, of which the first two do not count (default: 8)"
+    shown = "steps of each size, of which the first two are ignored (default: 8)"
     add("--steps", type=_positive, default=8, metavar="N", help=shown)
-    shown = "ranks (default: of CONFIG 1 on cpu, else a node's GPUs; of runs as logged)"
+    shown = "processes (default: CONFIG: 1 on cpu, else one per GPU of a node; runs: as logged)"
     add("--processes", type=_positive, metavar="N", help=shown)
     add("--mean-prompt-tokens", type=float, metavar="N", help="default: counted in the data")
     return parser
 
 
 def _measure_parser() -> argparse.ArgumentParser:
-    description = "Compare measured with predicted step times of runs, in tables and figures."
+    description = "Compare finished runs with their predictions, in tables and figures."
     parser = _parser("measure", description, _MEASURE, act=_show_measured, processes=None)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or folder of runs")
-    add("--gpu", required=True, help=f"device that the runs used: {', '.join(GPUS)} or cpu")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several runs")
+    add("--gpu", required=True, help=f"the device of the runs: {', '.join(GPUS)} or cpu")
     _add_device(parser)
     shown = "folder for the figures (default: RUN/scaling; required for several RUNs)"
     add("--output", type=Path, metavar="DIR", help=shown)
@@ -380,9 +391,9 @@ def _measure_parser() -> argparse.ArgumentParser:
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    shown = "default: 8 (cpu: 1)"
+    shown = "default: 8; cpu: 1, since a process counts as a device"
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help=shown)
-    shown = "written by `tools/plan.py calibrate`"
+    shown = "efficiencies written by tools/plan.py calibrate"
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=shown)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Submit a run or a study to Slurm, or run it on this machine; show the state of runs.
+"""Submit a run or a study to Slurm, run it on this machine, or show the status of runs.
 
-A study (configs/studies/) becomes one job array, or several if its runs ask for different
-resources. Runs that are already queued or running are left alone. Code and config are copied into
-each run's folder: later edits of the checkout do not reach queued jobs. Resources come from these
-options, else from the run, else from the study's [resources], else from SBATCH_* in the environment
-(source slurm/site.sh), else from the defaults.
+A study (configs/studies/) becomes one job array, or one for each set of resources that its runs ask
+for. Runs that are queued or running are left alone. Code and config are copied into each run's
+folder, so that later edits of the checkout do not change queued jobs. Resources are taken from
+these options, then the run, then the study's [resources], then SBATCH_* of the environment (source
+slurm/site.sh), then the defaults.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if not console.is_terminal:
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """0 done (all finished, with --wait and --local), 1 failed, 2 usage, 130 interrupted."""
+    """Returns 0: done (--wait, --local: all finished); 1: failed; 2: usage; 130: interrupted."""
     arguments = _parse(command_line)
     try:
         if arguments.status is not None:
@@ -58,11 +58,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except FailedJobError as error:  # with sbatch's message
+    except FailedJobError as error:  # sbatch's own words
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; submitted jobs continue", file=sys.stderr)
+        print("interrupted; submitted jobs keep running", file=sys.stderr)
         return 130
 
 
@@ -78,8 +78,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     )
     runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
     num_finished = len(study.runs) - len(runs)
+
+    # Check everything before any code is frozen.
     _check(arguments, runs)
-    # Of all runs: those that are left may ask for the same nodes by chance.
+    # Of all runs of the study: the unfinished ones alone may happen to ask for equal nodes.
     ranks = world_sizes([run.resources for run in study.runs])
     world_size = dict(zip([run.name for run in study.runs], ranks, strict=True))
     for run in runs:
@@ -96,7 +98,9 @@ def _submit(arguments: argparse.Namespace) -> int:
     submissions = _submissions(arguments, study, runs)
     if not arguments.local:
         for _, submission in submissions:
-            submission.check()  # before any code is frozen
+            submission.check()
+
+    # Submit, or run here.
     if arguments.dry_run:
         print("\n".join(script for _, one in submissions for script in one.scripts()), end="")
         return 0
@@ -110,18 +114,24 @@ def _submit(arguments: argparse.Namespace) -> int:
         run_locally(arrays, console, title=study.name, parallel=parallel)
     if num_finished:
         console.print(
-            f"{num_finished} of {len(study.runs)} runs had already finished", markup=False
+            f"{num_finished} of {len(study.runs)} runs had finished already", markup=False
         )
+
+    # Show the status.
     if arguments.local:
         statuses = read_statuses(run_dirs)
-        if num_finished:  # else the last table was of all
+        if num_finished:  # otherwise the last live table showed all runs
             console.print(status_table(statuses, title=str(study.folder)))
         return _exit_code(statuses)
     if not arguments.wait:
         console.print(status_table(read_statuses(run_dirs), title=str(study.folder)))
-        console.print(f"to see their state: tools/submit.py --status {study.folder}", markup=False)
+        console.print(f"to see their status: tools/submit.py --status {study.folder}", markup=False)
         return 0
-    with live_table(console, title=str(study.folder)) as show:
+    return _wait(run_dirs, title=str(study.folder))
+
+
+def _wait(run_dirs: Sequence[Path], *, title: str) -> int:
+    with live_table(console, title=title) as show:
         while True:
             statuses = read_statuses(run_dirs)
             show(statuses)
@@ -131,21 +141,24 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _idle(runs: Sequence[Run]) -> list[Run]:
-    """The runs that are neither queued nor running."""
+    """The runs that have no queued or running job."""
     statuses = read_statuses([run.run_dir for run in runs])
     idle = [run for run, status in zip(runs, statuses, strict=True) if not status.is_active]
     if len(idle) < len(runs):
-        console.print(f"{len(runs) - len(idle)} runs are already queued or running", markup=False)
+        console.print(
+            f"{len(runs) - len(idle)} of {len(runs)} runs are queued or running already",
+            markup=False,
+        )
     return idle
 
 
 def _submissions(
     arguments: argparse.Namespace, study: Study, runs: Sequence[Run]
 ) -> list[tuple[list[Run], Submission]]:
-    """A job array for each distinct set of resources, in the order of the runs."""
+    """One submission for each set of resources, in the order of the runs."""
     name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
     alike: dict[str, list[Run]] = {}
-    for run in runs:  # unset resources are left to SBATCH_*
+    for run in runs:  # only fields that were set: SBATCH_* may set the others
         alike.setdefault(run.resources.model_dump_json(exclude_unset=True), []).append(run)
     return [
         (
@@ -175,10 +188,10 @@ def _to_slurm(submissions: Sequence[tuple[Sequence[Run], Submission]]) -> None:
             submission.submit()
         except FailedJobError:
             left = [run.name for runs, _ in submissions[number:] for run in runs]
-            before = f"{number} before it were submitted" if number else "nothing was submitted"
+            before = f"submitted before it: {number}" if number else "nothing was submitted"
             print(
-                f"Slurm rejected array {number + 1} of {len(submissions)}; {before}. "
-                f"Not submitted: {', '.join(left)}",
+                f"Slurm rejected array {number + 1} of {len(submissions)}; {before}. Runs not "
+                f"submitted: {', '.join(left)}",
                 file=sys.stderr,
             )
             raise
@@ -187,7 +200,7 @@ def _to_slurm(submissions: Sequence[tuple[Sequence[Run], Submission]]) -> None:
 def _show(folder: Path) -> int:
     run_dirs = find_runs(folder.absolute())
     if not run_dirs:
-        raise ConfigError(f"--status {folder}: neither a run folder nor a folder of runs")
+        raise ConfigError(f"--status {folder}: there is no run in this folder")
     console.print(status_table(read_statuses(run_dirs), title=str(folder)))
     return 0
 
@@ -206,16 +219,15 @@ def _check(arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
         asked |= {f"run {run.name}: nodes": run.resources.nodes for run in runs}
         for name, value in asked.items():
             if value != 1:
-                raise ConfigError(f"{name} ({value}) must be 1 with --local: no Slurm, one machine")
+                raise ConfigError(f"{name} ({value}) must be 1 with --local (one machine)")
         if arguments.dry_run or arguments.wait:
-            raise ConfigError(
-                "--local cannot be combined with --dry-run or --wait: it always waits"
-            )
+            raise ConfigError("--local (which always waits) excludes --dry-run and --wait")
         most = max((run.resources.num_gpus_per_node for run in runs), default=0)
         gpu_shares(most, number=min(arguments.parallel or 1, max(len(runs), 1)))
     elif not arguments.dry_run and shutil.which("sbatch") is None:
         raise ConfigError(
-            "sbatch not found: --local runs on this machine, --dry-run prints the script"
+            "sbatch was not found: use --local to run on this machine, or --dry-run to print the "
+            "batch script"
         )
 
 
@@ -225,35 +237,35 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("config", nargs="?", help="TOML file of a run or a study; see configs/")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings for every run"
+        "overrides", nargs="*", metavar="section.key=value", help="override a setting in every run"
     )
-    parser.add_argument("--status", type=Path, metavar="DIR", help="show the runs in DIR and exit")
+    parser.add_argument("--status", type=Path, metavar="DIR", help="show the runs in DIR, and exit")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         default=os.environ.get("DRY_RUN") == "1",
-        help="print the batch scripts and exit; the same as DRY_RUN=1 in the environment",
+        help="print the batch scripts, and exit (also: DRY_RUN=1 in the environment)",
     )
     parser.add_argument("--wait", action="store_true", help="show the runs until they end")
-    parser.add_argument("--local", action="store_true", help="run here, without Slurm")
+    parser.add_argument("--local", action="store_true", help="run on this machine, without Slurm")
     parser.add_argument(
         "--parallel",
         type=int,
         metavar="N",
-        help="runs of an array that may run at once (default: all; --local: 1)",
+        help="runs of an array at the same time (default: all; --local: 1)",
     )
     parser.add_argument(
         "--chain",
         type=int,
         default=1,
         metavar="N",
-        help="submit N jobs per run, each of which continues the one before",
+        help="jobs of a run, one after another (default: 1)",
     )
-    resources = parser.add_argument_group("resources of a run")
+    resources = parser.add_argument_group("resources of each run")
     for option, shown in {
         "--nodes": "default: 1",
         "--tasks-per-node": "ranks per node (default: 8; --local: 1)",
-        "--gpus-per-node": "default: one per rank; 0: train on CPUs",
+        "--gpus-per-node": "default: one per rank; 0 trains on CPUs",
         "--cpus-per-task": "default: 12",
     }.items():
         resources.add_argument(option, type=int, metavar="N", help=shown)
@@ -261,13 +273,13 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "--time", help="time limit of a job, as for sbatch (default: 1-00:00:00)"
     )
     resources.add_argument(
-        "--exclusive", action=argparse.BooleanOptionalAction, help="take whole nodes (default)"
+        "--exclusive", action=argparse.BooleanOptionalAction, help="ask for whole nodes (default)"
     )
     resources.add_argument("--partition")
     resources.add_argument("--account")
     arguments = parser.parse_intermixed_args(command_line)
     if (arguments.config is None) == (arguments.status is None):
-        parser.error("give a config or --status DIR")
+        parser.error("give either a config or --status DIR")
     return arguments
 
 

@@ -1,6 +1,6 @@
-"""`train --dry-run`: the resolved config, and what it means in processes, sequences and shapes.
+"""`train --dry-run`: the resolved config, and the processes, sequences and shapes it leads to.
 
-Reads the config, the model's config.json and the length of the dataset where they exist. Builds no
+Reads the config and, if they exist, the model's config.json and the number of problems. Builds no
 model, starts no process group, needs no GPU.
 """
 
@@ -31,14 +31,15 @@ from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.fit import fit_note
-from gapo_megatron.ops.plan.layout import Layout, most_microbatches
-from gapo_megatron.ops.plan.state import (
+from gapo_megatron.ops.plan.layout import (
+    Layout,
     fp8_copy_bytes,
+    most_microbatches,
     per_rank_parameters,
     placement,
     state_bytes,
 )
+from gapo_megatron.ops.plan.memory import fit_note
 from gapo_megatron.ops.sides import Sides, schedule
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
@@ -55,21 +56,21 @@ def print_dry_run(
     ranks_per_node: int | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print the resolved config as TOML, then tables of what it means on `world_size` processes.
+    """Print the resolved config as TOML, then its counts, method, shapes and memory as tables.
 
-    What cannot be computed or checked (a folder or the dataset is not there) is said in its place;
-    see `check_paths` for paths that are an error.
+    If the model folder or the dataset does not exist, a message replaces what depends on it;
+    `check_paths` says which missing paths are errors.
 
     Args:
-        config: of the run.
+        config: config of the run.
         world_size: processes of the job.
-        ranks_per_node: None: not known; says what it assumes where that counts.
+        ranks_per_node: None if unknown; the output then states what is assumed.
         console: where to print; None: stdout.
 
     Raises:
-        ConfigError: world size, model and parallel sizes do not fit each other; what a branch may
-            not change is changed; the run's checkpoints are gone.
-        CheckpointError: the branch point is damaged, or another model's.
+        ConfigError: world size, model and parallel sizes do not match; a branch changes a setting
+            that it may not change; the run's checkpoints are missing.
+        CheckpointError: the branch point is damaged, or is of another model.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -80,8 +81,10 @@ def print_dry_run(
     except ConfigError as error:
         if world_size > 1:
             raise
-        raise ConfigError(f"{error}; --rank 0/N makes it a dry run of N processes") from None
+        raise ConfigError(f"{error}; use --rank 0/N for a dry run of N processes") from None
     layout = sides.layout
+
+    # Everything that can be wrong, before anything is printed.
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
@@ -91,12 +94,15 @@ def print_dry_run(
     check_not_lost(config)
     _check_megatron_dir(config)
     branch = _branch_note(config)
+
+    # The config, and its meaning.
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
     console.print(_counts_table(config, sides, is_assumed=ranks_per_node is None))
     console.print(_method_table(config))
     if hf_config is None:
         console.print(
-            f"Model: no folder {config.model.hf_dir} here: shapes, memory, positions are left out.",
+            f"Model: {config.model.hf_dir} does not exist, so shapes, memory and positions are not "
+            "checked.",
             markup=False,
         )
     else:
@@ -112,7 +118,7 @@ def print_dry_run(
             console.print(note, markup=False)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
         console.print(
-            f"Weights: no folder {config.model.megatron_dir} here: it is not checked.",
+            f"Weights: {config.model.megatron_dir} does not exist, so it is not checked.",
             markup=False,
         )
     if branch:
@@ -122,9 +128,9 @@ def print_dry_run(
 
 
 def why_not_run(config: Config) -> list[str]:
-    """What the run itself would stop at on this machine, a line for each; see `missing_inputs`.
+    """Reasons why the run itself could not start on this machine; see `missing_inputs`.
 
-    The arithmetic is worth reading all the same, on a laptop for instance.
+    They do not stop the dry run, whose tables are useful on a laptop too.
     """
     found = missing_inputs(config)
     try:
@@ -150,32 +156,33 @@ def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
     batch, reward, layout = config.batch, config.reward, sides.layout
     minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     num_prompts = num_begun(batch, batch.rollout_prompts)
-    begun_as = "begun per step"
+    begun_as = "started per step"
     begun = f"{num_prompts} prompts (batch.oversampling {batch.oversampling:g})"
     if batch.partial_rollouts:
-        begun_as, num_open = "under way in a step", num_prompts - batch.rollout_prompts
-        begun += f": after the first step {batch.rollout_prompts} new ones, {num_open} that go on"
+        begun_as, num_open = "running in a step", num_prompts - batch.rollout_prompts
+        begun += f"; after the first step {batch.rollout_prompts} new and {num_open} resumed"
     updates = batch.num_minibatches * config.run.num_steps
+    # From the processes down to the micro-batch; rows that do not apply are left out.
     rows = {
         **_rows_of_processes(config, sides, is_assumed=is_assumed),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
-        "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
+        "verdicts": f"{reward.kind}, time limit {rewards.timeout_s(reward)} s; workers per rank: "
         f"{reward.num_workers or 'its share of the cores, at most 8'}",
         **({"truncated responses": "leave their group"} if reward.truncated == "unknown" else {}),
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
         "one update": f"{batch.minibatch_prompts} prompts = {minibatch_sequences:,} "
-        f"sequences, about {minibatch_sequences / layout.dp_size:g} a data-parallel rank",
-        "updates per step": f"{batch.num_minibatches} mini-batches, so {updates:,} updates in "
+        f"sequences, about {minibatch_sequences / layout.dp_size:g} per data-parallel rank",
+        "updates per step": f"{batch.num_minibatches} (one per mini-batch): {updates:,} updates in "
         f"{config.run.num_steps:,} steps",
         "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + "
         f"{config.rollout.max_response_tokens:,} response = {config.max_sequence_tokens:,} tokens",
-        "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens: "
+        "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens, such as "
         f"{batch.max_tokens_per_microbatch // config.max_sequence_tokens} of the longest sequences"
         + (f"; {layout.cp_size} ranks share them" if layout.cp_size > 1 else ""),
         "micro-batches": f"at most {most_microbatches(config, layout)} per update and rank, if "
-        "every sequence were the longest",
+        "every sequence has the maximum length",
         "steps per epoch": _epochs(config),
     }
     table = Table(title="World-size arithmetic", title_justify="left", show_header=False)
@@ -185,7 +192,7 @@ def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
 
 
 def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dict[str, str]:
-    """Which processes do what: of one kind where all do everything, else of two sides."""
+    """What the processes do: all the same in colocated runs, else by side."""
     batch, layout, engines = config.batch, sides.layout, sides.num_engines
     vpp = config.parallel.virtual_pipeline_model_parallel_size
     cut = (
@@ -193,22 +200,22 @@ def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dic
         + (f"; {vpp} virtual stages each" if vpp > 1 else "")
         + (f"; experts over {layout.ep_size}" if layout.ep_size > 1 else "")
     )
-    replicas = f"{engines} of {config.rollout.tensor_parallel_size} process(es)"
+    replicas = f"{engines}, each with {config.rollout.tensor_parallel_size} process(es)"
     dtype = f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""
     if not sides.num_generation:
-        each = f"{batch.rollout_prompts / engines:g} prompts each"
-        return {"processes": cut, "vLLM replicas": f"{replicas}, {each}{dtype}"}
+        each = f"{batch.rollout_prompts / engines:g} prompts"
+        return {"processes": cut, "vLLM replicas": f"{replicas} and {each}{dtype}"}
     prompts = math.ceil(num_begun(batch, batch.rollout_prompts) / engines)
-    per_node = f"{sides.ranks_per_node} on a node" + (
-        ", as assumed: LOCAL_WORLD_SIZE would say" if is_assumed else ""
+    per_node = f"{sides.ranks_per_node} per node" + (
+        ", assumed: LOCAL_WORLD_SIZE is not set" if is_assumed else ""
     )
     return {
         "processes": f"{sides.world_size} ({per_node}): {sides.num_training} train, "
         f"{sides.num_generation} generate",
         "training side": f"{sides.place(0, sides.num_training)}: {cut}",
         "generation side": f"{sides.place(sides.num_training, sides.num_generation)}: vLLM "
-        f"replicas: {replicas}, at most {prompts} prompts = "
-        f"{prompts * batch.rollouts_per_prompt} sequences each{dtype}",
+        f"replicas: {replicas} and at most {prompts} prompts = "
+        f"{prompts * batch.rollouts_per_prompt} sequences{dtype}",
         "schedule": schedule(config),
     }
 
@@ -218,22 +225,22 @@ def _engine_memory_note(config: Config, sides: Sides) -> str:
     if not sides.num_generation or share > RolloutConfig.model_fields["memory_fraction"].default:
         return ""
     return (
-        f"Hint: rollout.memory_fraction ({share:g}) can be more, such as 0.9: a GPU that generates "
-        "holds nothing but its engine."
+        f"Hint: rollout.memory_fraction ({share:g}) can be larger, such as 0.9: a generation GPU "
+        "holds only its engine."
     )
 
 
 def _epochs(config: Config) -> str:
     path = Path(config.data.train_path)
     if not path.is_file():
-        return f"unknown: no file {path} here"
+        return f"unknown: {path} does not exist"
     try:
         with path.open("rb") as lines:
             num_prompts = sum(1 for line in lines if line.strip())
     except OSError as error:
         raise ConfigError(f"data.train_path ({path}) cannot be read: {error.strerror}") from None
     if not num_prompts:
-        raise ConfigError(f"data.train_path ({path}) has no problems")
+        raise ConfigError(f"data.train_path ({path}) contains no problems")
     steps = num_prompts / config.batch.rollout_prompts
     epochs = config.run.num_steps / steps
     return f"{steps:,.2f} ({num_prompts:,} prompts), so {epochs:.2f} epochs in the run"
@@ -245,7 +252,7 @@ def _method_table(config: Config) -> Table:
     for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma"):
         table.add_row(key, str(getattr(method, key)))
     if not method.is_band:
-        meaning = f"{method.family}: eps_low and eps_high mean what docs/objective.md says of it"
+        meaning = f"{method.family}: for the meaning of eps_low and eps_high see docs/objective.md"
         table.add_row("loss family", meaning)
     table.add_row("eps_low", str(method.eps_low))
     if method.adaptive:
@@ -265,7 +272,7 @@ def _method_table(config: Config) -> Table:
 def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
     table = Table(title="Parameters of one rank", title_justify="left")
     table.add_column("parameter", overflow="fold")
-    for heading in ("whole", "one rank", "on stage"):
+    for heading in ("full shape", "on one rank", "stage"):
         table.add_column(heading, no_wrap=True)
     tp_size = parallel.tensor_model_parallel_size
     for rule in rules:
@@ -274,7 +281,7 @@ def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
             where = "tied to the embedding"
         elif rule.num_layers is not None:
             numbers = dict.fromkeys(count for _, count in places)
-            where = f"{' or '.join(map(str, numbers))} x on each"
+            where = f"{' or '.join(map(str, numbers))} on each"
         else:
             where = str(places[0][0])
         shapes = (rule.full_shape, rule.shard_shape(shard_size(rule, tp_size)))
@@ -307,22 +314,22 @@ def _offload_note(rules: list[Rule], config: Config, layout: Layout) -> str:
     if config.optimizer.offload == "none":
         return ""
     is_all = config.optimizer.offload == "all"
-    parts = "parts of weights and optimizer are" if is_all else "optimizer's part is"
+    parts = "weights and optimizer state" if is_all else "optimizer state"
     states = state_bytes(rules, config, layout)
     most = max(optimizer + is_all * weights for weights, _, optimizer in states)
     return (
-        f"Offload: while vLLM is awake, the {parts} in host memory, which keeps the room for them: "
-        f"{most / GIB:.3g} GiB of every rank at the most, times the ranks of a node."
+        f"Offload of {parts} pins up to {most / GIB:.3g} GiB of host memory per rank; multiply by "
+        "the ranks of a node."
     )
 
 
 def _check_megatron_dir(config: Config) -> None:
-    """Check the weights to begin with, where they and the model are here."""
+    """Check the initial Megatron weights, if they and the model exist."""
     model = config.model
     if not model.megatron_dir or not Path(model.megatron_dir).is_dir():
         return
     if Path(model.hf_dir).is_dir():
-        # Reads Megatron-core's own files with Megatron-core: seconds that others need not wait.
+        # Imports Megatron-core, which takes seconds.
         from gapo_megatron.policy.load import check_megatron_dir
         from gapo_megatron.policy.model import read_hf_config
 
@@ -333,22 +340,22 @@ def _branch_note(config: Config) -> str:
     given, folder = config.checkpoint.branch_from, checkpoints_dir(config.run.output_dir)
     if not given and not folder.exists():
         return ""
-    # Seconds of imports: only where there are checkpoints.
+    # Slow to import, so only if there are checkpoints.
     from gapo_megatron.checkpoint import check_branch
     from gapo_megatron.policy.model import read_hf_config
 
     has_begun = bool(list_steps(folder))
     if given and not has_begun and not Path(given).parent.is_dir():
-        return f"Branch: no folder {Path(given).parent} here: {given} is not checked."
+        return f"Branch: {Path(given).parent} does not exist, so {given} is not checked."
     hf_dir = config.model.hf_dir
     point = check_branch(config, read_hf_config(hf_dir) if Path(hf_dir).is_dir() else None)
     if point is None:
-        return f"Branch: begun at {given}; goes on from its own checkpoints." if given else ""
+        return f"Branch: started from {given}; resumes from its own checkpoints." if given else ""
     changed = [
         f"{name} = {now!r} (was {was!r})" for name, (was, now) in point.branch.changes.items()
     ]
     return (
-        f"Branch: goes on from step {point.branch.step} of {point.branch.run}, "
+        f"Branch: starts from step {point.branch.step} of {point.branch.run}, "
         f"{point.path.name} (manifest {point.branch.manifest_sha256[:12]}), with "
         + (", ".join(changed) or "the same settings")
         + "."
@@ -361,12 +368,12 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
         return ""
     return (
         f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
-        f"exceeds the model's max_position_embeddings ({positions}): rotary embeddings extrapolate."
+        f"exceeds the model's max_position_embeddings ({positions}): positions beyond extrapolate."
     )
 
 
 def _stated_ranks_per_node() -> int | None:
-    """Ranks of a node, where a launcher or Slurm says it; ConfigError if it is no number."""
+    """Ranks per node, if a launcher or Slurm states it; ConfigError if it is no number."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         if stated := os.environ.get(name):
             if not re.fullmatch("[1-9][0-9]{0,4}", stated):
@@ -376,7 +383,7 @@ def _stated_ranks_per_node() -> int | None:
 
 
 def main() -> None:
-    """Do a dry run by the command line of `train`."""
+    """Do a dry run with the command line of `train`."""
     arguments = parse_arguments()
     rank, num_ranks = arguments.rank
     with fail_fast():
@@ -385,14 +392,14 @@ def main() -> None:
         print_dry_run(config, world_size=num_ranks, ranks_per_node=ranks_per_node)
         if arguments.dry_run == "deep":
             quiet_libraries()
-            # Nothing else needs tensors without data, which take seconds to import.
+            # Slow to import.
             from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run
 
             print_deep_dry_run(
                 config, rank=rank, world_size=num_ranks, ranks_per_node=ranks_per_node
             )
         if reasons := why_not_run(config):
-            raise ConfigError("the run itself would stop here: " + "; ".join(reasons))
+            raise ConfigError("training could not start on this machine: " + "; ".join(reasons))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two sides of a run's ranks: those that train, and those that generate."""
+"""The two sides of a run: ranks that train and ranks that generate."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.plan.layout import Layout
 
 USUAL_RANKS_PER_NODE = 8
-"""Ranks of a node where nobody says how many: one per GPU of a usual node."""
+"""Ranks per node if nothing states their number: one per GPU of a usual node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """How the ranks of a job are divided, and what each side makes of its ranks.
+    """How the ranks of a job are divided into a training side and a generation side.
 
     Ranks 0 to T - 1 train, ranks T to T + G - 1 generate. Colocated runs have G = 0: every rank
-    does both in turns.
+    trains and generates in turn.
     """
 
     layout: Layout
-    """How the T ranks that train divide the model. Its engines are those of a colocated run."""
+    """Layout of the T training ranks."""
     num_generation: int
     """G."""
     num_engines: int
@@ -42,15 +42,15 @@ class Sides:
 
     @classmethod
     def of(cls, config: Config, *, world_size: int, ranks_per_node: int | None = None) -> Self:
-        """The sides that a config has on `world_size` ranks.
+        """The sides of a config on `world_size` ranks.
 
         Args:
-            config: of the run.
+            config: config of the run.
             world_size: all ranks of the job.
-            ranks_per_node: None: not known; as many as a usual node has GPUs.
+            ranks_per_node: None if unknown: as many as a usual node has GPUs.
 
         Raises:
-            ConfigError: no rank is left to train, or a side's parallel sizes do not divide it.
+            ConfigError: no rank is left to train, or parallel sizes do not divide a side.
         """
         ranks_per_node = ranks_per_node or max(1, min(world_size, USUAL_RANKS_PER_NODE))
         rollout = config.rollout
@@ -70,7 +70,7 @@ class Sides:
         return cls(layout, num_generation, layout.rollout_replicas, ranks_per_node)
 
     def place(self, first: int, number: int) -> str:
-        """`ranks 32-47 on nodes 4-5`: where `number` ranks are, rank `first` the first of them."""
+        """Where `number` ranks from rank `first` on are: `ranks 32-47 on nodes 4-5`."""
         last = first + number - 1
         nodes = first // self.ranks_per_node, last // self.ranks_per_node
         return f"{_span('rank', first, last)} on {_span('node', *nodes)}"
@@ -81,14 +81,13 @@ def _span(what: str, first: int, last: int) -> str:
 
 
 def schedule(config: Config) -> str:
-    """When a run with a generation side generates, in one sentence."""
+    """When a run with a generation side generates, as text for people."""
     if (most := config.rollout.max_staleness) == 0:
         return (
-            "on-policy, in turns: a batch is sampled once the generation side has the weights that "
-            "learn from it"
+            "on-policy: the sides take turns; a batch is sampled by the weights that learn from it"
         )
     every = "step" if most == 1 else f"{most} steps"
     return (
-        f"generation runs ahead: a batch is sampled by weights at most {most} behind those that "
-        f"learn from it, and weights are sent after every {every}"
+        f"off-policy: generation runs ahead; a batch is sampled by weights at most {most} behind "
+        f"those that learn from it, and weights are sent after every {every}"
     )

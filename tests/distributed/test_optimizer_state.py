@@ -22,8 +22,7 @@ from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.config import Config, counts
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.state import checkpoint_bytes, state_bytes
+from gapo_megatron.ops.plan.layout import Layout, checkpoint_bytes, state_bytes
 from gapo_megatron.policy import Policy, destroy, initialize, optimizer
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup

@@ -22,7 +22,7 @@ code=(
 )
 export PYTHONPATH=${code[${SLURM_ARRAY_TASK_ID:-0}]} PYTHONSAFEPATH=1
 export PYTHON=${PYTHON:-/shared/env/bin/python}
-export ON_STOP=exit  # the next link goes on
+export ON_STOP=exit  # the next link continues
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -54,7 +54,7 @@ code=(
 )
 export PYTHONPATH=${code[${SLURM_ARRAY_TASK_ID:-0}]} PYTHONSAFEPATH=1
 export PYTHON=${PYTHON:-/shared/env/bin/python}
-export ON_STOP=exit  # the next link goes on
+export ON_STOP=exit  # the next link continues
 
 # command
 export SUBMITIT_EXECUTOR=slurm

@@ -21,7 +21,7 @@ from gapo_megatron.hf import manifest
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.ops.launch.prepare import check_before_nodes
-from gapo_megatron.ops.plan.calibration_file import check_calibration
+from gapo_megatron.ops.plan.calibration import check_calibration
 from gapo_megatron.ops.prepare.journal import Journal
 from gapo_megatron.ops.report.report import MAKERS, write_report
 from gapo_megatron.ops.report.scaling_figures import check_scaling

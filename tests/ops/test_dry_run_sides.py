@@ -37,27 +37,27 @@ def test_both_sides_are_said() -> None:
         batch={"rollout_prompts": 256, "minibatch_prompts": 64, "rollouts_per_prompt": 8},
     )
     rows = rows_of(text_of(config, world_size=48, ranks_per_node=8))
-    assert rows["processes"] == "48 (8 on a node): 32 train, 16 generate"
+    assert rows["processes"] == "48 (8 per node): 32 train, 16 generate"
     expected = "ranks 0-31 on nodes 0-3: 32 = tensor 2 x pipeline 2 x data 8"
     assert rows["training side"] == expected
-    expected = "ranks 32-47 on nodes 4-5: .* 4 of 4 process.* 64 prompts = 512 sequences each"
+    expected = "ranks 32-47 on nodes 4-5: .* 4, each with 4 process.* 64 prompts = 512 sequences$"
     assert re.match(expected, rows["generation side"])
     # An update is the trainers' alone.
-    assert rows["one update"].endswith("about 64 a data-parallel rank")
+    assert rows["one update"].endswith("about 64 per data-parallel rank")
     assert "vLLM replicas" not in rows and "on-policy" in rows["schedule"]
 
 
 def test_a_colocated_run_has_no_sides() -> None:
     rows = rows_of(text_of(make_config(), world_size=16, ranks_per_node=8))
     assert rows["processes"] == "16 = tensor 1 x pipeline 1 x data 16"
-    assert rows["vLLM replicas"] == "16 of 1 process(es), 2 prompts each"
+    assert rows["vLLM replicas"] == "16, each with 1 process(es) and 2 prompts"
     assert not {"training side", "generation side", "schedule"} & set(rows)
 
 
 def test_the_nodes_that_are_assumed_are_said() -> None:
     config = make_config(rollout={"generation_nodes": 1})
     processes = rows_of(text_of(config, world_size=32))["processes"]
-    assert processes.startswith("32 (8 on a node, as assumed: ")
+    assert processes.startswith("32 (8 per node, assumed: ")
     assert processes.endswith("24 train, 8 generate")
     assert "assumed" not in text_of(config, world_size=32, ranks_per_node=4)
 
@@ -80,7 +80,7 @@ def test_ranks_of_a_node_are_the_launchers_else_slurms(
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
     assert "28 train" in said()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert said() == "32 (2 on a node): 30 train, 2 generate"
+    assert said() == "32 (2 per node): 30 train, 2 generate"
 
 
 @pytest.mark.parametrize(("most", "parts"), [(1, (1, "every step")), (3, (3, "every 3 steps"))])

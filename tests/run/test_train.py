@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.hf.manifest import read_manifest
-from gapo_megatron.ops.plan.calibration import read_observation
+from gapo_megatron.ops.plan.observation import read_observation
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert

@@ -1,5 +1,5 @@
-"""What tools/doctor.py looks at: one module per section of its report.
+"""Checks of tools/doctor.py: one module per section of its report.
 
-Standard library only, whatever is installed: what needs a package runs in a process of its own
-(`ask`), because a broken installation crashes, and a broken driver hangs.
+These modules use only the standard library. What needs a package runs in a process of its own
+(`ask`), because a broken installation may crash and a broken driver may hang.
 """

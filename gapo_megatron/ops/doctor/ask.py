@@ -1,4 +1,4 @@
-"""Questions to an interpreter of its own, which may crash or hang."""
+"""Run code in a separate interpreter, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gapo_megatron.ops.launch.freeze import repository
 from gapo_megatron.ops.launch.node_checks import CommandError, run_command
 
 Answer = dict[str, Any] | CommandError
-"""What the code said, or what went wrong."""
+"""What the code printed, or what went wrong."""
 
 _TIMEOUT_S = 300.0
 """Cold imports over a network file system take minutes."""
@@ -30,12 +30,12 @@ _OF_A_LAUNCHER = (
 
 
 def ask(code: str, env: Mapping[str, str]) -> Answer:
-    """The JSON object that Python code prints as its last line.
+    """Run Python code, and return the JSON object that it prints as its last line.
 
     Args:
         code: run by this interpreter, with this package on its path.
-        env: of this process. What a launcher said of ranks and jobs is left out: whatever the code
-            starts is alone, and waits for nobody.
+        env: environment of this process; a launcher's variables are removed, so that the code does
+            not wait for other ranks.
     """
     try:
         said = run_command(
@@ -43,20 +43,20 @@ def ask(code: str, env: Mapping[str, str]) -> Answer:
         )
     except CommandError as error:
         said = str(error).removeprefix(f"{sys.executable}: ")
-        return CommandError(re.sub(r"^error( \(rank 0\))?: ", "", said))  # of `fail_fast`
+        return CommandError(re.sub(r"^error( \(rank 0\))?: ", "", said))  # added by `fail_fast`
     answer: dict[str, Any] = json.loads(said.splitlines()[-1])
     return answer
 
 
 def alone(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a launcher said, with this package on Python's path."""
+    """The environment without a launcher's variables, with this package on Python's path."""
     kept = {name: value for name, value in env.items() if not name.startswith(_OF_A_LAUNCHER)}
     folders = [str(repository()), *env.get("PYTHONPATH", "").split(os.pathsep)]
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def probe_code(call: str) -> str:
-    """Python that calls a function of `probe`; an error is the last that is said, in one line."""
+    """Python code that calls a function of `probe`; an error is its last line of output."""
     return (
         "from gapo_megatron.run.fail_fast import fail_fast\n"
         "from gapo_megatron.run.processes import quiet_libraries\n"

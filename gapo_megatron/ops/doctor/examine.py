@@ -16,15 +16,15 @@ from gapo_megatron.ops.doctor.slurm import look_at_slurm
 
 
 def examine(config_path: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at everything; takes about fifteen seconds, for the imports.
+    """Run all checks; takes about fifteen seconds, mostly for imports.
 
     Args:
-        config_path: config to look at too; without one, kernels are those of the defaults.
-        env: of this process.
+        config_path: config to check too; without one, kernels are those of the default settings.
+        env: environment of this process.
     """
     asked = partial(ask, env=env)
     yield from look_at_program()
-    torch = asked(libraries.TORCH)  # alone: it tells how long that takes
+    torch = asked(libraries.TORCH)  # not in parallel, since it measures the time of the import
     config: Sections | None = None
     of_config: list[Finding] = []
     if config_path:

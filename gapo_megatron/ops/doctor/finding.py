@@ -8,28 +8,28 @@ from typing import Literal
 from gapo_megatron.ops.launch.node_checks import Check
 
 Status = Literal["ok", "warn", "fail"]
-"""ok: as it should be. warn: works, or is not needed here. fail: training would not run."""
+"""ok: fine. warn: works, or is not needed on this machine. fail: training cannot run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was seen of one thing."""
+    """Result of one check."""
 
     section: str
     name: str
     status: Status
     detail: str
     advice: str = ""
-    """What to do about it; empty when it is ok."""
+    """What to do about it; empty if it is ok."""
 
 
 def judge(
     section: str, name: str, good: bool, detail: str, advice: str, *, bad: Status = "fail"
 ) -> Finding:
-    """A finding that is ok, or `bad` with advice."""
+    """A finding that is ok if `good`, else `bad` with advice."""
     return Finding(section, name, *(("ok", detail) if good else (bad, detail, advice)))
 
 
 def from_check(section: str, check: Check, advice: str, *, bad: Status = "fail") -> Finding:
-    """A check of the preflight as a finding."""
+    """A check of the preflight, as a finding."""
     return judge(section, check.name, check.ok, check.detail, advice, bad=bad)

@@ -1,7 +1,7 @@
-"""Section `kernels`: what each part of the training runs on here.
+"""Section `kernels`: the kernels that training uses on this machine.
 
-Nothing is guessed: a process builds a tiny policy as the trainer does, updates it once, and tells
-what it was made of; another imports the rollout engine. On a GPU: NOT YET RUN.
+One process builds a tiny policy as the trainer does, updates it once, and reports its parts;
+another imports the rollout engine. On a GPU: NOT YET RUN.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from gapo_megatron.ops.doctor.ask import Answer, probe_code
 from gapo_megatron.ops.doctor.finding import Finding, Status, judge
 from gapo_megatron.ops.launch.node_checks import CommandError
 
-_LOGIN_NODE = "torch is built for CUDA and sees no GPU: look on a compute node"
+_LOGIN_NODE = "torch is built for CUDA but sees no GPU: run the check on a compute node"
 
 
 def policy_code(**model: str) -> str:
-    """Python that answers for the policy with these settings of `model`."""
+    """Python code that reports on the policy with these settings of `model`."""
     return probe_code(f"policy(**{model!r})")
 
 
 def rollout_code(*, precision: str) -> str:
-    """Python that answers for the rollout in this precision."""
+    """Python code that reports on the rollout engine in this precision."""
     return probe_code(f"rollout({precision!r})")
 
 
 def judge_policy(answer: Answer, *, precision: str, torch: Answer) -> Iterator[Finding]:
-    """One line per part of the policy.
+    """Findings on the parts of the policy.
 
     Args:
-        answer: of `policy_code`.
-        precision: that it was asked for.
+        answer: the answer to `policy_code`.
+        precision: precision of the policy.
         torch: the answer to `libraries.TORCH`.
     """
     bad, advice = _when_it_fails(torch)
@@ -38,31 +38,31 @@ def judge_policy(answer: Answer, *, precision: str, torch: Answer) -> Iterator[F
         yield Finding("kernels", "one update", bad, str(answer), advice)
         return
     on_gpu = answer["device"] == "cuda"
-    where = answer["gpu"] if on_gpu else "the CPU: for tests and demos"
-    yield Finding("kernels", "one update", "ok", f"done by a tiny model in {precision} on {where}")
+    where = answer["gpu"] if on_gpu else "the CPU (for tests and demos)"
+    yield Finding("kernels", "one update", "ok", f"updated a tiny model in {precision} on {where}")
     fused = answer["transformer_engine"] or precision == "fp32" or not on_gpu
-    advice = "Transformer Engine has faster ones: tools/setup_gpu_env.sh"
+    advice = "Transformer Engine's are faster: tools/setup_gpu_env.sh installs it"
     yield judge("kernels", "layers", fused, answer["layers"], advice, bad="warn")
     attention = ": ".join(filter(None, (answer["attention"], answer["attention_backend"])))
     good = not answer["attention_backend"].startswith("Unfused")
-    advice = "needs memory for every pair of tokens; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 tells why"
+    advice = "its memory is quadratic in length; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
     yield judge("kernels", "attention", good, attention, advice, bad="warn")
     yield Finding("kernels", "norm", "ok", answer["norm"])
     is_apex = answer["optimizer"].startswith("apex.")
-    advice = "never run with this one: Transformer Engine, or uninstall apex"
+    advice = "untested with apex: install Transformer Engine, or uninstall apex"
     yield judge("kernels", "optimizer", not is_apex, answer["optimizer"], advice, bad="warn")
     yield Finding("kernels", "log-probs", "ok", answer["log_probs"])
     recipes = [recipe for recipe, reason in answer["fp8"].items() if not reason]
-    detail = ", ".join(recipes) or f"not here: {next(iter(answer['fp8'].values()))}"
+    detail = ", ".join(recipes) or f"not available: {next(iter(answer['fp8'].values()))}"
     yield Finding("kernels", "fp8", "ok", detail)
     yield Finding("kernels", "collectives", "ok", answer["collectives"])
 
 
 def judge_rollout(answer: Answer, *, torch: Answer) -> Finding:
-    """vLLM, and whether it runs where the trainer runs.
+    """Finding on vLLM, and whether it runs on the trainer's kind of device.
 
     Args:
-        answer: of `rollout_code`.
+        answer: the answer to `rollout_code`.
         torch: the answer to `libraries.TORCH`.
     """
     bad, advice = _when_it_fails(torch)
@@ -71,7 +71,7 @@ def judge_rollout(answer: Answer, *, torch: Answer) -> Finding:
     detail = f"{answer['package']} {answer['version']} on {answer['device'] or 'no device'}"
     detail += f", attention {answer['attention']}" if answer["attention"] else ""
     trainer = "cpu" if isinstance(torch, CommandError) or not torch["num_gpus"] else "cuda"
-    if bad == "fail":  # else the advice is to look elsewhere
+    if bad == "fail":  # otherwise the advice is to use a compute node
         lock = "gpu.txt" if trainer == "cuda" else "cpu.txt"
         advice = f"the trainer runs on {trainer}: install the vLLM of requirements/{lock}"
     return judge("kernels", "rollout", answer["device"] == trainer, detail, advice, bad=bad)
@@ -80,4 +80,4 @@ def judge_rollout(answer: Answer, *, torch: Answer) -> Finding:
 def _when_it_fails(torch: Answer) -> tuple[Status, str]:
     if not isinstance(torch, CommandError) and torch["cuda"] and not torch["num_gpus"]:
         return "warn", _LOGIN_NODE
-    return "fail", "training would end with this error: mend the libraries above, or the config"
+    return "fail", "training would stop with this error: repair the libraries above, or the config"

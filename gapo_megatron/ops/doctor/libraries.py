@@ -1,6 +1,6 @@
-"""Section `libraries`: what brings kernels with it, and whether it loads here.
+"""Section `libraries`: libraries with kernels, and whether they load on this machine.
 
-What GPUs are needed for was NOT YET RUN ON A GPU: Transformer Engine, flash-attn and NCCL.
+The checks of Transformer Engine, flash-attn and NCCL were NOT YET RUN ON A GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ask = Callable[[str], Answer]
 
 PIP = f"{sys.executable} -m pip"
 SETUP = "tools/setup_gpu_env.sh"
-"""Makes the environment of requirements/gpu.txt."""
+"""Creates the environment of requirements/gpu.txt."""
 TORCH = """\
 import json, time; start = time.time(); import torch
 cuda = torch.version.cuda
@@ -36,28 +36,27 @@ print(json.dumps({
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, "nccl_paths": nccl,
 }))
 """
-# torch first, as in the trainer: it loads NCCL, which in a virtual environment nothing else finds.
+# torch first, as in the trainer: only torch finds NCCL in a virtual environment.
 TRANSFORMER_ENGINE = """\
 import json, torch, transformer_engine, transformer_engine.pytorch, transformer_engine_torch
 print(json.dumps({"version": transformer_engine.__version__,
                   "path": transformer_engine_torch.__file__}))
 """
-# Megatron-core imports them in this way and order, and takes what fails with an ImportError as
-# not installed.
+# Megatron-core imports them in this order, and treats an ImportError as not installed.
 APEX = "import apex, apex.optimizers, apex.normalization, amp_C; print('{}')"
 FLASH_ATTENTION = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
-"""Distributions, and the module that Transformer Engine imports of each."""
+"""Distributions, and the module of each that Transformer Engine imports."""
 FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
-"""Distributions with its compiled kernels, which have its version."""
+"""Distributions with FlashInfer's compiled kernels, of the same version as FlashInfer."""
 
 
 def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterator[Finding]:
-    """torch, Transformer Engine, apex, flash-attn, Triton, NCCL; vLLM is tried as the rollout.
+    """Check torch, Transformer Engine, apex, flash-attn, Triton, FlashInfer and NCCL.
 
     Args:
         torch: the answer to `TORCH`.
-        ask: puts code to an interpreter of its own.
-        env: of this process.
+        ask: runs code in a separate interpreter.
+        env: environment of this process.
     """
     here = distributions()
     yield judge_torch(torch, num_gpus=num_gpus(env))
@@ -75,19 +74,19 @@ def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterat
 
 
 def judge_torch(answer: Answer, *, num_gpus: int) -> Finding:
-    """Build of torch, and whether it sees the GPUs.
+    """Finding on torch: its build, and whether it sees the GPUs.
 
     Args:
-        answer: to `TORCH`.
-        num_gpus: that the driver shows.
+        answer: the answer to `TORCH`.
+        num_gpus: number of GPUs that the driver shows.
     """
     if isinstance(answer, CommandError):
-        return Finding("libraries", "import torch", "fail", str(answer), "install torch anew")
+        return Finding("libraries", "import torch", "fail", str(answer), "reinstall torch")
     cuda, seen = answer["cuda"], answer["num_gpus"]
     build = f"CUDA {cuda}, cuDNN {answer['cudnn']}, sees {seen} GPUs" if cuda else "CPUs"
-    detail = f"{answer['version']}, built for {build}; took {answer['seconds']} s"
+    detail = f"{answer['version']}, built for {build}; import took {answer['seconds']} s"
     good = seen > 0 or num_gpus == 0
-    advice = "the driver is too old for this torch" if cuda else "the GPUs here stay unused"
+    advice = "the driver is too old for this torch" if cuda else "this torch cannot use the GPUs"
     bad: Status = "fail" if cuda else "warn"
     return judge("libraries", "import torch", good, detail, advice, bad=bad)
 
@@ -95,50 +94,50 @@ def judge_torch(answer: Answer, *, num_gpus: int) -> Finding:
 def look_at_transformer_engine(
     here: Mapping[str, metadata.Distribution], torch: Mapping[str, Any], ask: Ask
 ) -> Finding:
-    """Whether its compiled part loads with this torch.
+    """Whether Transformer Engine's compiled part loads with this torch.
 
     Args:
-        here: what is installed.
-        torch: the answer to `TORCH`; empty where torch does not load.
-        ask: puts code to an interpreter of its own.
+        here: installed distributions.
+        torch: the answer to `TORCH`; empty if torch does not load.
+        ask: runs code in a separate interpreter.
     """
     name = "import transformer_engine"
     cuda = torch.get("cuda")
     if importlib.util.find_spec("transformer_engine") is None:
         if not cuda:
             return Finding("libraries", name, "ok", "not installed; it needs a GPU")
-        advice = f"faster layers, attention and optimizer, and fp8: {SETUP}"
+        advice = f"{SETUP} installs it: faster layers, attention and optimizer, and fp8"
         return Finding("libraries", name, "warn", "not installed", advice)
-    # Where there is a GPU, the trainer takes it for granted that an installed one works.
+    # With a GPU the trainer relies on an installed Transformer Engine.
     bad: Status = "fail" if torch.get("num_gpus") else "warn"
     built_for = [core.removeprefix("transformer-engine-cu") for core in here if "engine-cu" in core]
     major = (cuda or "").partition(".")[0]
     if cuda and built_for and major not in built_for:
-        detail = f"its core is built for CUDA {', '.join(built_for)}, torch for {cuda}"
+        detail = f"built for CUDA {', '.join(built_for)}, but torch for CUDA {cuda}"
         advice = f"{PIP} uninstall transformer-engine-cu{built_for[0]}; then {SETUP}"
         return Finding("libraries", name, bad, detail, advice)
     answer = ask(TRANSFORMER_ENGINE)
     if isinstance(answer, CommandError):
-        advice = f"compile it against the torch that is here, as {SETUP} does; or uninstall it"
+        advice = f"compile it for the installed torch, as {SETUP} does, or uninstall it"
         return Finding("libraries", name, bad, str(answer), advice)
     return Finding("libraries", name, "ok", f"{answer['version']} ({answer['path']})")
 
 
 def look_at_apex(installed: metadata.Distribution | None, ask: Ask) -> Finding:
-    """NVIDIA's apex, or the package of that name on the public index, which is something else.
+    """Whether apex is NVIDIA's, and not the unrelated package of that name on the public index.
 
-    The other one is never imported: that runs its code, and fails for want of its web framework.
+    The unrelated one is never imported: that would run its code.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        detail = "not installed, not needed: Megatron-core takes Transformer Engine's kernels first"
+        detail = "not installed, not needed: Megatron-core prefers Transformer Engine's kernels"
         return Finding("libraries", "apex", "ok", detail)
-    version = f"version {installed.version}" if installed else "of no distribution"
+    version = f"version {installed.version}" if installed else "of unknown origin"
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers").is_dir() for folder in folders):
         summary = installed.metadata["Summary"] if installed else None
-        detail = f"not NVIDIA's, but {summary or spec.origin!r}, {version}"
-        advice = f"{PIP} uninstall apex; nothing has to take its place"
+        detail = f"not NVIDIA's apex but {summary or spec.origin!r}, {version}"
+        advice = f"{PIP} uninstall apex; no replacement is needed"
         return Finding("libraries", "apex", "warn", detail, advice)
     answer = ask(APEX)
     if isinstance(answer, CommandError):
@@ -148,10 +147,10 @@ def look_at_apex(installed: metadata.Distribution | None, ask: Ask) -> Finding:
 
 
 def look_at_flash_attention(here: Mapping[str, metadata.Distribution], ask: Ask) -> Finding:
-    """Versions 2 and 3, of which Transformer Engine may choose one."""
+    """Whether flash-attn 2 and 3, which Transformer Engine may use, load if installed."""
     found = {package: module for package, module in FLASH_ATTENTION.items() if package in here}
     if not found:
-        detail = "not installed, not needed: Transformer Engine has cuDNN's, vLLM brings its own"
+        detail = "not installed, not needed: Transformer Engine uses cuDNN's, vLLM its own"
         return Finding("libraries", "flash-attn", "ok", detail)
     answers = {name: ask(f"import {module}; print('{{}}')") for name, module in found.items()}
     broken = [name for name, answer in answers.items() if isinstance(answer, CommandError)]
@@ -162,21 +161,21 @@ def look_at_flash_attention(here: Mapping[str, metadata.Distribution], ask: Ask)
 
 
 def look_at_triton(torch: Mapping[str, Any], ask: Ask) -> Finding:
-    """Triton compiles the log-prob kernels on a GPU, and whatever vLLM has torch compile."""
+    """Whether Triton loads; on a GPU it compiles the log-prob kernels, and kernels of vLLM."""
     if importlib.util.find_spec("triton") is None:
         detail = "not installed"
-        advice = "pip installs it with a torch for CUDA"
+        advice = "pip installs it together with a torch for CUDA"
         return judge("libraries", "import triton", not torch.get("cuda"), detail, advice)
     answer = ask("import json, triton; print(json.dumps({'version': triton.__version__}))")
     if isinstance(answer, CommandError):
         bad: Status = "fail" if torch.get("num_gpus") else "warn"
-        advice = "reinstall the triton that this torch asks for"
+        advice = "reinstall the triton version that this torch requires"
         return Finding("libraries", "import triton", bad, str(answer), advice)
     return Finding("libraries", "import triton", "ok", str(answer["version"]))
 
 
 def look_at_compiler(torch: Mapping[str, Any], env: Mapping[str, str]) -> Finding:
-    """Triton compiles a small C file at its first kernel, on every node that trains."""
+    """Whether there are a C compiler and Python's headers, which Triton needs on every node."""
     compilers = [env["CC"]] if env.get("CC") else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -191,10 +190,10 @@ def look_at_compiler(torch: Mapping[str, Any], env: Mapping[str, str]) -> Findin
 
 
 def judge_flashinfer(versions: Mapping[str, str]) -> Finding:
-    """Whether its kernels are here, compiled: else vLLM compiles them at start, on every node.
+    """Whether FlashInfer's compiled kernels are installed; otherwise vLLM compiles them at start.
 
     Args:
-        versions: of what is installed, by normal name; FlashInfer is.
+        versions: installed versions by normalised name, including FlashInfer's.
     """
     wanted = versions["flashinfer-python"]
     found = {name: versions.get(name, "not installed") for name in FLASHINFER_KERNELS}
@@ -205,17 +204,17 @@ def judge_flashinfer(versions: Mapping[str, str]) -> Finding:
 
 
 def judge_nccl(torch: Mapping[str, Any], packaged: metadata.Distribution | None) -> Finding:
-    """The NCCL that a process has loaded with torch, against the one installed for it.
+    """Whether torch has loaded the NCCL that is installed for it, and no other.
 
     Args:
         torch: the answer to `TORCH`, for a build with CUDA.
-        packaged: the distribution of NCCL, if there is one.
+        packaged: the installed distribution of NCCL, if there is one.
     """
     loaded, paths = torch["nccl"], torch["nccl_paths"]
     detail = f"{loaded} ({', '.join(paths) or 'part of torch'})"
-    advice = "another one comes first: look at LD_PRELOAD and LD_LIBRARY_PATH"
+    advice = "another NCCL is found first: check LD_PRELOAD and LD_LIBRARY_PATH"
     if len(paths) > 1:
-        return Finding("libraries", "nccl", "warn", f"two are loaded: {detail}", advice)
+        return Finding("libraries", "nccl", "warn", f"two versions are loaded: {detail}", advice)
     same = packaged is None or packaged.version.startswith(loaded)
     if not same and packaged is not None:
         detail += f"; {packaged.metadata['Name']} {packaged.version} is installed"

@@ -1,4 +1,4 @@
-"""What needs the trainer's own code to find out. Each function runs in a process of its own.
+"""Checks that need the trainer's code; each function runs in a process of its own.
 
 On a GPU: NOT YET RUN.
 """
@@ -27,13 +27,13 @@ from gapo_megatron.logprob import choose_implementation
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.sides import Sides, schedule
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
 
-# Of one layer, with sizes that every kernel takes.
+# One layer, with sizes that every kernel supports.
 _MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -51,14 +51,14 @@ _MODEL = {
 _TIMEOUT_S = 120
 _MOST_PROCESSES = 2**14
 _NUM_TOKENS = 64
-"""Of each sequence: 16 of the prompt, the others of the response."""
+"""Tokens of each sequence: 16 of the prompt, the others of the response."""
 
 
 def policy(**model: str) -> None:
-    """Build a tiny policy as the trainer does, update it once, and print what it is made of.
+    """Build a tiny policy as the trainer does, update it once, and print its parts.
 
     Args:
-        model: settings of `model`, `hf_dir` apart.
+        model: settings of `model`, except `hf_dir`.
     """
     os.environ |= DEBUG_ENVIRONMENT
     from gapo_megatron.learn.update import update
@@ -74,6 +74,7 @@ def policy(**model: str) -> None:
             return str(error)
         return ""
 
+    # A tiny policy with random weights, updated once.
     world = process_group.start(_TIMEOUT_S)
     attention_backend = attention_in_use()
     with tempfile.TemporaryDirectory() as folder:
@@ -93,6 +94,7 @@ def policy(**model: str) -> None:
     result = update(built, [microbatch], lambda scored: (-scored.log_probs.mean(), {}))
     assert result.grad_norm > 0, result
 
+    # The classes that it is made of.
     layer = built.stages[0].decoder.layers[0]
     is_cuda = world.device.type == "cuda"
     optimizer = inner_optimizers(built.optimizer)[0]
@@ -113,7 +115,7 @@ def policy(**model: str) -> None:
 
 
 def rollout(precision: str) -> None:
-    """Import the rollout engine as the trainer does, and print what vLLM it found.
+    """Import the rollout engine as the trainer does, and print the vLLM that it found.
 
     Args:
         precision: `model.precision`.
@@ -124,16 +126,16 @@ def rollout(precision: str) -> None:
 
 
 def config(path: str, world_size: int, ranks_per_node: int | None) -> None:
-    """Print a config, resolved, its model, and what it means on so many processes.
+    """Print a resolved config, its model, and its layout on `world_size` processes.
 
     Args:
-        path: of the TOML file.
-        world_size: 0: as few as it takes.
+        path: path of the TOML file.
+        world_size: number of processes; 0: the smallest that works.
         ranks_per_node: see `Sides.of`.
     """
     try:
         settings = load_config(path)
-    except ConfigError as error:  # of many lines
+    except ConfigError as error:  # it has several lines
         _print(error=str(error))
     _print(**look_at_config(settings, world_size=world_size, ranks_per_node=ranks_per_node))
 
@@ -141,7 +143,7 @@ def config(path: str, world_size: int, ranks_per_node: int | None) -> None:
 def look_at_config(
     settings: Config, *, world_size: int, ranks_per_node: int | None = None
 ) -> dict[str, Any]:
-    """What `config` prints of a valid one."""
+    """What `config` prints for a valid config."""
     return {
         "config": settings.model_dump(mode="json"),
         "model": _or_error(lambda: _model(settings)),
@@ -159,7 +161,7 @@ def _or_error(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _model(settings: Config) -> dict[str, Any]:
-    """Opens the model as the trainer does; of the weights it reads headers."""
+    """Open the model as the trainer does; of the weights, only headers are read."""
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.models.checks import check_shapes
     from gapo_megatron.policy.load import check_megatron_dir
@@ -206,7 +208,7 @@ def _world_size(settings: Config, world_size: int, ranks_per_node: int | None) -
 
 
 def _memory(settings: Config, world_size: int, ranks_per_node: int | None) -> dict[str, Any]:
-    """Which GPUs it fits, on so many processes (0: on a node's eight); none without the model."""
+    """GPUs that the run fits on `world_size` processes (0: eight); empty without the model."""
     hf_config, _ = find_model(settings.model.hf_dir)
     if hf_config is None:
         return {"fits": [], "not_fits": [], "world_size": 0}
@@ -232,4 +234,4 @@ def _where(cls: type) -> str:
 def _print(**facts: Any) -> NoReturn:
     print(json.dumps(facts), flush=True)
     sys.stderr.flush()
-    os._exit(0)  # tearing engines and process groups down takes time and may hang
+    os._exit(0)  # shutting down engines and process groups is slow and may hang

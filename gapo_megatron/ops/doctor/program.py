@@ -1,4 +1,4 @@
-"""Section `program`: interpreter, commit, and packages against the versions in requirements/."""
+"""Section `program`: interpreter, commit, and package versions against requirements/."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ STACK = (
     "transformers",
     "submitit",
 )
-"""The packages that are shown one by one, those of them that the lock has."""
+"""Packages of the lock that get a line each."""
 DISPENSABLE = {
-    "transformer-engine": "training runs without it, slower: see `layers` below",
+    "transformer-engine": "training runs without it, but slower: see `layers` below",
     "submitit": "only tools/submit.py needs it",
 }
 
 
 def look_at_program() -> Iterator[Finding]:
-    """Interpreter, commit, packages."""
+    """Check interpreter, commit and packages."""
     version = f"{platform.python_version()} ({sys.executable})"
     yield judge("program", "python", sys.version_info >= (3, 11), version, "needs 3.11 or newer")
     yield _commit()
-    advice = "make env; on a machine with GPUs tools/setup_gpu_env.sh"
+    advice = "run make env; on a machine with GPUs tools/setup_gpu_env.sh"
     yield from_check("program", node_checks.check_packages(), advice)
     here = {name: one.version for name, one in distributions().items()}
     fallback = "" if shutil.which("nvidia-smi") else "+cpu"
@@ -47,31 +47,32 @@ def look_at_program() -> Iterator[Finding]:
 
 
 def distributions() -> dict[str, metadata.Distribution]:
-    """What is installed, by normal name; of two on the path the one that is imported."""
+    """Installed distributions by normalised name; of duplicates, the one that is imported."""
     found: dict[str, metadata.Distribution] = {}
     for one in metadata.distributions():
-        if name := one.metadata["Name"]:  # a half-removed package has none
+        if name := one.metadata["Name"]:  # a partly removed package has no name
             found.setdefault(normal_name(name), one)
     return found
 
 
 def compare_with_lock(here: Mapping[str, str], path: Path) -> Iterator[Finding]:
-    """Installed versions (by normal name) against a file of requirements/."""
+    """Compare installed versions (by normalised name) with a file of requirements/."""
     if not path.exists():  # in the frozen code of a job
-        yield Finding("program", "lock", "warn", f"no {path}", "look from a checkout")
+        yield Finding("program", "lock", "warn", f"no {path}", "run this from a checkout")
         return
     lock = {
         normal_name(found[1]): found[2]
         for line in path.read_text(encoding="utf-8").splitlines()
         if (found := re.match(r"([\w.-]+)(?:\[.*\])?==(\S+)", line))
     }
+    # A line for each package of the stack, and one for all others.
     for name in filter(lock.__contains__, STACK):
         version = here.get(name)
         if version and _satisfies(version, lock[name]):
             yield Finding("program", name, "ok", f"{version}, as in {path.name}")
         elif version:
             said = f"{version}; {path.name} has {lock[name]}"
-            yield Finding("program", name, "warn", said, "suspect this first when numbers differ")
+            yield Finding("program", name, "warn", said, "first suspect if numbers differ")
         else:
             said = f"not installed; {path.name} has {lock[name]}"
             advice = DISPENSABLE.get(name, f"install the version of requirements/{path.name}")
@@ -85,16 +86,16 @@ def compare_with_lock(here: Mapping[str, str], path: Path) -> Iterator[Finding]:
     ]
     detail = f"{len(others) - len(odd)} of {len(others)} other packages as in {path.name}"
     detail += f"; not {', '.join(odd[:5])}{', ...' * (len(odd) > 5)}" if odd else ""
-    yield judge("program", "lock", not odd, detail, "harmless, mostly: see above", bad="warn")
+    yield judge("program", "lock", not odd, detail, "mostly harmless: see above", bad="warn")
 
 
 def _satisfies(version: str, locked: str) -> bool:
-    """As `==` of a requirement: 2.13.0 takes 2.13.0+cu130 too, 2.13.0+cpu nothing but itself."""
+    """Like `==` of a requirement: 2.13.0 accepts 2.13.0+cu130; 2.13.0+cpu only itself."""
     return locked in (version, version.partition("+")[0])
 
 
 def normal_name(name: str) -> str:
-    """Of a distribution, as the index compares them."""
+    """Name of a distribution, normalised as package indexes do."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,4 +1,4 @@
-"""Section `slurm`: client and cluster, and what its settings mean for a run."""
+"""Section `slurm`: client, cluster, and settings that affect a run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from gapo_megatron.ops.doctor.finding import Finding, judge
 from gapo_megatron.ops.launch.node_checks import CommandError, run_command
 
 TESTED = "22.05"
-"""Slurm that tests/slurm ran on."""
+"""Version of Slurm that tests/slurm ran on."""
 
 
 def look_at_slurm(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Client and cluster. `cluster` is among the findings only where there is one."""
+    """Check client and cluster; there is a finding `cluster` only if there is a cluster."""
     if shutil.which("sbatch") is None:
-        advice = "without it a batch file runs as local processes: bash slurm/gapo_demo.sbatch"
-        yield Finding("slurm", "client", "warn", "no sbatch here", advice)
+        advice = "without Slurm, run a batch file locally: bash slurm/gapo_demo.sbatch"
+        yield Finding("slurm", "client", "warn", "sbatch was not found", advice)
         return
     try:
         text = run_command("scontrol", "show", "config")
         shown = run_command("sinfo", "--noheader", "--format=%P %D %G %l")
     except CommandError as error:
-        # Where Slurm is installed, but was never told of a cluster, nothing is broken.
+        # Slurm that is installed but not configured is not broken.
         told = "SLURM_CONF" in env or Path("/etc/slurm/slurm.conf").exists()
-        advice = "no cluster answers: is this a login node? is SLURM_CONF right?"
+        advice = "no cluster answers: is this a login node, and is SLURM_CONF right?"
         yield Finding("slurm", "client", "fail" if told else "warn", str(error), advice)
         return
     settings = dict(re.findall(r"^(\S+) += (.*?) *$", text, re.MULTILINE))
@@ -40,21 +40,21 @@ def look_at_slurm(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def judge_settings(settings: Mapping[str, str]) -> Iterator[Finding]:
-    """What `scontrol show config` means for a run that is to survive."""
+    """What the settings of `scontrol show config` mean for restarts."""
     requeue = settings["JobRequeue"] == "1"
-    advice = "sbatch --requeue asks for it; if Slurm refuses, start the same command again yourself"
+    advice = "sbatch --requeue asks for it; if Slurm refuses, submit the same command again"
     yield judge("slurm", "requeue", requeue, f"JobRequeue={requeue:d}", advice, bad="warn")
     mode, parameters = settings["PreemptMode"], settings["SlurmctldParameters"]
     warned = mode == "OFF" or "preempt_send_user_signal" in parameters
     detail = f"PreemptMode={mode}, " + ("with" if warned else "no preempt_send_user_signal")
     detail = detail if mode != "OFF" else "PreemptMode=OFF"
-    advice = "a preempted job gets no time to save: lower checkpoint.every_steps"
+    advice = "preempted jobs get no time to save: lower checkpoint.every_steps"
     yield judge("slurm", "preemption", warned, detail, advice, bad="warn")
     expire = re.search(r"cred_expire=(\d+)", settings["AuthInfo"])
-    wait = f"a requeued job waits {int(expire[1]) if expire else 120} s before it starts again"
+    wait = f"a requeued job starts again after {int(expire[1]) if expire else 120} s"
     yield Finding("slurm", "restart", "ok", wait)
     kind = settings["AccountingStorageType"]
-    advice = f"no sacct: Slurm forgets a job {settings['MinJobAge']} after its end"
+    advice = f"without sacct, Slurm forgets a job {settings['MinJobAge']} after its end"
     yield judge("slurm", "accounting", not kind.endswith("none"), kind, advice, bad="warn")
 
 

@@ -1,7 +1,4 @@
-"""The code of a job, copied when it is submitted: editing the checkout later never changes the job.
-
-Imports nothing heavy.
-"""
+"""Frozen code: a job's copy of the checkout, so that later edits do not change the job."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.io.documents import read_json
 
 ROOMS = ("gapo_megatron", "slurm", "tools", "configs")
-"""Folders of a checkout that a job reads."""
+"""Folders of a checkout that a job needs."""
 
 
 def repository() -> Path:
@@ -27,19 +24,19 @@ def repository() -> Path:
 
 
 def freeze(repository: Path, folder: Path, *, config: str) -> None:
-    """Copy the code into `folder`, with the resolved config: whole, or not there at all.
+    """Copy code and resolved config into `folder`, completely or not at all.
 
-    The files are copied as they are, not as git knows them: uncommitted changes, new files and the
-    git-ignored slurm/site.sh are part of what is run, and jobs that start together do not meet at
-    git's lock. code.json tells where they came from.
+    Files are copied as they are on disk, including uncommitted changes, new files and the
+    git-ignored slurm/site.sh; jobs that start together do not compete for git's lock. code.json
+    records where the files came from.
 
     Args:
-        repository: a checkout, or a folder with the package alone (installed, in a container).
-        folder: must not exist yet; its parents need not.
+        repository: a checkout, or a folder with only the package (installed, in a container).
+        folder: must not exist; its parents are created.
         config: text of `config.toml`.
 
     Raises:
-        ConfigError: something in the checkout cannot be copied, or the folder not be written.
+        ConfigError: a file cannot be copied, or the folder cannot be written.
     """
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
@@ -53,7 +50,7 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
         origin = json.dumps(_origin(repository), indent=1)
         (draft / "code.json").write_text(origin + "\n", encoding="utf-8")
         draft.rename(folder)
-    except OSError as error:  # also copytree's, of several files
+    except OSError as error:  # copytree's shutil.Error is one too
         shutil.rmtree(draft, ignore_errors=True)
         raise ConfigError(
             f"the code of {repository} cannot be copied to {folder}: {error}"
@@ -61,24 +58,24 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
 
 
 def frozen_code(folder: Path) -> str:
-    """Identifier of frozen code: its commit, and a digest where the commit does not tell all.
+    """Identifier of frozen code: its commit, plus a digest if files differ from the commit.
 
     Args:
-        folder: the folder as `freeze` left it.
+        folder: a folder that `freeze` wrote.
 
     Returns:
-        `1a2b3c4d5e6f`; where files differ from the commit, or it is not known, with a digest of the
-        package: `1a2b3c4d5e6f+01234567`, `+01234567`.
+        `1a2b3c4d5e6f`; with a digest of the package if files differ from the commit or the commit
+        is unknown: `1a2b3c4d5e6f+01234567`, `+01234567`.
 
     Raises:
         FileNotFoundError: there is no code.json.
-        DataError: it is damaged.
+        DataError: code.json is damaged.
     """
     path = folder / "code.json"
     origin = read_json(path, error=DataError)
     commit = origin.get("commit") if isinstance(origin, dict) else 0
     if not isinstance(commit, str | None):
-        raise DataError(f"{path}: commit ({shown(commit)}) must be that of a checkout, or null")
+        raise DataError(f"{path}: commit ({shown(commit)}) must be a string or null")
     commit = (commit or "")[:12]
     if commit and not origin.get("has_local_changes"):
         return commit
@@ -90,10 +87,10 @@ def frozen_code(folder: Path) -> str:
 
 
 def _origin(repository: Path) -> dict[str, Any]:
-    """Commit, branch, and whether the files differ from it; None where git knows nothing."""
+    """Commit, branch, and whether files differ from the commit; None outside a git checkout."""
     origin = dict.fromkeys(("commit", "branch", "has_local_changes"))
     known = _git(repository, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
-    # A package installed below some other checkout does not come from its commit.
+    # A package that is installed inside another checkout does not have that checkout's commit.
     if known is not None and Path(known.splitlines()[0]).samefile(repository):
         _, origin["commit"], origin["branch"] = known.splitlines()
         origin["has_local_changes"] = bool(_git(repository, "status", "--porcelain", "--", *ROOMS))
@@ -101,7 +98,7 @@ def _origin(repository: Path) -> dict[str, Any]:
 
 
 def _git(repository: Path, *arguments: str) -> str | None:
-    # Without optional locks: `git status` would refresh the index of a checkout others work in.
+    # Without optional locks, because `git status` would rewrite the index of a shared checkout.
     command = ["git", "--no-optional-locks", "-C", str(repository), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

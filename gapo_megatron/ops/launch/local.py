@@ -1,4 +1,4 @@
-"""Runs of a study on this machine, a few at a time, in the foreground."""
+"""Run a study on this machine, a few runs at a time, in the foreground."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from gapo_megatron.ops.launch.status import Status, live_table, read_status
 from gapo_megatron.ops.launch.submit import Launch, Submission, outside_slurm
 
 _YEARS_MIN = 10 * 365 * 24 * 60
-"""submitit wants a time limit; here nothing ends a run."""
+"""submitit requires a time limit; local runs have none."""
 _LOOK_EVERY_S = 1.0
 _REST = 50
-"""Times as long as the table takes to make: the runs need the cores more."""
+"""Pause between updates of the table, as a multiple of the time that one takes."""
 
 
 def run_locally(
     submissions: Sequence[Submission], console: Console, *, title: str, parallel: int
 ) -> list[Status]:
-    """Run all, one submission's after the other's, with a table of how they stand.
+    """Run all submissions, one after another, and show a table of their status.
 
-    The first Ctrl-C (or SIGTERM, or a terminal that hangs up) asks the runs to save and end and
-    starts no other; the second ends them at once. Killed, this process leaves the runs under way to
-    their own end.
+    The first Ctrl-C (or SIGTERM, or SIGHUP) asks running runs to save and stop, and starts no
+    further ones; the second ends them at once. If this process is killed, running runs continue.
 
     Args:
-        submissions: some; their nodes and chains are not looked at.
+        submissions: at least one; their nodes and chains are ignored.
         console: for the table.
         title: title of the table.
-        parallel: runs at a time.
+        parallel: runs at the same time.
 
     Returns:
-        How each run stands when none is under way any more.
+        Status of each run when none is running any more.
     """
     local = _LocalRuns(submissions, parallel=parallel)
     with live_table(console, title=title) as show, _requests() as requests:
@@ -51,9 +50,9 @@ def run_locally(
             if len(requests) > asked:
                 asked = len(requests)
                 console.print(
-                    "asked the runs to save and end; the next Ctrl-C ends them at once"
+                    "Asked the runs to save and stop; press Ctrl-C again to end them at once"
                     if asked == 1
-                    else "ending the runs"
+                    else "Ending the runs"
                 )
             local.stop(at_once=asked > 1) if asked else local.start()
             began = time.monotonic()
@@ -67,10 +66,10 @@ def run_locally(
 
 
 def gpu_shares(num_gpus: int, *, number: int) -> list[list[int]]:
-    """`number` lists of `num_gpus` GPUs each, of those that this process may use.
+    """Divide the GPUs that this process may use into `number` lists of `num_gpus` each.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES has too few, or other names than numbers.
+        ConfigError: CUDA_VISIBLE_DEVICES has too few GPUs, or names that are not numbers.
     """
     if not num_gpus:
         return [[] for _ in range(number)]
@@ -78,21 +77,21 @@ def gpu_shares(num_gpus: int, *, number: int) -> list[list[int]]:
     names = range(num_gpus * number) if allowed is None else allowed.split(",") if allowed else []
     try:
         gpus = [int(name) for name in names]
-    except ValueError:  # submitit knows numbers alone
+    except ValueError:  # submitit supports only numbers
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES ({allowed}) must be numbers with --local: 0,1, not GPU-... or "
-            "MIG-..."
+            f"CUDA_VISIBLE_DEVICES ({allowed}) must list numbers such as 0,1 with --local, not "
+            "GPU-... or MIG-..."
         ) from None
     if len(gpus) < num_gpus * number:
         raise ConfigError(
-            f"gpus_per_node ({num_gpus}) x --parallel ({number}) must be at most the GPUs of "
-            f"CUDA_VISIBLE_DEVICES ({allowed})"
+            f"gpus_per_node ({num_gpus}) x --parallel ({number}) must be at most the number of "
+            f"GPUs in CUDA_VISIBLE_DEVICES ({allowed})"
         )
     return [gpus[slot * num_gpus : (slot + 1) * num_gpus] for slot in range(number)]
 
 
 class _LocalRuns:
-    """Runs waiting, and runs under way by slot: which share of the GPUs they use."""
+    """Waiting runs, and running ones by slot; each slot has its own share of the GPUs."""
 
     def __init__(self, submissions: Sequence[Submission], *, parallel: int) -> None:
         self._of = {code: one for one in submissions for code in one.codes}
@@ -103,12 +102,12 @@ class _LocalRuns:
         self._gpus = gpu_shares(most, number=parallel)
 
     def look(self) -> bool:
-        """Forget what has ended; True when nothing is left."""
+        """Drop runs that have ended; True when no run is left."""
         self._jobs = {slot: one for slot, one in self._jobs.items() if not one[1].done()}
         return not self._waiting and not self._jobs
 
     def under_way(self) -> set[Path]:
-        """The code folders of the runs under way."""
+        """Code folders of the running runs."""
         return {code for code, _ in self._jobs.values()}
 
     def start(self) -> None:
@@ -119,7 +118,7 @@ class _LocalRuns:
                 self._jobs[slot] = code, self._submit(code, slot)
 
     def stop(self, *, at_once: bool) -> None:
-        """Start nothing any more; ask those under way, each time: one may just be restarting."""
+        """Start no further run; ask running ones to stop, repeatedly, as one may be restarting."""
         self._waiting.clear()
         for code, job in self._jobs.values():
             attempt = code.parents[1] / "attempts" / "latest"
@@ -130,7 +129,7 @@ class _LocalRuns:
                 os.kill(int(job.job_id), signal.SIGTERM)  # submitit's controller passes it on
 
     def statuses(self) -> list[Status]:
-        """Status of every run by its folder, except that a run under way has not failed yet."""
+        """Status of every run as its folder says, except that a running one has not failed yet."""
         states = dict.fromkeys(self._waiting, "queued")
         states |= dict.fromkeys(self.under_way(), "running")
         found = [(code, read_status(code.parents[1])) for code in self._of]
@@ -161,12 +160,12 @@ class _LocalRuns:
 
 @contextmanager
 def _requests() -> Iterator[Sequence[int]]:
-    """Yields the signals that have come so far."""
+    """Catch SIGINT, SIGTERM and SIGHUP; yields the list of those received so far."""
     came: list[int] = []
 
     def note(number: int, _: Any) -> None:
         came.append(number)
-        if number == signal.SIGHUP:  # no terminal any more: writing to it would be an error
+        if number == signal.SIGHUP:  # the terminal is gone: writing to it would fail
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in range(3):
                 os.dup2(nothing, descriptor)
@@ -184,7 +183,7 @@ def _requests() -> Iterator[Sequence[int]]:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Have processes started here ignore Ctrl-C and the terminal's end: they are for this one."""
+    """Make child processes ignore SIGINT and SIGHUP, which are for this process."""
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
     }

@@ -1,8 +1,7 @@
-"""Whether one node can serve: GPUs, disk, memory, packages. For the preflight and tools/doctor.py.
+"""Checks of one node: GPUs, disk, memory, packages. For the preflight and tools/doctor.py.
 
-Standard library only, and no package is imported to see whether it is there: it runs in a blink.
-The checks of GPUs read nvidia-smi. They were tested on texts of its known formats; NOT YET RUN ON
-A GPU.
+Fast: only the standard library is used, and packages are looked up without importing them. The GPU
+checks read nvidia-smi. They were tested on examples of its output; NOT YET RUN ON A GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from gapo_megatron.errors import GapoError
 
 GIB = 2**30
 MAX_GPU_MEMORY_USED_MIB = 1024
-"""More than an idle driver takes: somebody else's process."""
+"""More than an idle driver uses; above it, another process is on the GPU."""
 MIN_SHM_GIB = 1.0
-"""/dev/shm, where NCCL and vLLM pass data between processes; a container's default is 64 MiB."""
+"""Free space of /dev/shm, through which NCCL and vLLM processes share data; containers default to
+64 MiB."""
 MIN_MEMORY_SHARE = 0.25
-"""Share of the host memory given to the job that must be available before it starts."""
+"""Share of the job's host memory that must be free before it starts."""
 MIN_FREE_GIB = 10.0
-"""Disk space for a run, where its user says nothing."""
+"""Default of the free disk space that a run needs."""
 PACKAGES = (
     "antlr4",
     "langdetect",
@@ -61,22 +61,22 @@ _GPU_FIELDS = (
 
 
 class CommandError(GapoError, RuntimeError):
-    """A program of the system is missing, failed or hangs. The message is what it said."""
+    """A system program is missing, failed or hangs; the message is its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     ok: bool
     detail: str
-    """Finding in a few words; when not ok, also what was expected."""
+    """Result in a few words; if not ok, also what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One line of nvidia-smi; None where the driver does not say (`[N/A]`)."""
+    """One line of nvidia-smi; None for `[N/A]`."""
 
     index: int
     uuid: str
@@ -85,21 +85,21 @@ class GpuState:
     memory_total_mib: int | None
     memory_used_mib: int | None
     uncorrected_errors: int | None
-    """Memory errors that ECC could not correct, since the driver was loaded."""
+    """Memory errors since the driver was loaded that ECC could not correct."""
 
 
 def run_command(
     *command: str, env: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> str:
-    """Standard output of a program of the system.
+    """Run a system program and return its standard output.
 
     Args:
         command: the program and its arguments.
         env: its environment; None for this process's.
-        timeout_s: longest it may take; None for half a minute.
+        timeout_s: time limit; None for 30 seconds.
 
     Raises:
-        CommandError: it is not there, its exit code is not 0, or it takes too long.
+        CommandError: the program is missing, its exit code is not 0, or it exceeds the limit.
     """
     timeout_s = _COMMAND_TIMEOUT_S if timeout_s is None else timeout_s
     try:
@@ -107,11 +107,11 @@ def run_command(
             command, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env
         )
     except FileNotFoundError:
-        raise CommandError(f"no {command[0]} here") from None
+        raise CommandError(f"no {command[0]} on this machine") from None
     except subprocess.TimeoutExpired:
-        raise CommandError(f"{command[0]} has not answered in {timeout_s:.0f} s") from None
+        raise CommandError(f"{command[0]} did not answer within {timeout_s:.0f} s") from None
     if done.returncode:
-        # The last line is where programs, and tracebacks, come to the point.
+        # Programs and tracebacks put the cause in the last line.
         said = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
         said = said.removeprefix(f"{command[0]}: ") or f"exit code {done.returncode}"
         raise CommandError(f"{command[0]}: {said}")
@@ -119,12 +119,12 @@ def run_command(
 
 
 def check_local(env: Mapping[str, str], *, run_dir: str | Path, min_free_gib: float) -> list[Check]:
-    """Everything about this node that needs no other node.
+    """All checks of this node that need no other node.
 
     Args:
-        env: the task's environment: what Slurm gave it.
-        run_dir: folder of the run, or the folder it will be made in.
-        min_free_gib: space the run needs there.
+        env: environment of the Slurm task.
+        run_dir: folder of the run; created if it does not exist.
+        min_free_gib: free disk space to require there.
     """
     return [
         check_run_dir(run_dir),
@@ -138,7 +138,7 @@ def check_local(env: Mapping[str, str], *, run_dir: str | Path, min_free_gib: fl
 
 
 def check_run_dir(run_dir: str | Path) -> Check:
-    """Make the folder if need be; write a MiB there to the disk (not its cache) and read it."""
+    """Create the folder if needed; write 1 MiB through to the disk and read it back."""
     data = os.urandom(2**20)
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -150,11 +150,15 @@ def check_run_dir(run_dir: str | Path) -> Check:
             same = probe.read() == data
     except OSError as error:
         return Check("run_dir", False, f"{run_dir} cannot be written: {error.strerror}")
-    return Check("run_dir", same, f"{run_dir} " + ("is writable" if same else "reads back wrongly"))
+    return Check(
+        "run_dir",
+        same,
+        f"{run_dir} " + ("is writable" if same else "reads back wrongly"),
+    )
 
 
 def check_disk_space(run_dir: str | Path, *, min_free_gib: float) -> Check:
-    """Free space of the file system; quotas are not known here."""
+    """Free space of the file system; quotas are not considered."""
     try:
         free = shutil.disk_usage(run_dir).free / GIB
     except OSError as error:
@@ -163,14 +167,12 @@ def check_disk_space(run_dir: str | Path, *, min_free_gib: float) -> Check:
 
 
 def check_memory(env: Mapping[str, str]) -> Check:
-    """Host memory that is available, against what Slurm gave the job, or all there is."""
+    """Free host memory, as a share of the memory that Slurm gave the job or of the node's."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     given = min(kib["MemTotal"] / 2**20, int(env.get("SLURM_MEM_PER_NODE") or 0) / 2**10 or 2**40)
     available = kib["MemAvailable"] / 2**20
-    return _at_least(
-        "memory", available, MIN_MEMORY_SHARE * given, f"GiB available of the {given:.0f} given"
-    )
+    return _at_least("memory", available, MIN_MEMORY_SHARE * given, f"GiB available of {given:.0f}")
 
 
 def check_shm() -> Check:
@@ -183,7 +185,7 @@ def check_shm() -> Check:
 
 
 def check_packages() -> Check:
-    """Whether this interpreter finds what training imports; nothing is imported."""
+    """Whether this interpreter finds the packages that training imports."""
     missing = [name for name in PACKAGES if not _is_there(name)]
     interpreter = f"{sys.executable} ({platform.python_version()})"
     if missing:
@@ -192,13 +194,13 @@ def check_packages() -> Check:
 
 
 def check_cache(env: Mapping[str, str]) -> Check:
-    """Whether compiled kernels, in CACHE_DIR, can be written by this user and by nobody else.
+    """Whether CACHE_DIR, with compiled kernels, is writable for this user and for no other.
 
-    Its name can be guessed, and what lies there is run. Makes the folder if it is not there.
+    Its name is easy to guess, and its content is executed. Creates the folder if needed.
     """
     folder = env.get("CACHE_DIR", "")
     if not folder:
-        return Check("cache", True, "each library's own")
+        return Check("cache", True, "each library uses its own")
     try:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(folder)
@@ -207,27 +209,27 @@ def check_cache(env: Mapping[str, str]) -> Check:
     mode, owner = status.st_mode, status.st_uid
     if not stat.S_ISDIR(mode) or owner != os.getuid() or mode & 0o022:
         detail = f"{stat.filemode(mode)} of user {owner}; must be a folder of user {os.getuid()}"
-        return Check("cache", False, f"CACHE_DIR ({folder}): {detail} that no other can write")
+        return Check("cache", False, f"CACHE_DIR ({folder}): {detail} that no other user can write")
     return Check("cache", True, folder)
 
 
 def check_gpus(env: Mapping[str, str]) -> list[Check]:
-    """Number, memory in use and memory errors of the GPUs that this job may use."""
+    """Number, used memory and memory errors of the GPUs that this job may use."""
     wanted = int(env.get("SLURM_GPUS_ON_NODE") or 0)
     if not wanted and shutil.which("nvidia-smi") is None:
-        return [Check("gpus", True, "none asked for, no nvidia-smi")]
+        return [Check("gpus", True, "none requested, no nvidia-smi")]
     try:
         gpus = visible_gpus(read_gpus(), env)
         used = check_gpu_memory(gpus)
     except CommandError as error:
-        return [Check("gpus", not wanted, f"{wanted} asked for; {error}")]
+        return [Check("gpus", not wanted, f"{wanted} requested; {error}")]
     names = ", ".join(sorted({gpu.name for gpu in gpus}))
-    seen = f"{len(gpus)} of {wanted} asked for: {names}" if wanted else f"{len(gpus)}: {names}"
+    seen = f"{len(gpus)} of {wanted} requested: {names}" if wanted else f"{len(gpus)}: {names}"
     return [Check("gpus", len(gpus) >= wanted, seen), used, check_gpu_errors(gpus)]
 
 
 def check_gpu_memory(gpus: list[GpuState]) -> Check:
-    """Memory that is in use before the job has started: what an earlier job left behind.
+    """GPU memory in use before the job starts, such as that of an earlier job's process.
 
     Raises:
         CommandError: nvidia-smi cannot list the processes.
@@ -242,14 +244,14 @@ def check_gpu_memory(gpus: list[GpuState]) -> Check:
     )
     rows = [_cells(line) for line in listed.splitlines() if line.strip()]
     pids = sorted({row[1] for row in rows if row[0] in uuids}, key=lambda pid: (len(pid), pid))
-    by_whom = f"processes {', '.join(pids)}" if pids else "processes nvidia-smi does not name"
+    by_whom = f"processes {', '.join(pids)}" if pids else "processes that nvidia-smi does not list"
     which = ", ".join(f"GPU {gpu.index}: {gpu.memory_used_mib} MiB" for gpu in busy)
     limit = f"at most {MAX_GPU_MEMORY_USED_MIB} MiB may be in use"
     return Check("gpu_memory", False, f"{which}, by {by_whom}; {limit}")
 
 
 def check_gpu_errors(gpus: list[GpuState]) -> Check:
-    """Memory errors beyond correction: such a GPU needs a reset before it can be trusted."""
+    """Uncorrected memory errors: such a GPU needs a reset before it can be trusted."""
     bad = [f"GPU {gpu.index}: {gpu.uncorrected_errors}" for gpu in gpus if gpu.uncorrected_errors]
     return Check("gpu_errors", not bad, f"uncorrected memory errors: {', '.join(bad) or 'none'}")
 
@@ -258,17 +260,17 @@ def read_gpus() -> list[GpuState]:
     """All GPUs that nvidia-smi shows.
 
     Raises:
-        CommandError: nvidia-smi failed or printed something else; a GPU that fell off its bus.
+        CommandError: nvidia-smi failed or printed something else, or a GPU fell off its bus.
     """
     query = f"--query-gpu={','.join(_GPU_FIELDS)}"
     return parse_gpus(run_command("nvidia-smi", query, "--format=csv,noheader,nounits"))
 
 
 def parse_gpus(text: str) -> list[GpuState]:
-    """Lines such as `0, GPU-5f1b..., NVIDIA H200, 575.57.08, 143771, 4, 0`.
+    """Parse lines such as `0, GPU-5f1b..., NVIDIA H200, 575.57.08, 143771, 4, 0`.
 
     Raises:
-        CommandError: a line of another form.
+        CommandError: a line has another form.
     """
     gpus = []
     for line in filter(str.strip, text.splitlines()):
@@ -289,10 +291,10 @@ def parse_links(matrix: str) -> list[str]:
 
 
 def visible_gpus(gpus: list[GpuState], env: Mapping[str, str]) -> list[GpuState]:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves; all if it is not set or names parts of GPUs (MIG).
+    """GPUs in CUDA_VISIBLE_DEVICES; all if it is not set or names MIG instances.
 
-    Where Slurm confines devices, nvidia-smi shows the job's own, numbered from 0 as the variable
-    has them; where it does not, both count all of the node.
+    If Slurm confines devices, nvidia-smi shows the job's GPUs, numbered from 0 like the variable;
+    otherwise both number all GPUs of the node.
     """
     setting = env.get("CUDA_VISIBLE_DEVICES")
     if setting is None or "MIG" in setting:
@@ -317,5 +319,5 @@ def _at_least(name: str, value: float, minimum: float, what: str) -> Check:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return False

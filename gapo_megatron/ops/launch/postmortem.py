@@ -1,18 +1,17 @@
-"""What failed first: `python -m gapo_megatron.ops.launch.postmortem ATTEMPT_DIR`, a few lines.
+"""Find what failed first: `python -m gapo_megatron.ops.launch.postmortem ATTEMPT_DIR`.
 
-When one rank of many fails all do, and most of what they say is about each other. Which one was
-first is read from the attempt's folder:
+When one rank fails, all ranks fail, and most of their errors are about each other. The attempt's
+folder shows which was first:
 
-1. launch.log, where srun tells how tasks ended, in the order in which it heard of it: one clock for
-   all nodes. What follows its own decision to end the step is its doing, not a cause.
-2. failure_R.json, what rank R raised and when. Clocks of nodes differ, so times decide only among
-   the tasks of one line of launch.log, which are of one node, or where launch.log tells nothing.
-3. rank_R.log, where a process that hangs, or is ended because another one failed, leaves the stacks
-   of its threads.
+1. launch.log: srun's messages on how tasks ended, in the order in which it was told, by one clock.
+   What follows srun's decision to end the step is a consequence, not a cause.
+2. failure_R.json: what rank R raised, and when. Clocks of nodes differ, so times are compared only
+   within one line of launch.log (tasks of one node), or if launch.log has no such line.
+3. rank_R.log: the stacks of a process that hung, or was ended because another one failed.
 
-An error of communication (a connection closed, a peer that did not answer) is a victim's word: it
-counts only where no rank has another one. Victims can be first in launch.log: in a hang all others
-give up before the rank that is stuck is ended, and word of a killed rank may come late.
+A communication error (connection closed, peer not answering) is a symptom: it counts only if no
+rank has another error. Such ranks can be first in launch.log: in a hang all others give up before
+the stuck rank is ended, and the news of a killed rank may arrive late.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gapo_megatron.io.documents import open_file, read_json
 from gapo_megatron.io.files import write_atomically
 
 NEVER_AGAIN = (2, 3)
-"""Exit codes of a mistake in config or data, and of a newer attempt that owns the run."""
+"""Exit codes that are not worth a retry: wrong config or data; a newer attempt owns the run."""
 
 # What `fail_fast` writes.
 _FAILURE = {"rank": int, "exit_code": int, "unix_s": float}
@@ -43,7 +42,7 @@ _FAILURE |= dict.fromkeys(("host", "error", "message", "traceback"), str)
 _MAX_BYTES = 2**24
 _TAIL_BYTES = 2**18
 _ABORT_BYTES = 2**14
-"""Bytes at a log's end in which an abort is explained."""
+"""Bytes at the end of a log that are searched for the cause of an abort."""
 _MAX_PLACES = 8
 _WIDTH = 240
 _ENDED = re.compile(
@@ -74,11 +73,11 @@ _ABOVE_PACKAGES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Cause of an attempt's death.
+    """Why an attempt failed.
 
     Attributes:
-        lines: for people.
-        exit_code: exit code of what failed first; None where that was not an exit.
+        lines: text for people.
+        exit_code: exit code of the rank that failed first; None if it did not exit.
     """
 
     lines: list[str]
@@ -96,26 +95,26 @@ class End:
     rank: int
     host: str = ""
     signal: str = ""
-    """Signal as strsignal names it, or Slurm's `Out Of Memory`."""
+    """Name of the signal as strsignal gives it, or Slurm's `Out Of Memory`."""
     exit_code: int | None = None
     line: float = math.inf
-    """Line of launch.log; ranks of one line ended together, for all that Slurm knows."""
+    """Line of launch.log; Slurm reports ranks of one line as ending together."""
     after: str = ""
-    """State of srun by then: `ending` the step for another rank, or `stopped` from outside."""
+    """State of srun at that time: `ending` the step for another rank, or `stopped` from outside."""
 
 
 @dataclass(slots=True)
 class LaunchLog:
-    """Messages of srun."""
+    """Parsed messages of srun."""
 
     ends: list[End] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
     early: str = ""
-    """Ranks that ended well, long before the others."""
+    """Ranks that ended without an error, long before the others."""
     stopped: bool = False
-    """Somebody else ended the step: cancelled, preempted, out of time."""
+    """Whether the step was ended from outside: cancelled, preempted, out of time."""
     errors: list[str] = field(default_factory=list)
-    """Other complaints."""
+    """Other errors."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,12 @@ class Log:
 
     @cached_property
     def text(self) -> str:
-        """The log's last 256 KiB; empty where there is no log."""
+        """The log's last 256 KiB; empty if there is no log."""
         return _read(self.path, last_bytes=_TAIL_BYTES)
 
     @cached_property
     def hang(self) -> str:
-        """How long this rank had made no progress when it gave up, `h:mm:ss`; else empty."""
+        """Time without progress after which this rank gave up, `h:mm:ss`; empty if it did not."""
         found = _TIMEOUT.search(self.text)
         return found[1] if found else ""
 
@@ -139,7 +138,7 @@ class Log:
     def stack(self) -> list[str]:
         """Frames of the main thread in faulthandler's last dump, innermost first.
 
-        It lists threads from the newest to the oldest, which is the main one.
+        The dump lists threads from the newest to the oldest; the main thread is last.
         """
         frames: list[str] = []
         in_thread = False
@@ -153,7 +152,7 @@ class Log:
         return frames
 
     def last_lines(self, count: int) -> list[str]:
-        """The log's last lines that are not empty, ready to be printed."""
+        """The log's last non-empty lines, indented for printing."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         return [f"  | {line}" for line in lines[-count:]]
 
@@ -171,27 +170,28 @@ class Evidence:
         self.logs = {rank: Log(folder / f"rank_{rank}.log") for rank in sorted(ranks)}
 
     def diagnose(self) -> Diagnosis:
-        """Find what failed first: a rank with a cause of its own, else what befell them all."""
+        """Find what failed first: a rank with a cause of its own, else what ended all ranks."""
         ends = self._ends_in_order()
         if own := [end for end in ends if self._is_own(end)]:
             return self._describe(own[0])
+        # No rank failed by itself: the reason is Slurm's, or the ranks know only of each other.
         reasons = {found[1] for log in self.logs.values() for found in _REASON.finditer(log.text)}
         if self.launch.lost_nodes or "NODE FAILURE" in reasons:
             nodes = ", ".join(self.launch.lost_nodes) or "a node"
-            return Diagnosis([f"Slurm lost {nodes}: a node failure, no fault of a rank"])
+            return Diagnosis([f"Slurm lost {nodes}: a node failure, not an error of a rank"])
         if early := self.launch.early:
-            lines = [f"{early} ended well; the others went on until srun's --wait was over"]
+            lines = [f"{early} ended without an error; srun's --wait then ended the others"]
             return Diagnosis(lines + self._places())
         if self.launch.stopped:
             why = ", ".join(sorted(reasons)).lower() or "cancelled, or preempted"
-            return Diagnosis([f"ended from outside: {why}"])
+            return Diagnosis([f"the job was ended from outside: {why}"])
         if ends:
             who, said = self._who(ends[0]), self._error(ends[0].rank) or ends[0].signal
-            lines = ["the ranks lost each other; none tells of an error of its own"]
-            return Diagnosis([*lines, f"the first was {who}: {said}", *self._places()])
+            lines = ["every rank reports only lost connections to others, none an error of its own"]
+            return Diagnosis([*lines, f"first to end: {who}: {said}", *self._places()])
         return Diagnosis(
             [
-                "nothing here tells what failed",
+                "the logs do not show what failed",
                 *self.launch.errors[:3],
                 f"last lines of {self.folder}/rank_0.log:",
                 *Log(self.folder / "rank_0.log").last_lines(8),
@@ -199,7 +199,7 @@ class Evidence:
         )
 
     def _ends_in_order(self) -> list[End]:
-        """How ranks ended, the first first. Ranks that srun did not tell of are the last."""
+        """How ranks ended, in order; ranks that srun did not report come last."""
         told = {end.rank for end in self.launch.ends}
         rest = [
             End(rank, exit_code=record["exit_code"] if record else 1)
@@ -214,7 +214,7 @@ class Evidence:
         return sorted([*self.launch.ends, *rest], key=lambda end: (end.line, time(end)))
 
     def _is_own(self, end: End) -> bool:
-        """Whether a rank ended by itself, not because of another one or from outside."""
+        """Whether a rank ended by itself, not because of another rank or from outside."""
         if end.after == "stopped":
             return False
         is_first = end.line == self.launch.ends[0].line if self.launch.ends else True
@@ -222,7 +222,7 @@ class Evidence:
         if end.signal == "Terminated":
             return is_first
         if end.signal == "Killed":
-            # Who is ended for another rank gets TERM first, and writes down its stacks.
+            # A rank that srun ends because of another one gets SIGTERM first, and logs its stacks.
             return is_first or not log.stack
         said = log.text[-_ABORT_BYTES:] if end.signal else self._error(end.rank)
         return not _COMMUNICATION.search(said)
@@ -241,9 +241,9 @@ class Evidence:
             lines = [f"{who} failed first: {self._error(end.rank)}", *at, *also, where]
             return Diagnosis(lines, exit_code=record["exit_code"])
         if log.hang:
-            lines = [f"hang: no progress for {log.hang}; the first to give up was {who}"]
+            lines = [f"hang: no progress for {log.hang}; first to give up: {who}"]
             return Diagnosis(lines + self._places())
-        lines = [f"{who} ended first, with exit code {end.exit_code}, and left no error", where]
+        lines = [f"{who} failed first, with exit code {end.exit_code} and no recorded error", where]
         return Diagnosis(lines + log.last_lines(6), exit_code=end.exit_code)
 
     def _who(self, end: End) -> str:
@@ -259,22 +259,22 @@ class Evidence:
         return place_of(list(frames)[::-1])
 
     def _hints(self, end: End) -> list[str]:
-        """Messages of slurmstepd about memory, in any rank's log."""
+        """Messages of slurmstepd about memory, from any rank's log."""
         if end.signal not in ("Killed", "Out Of Memory"):
             return []
         found = (_OUT_OF_MEMORY.search(log.text) for log in self.logs.values())
         told = [f"  {match[0]}" for match in found if match][:1]
-        return told or ["  often by the kernel, for want of host memory: see dmesg on that node"]
+        return told or ["  often the kernel, when host memory runs out: see dmesg on that node"]
 
     def _places(self) -> list[str]:
-        """Place of every rank; ranks at the same place on one line, the fewest first."""
+        """Where every rank was; ranks at the same place share a line, smallest groups first."""
         signals = {end.rank: end.signal for end in self.launch.ends}
         ranks_at: dict[str, list[int]] = {}
         for rank, log in self.logs.items():
             if log.stack:
                 place = place_of(log.stack)
             elif record := self.failures.get(rank):
-                place = f"{record['error']} in {self._raised_at(rank) or 'an unknown place'}"
+                place = f"{record['error']} in {self._raised_at(rank) or 'an unknown function'}"
             else:
                 place = signals.get(rank) or "no stack in its log"
             ranks_at.setdefault(place, []).append(rank)
@@ -282,7 +282,7 @@ class Evidence:
         lines = [f"  {_shorten(ranks_at[place])}: {place}" for place in places[:_MAX_PLACES]]
         more = len(places) - _MAX_PLACES
         return [
-            "where the ranks were, the fewest alike first:",
+            "where the ranks were, smallest groups first:",
             *lines,
             *([f"  and {more} more places"] if more > 0 else []),
             f"  logs: {self.folder}/rank_*.log",
@@ -290,14 +290,14 @@ class Evidence:
 
 
 def read_launch_log(text: str) -> LaunchLog:
-    """Parse what srun (Slurm 22.05 to 24.11) wrote to stderr, or launch.sh in the same words."""
+    """Parse stderr of srun (Slurm 22.05 to 24.11), or launch.sh's messages in the same form."""
     log = LaunchLog()
-    after = ""
+    after = ""  # what follows the end of the step is its consequence, not a cause
     for number, line in enumerate(text.splitlines()):
         if found := _ENDED.fullmatch(line):
             name = found["signal"] or ""
             code = int(found["code"]) if found["code"] else None
-            if code is not None and code > 128:  # a shell was between
+            if code is not None and code > 128:  # reported by a shell in between
                 name = signal.strsignal(code - 128) or f"signal {code - 128}"
                 code = None
             log.ends += [
@@ -320,7 +320,7 @@ def read_launch_log(text: str) -> LaunchLog:
 
 
 def place_of(frames: Sequence[str]) -> str:
-    """`function (file:line)` of the innermost frame, and of the innermost one of this package.
+    """`function (file:line)` of the innermost frame, and of the innermost one in this package.
 
     Args:
         frames: lines of a traceback or of faulthandler, innermost first.
@@ -352,10 +352,10 @@ def _shorten(ranks: Sequence[int]) -> str:
 
 
 def _read_failures(folder: Path) -> dict[int, dict[str, Any]]:
-    """Records that are whole, by rank; a disk that was full leaves others."""
+    """Complete records by rank; a full disk leaves incomplete ones."""
     records = {}
     for path in folder.glob("failure_*.json"):
-        with contextlib.suppress(ConfigError, FileNotFoundError):  # a link that leads nowhere
+        with contextlib.suppress(ConfigError, FileNotFoundError):  # or a broken link
             record = read_json(path)
             told = record if isinstance(record, dict) else {}
             if all(type(told.get(key)) is kind for key, kind in _FAILURE.items()):
@@ -364,7 +364,7 @@ def _read_failures(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _read(path: Path, *, last_bytes: int | None = None) -> str:
-    """A text, or its end; nothing of one that is not there or cannot be read."""
+    """Text of a file or of its end; empty if it cannot be read."""
     with contextlib.suppress(OSError), open_file(path) as file:
         if last_bytes is not None:
             file.seek(max(os.fstat(file.fileno()).st_size - last_bytes, 0))
@@ -373,10 +373,10 @@ def _read(path: Path, *, last_bytes: int | None = None) -> str:
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Print what failed first, and leave its exit code, if it has one, in the file `exit_code`.
+    """Print what failed first, and write its exit code, if any, to the file `exit_code`.
 
-    Exit codes: 0 worth another attempt, 4 not, 2 usage. Anything else is this program's own failure
-    and says nothing about the attempt.
+    Returns 0: worth a retry; 4: not worth one; 2: usage. Any other exit code is a failure of this
+    program and says nothing about the attempt.
     """
     program = "python -m gapo_megatron.ops.launch.postmortem"
     parser = argparse.ArgumentParser(prog=program, description=f"{__doc__.split(':')[0]}.")
@@ -385,12 +385,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
     )
     folder = parser.parse_args(command_line).attempt_dir
     if not folder.is_dir():
-        parser.error(f"no folder {folder}")
+        parser.error(f"there is no folder {folder}")
     diagnosis = Evidence(folder).diagnose()
     for line in diagnosis.lines:
         print(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}...")
     if diagnosis.exit_code is not None:
-        with contextlib.suppress(MachineError):  # the verdict counts all the same
+        with contextlib.suppress(MachineError):  # the printed verdict is enough
             write_atomically(folder / "exit_code", str(diagnosis.exit_code))
     return 0 if diagnosis.worth_a_retry else 4
 

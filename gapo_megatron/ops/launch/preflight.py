@@ -1,19 +1,19 @@
-"""Are these nodes fit to train? One task per node, started by slurm/launch.sh before the ranks.
+"""Check the nodes of a job: one task per node, started by slurm/launch.sh before the ranks.
 
     srun --ntasks-per-node=1 python -m gapo_megatron.ops.launch.preflight
         --output ATTEMPT_DIR/check --run-dir RUN_DIR --num-nodes N
 
-Every task checks its own node (node_checks.py) and writes the verdict `check/NODE.json`. Then the
-good nodes do an all_reduce, and each one that succeeds leaves `check/NODE.ok`. A node without that
-file is bad, whatever kept it from leaving one.
+Every task checks its own node (node_checks.py) and writes the verdict to `check/NODE.json`. Good
+nodes then do an all_reduce, and each that succeeds creates `check/NODE.ok`. A node without that
+file is bad, for whatever reason.
 
-No node leads, because any may be the bad one. What all must agree on, who takes part in the
-all_reduce, is a file that can be created only once: whoever comes first decides for all. The time
-is cut in thirds: for the verdicts, for the all_reduce, and for another one without those who failed
-the first.
+No node leads, because any node may be bad. The nodes agree on the members of the all_reduce through
+a file that can be created only once: the first node decides for all. The time is divided into
+thirds: for the verdicts, for the all_reduce, and for a second one without the nodes that failed the
+first.
 
-The all_reduce over NCCL, and the use of every GPU before it, were NOT YET RUN ON A GPU; on CPUs it
-goes over gloo.
+The all_reduce over NCCL, and the use of every GPU before it, were NOT YET RUN ON A GPU; on CPUs the
+all_reduce uses gloo.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from gapo_megatron.ops.launch.node_checks import MIN_FREE_GIB, Check, check_loca
 Outcome = Literal["ok", "broken", "apart", "unfit"]
 """How the all_reduce ended on a node.
 
-- broken: it met other nodes; then one was missing, or the all_reduce failed.
-- apart: it reached nobody.
-- unfit: its own fault: torch or a GPU failed, or its process died.
+- broken: it reached other nodes, but one was missing, or the all_reduce failed.
+- apart: it reached no other node.
+- unfit: torch or a GPU failed on this node, or its process died.
 """
 
 _LOOK_EVERY_S = 0.25
 _GRACE_S = 2.0
-"""Seconds by which another node may find later than this one that its time is over."""
+"""Seconds by which another node's time may end later than this one's."""
 _NUM_ELEMENTS = 2**20
 """Elements of the float32 tensor that is summed: 4 MiB, enough to use the links."""
 
@@ -58,10 +58,10 @@ class Preflight:
     """The check of one node.
 
     Attributes:
-        node: its name, as Slurm has it; other nodes reach it by that name.
-        folder: where the nodes leave their files, on the shared disk; exists.
-        num_nodes: nodes that are being checked.
-        third_s: time for each of: the verdicts, the all_reduce, its repetition.
+        node: Slurm's name of the node, which other nodes can resolve.
+        folder: an existing folder on the shared disk, for the nodes' files.
+        num_nodes: number of nodes in the check.
+        third_s: seconds for each of: the verdicts, the all_reduce, its repetition.
     """
 
     node: str
@@ -70,15 +70,15 @@ class Preflight:
     third_s: float
 
     def run(self, local: list[Check]) -> list[Check]:
-        """Publish the local checks, do the all_reduce, leave the .ok file when all is well.
+        """Write the local checks, do the all_reduce, and create the .ok file if all is well.
 
         Collectives: rendezvous and all_reduce among the good nodes, at most twice.
 
         Returns:
-            The local checks and, when they are good, the one called `link`.
+            The local checks and, if they are good, the check `link`.
 
         Raises:
-            OSError: the folder takes no files.
+            OSError: the folder is not writable.
         """
         self._write_verdict(local)
         if not all(check.ok for check in local):
@@ -95,25 +95,25 @@ class Preflight:
         good = [path.stem for path in self._verdicts() if _is_good(path)]
         members = self._agree(0, good)
         if self.node not in members:
-            return "apart", f"too late: {', '.join(members)} went on without this node"
+            return "apart", f"too late: {', '.join(members)} started without this node"
         end = time.monotonic() + self.third_s
         outcome, detail = self._all_reduce(0, members, end)
         write_atomically(self.folder / f".ended_{self.node}", outcome)
         if outcome in ("ok", "unfit"):
             return outcome, detail
         remaining = self._remaining(members, end + _GRACE_S)
-        if remaining == members:  # nobody to leave out
+        if remaining == members:  # no node to leave out
             return outcome, detail
         remaining = self._agree(1, remaining)
         if self.node not in remaining:
-            return outcome, f"{detail}; {', '.join(remaining) or 'nobody'} tried again without it"
+            return outcome, f"{detail}; {', '.join(remaining) or 'no node'} tried again without it"
         return self._all_reduce(1, remaining, time.monotonic() + self.third_s)
 
     def _verdicts(self) -> list[Path]:
         return _listing(self.folder, "*.json")
 
     def _agree(self, round_: int, proposal: list[str]) -> list[str]:
-        """The members that the first node to come here proposed."""
+        """The members that the first node to get here proposed."""
         path = self.folder / f".members_{round_}"
         with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(proposal) + "\n")
@@ -124,7 +124,7 @@ class Preflight:
         return members
 
     def _all_reduce(self, round_: int, members: list[str], end: float) -> tuple[Outcome, str]:
-        """Run it in its own process, which may crash or hang; `end` is on the monotonic clock."""
+        """Do the all_reduce in a process that may crash or hang; `end`: by the monotonic clock."""
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         port_path = self.folder / f".port_{round_}"
@@ -134,9 +134,10 @@ class Preflight:
         start = time.monotonic()
         process.start()
         sender.close()
+        # The process reports each step before it begins; its last report tells how it ended.
         outcome: Outcome = "unfit"
         doing = "starting python"
-        with contextlib.suppress(EOFError):  # it has ended
+        with contextlib.suppress(EOFError):  # the process has ended
             while receiver.poll(max(end - time.monotonic(), 0)):
                 outcome, doing = receiver.recv()
         process.join(max(end - time.monotonic(), 0))
@@ -152,10 +153,10 @@ class Preflight:
         return "ok", f"{doing} over {len(members)} of {self.num_nodes} nodes in {took:.1f} s"
 
     def _remaining(self, members: list[str], end: float) -> list[str]:
-        """Who should try again, from how the all_reduce ended on every member.
+        """Members that should try again, judged by how the all_reduce ended on each.
 
-        A member that says nothing is gone. Those who met and those who reached nobody blame each
-        other: the larger side is believed. Where it worked for some, the others stay bad.
+        A member without a result is gone. If some reached each other and some reached nobody, the
+        larger group is believed. If the all_reduce worked for some, the others stay bad.
         """
 
         def files() -> list[Path]:
@@ -182,7 +183,7 @@ class Preflight:
             write_atomically(self.folder / f"{self.node}.why", why)
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Return when it is true, or the time is over."""
+        """Return when the condition is true or the time is over."""
         end = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
@@ -191,7 +192,7 @@ class Preflight:
 def _all_reduce_main(
     sender: Connection, node: str, members: list[str], port_path: Path, end: float
 ) -> None:
-    """Say before each step how it counts should it not return, and what is being done."""
+    """Do the all_reduce; before each step, send how it counts if it never returns, and its name."""
 
     def left(share: float = 1.0) -> timedelta:
         return timedelta(seconds=max((end - time.monotonic()) * share, 1.0))
@@ -199,7 +200,7 @@ def _all_reduce_main(
     def say(outcome: Outcome, doing: str) -> None:
         sender.send((outcome, doing))
 
-    # A collective whose peer died must not abort this process: that would look like its own crash.
+    # Otherwise a dead peer would abort this process, which would look like a crash of its own.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     rank, size, first = members.index(node), len(members), members[0]
     say("unfit", "importing torch")
@@ -211,7 +212,7 @@ def _all_reduce_main(
         torch.ones(1, device=f"cuda:{index}").item()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
 
-    lonely: Outcome = "unfit" if rank == 0 else "apart"  # it cannot reach itself
+    lonely: Outcome = "unfit" if rank == 0 else "apart"  # it would be unable to reach itself
     say(lonely, f"connecting to {first}")
     try:
         # The last quarter is for the all_reduce.
@@ -232,7 +233,7 @@ def _all_reduce_main(
             store.wait([f"met_{member}" for member in members], left(0.75))
         except dist.DistStoreError:
             missing = [member for member in members if not store.check([f"met_{member}"])]
-            say("broken", f"waited in vain for {', '.join(missing)}")
+            say("broken", f"no answer from {', '.join(missing)}")
             os._exit(0)
         backend = "nccl" if device == "cuda:0" else "gloo"
         say("broken", f"doing an all_reduce ({backend})")
@@ -244,7 +245,7 @@ def _all_reduce_main(
             os._exit(0)
         store.set(f"done_{node}", "")
         say("ok", f"all_reduce ({backend})")
-        if rank == 0:  # the store ends with this process
+        if rank == 0:  # rank 0 hosts the store
             with contextlib.suppress(RuntimeError):
                 store.wait([f"done_{member}" for member in members], left())
     except RuntimeError as error:
@@ -256,15 +257,15 @@ def _read_port(path: Path, timeout: timedelta) -> int:
     end = time.monotonic() + timeout.total_seconds()
     while not _listing(path.parent, path.name):
         if time.monotonic() > end:
-            raise TimeoutError("it has opened no port")
+            raise TimeoutError("it has not opened a port")
         time.sleep(_LOOK_EVERY_S)
     return int(path.read_text(encoding="utf-8"))
 
 
 def _listing(folder: Path, pattern: str) -> list[Path]:
-    """Files of that name, sorted, also when another node has just made them.
+    """Files that match the pattern, sorted, including those that another node just created.
 
-    NFS shows a folder as it was up to half a minute ago, unless this machine changes it itself.
+    NFS may show a folder as it was half a minute ago, unless this machine changes it.
     """
     probe = folder / f".look_{os.uname().nodename}_{os.getpid()}"
     probe.touch()
@@ -273,7 +274,7 @@ def _listing(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_good(verdict: Path) -> bool:
-    """A node with a damaged verdict does not pass: its disk may be full."""
+    """Whether a verdict is good; a damaged one is not, since the node's disk may be full."""
     with contextlib.suppress(MachineError):
         found = read_json(verdict, error=MachineError)
         return isinstance(found, dict) and found.get("ok") is True
@@ -285,35 +286,38 @@ def _one_line(error: Exception) -> str:
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Check this node and say what is wrong with it; 0 whatever it is, 2 for usage."""
+    """Check this node and print what is wrong with it. Returns 0, good or bad; 2: usage."""
     parser = argparse.ArgumentParser(
         prog="python -m gapo_megatron.ops.launch.preflight", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder of the verdicts, in an attempt's folder"
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for verdicts, in the attempt's folder",
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's output folder")
-    parser.add_argument("--num-nodes", type=int, required=True, help="nodes that are checked")
+    parser.add_argument("--num-nodes", type=int, required=True, help="number of nodes in the check")
     parser.add_argument(
         "--min-free-gib",
         type=float,
         default=MIN_FREE_GIB,
-        help="disk space that must be free (default: %(default)g)",
+        help="free disk space to require (default: %(default)g)",
     )
     parser.add_argument(
         "--timeout-s",
         type=float,
         default=300,
-        help="time for all of it (default: %(default)g); ends at most 5 s later",
+        help="time limit, exceeded by at most 5 s (default: %(default)g)",
     )
     arguments = parser.parse_args(command_line)
     node = os.environ.get("SLURMD_NODENAME")
     if not node:
         parser.error("SLURMD_NODENAME is not set: srun sets it in every task")
     if not arguments.output.parent.is_dir():
-        # Made by the batch script, which runs on another node.
-        parser.error(f"no folder {arguments.output.parent} on {node}: is the disk shared?")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the all_reduce's process
+        # The batch script has created it, on another node.
+        parser.error(f"{arguments.output.parent} does not exist on {node}: is the disk shared?")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exiting ends the child process too
     try:
         arguments.output.mkdir(exist_ok=True)
         local = check_local(

@@ -1,7 +1,7 @@
 """Check a job before its nodes are used: `python -m gapo_megatron.ops.launch.prepare CONFIG ...`.
 
-For slurm/launch.sh. Prints three lines: the run folder, the folder of the job's frozen code and
-config, and `finished` or `unfinished`.
+slurm/launch.sh calls it. It prints three lines: the run folder, the folder with the job's frozen
+code and config, and `finished` or `unfinished`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def prepare(
     job: str,
     ranks_per_node: int | None = None,
 ) -> tuple[Config, Path]:
-    """The config that counts for a job, and its code, frozen when the job starts first.
+    """The config and the frozen code of a job; the job's first start checks and freezes them.
 
-    A job that tools/submit.py froze (it names the folder in GAPO_CODE), or that was requeued, goes
-    on with the code and config it has: both were checked then.
+    A job whose code tools/submit.py has frozen (GAPO_CODE names the folder), or that was requeued,
+    keeps its code and config, which have been checked.
 
     Args:
         config_path: TOML file.
         overrides: `section.key=value`.
         world_size: processes of the job.
-        job: name of its folder below `run.output_dir`/code.
+        job: name of the folder below `run.output_dir`/code.
         ranks_per_node: see `Sides.of`.
 
     Raises:
-        ConfigError: the config, or its parallel sizes on `world_size` processes.
+        ConfigError: the config is wrong, or its parallel sizes do not divide `world_size`.
     """
     if frozen := os.environ.get("GAPO_CODE"):
         return load_config(Path(frozen) / "config.toml"), Path(frozen)
@@ -60,7 +60,7 @@ def prepare(
 def check_before_nodes(
     config: Config, *, world_size: int, ranks_per_node: int | None = None
 ) -> None:
-    """Check what needs neither the model nor a device.
+    """Check everything that needs neither the model nor a device.
 
     Args:
         config: of the run.
@@ -68,9 +68,9 @@ def check_before_nodes(
         ranks_per_node: see `Sides.of`.
 
     Raises:
-        ConfigError, CheckpointError: a path, or an output folder that is not a run's or has lost
-            its checkpoints, the parallel sizes on `world_size` processes, no rank that is left to
-            train, or where the run branches from.
+        ConfigError, CheckpointError: a path is wrong, the output folder is not a run's or has lost
+            its checkpoints, the parallel sizes do not divide `world_size`, no rank is left to
+            train, or the branch point is wrong.
     """
     Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
     check_paths(config)
@@ -85,28 +85,29 @@ def check_before_nodes(
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Refuse a folder that launch.sh would take for something else."""
+    """Refuse an output folder that launch.sh or Slurm cannot handle."""
     refused = {
-        "\n": "the launcher reads a line for each folder",
-        ":": "the frozen code in it is a part of PYTHONPATH",
+        "\n": "the launcher reads one folder per line",
+        ":": "it separates the folders of PYTHONPATH, which has the frozen code",
     }
     if "SLURM_JOB_ID" in os.environ:
-        refused |= dict.fromkeys("\\%", "srun takes it for something else in the name of a log")
+        refused |= dict.fromkeys("\\%", "srun interprets it in the name of a log")
     for character, why in refused.items():
         if character in str(run_dir):
             raise ConfigError(
-                f"run.output_dir ({str(run_dir)!r}) must not have {character!r}: {why}"
+                f"run.output_dir ({str(run_dir)!r}) must not contain {character!r}: {why}"
             )
     for room in ROOMS:
         copied = repository() / room
         if real(run_dir).is_relative_to(real(copied)):
             raise ConfigError(
-                f"run.output_dir ({str(run_dir)!r}) must not lie in {copied}, which is copied there"
+                f"run.output_dir ({str(run_dir)!r}) must not be inside {copied}, which is copied "
+                "into it"
             )
 
 
 def main() -> None:
-    """Parse the command line and print; see `fail_fast` for exit codes."""
+    """Check the job and print its folders; `fail_fast` sets the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m gapo_megatron.ops.launch.prepare", description=__doc__.split("\n\n")[0]
     )

@@ -1,6 +1,6 @@
-"""Status of runs: read from their folders and, where there is a Slurm, from it.
+"""Status of runs, from their folders and from Slurm, if there is one.
 
-Light on purpose: the standard library, and rich for the table.
+Imports only the standard library and rich.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.ops.launch.postmortem import Evidence
 
 JOBS_NAME = "jobs"
-"""File in a run folder: ids of the Slurm jobs it was submitted as, one a line, oldest first."""
+"""File in a run folder with the ids of the run's Slurm jobs, one per line, oldest first."""
 _BEYOND_METRICS = 1e10
 _ACTIVE = (
     *("pending", "configuring", "running", "signaling", "suspended", "completing", "stage_out"),
@@ -36,48 +36,48 @@ _ACTIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """One run."""
+    """Status of one run."""
 
     run_dir: str
     state: str
-    """`finished`, `stopped`, `failed`, `queued` (not started), `gone` (nor known to Slurm any
-    more), `running`, `started` (without a launcher, which would tell more), `unknown` (Slurm does
-    not answer), or another of Slurm's, in lower case."""
+    """`finished`, `stopped`, `failed`, `queued` (not started), `gone` (not started, and Slurm no
+    longer knows the job), `running`, `started` (without the launcher, so no more is known),
+    `unknown` (Slurm does not answer), or another state of Slurm in lower case."""
     job: str
-    """Slurm's id, or the name of the local attempt; empty before there is one."""
+    """Slurm's job id, or the name of the local attempt; empty before the first."""
     attempts: int
-    """Starts, the first included."""
+    """Number of starts, including the first."""
     steps: int
     num_steps: int
-    """Steps of the newest submission, else of the newest start; 0 where there was none."""
+    """`run.num_steps` of the newest submission, else of the newest start; 0 if there is none."""
     reward: float | None
     """Newest reward/mean."""
     pass_at_1: float | None
     """Newest eval/pass@1."""
     elapsed_s: float
-    """Seconds of all starts and steps together; a step that a restart repeats counts once."""
+    """Total seconds of all starts and steps; a step that a restart repeats counts once."""
     why: str = ""
-    """First failure of the newest attempt, by its postmortem; empty unless it failed."""
+    """First line of the newest attempt's postmortem; empty unless the run failed."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the state will change without anybody's doing."""
+        """Whether the state will change by itself."""
         return self.state in _ACTIVE
 
 
 def read_status(run_dir: Path) -> Status:
-    """Status of a run by its folder alone, and why it failed.
+    """Status of a run from its folder only, with the reason of a failure.
 
-    A state that only Slurm knows is `failed` or `queued` here.
+    States that only Slurm knows appear as `failed` or `queued`.
 
     Raises:
-        ConfigError: a file of it cannot be read; names it.
+        ConfigError: a file of the run cannot be read; names it.
     """
     return _explain(_read_folder(run_dir))
 
 
 def _explain(status: Status) -> Status:
-    """Why it failed: reads the logs of all its ranks, hence only of a run that did."""
+    """Add why a run failed; only then, because this reads the logs of all ranks."""
     newest = Path(status.run_dir) / "attempts" / "latest"
     if status.state in ("finished", "stopped", "cancelled", *_ACTIVE) or not newest.exists():
         return status
@@ -92,16 +92,17 @@ def _read_folder(run_dir: Path) -> Status:
     steps, num_steps = int(trained.get("step", -1)) + 1, _num_steps(run_dir)
     timings = map(_values, _lines(run_dir / "timings.jsonl"))
     owner = _text(run_dir / "OWNER")
+    # The state, as far as the folder shows it.
     state = "queued"
     if newest.exists():
         state = _text(newest / "outcome") or ("running" if _is_alive(owner) else "failed")
-        if state == "finished" and steps < num_steps:  # submitted again, for more steps
+        if state == "finished" and steps < num_steps:  # submitted again with more steps
             state = "stopped"
     else:
         if trained or evaluated:
             state = "started"
-        with suppress(ConfigError):  # damaged: its next start says so
-            if is_finished(run_dir, num_steps=max(num_steps, 1)):  # without a launcher
+        with suppress(ConfigError):  # damaged: the next start reports it
+            if is_finished(run_dir, num_steps=max(num_steps, 1)):  # trained without the launcher
                 state = "finished"
     return Status(
         run_dir=str(run_dir),
@@ -117,11 +118,11 @@ def _read_folder(run_dir: Path) -> Status:
 
 
 def read_statuses(run_dirs: Sequence[Path]) -> list[Status]:
-    """Statuses of runs like `read_status`, corrected by what Slurm says of their jobs."""
+    """Statuses of runs as `read_status`, corrected by the states of their Slurm jobs."""
     found = [_read_folder(run_dir) for run_dir in run_dirs]
     jobs = [_jobs(run_dir / JOBS_NAME) for run_dir in run_dirs]
     for ids, status in zip(jobs, found, strict=True):
-        # Started by sbatch, so not recorded; an array's task is known by its own name already.
+        # Jobs of plain sbatch are not recorded. (Array tasks have ids that are no plain number.)
         if status.job.isdigit() and not ids:
             ids.append(status.job)
     states = ask_slurm({one for ids in jobs for one in ids})
@@ -131,9 +132,9 @@ def read_statuses(run_dirs: Sequence[Path]) -> list[Status]:
 
 
 def ask_slurm(jobs: Iterable[str]) -> dict[str, str]:
-    """State of each job that Slurm remembers, in lower case; `unknown` while it does not answer.
+    """State of each job that Slurm remembers, in lower case; `unknown` if it does not answer.
 
-    squeue knows the jobs of the last minutes, sacct (where there is accounting) those before.
+    squeue knows the jobs of the last minutes, sacct (with accounting) earlier ones.
     """
     asked = sorted(set(jobs))
     if not asked:
@@ -149,10 +150,10 @@ def ask_slurm(jobs: Iterable[str]) -> dict[str, str]:
 
 
 def status_table(statuses: Sequence[Status], *, title: str) -> Table:
-    """A row per run."""
+    """Table with one row per run."""
     # Text, not markup: names and messages may have brackets.
     table = Table(title=Text(title, style="table.title"), title_justify="left", padding=0)
-    # Names and ids give way where a terminal is narrow; numbers are useless in part.
+    # In a narrow terminal names and ids fold; a truncated number would be useless.
     table.add_column("run", overflow="fold")
     table.add_column("job", overflow="fold")
     for heading in ("state", "attempts", "step", "reward", "pass@1", "elapsed"):
@@ -176,7 +177,7 @@ def status_table(statuses: Sequence[Status], *, title: str) -> Table:
 
 @contextmanager
 def live_table(console: Console, *, title: str) -> Iterator[Callable[[Sequence[Status]], None]]:
-    """Yields what shows the newest statuses: in place on a terminal, else a line per change."""
+    """Yields a function that shows statuses: in place on a terminal, else one line per change."""
     shown: dict[str, str] = {}
     with Live(console=console, auto_refresh=False) as live:
 
@@ -189,21 +190,21 @@ def live_table(console: Console, *, title: str) -> Iterator[Callable[[Sequence[S
                 shown[one.run_dir] = one.state
 
         yield show
-    if not console.is_terminal:  # there, the table's last line is left open
+    if not console.is_terminal:  # Live does not end the table's last line
         console.line()
 
 
 def _correct(status: Status, jobs: list[str], states: dict[str, str]) -> Status:
-    """`status` with what Slurm says of the run's `jobs`, oldest first."""
+    """Correct a status by the states of the run's `jobs`, oldest first."""
     known = [job for job in jobs if job in states]
     if not jobs:
         return status
-    if status.state == "finished":  # OWNER has the job, but not as the task of an array
+    if status.state == "finished":  # OWNER has the job id, but not that of the array task
         return status if status.job in jobs else replace(status, job=jobs[-1])
     if not known:
         state = "gone" if status.state == "queued" else status.state
         return replace(status, job=jobs[-1], state=state)
-    # Of a chain, the link that runs or is next; else the last one.
+    # In a chain: the link that runs or is next, else the last one.
     job = next((job for job in known if states[job] in _ACTIVE), known[-1])
     state = status.state if states[job] == "completed" else states[job]
     return replace(status, job=job, state=state)
@@ -213,7 +214,7 @@ def _jobs(path: Path) -> list[str]:
     jobs = _text(path).split()
     for job in jobs:
         if not re.fullmatch(r"[0-9]{1,20}(_[0-9]{1,20})?", job):
-            raise ConfigError(f"{path}: {shown(job)} is no id of a Slurm job")
+            raise ConfigError(f"{path}: {shown(job)} is not a Slurm job id")
     return jobs
 
 
@@ -221,7 +222,7 @@ def _num_steps(run_dir: Path) -> int:
     configs = [path for path in run_dir.glob("code/*/config.toml") if path.is_file()]
     if configs:
         return _num_steps_of(max(configs, key=lambda path: path.stat().st_mtime_ns))
-    with suppress(ConfigError, FileNotFoundError):  # damaged: its next start writes it anew
+    with suppress(ConfigError, FileNotFoundError):  # damaged: the next start rewrites it
         return _num_steps_of(run_dir / "config.toml")
     return 0
 
@@ -241,7 +242,7 @@ def _is_alive(attempt: str) -> bool:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Whole lines; the last one may be in the making."""
+    """Complete lines; the last one may still be written."""
     return _content(path).split(b"\n")[:-1]
 
 
@@ -252,7 +253,7 @@ def _newest(lines: list[bytes], key: str) -> dict[str, float]:
 
 
 def _values(line: bytes) -> dict[str, float]:
-    """Numbers of one line; none of one that is damaged."""
+    """Numbers of one line; empty if the line is damaged."""
     try:
         values = parse_json(line, where="", error=DataError)
     except DataError:
@@ -262,12 +263,12 @@ def _values(line: bytes) -> dict[str, float]:
     return {
         key: value
         for key, value in values.items()
-        if isinstance(value, int | float) and abs(value) < _BEYOND_METRICS  # nor infinity
+        if isinstance(value, int | float) and abs(value) < _BEYOND_METRICS  # excludes infinity
     }
 
 
 def _seconds(timings: dict[str, float]) -> float:
-    """Seconds of one line of the timings: of a step, or of the parts of a start."""
+    """Seconds of one line of the timings: a step, or the parts of a start."""
     parts = (value for key, value in timings.items() if key.startswith("startup/"))
     return timings.get("time/step_s", 0.0) + sum(parts)
 
@@ -277,22 +278,22 @@ def _text(path: Path) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """Content of a file; empty where there is none.
+    """Content of a file; empty if there is none.
 
     Raises:
-        ConfigError: it cannot be read; names it.
+        ConfigError: the file cannot be read; names it.
     """
     try:
         with open_file(path) as file:
             return file.read()
-    except (FileNotFoundError, ProcessLookupError):  # the latter below /proc
+    except (FileNotFoundError, ProcessLookupError):  # the latter in /proc
         return b""
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _ask(command: list[str], jobs: list[str]) -> dict[str, str] | None:
-    """State by job id; None where the command fails, or is not installed."""
+    """State by job id; None if the command fails or is not installed."""
     try:
         done = subprocess.run(
             [*command, f"--jobs={','.join(jobs)}"], capture_output=True, text=True

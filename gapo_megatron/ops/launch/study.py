@@ -1,16 +1,16 @@
-"""A study: one config with a grid of settings, or a list of them; every combination is a run.
+"""A study: a config with a grid of settings, or a list of settings; each combination is a run.
 
 config = "../demo.toml"                 # relative to this file
-output_dir = "runs/studies/demo"        # relative to the working directory; a folder per run
+output_dir = "runs/studies/demo"        # relative to the working directory; one folder per run
 [grid]
 objective.method = ["gspo", "gapo"]
 run.seed = [0, 1]
-                                        # [[grid]] and another [[grid]]: the runs of each
-[[runs]]                                # beside the grid's, for settings that belong together
+                                        # several [[grid]] tables: the runs of each
+[[runs]]                                # a further run, for settings that belong together
 objective.eps_low = 0.002
 objective.eps_high_max = 0.004
-resources.nodes = 2                     # this run's own; a grid may vary them too
-[resources]                             # of each run; see `Resources`
+resources.nodes = 2                     # for this run only; a grid may vary resources too
+[resources]                             # for each run; see `Resources`
 time = "12:00:00"
 """
 
@@ -36,18 +36,18 @@ from gapo_megatron.run.processes import quiet_libraries
 
 _RESOURCES = "resources."
 _NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
-"""Resources that make another run of the same settings; the others may change while it lasts, and
-name a run only where one before it has its name."""
+"""Resources that are part of a run's name. Others may change between its jobs, and are in the name
+only where it would not be unique."""
 _NEVER_NAMING = ("resources.time", "resources.account")
 _NO_NAMES = ("", ".", "..", "submitit")
-"""Names that no run may have: they are other folders than one of its own."""
+"""Names that no run may have, because they are not a folder of its own."""
 _MOST_RUNS = 10_000
 
 _TIME = r"^[0-9]{1,7}(-[0-9]{1,7}(:[0-9]{1,7}){0,2}|(:[0-9]{1,7}){0,2})$"
 _Slots = Annotated[int, Field(gt=0, lt=2**16)]
 """Number of tasks or CPUs of a node, which Slurm counts in 16 bits."""
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:,./-]{1,200}$")]
-"""One that needs no quotes in a batch script; Slurm's own names have no other characters."""
+"""A word that needs no quotes in a batch script; Slurm's names use only these characters."""
 
 
 class _Table(BaseModel):
@@ -57,18 +57,18 @@ class _Table(BaseModel):
 
 
 class Resources(_Table):
-    """Resources that one run asks Slurm for; unset fields are left to SBATCH_* or the site."""
+    """Resources that a run asks Slurm for; SBATCH_* or the site set the fields that are unset."""
 
     nodes: _Slots = 1
     tasks_per_node: _Slots = 8
-    """Ranks; one per GPU."""
+    """Ranks per node, one per GPU."""
     gpus_per_node: Annotated[int, Field(ge=0, lt=2**16)] | None = None
-    """GPUs per node; by default as many as tasks. 0 trains on CPUs."""
+    """GPUs per node; default: as many as tasks. 0 trains on CPUs."""
     cpus_per_task: _Slots = 12
     time: Annotated[str, Field(pattern=_TIME)] = "1-00:00:00"
-    """Time limit as sbatch reads it: minutes, hh:mm:ss or days-hh:mm:ss. A longer run requeues."""
+    """Time limit of a job: minutes, hh:mm:ss or days-hh:mm:ss. A longer run requeues."""
     exclusive: bool = True
-    """Whole nodes, with all their memory."""
+    """Whether to ask for whole nodes, with all their memory."""
     partition: _Word | None = None
     account: _Word | None = None
 
@@ -81,7 +81,7 @@ class Resources(_Table):
 
         Args:
             given: values by field.
-            table: what errors name before the field: `resources.`, of a file.
+            table: prefix of the field in errors: `resources.` for a file.
 
         Raises:
             ConfigError: names the field, the value and the rule.
@@ -103,7 +103,7 @@ class _StudyFile(_Table):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a study, its config resolved."""
+    """One run of a study, with its resolved config."""
 
     name: str
     config: Config
@@ -120,7 +120,7 @@ class Study:
 
     name: str
     folder: Path
-    """Folder that holds the runs' folders, or the folder of the only run. Absolute."""
+    """Absolute path of the folder with the runs' folders, or of the only run's folder."""
     runs: list[Run]
 
     def asking(self, given: dict[str, Any], *, default: dict[str, Any]) -> Study:
@@ -128,10 +128,10 @@ class Study:
 
         Args:
             given: values by field, for every run.
-            default: where neither `given` nor the study says.
+            default: values by field, where neither `given` nor the study sets them.
 
         Raises:
-            ConfigError: a field is wrong, or one of `given` is what the study varies.
+            ConfigError: a field is wrong, or the study varies a field of `given`.
         """
         for field, value in given.items():
             found = {getattr(run.resources, field) for run in self.runs}
@@ -146,15 +146,15 @@ class Study:
 
 
 def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
-    """Read a study; a plain config is a study of one run.
+    """Read a study; a config of a run is a study of one run.
 
     Args:
-        path: a TOML file. One with a top-level `config` is a study.
+        path: a TOML file; a study has a top-level `config`.
         overrides: `section.key=value`, for every run.
 
     Raises:
-        ConfigError: names the file, the field or run, the value and the rule. Every run's config is
-            validated.
+        ConfigError: the study or the config of a run is wrong; names file, field or run, value
+            and rule.
     """
     path, overrides = Path(path), overrides or []
     try:
@@ -177,11 +177,12 @@ def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
 
 
 def unfinished(study: Study) -> list[Run]:
-    """The runs that are still to be done.
+    """The runs of a study that have not finished.
 
     Raises:
-        ConfigError: one has begun, but computes something else: names run, setting and both
-            values. How it computes may change, its memory above all: it may have run out of it.
+        ConfigError: a run was started with other settings that change its results; names run,
+            setting and both values. Settings that change only how it computes (such as memory) may
+            differ.
     """
     left = []
     for run in study.runs:
@@ -191,18 +192,17 @@ def unfinished(study: Study) -> list[Run]:
         has_begun = finished or (run.run_dir / CONFIG_NAME).exists()
         if has_begun and (changed := _changes(run)):
             shown = ", ".join(
-                f"{key} ({there!r} there, {here!r} here)" for key, (there, here) in changed.items()
+                f"{key} (was {there!r}, now {here!r})" for key, (there, here) in changed.items()
             )
             raise ConfigError(
-                f"run {run.name} {'is finished' if finished else 'has begun'} in {run.run_dir}, "
-                f"but with other settings: {shown}; move that folder away, or choose another "
-                "output_dir"
+                f"run {run.name} {'has finished' if finished else 'has begun'} in {run.run_dir} "
+                f"with other settings: {shown}. Move that folder away, or choose another output_dir"
             )
     return left
 
 
 def _changes(run: Run) -> Changes:
-    """Settings of a run that has begun, where they decide its work and the study now differs."""
+    """Settings that change a run's results and differ from those it was started with."""
     before = load_config(run.run_dir / CONFIG_NAME)
     changed = changed_work(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
@@ -221,18 +221,26 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
     ]
     number = len(file.runs) + sum(math.prod(map(len, axes.values())) for axes in grids if axes)
     if number > _MOST_RUNS:
-        raise ConfigError(f"{path}: {number} runs: a study has at most {_MOST_RUNS}")
+        raise ConfigError(f"{path}: {number} runs; a study may have {_MOST_RUNS}")
+
+    # The settings of every run, none of them given twice.
     chosen = [one for axes in grids if axes for one in _combinations(axes)]
     chosen += [_settings(one) for one in file.runs]
     if not chosen:
-        raise ConfigError(f"{path}: needs [grid] or [[runs]]: without them, submit the config")
+        raise ConfigError(
+            f"{path}: a study needs [grid] or [[runs]]; to run one config, submit that config"
+        )
     varied = {key for settings in chosen for key in settings}
     for key in sorted(varied | {override.partition("=")[0] for override in overrides}):
         if key == "run.output_dir":
-            raise ConfigError(f"{path}: {key} must not be set: it is output_dir/<name of the run>")
+            raise ConfigError(
+                f"{path}: {key} must not be set: each run gets output_dir/<name of the run>"
+            )
     for override in overrides:
         if override.partition("=")[0] in varied:
             raise ConfigError(f"override {override!r}: the study itself varies this key")
+
+    # A name, a folder, a config and resources for each.
     runs: dict[str, Run] = {}
     for settings in chosen:
         name = _name(settings)
@@ -240,12 +248,12 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
             name = _name(settings, in_full=True)
         if name in _NO_NAMES:
             raise ConfigError(
-                f"{path}: a run of {shown(settings)} has the name {name!r}, so no folder of its "
-                "own: give it a setting that names it"
+                f"{path}: the run with {shown(settings)} would be named {name!r}, which is not a "
+                "folder of its own: add a setting that gives it a name"
             )
         if name in runs:
             raise ConfigError(
-                f"{path}: two runs are called {shown(name)}: their settings must differ"
+                f"{path}: two runs are named {shown(name)}: their settings must differ"
             )
         asked = {
             key.removeprefix(_RESOURCES): value
@@ -276,7 +284,7 @@ def _combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _settings(table: dict[str, Any]) -> dict[str, Any]:
-    """`section.key` -> value; TOML reads a dotted key as tables, a quoted one as it stands."""
+    """Values by `section.key`; TOML turns dotted keys into tables, but not quoted ones."""
     settings: dict[str, Any] = {}
     for section, value in table.items():
         if isinstance(value, dict):
@@ -287,11 +295,11 @@ def _settings(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(settings: dict[str, Any], *, in_full: bool = False) -> str:
-    """`gapo-seed_1`: values that are words alone, others with their key.
+    """Name of a run, such as `gapo-seed_1`: strings stand alone, other values follow their key.
 
-    Of a run's own settings: those of others, added later, must not give it another folder. A branch
-    is called by what it left (`seed_1-gspo_asym-step_600`), and a run by how it is placed
-    (`seed_1-cpus_per_task_8`), only where it has no name otherwise, or that of a run before it.
+    The name depends only on the run's own settings, so that its folder stays the same when the
+    study grows. The branch point (`seed_1-gspo_asym-step_600`) and resources that rarely matter
+    (`seed_1-cpus_per_task_8`) are included only `in_full`: if the name is empty or taken otherwise.
     """
     parts = [
         value if isinstance(value, str) else f"{key.rpartition('.')[2]}_{value}"
@@ -306,12 +314,12 @@ def _name(settings: dict[str, Any], *, in_full: bool = False) -> str:
 
 
 def _explain(item: Any, *, table: str = "") -> str:
-    """A mistake; `table` is what its place is in."""
+    """One validation error as text; `table` is prefixed to its location."""
     where = table + place(item["loc"])
     if item["type"] == "extra_forbidden":
         of_resources = where.startswith(_RESOURCES)
         fields = Resources.model_fields if of_resources else _StudyFile.model_fields
         return f"{where}: unknown key; known keys: {', '.join(fields)}"
     if item["type"] == "missing":
-        return f"{where}: required, but not given"
+        return f"{where}: required, but missing"
     return f"{where} ({shown(item['input'])}): {item['msg'].removeprefix('Value error, ')}"

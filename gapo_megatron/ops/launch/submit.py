@@ -1,8 +1,8 @@
-"""Submit runs through submitit: as a Slurm job, as an array, as a chain of jobs.
+"""Submit runs through submitit: as a Slurm job, an array, or a chain of jobs.
 
-submitit writes the batch script, numbers the runs of an array and brings a result back. What goes
-on in a job (checks, restarts, requeues, faults) is slurm/launch.sh's alone, as with `sbatch`. A job
-loads this module from its frozen code; the standard library, rich and submitit are all it needs.
+submitit writes the batch script, numbers the runs of an array and returns results. Inside a job
+slurm/launch.sh does everything (checks, restarts, requeues, failures), as with plain `sbatch`. A
+job imports this module from its frozen code; it needs only the standard library, rich and submitit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from gapo_megatron.ops.launch.study import Resources
 
 STOP_BEFORE_END_S = 300
-"""Seconds before its time limit, or its preemption, at which a job is asked to stop."""
+"""Seconds before the time limit or preemption at which Slurm signals a job to stop."""
 _PR_SET_PDEATHSIG = 1
-# sbatch lets the environment outrank the script; what was asked for here outranks both.
+# sbatch prefers these variables to the script; resources that were asked for override both.
 _OUTRANKED = {
     "gpus_per_node": "SBATCH_GPUS_PER_NODE",
     "time": "SBATCH_TIMELIMIT",
@@ -46,21 +46,21 @@ _OUTRANKED = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Work of a submitted job: run slurm/launch.sh of its frozen code to its end.
+    """The work of a submitted job: run slurm/launch.sh of its frozen code until it ends.
 
-    It has no `checkpoint` of submitit's: that would requeue the job a second time, or give up after
-    some time limits. Every signal goes to launch.sh, which asks the ranks to save and requeues.
+    It does not define submitit's `checkpoint` method, which would requeue the job a second time, or
+    give up after some time limits. All signals go to launch.sh, which saves and requeues.
     """
 
     code: str
     """Folder of the frozen code and config, in the run folder."""
 
     def __call__(self) -> dict[str, Any]:
-        """Returns the run's `Status` as a dict.
+        """Run the job and return the run's `Status` as a dict.
 
         Raises:
-            RuntimeError: launch.sh failed, or was cancelled.
-            SystemExit: Slurm has requeued the job: its next start has the result.
+            RuntimeError: launch.sh failed or was cancelled.
+            SystemExit: Slurm has requeued the job, whose next start will return the result.
         """
         code = Path(self.code)
         child = subprocess.Popen(
@@ -81,25 +81,26 @@ class Launch:
 
 @dataclass(frozen=True)
 class Submission:
-    """Runs of equal resources, each with its code frozen (or named, for a dry run): one array."""
+    """Runs with equal resources, submitted as one array."""
 
     name: str
     folder: Path
-    """submitit's own files: scripts, pickles, a log per job."""
+    """Folder for submitit's files: scripts, pickles, a log per job."""
     codes: Sequence[Path]
+    """Folders of the frozen code, one per run; in a dry run they do not exist."""
     resources: Resources
     parallel: int
-    """Runs at the same time, of an array."""
+    """Runs of the array at the same time."""
     chain: int
-    """Jobs per run, each starting when the one before has stopped well."""
+    """Jobs per run; each starts when the one before has stopped without an error."""
 
     def check(self) -> None:
-        """Refuse names that would be something else in the batch script, quoted as they are.
+        """Refuse names that Slurm would not read literally, even in quotes.
 
         Raises:
-            ConfigError: names which one, and the character.
+            ConfigError: names what it is and the character.
         """
-        # sbatch and srun read a backslash also between quotes, and in the name of a log a %.
+        # sbatch and srun interpret a backslash even in quotes, and % in the name of a log.
         names = [
             ("the study's name", self.name, "\\"),
             ("the folder of its jobs", str(self.folder), "\\%"),
@@ -108,9 +109,9 @@ class Submission:
         ]
         for what, name, refused in names:
             for character in name:
-                # One that is not printable may end a line.
+                # An unprintable character may end the line.
                 if character in refused or not character.isprintable():
-                    raise ConfigError(f"{what} ({name!r}) must not have {character!a}")
+                    raise ConfigError(f"{what} ({name!r}) must not contain {character!a}")
 
     def scripts(self) -> list[str]:
         """The batch script of every link of the chain.
@@ -132,12 +133,15 @@ class Submission:
         ]
 
     def submit(self) -> list[list[submitit.Job[dict[str, Any]]]]:
-        """Submit; returns the jobs of every link, and notes them in the run folders.
+        """Submit every link of the chain, and record the job ids in the run folders.
+
+        Returns:
+            The jobs of each link.
 
         Raises:
             ConfigError: as `check`.
-            FailedJobError: sbatch refused; has its words. Where no link before is queued, the
-                frozen code is gone again: nothing will run it.
+            FailedJobError: sbatch failed; has its message. If nothing was queued, the frozen code
+                is removed again.
         """
         self.check()
         links: list[list[submitit.Job[dict[str, Any]]]] = []
@@ -160,10 +164,10 @@ class Submission:
         return links
 
     def _parameters(self, before: str | None) -> dict[str, Any]:
-        """Parameters of submitit's executor. `before`: the job that this one waits for."""
+        """Parameters of submitit's executor; `before` is the job that this one waits for."""
         asked = self.resources
-        # As sbatch's own options: submitit's `nodes` and `tasks_per_node` count processes that each
-        # return a result, but here one process starts all the others.
+        # Plain sbatch options: submitit's `nodes` and `tasks_per_node` count processes that each
+        # return a result, but here one process starts all others.
         options: dict[str, Any] = {
             "nodes": asked.nodes,
             "ntasks-per-node": asked.tasks_per_node,
@@ -194,20 +198,20 @@ class Submission:
         }
 
     def _setup(self) -> list[str]:
-        """Lines before the command: the job is loaded from the frozen code, not the checkout."""
+        """Lines before the command; they put the frozen code, not the checkout, on the path."""
         return [
             "code=(",
             *(f"  {shlex.quote(str(code))}" for code in self.codes),
             ")",
             "export PYTHONPATH=${code[${SLURM_ARRAY_TASK_ID:-0}]} PYTHONSAFEPATH=1",
             f"export PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}",
-            *(["export ON_STOP=exit  # the next link goes on"] if self.chain > 1 else []),
+            *(["export ON_STOP=exit  # the next link continues"] if self.chain > 1 else []),
         ]
 
 
 @contextmanager
 def outside_slurm(changes: Mapping[str, str]) -> Iterator[None]:
-    """The environment with `changes`, and without that of the job this may run in itself."""
+    """Change the environment, and hide the variables of a Slurm job that this runs in."""
     before = dict(os.environ)
     for name in before:
         if name.startswith(("SLURM_", "SLURMD_")) and name != "SLURM_CONF":
@@ -221,11 +225,10 @@ def outside_slurm(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def world_sizes(asked: Sequence[Resources]) -> list[int]:
-    """Ranks of each run: NUM_NODES of the environment leaves the other nodes spare.
+    """Ranks of each run. NUM_NODES of the environment limits its nodes; the others are spare.
 
     Raises:
-        ConfigError: NUM_NODES is no number of nodes, or would be that of every run, but the runs
-            differ in their nodes.
+        ConfigError: NUM_NODES is no number, or is set although the runs ask for different nodes.
     """
     used = os.environ.get("NUM_NODES")
     if used and not re.fullmatch("[1-9][0-9]{0,4}", used):
@@ -235,20 +238,20 @@ def world_sizes(asked: Sequence[Resources]) -> list[int]:
     nodes = sorted({resources.nodes for resources in asked})
     if used and len(nodes) > 1:
         raise ConfigError(
-            f"NUM_NODES ({used}) of the environment is that of every run, so it must not be set "
-            f"where runs ask for different nodes ({', '.join(map(str, nodes))})"
+            f"NUM_NODES ({used}) of the environment applies to every run, so it must not be set "
+            f"when runs ask for different numbers of nodes ({', '.join(map(str, nodes))})"
         )
     return [int(used or resources.nodes) * resources.tasks_per_node for resources in asked]
 
 
 def generation_nodes() -> list[str]:
-    """The setting that GENERATION_NODES of the environment is, as slurm/launch.sh takes it."""
+    """GENERATION_NODES of the environment as an override, as in slurm/launch.sh."""
     given = os.environ.get("GENERATION_NODES")
     return [f"rollout.generation_nodes={given}"] if given else []
 
 
 def _discard(codes: Sequence[Path]) -> None:
-    """Remove what was frozen, and folders in which nothing else is."""
+    """Remove frozen code, and its parent folders if they are empty."""
     for code in codes:
         shutil.rmtree(code)
         with suppress(OSError):  # not empty
@@ -257,23 +260,23 @@ def _discard(codes: Sequence[Path]) -> None:
 
 
 def _python() -> str:
-    # In place of the shell: the batch step's first process is the one Slurm signals.
+    # Replaces the shell, because Slurm signals the batch step's first process.
     return f"exec {shlex.quote(sys.executable)}"
 
 
 def _end_with_parent() -> None:
-    """Have this child get SIGTERM when its parent dies, so that no rank outlives the job."""
+    """Make the kernel send SIGTERM to this child when its parent dies: no rank outlives the job."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_requeued() -> bool:
-    """Whether Slurm has taken this job back into the queue, by whomever; True if it cannot say."""
+    """Whether this job was requeued, by anyone; True if Slurm does not answer."""
     job = submitit.JobEnvironment()
     if job.cluster != "slurm":
         return False
-    # The id of an array's task, not SLURM_JOB_ID: that of its last one stands for all of them.
+    # The id of the array task. SLURM_JOB_ID of the last task would mean the whole array.
     command = ["scontrol", "--oneliner", "show", "job", job.job_id]
     shown = subprocess.run(command, capture_output=True, text=True).stdout
     restarts = re.search(r" Restarts=(\d+)", shown)
-    # The count goes up when a requeue is ordered, before the processes are signalled.
+    # Slurm increments the count when it requeues, before it signals the processes.
     return restarts is None or int(restarts[1]) > int(os.environ.get("SLURM_RESTART_COUNT", 0))

@@ -1,17 +1,16 @@
-"""Bytes of activations: what the layers keep for their backward pass.
+"""Bytes of activations that the layers keep for their backward pass.
 
-Written down from the tensors that each module saves; checked on a CPU against torch's saved-tensor
-hooks for the layers without Transformer Engine ("local"). Those of Transformer Engine ("fused")
-follow from its modules' sources and have not been measured.
+The formulas follow the tensors that each module saves. For layers without Transformer Engine
+("local") they are checked on a CPU against torch's saved-tensor hooks; for Transformer Engine's
+("fused") they follow from its sources and have not been measured.
 
-Assumptions: no dropout; attention never keeps a matrix of scores (flash attention); sequences of a
-micro-batch need no padding; experts get equal shares of the tokens.
+Assumptions: no dropout; attention never stores a matrix of scores (flash attention); micro-batches
+need no padding; experts get equal shares of the tokens.
 
-Sizes of one rank: h hidden, q query width, k key (or value) width, n query heads, f MLP width
-(an expert's: g), all but h and g divided by tensor parallelism; e bytes of an element; p of the
-tokens choose an expert each. Hidden states are divided under sequence parallelism, and everything
-under context parallelism: a rank has its part of the tokens, and under Transformer Engine's ring of
-keys and values at most a neighbour's besides.
+Sizes on one rank: q query width, k key (or value) width, n query heads, all divided by tensor
+parallelism; e bytes per element. Sequence parallelism divides hidden states, context parallelism
+divides everything: a rank holds its part of the tokens and, in Transformer Engine's ring of keys
+and values, at most one neighbour's in addition.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ _INDEX = 8  # int64
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes that one layer keeps for one token, by the module that keeps them."""
+    """Bytes that one layer keeps per token, by module."""
 
     hidden: int
-    """One hidden state: the layer's input; full recomputation keeps nothing else."""
+    """The layer's input, one hidden state; full recomputation keeps nothing else."""
     norms: int
     attention: int
-    """All that the core attention keeps, its inputs and output included."""
+    """Kept by the core attention, including its inputs and output."""
     mlp: int
     selective: int
-    """Bytes kept in all if some modules are recomputed: `policy.model` says which."""
+    """Total under selective recomputation; `policy.model` lists the recomputed modules."""
     selective_again: int
-    """Bytes of the recomputed modules during one layer's backward pass; core attention left out."""
+    """Recomputed during one layer's backward pass, without core attention."""
 
     @property
     def all(self) -> int:
         return self.norms + self.attention + self.mlp
 
     def kept(self, recompute: str) -> int:
-        """Bytes a token between forward and backward pass."""
+        """Bytes per token between forward and backward pass."""
         if recompute == "full":
             return self.hidden
         if recompute == "selective":
@@ -57,31 +56,33 @@ class LayerBytes:
 
     @classmethod
     def of(cls, hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> Self:
-        """Bytes of a model's layer on one rank of a layout."""
+        """Bytes per token of one layer on one rank of a layout."""
         g, tp = geometry_of(hf_config), layout.tp_size
         sp = tp if layout.sequence_parallel else 1
         e = element_bytes(config)
         hidden = e * g.hidden // sp
         q, k, n = (size // tp for size in (g.heads * g.head_dim, g.kv_heads * g.head_dim, g.heads))
         mixed, rotated, out, log_sums = e * (q + 2 * k), e * (q + k), e * q, 4 * n
-        # The output is the projection's input too, and queries and keys enter the norms' memory.
+        # Attention. Its output is also the projection's input; norms keep queries and keys.
         attention = mixed + rotated + out + log_sums
-        recomputed = mixed + out + (e * q if g.heads > g.kv_heads else 0)  # several heads: a copy
+        recomputed = mixed + out + (e * q if g.heads > g.kv_heads else 0)  # grouped: copies
         if g.head_norms:
             attention += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
             attention += e * (q + k) if fused else 0
             recomputed = mixed + rotated + out
             recomputed += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
         if layout.cp_size > 1 and not fused:
-            # All keys and values, a mask of the queries against them, the output as it was attended
-            # and as it is projected; all of it once more where it is recomputed.
+            # All keys and values, the mask, and the output before and after it is rearranged; the
+            # same again if attention is recomputed.
             longest = config.max_sequence_tokens
             gathered = e * layout.cp_size * 2 * k
             attention += gathered + e * longest + e * q - mixed
+
+        # Norms and MLP or experts, and what selective recomputation repeats.
         norms = 2 * (_norm(g.hidden, 1, fused) // sp + hidden)
         norms += 2 * hidden if fused else 0
-        # Transformer Engine's layers recompute the norm before the MLP and of a dense layer all of
-        # the MLP, with experts their activation alone, the input of their second product.
+        # Transformer Engine's layers recompute the norm before the MLP and, in a dense layer, the
+        # whole MLP; with experts only their activation, the input of their second product.
         again = hidden + _norm(g.hidden, 1, fused) // sp
         if g.num_experts:
             mlp = _experts(g, e, fused) // sp
@@ -96,14 +97,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class KeptActivations:
-    """Bytes that autograd keeps on one rank at the worst moment of a step."""
+    """Peak bytes that autograd keeps on one rank during a step."""
 
     layers: int
-    """Layers' activations of the micro-batches in flight: see `num_in_flight`."""
+    """Activations of the layers, for the micro-batches in flight (`num_in_flight`)."""
     recomputed: int
-    """Activations of one layer during its backward pass, under recomputation."""
+    """Recomputed activations of one layer during its backward pass."""
     head: int
-    """Activations of the final norm and the log-probs: freed before the layers' backward passes."""
+    """Activations of final norm and log-probs; freed before the layers' backward passes."""
 
     @property
     def most(self) -> int:
@@ -119,15 +120,15 @@ def kept_activations(
     num_microbatches: int,
     fused: bool,
 ) -> KeptActivations:
-    """Predict what is kept of micro-batches of `batch.max_tokens_per_microbatch` tokens.
+    """Predict what is kept for micro-batches of `batch.max_tokens_per_microbatch` tokens.
 
     Args:
         hf_config: the model's config.
         config: the run's settings.
-        layout: how it is cut.
+        layout: how the run is divided.
         stage: pipeline rank.
         num_microbatches: micro-batches of an update.
-        fused: Transformer Engine's layers.
+        fused: whether layers are Transformer Engine's.
     """
     layer = LayerBytes.of(hf_config, config, layout, fused=fused)
     num_layers = layout.layers_of_ranks(hf_config.num_hidden_layers)[stage] // layout.vpp_size
@@ -136,7 +137,7 @@ def kept_activations(
     sp = layout.tp_size if layout.sequence_parallel else 1
     e, kept, head = element_bytes(config), num_layers * layer.kept(layout.recompute), 0
     if stage == 0:
-        kept += _INDEX  # tokens: in truth of the first virtual stage alone
+        kept += _INDEX  # tokens (strictly: of the first virtual stage only)
     if not fused:  # rotary tables
         kept += 2 * e * geometry_of(hf_config).head_dim
     if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
@@ -144,7 +145,7 @@ def kept_activations(
         head += 2 * _INDEX + 8
     recomputed = 0
     if layout.recompute == "full":
-        # The layer's input is there in any case; norms in float32 keep their own copy of it.
+        # The layer's input is kept anyway; norms in float32 keep their own copy of it.
         recomputed = layer.all - layer.hidden * (fused or e == 4)
     elif layout.recompute == "selective":
         recomputed = layer.selective_again
@@ -152,13 +153,13 @@ def kept_activations(
 
 
 def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
-    """Micro-batches whose activations a rank holds at once; of its virtual stages, all together.
+    """Micro-batches whose activations a rank holds at once, summed over its virtual stages.
 
         in flight = p - r                             one stage on rank r of p
                   = 2 (p - r - 1) + (v - 1) p + 1     v virtual stages, each with 1/v of the layers
 
-    Those of the warm-up (Megatron-core's `get_pp_rank_microbatches`), and the one that goes forward
-    before the first goes back; and never more than all v m of an update.
+    These are the warm-up micro-batches (Megatron-core's `get_pp_rank_microbatches`) plus the one
+    whose forward pass precedes the first backward pass; at most all v m of an update.
     """
     later = layout.pp_size - stage - 1
     most = later + 1
@@ -170,12 +171,13 @@ def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
 def neighbour_bytes(
     hf_config: Any, config: Config, layout: Layout, *, stage: int, num_microbatches: int
 ) -> int:
-    """Bytes of what the schedule holds for pipeline neighbours: inputs and outputs in flight.
+    """Bytes that the pipeline schedule holds for other stages: inputs and outputs in flight.
 
-    The model's first stage has no input: of a first rank with virtual stages that is 2 p - 1 of
-    those in flight. Its last has no output: a last rank with virtual stages has at times none in
-    flight there. With virtual stages the next input is received before a rank goes back. Under full
-    recomputation the first layer of a stage keeps its input, which is counted with the layers.
+    The model's first stage has no input; on a first rank with virtual stages, 2 p - 1 of the
+    micro-batches in flight are in that stage. The last stage has no output; on a last rank with
+    virtual stages, at times no micro-batch is in that stage. With virtual stages the next input is
+    received before the backward pass. Under full recomputation a stage's input is counted as its
+    first layer's.
     """
     sp = layout.tp_size if layout.sequence_parallel else 1
     hidden = element_bytes(config) * hf_config.hidden_size // sp
@@ -193,11 +195,11 @@ def neighbour_bytes(
 
 
 def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:
-    """Bytes that one layer's backward pass has at once besides what is kept: an estimate.
+    """Workspace of one layer's backward pass in addition to kept activations: an estimate.
 
-    Gradients of the MLP's two widest tensors and of two hidden states; and the largest weight's
-    gradient before it is added to its float32 buffer. (The embedding's comes when the layers have
-    gone back, and is less than they kept.)
+    Gradients of the MLP's two widest tensors and of two hidden states, and the largest weight's
+    gradient before it is added to its float32 buffer. (The embedding's gradient comes after the
+    layers' backward passes and is smaller than what they have freed.)
     """
     g, e = geometry_of(hf_config), element_bytes(config)
     wide = g.intermediate // layout.tp_size
@@ -206,29 +208,30 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
         wide = g.expert_intermediate * g.experts_per_token // sp
     # Sequence parallelism gathers whole hidden states before a product.
     elements = (3 if fused else 4) * wide + 2 * g.hidden
-    if layout.cp_size > 1:  # keys and values of a neighbour, and the gradients of both on their way
+    if layout.cp_size > 1:  # a neighbour's keys and values, and gradients of both
         elements += 4 * g.kv_heads * g.head_dim // layout.tp_size
     activations = tokens_per_rank(config, layout) * e * elements
     return activations + e * g.hidden * 2 * wide
 
 
 def tokens_per_rank(config: Config, layout: Layout) -> int:
-    """Tokens of a full micro-batch on one of the ranks that share its sequences."""
+    """Tokens of a full micro-batch on one context parallel rank."""
     return config.batch.max_tokens_per_microbatch // layout.cp_size
 
 
 def _norm(width: int, num_norms: int, fused: bool) -> int:
-    """Kept by RMS norms over `width` elements in all: torch's keeps two float32 copies.
+    """Bytes kept by RMS norms over `width` elements in total.
 
-    Transformer Engine's keeps its input, counted by the caller, and one number.
+    Torch's norm keeps two float32 copies. Transformer Engine's keeps its input, which the caller
+    counts, and one number.
     """
     return 4 * num_norms if fused else 8 * width + 4 * num_norms
 
 
 def _experts(g: Geometry, e: int, fused: bool) -> int:
-    """Kept of one token by router and experts, before sequence parallelism divides the tokens."""
+    """Bytes per token kept by router and experts, before sequence parallelism."""
     chosen = g.experts_per_token
-    # Expert, share, place in the order of experts; of all experts share and choice.
+    # Per chosen expert: id, weight, position. Per expert: probability and choice.
     router = chosen * (2 * _INDEX + 4) + 5 * g.num_experts
     wide = g.expert_intermediate * (4 if fused else 6)
     states = (

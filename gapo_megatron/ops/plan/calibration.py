@@ -1,119 +1,59 @@
-"""From measured steps to efficiencies: what a trial run or a finished run says of this machine.
+"""Efficiencies fitted to measured steps: the fit, its tables, and its TOML file.
 
-The fit has no model of its own: it turns the efficiencies of `step_time` until its stages are those
-measured, by least squares on the logarithms. What the measurements do not tell (a link, where there
-was one rank) stays at its default.
+The fit uses the planner's own model: it varies the efficiencies of `step_time` until the predicted
+stages match the measured ones, by least squares on the logarithms. Efficiencies that the
+measurements do not determine (such as a link's, on one rank) keep their defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 import statistics
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 from scipy.optimize import least_squares
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_config
-from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
-from gapo_megatron.models.config_json import read_facts
-from gapo_megatron.ops.plan.efficiency import SHARES, Efficiency
-from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import Gpu
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import SidesTime, StepTime, step_time
-from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD, Workload, refuse_oversampling, spread_of
+from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.io.documents import open_file, read_toml
+from gapo_megatron.io.files import naming, write_atomically
+from gapo_megatron.ops.plan.hardware import SHARES, Efficiency, Gpu
+from gapo_megatron.ops.plan.observation import STAGES, Observation, seconds
+from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD
 
-STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
-_TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
-_SIDE = "generation/rollout_s"
-"""A step has it whose batch came from ranks that only generate: these have timed it."""
-_TIMING_OF_SIDE = _TIMING_OF | {
-    "generation": _SIDE,
-    "reward": "generation/reward_s",
-    "sync": "generation/sync_s",
-}
-_TIMED = ("time/step_s", "perf/tokens_per_s")
-"""Metrics that every timed step has, beside those of generation."""
-_WORLD_SIZE, _GENERATION_RANKS = "perf/world_size", "perf/generation_ranks"
-_NOT_A_STEP = ("evaluate", "checkpoint", "rounding")
-_WARM_UP_STEPS = 2
-"""Left out where a run has more: compilation, first allocations."""
 _PRIOR_WEIGHT = 0.02
-"""Weight of one factor e between a parameter and its default, against one factor e between a
+"""Weight of a factor e between a parameter and its default, relative to a factor e between a
 stage's prediction and its measurement."""
 _LEAST_S = 1e-9
 _MOVED = 0.01
-_REPLACED = "rollout/replaced_group_share"
+_HEAD = "# Written by tools/plan.py."
 _MOST = 1e30
-"""Largest value of a metric or a time; more is damage, and would lead to infinities."""
-_Row = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Seconds by stage of some steps, medians, and what these had to do, means."""
-
-    name: str
-    shape: Shape
-    config: Config
-    layout: Layout
-    workload: Workload
-    measured: StepTime
-    step_s: float
-    """Seconds of whole steps, less evaluation, checkpoints and measured rounding; a median."""
-    other_s: float
-    """Seconds of `step_s` in none of the stages: vLLM's going to sleep, the batching plan, and what
-    nothing counts. A median, so that it is not exactly the difference of the others'."""
-    num_prompts: float
-    """Prompts generated for in a step, including those that dynamic sampling replaced; a mean."""
-    num_tokens: float
-    """Response tokens of a step, as `perf/tokens_per_s` counts them; a mean."""
-    tokens_per_s: float
-    """Response tokens per second of the same step; a median."""
-
-    def seconds(self, stage: str) -> float:
-        """Measured, of one of `STAGES`, or `total`: of the whole step."""
-        return self.step_s if stage == "total" else seconds(self.measured, stage)
-
-    @property
-    def can_be_predicted(self) -> bool:
-        """Whether the model has equations for it: see `refuse_oversampling`."""
-        return self.config.batch.oversampling == 1
-
-    def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-        """Predict the times of the observed steps.
-
-        Raises:
-            ConfigError: see `refuse_oversampling`; names the run.
-        """
-        try:
-            refuse_oversampling(self.config)
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}: {error}") from None
-        return step_time(self.shape, self.config, self.layout, self.workload, gpu, efficiency)
+"""Largest value of a rate or a time; anything larger is damage and would give infinities."""
+_MAY_BE_0 = ("worst", "workload", "gpu.compute_capability")
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fitted efficiencies, their device, and how well they fit."""
+    """Fitted efficiencies, the device they are for, and how well they fit."""
 
     gpu: Gpu
     efficiency: Efficiency
     worst: dict[str, float]
-    """Largest |predicted / measured - 1| by stage, among the observations of the fit."""
+    """Largest |predicted / measured - 1| by stage, over the fitted observations."""
     spread: float = DEFAULT_SPREAD
     clipped_share: float = 0.0
-    """Mean over the observations' workloads, which a plan would otherwise have to assume."""
+    """Mean over the observations' workloads; a plan without a calibration assumes one."""
 
     @property
     def measured(self) -> list[str]:
-        """Efficiencies that the fit has moved, by more than a hundredth; the rest is assumed."""
+        """Efficiencies that the fit has moved by more than 1 %; the others are assumed."""
         default = Efficiency()
         return [
             field.name
@@ -123,37 +63,35 @@ class Calibration:
         ]
 
 
-def seconds(times: StepTime, stage: str) -> float:
-    """Seconds of one of `STAGES`, or `total`."""
-    return float(getattr(times, f"{stage}_s"))
-
-
 def fit(observations: Sequence[Observation], gpu: Gpu) -> Calibration:
-    """Efficiencies under which the model's stages are those measured.
+    """Fit efficiencies so that the predicted stages match the measured ones.
 
     Minimises, over the logarithms x of all parameters,
 
         sum (log predicted_stage(x) - log measured_stage)^2 + 0.02^2 sum (x - x_default)^2
 
-    so that every parameter is positive, a second of one stage counts by its share of that stage,
-    and the prior decides only what the stages leave open.
+    so that every parameter stays positive, errors count relative to a stage's time, and the prior
+    decides only what the measurements leave open.
 
     Args:
         observations: at least one; stages of 0 s are left out.
-        gpu: the device they are from.
+        gpu: the device that was measured.
 
     Raises:
-        ConfigError: a run cannot be predicted, or a stage of it not on that device.
+        ConfigError: a run cannot be predicted, or one of its stages cannot run on that device.
     """
+    # Every stage must be predictable at the start of the fit.
     start = Efficiency()
     for one in observations:
         predicted = one.predict(gpu, start)
         for stage in STAGES:
             if not math.isfinite(seconds(predicted, stage)):
                 raise ConfigError(
-                    f"{one.name}: no {stage.replace('_', ' ')} is possible on {gpu.name} by this "
-                    "model (the KV cache holds no sequence?): is it the device of this run?"
+                    f"{one.name}: {stage.replace('_', ' ')} cannot run on {gpu.name} (the KV cache "
+                    "does not hold one sequence?): was the run on another device?"
                 )
+
+    # The fit, over logarithms; shares are at most 1.
     names = [field.name for field in dataclasses.fields(Efficiency)]
     default = np.log([getattr(start, name) for name in names])
     upper = np.array([0.0 if name in SHARES else math.log(1e3) for name in names])
@@ -199,179 +137,124 @@ def worst_misses(
     return worst
 
 
-def read_observation(
-    run_dir: str | Path,
-    *,
-    mean_prompt_tokens: float | Callable[[Config], float],
-    world_size: int | None = None,
-    name: str = "",
-) -> Observation:
-    """The steps of a run since its newest start that has any, as its folder tells them.
-
-    Where that start has no more than those that are left out (`_WARM_UP_STEPS`) it is the newest
-    one of as many ranks that has.
+def comparison_table(
+    observations: Sequence[tuple[Observation, bool]], *, gpu: Gpu, efficiency: Efficiency
+) -> Table:
+    """Predicted and measured seconds by stage, and whether the run was part of the fit.
 
     Args:
-        run_dir: folder with config.toml, metrics.jsonl and timings.jsonl.
-        mean_prompt_tokens: no metric has it; or what counts it in the run's data.
-        world_size: ranks; None: as many as that start had.
-        name: in tables; empty: the folder's.
+        observations: (observation, whether it was fitted).
+        gpu: device to predict for.
+        efficiency: efficiencies to predict with.
+    """
+    table = Table(title="Predicted and measured times", title_justify="left")
+    for heading in ("run", "fitted", "stage", "measured, s", "predicted, s", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("run", "stage") else "right")
+    for one, is_fitted in observations:
+        predicted = one.predict(gpu, efficiency)
+        for stage in (*STAGES, "total"):
+            measured, value = one.seconds(stage), seconds(predicted, stage)
+            table.add_row(
+                one.name if stage == STAGES[0] else "",
+                ("yes" if is_fitted else "no") if stage == STAGES[0] else "",
+                stage.replace("_", " "),
+                f"{measured:.3g}",
+                f"{value:.3g}",
+                f"{value / measured:.2f}" if measured > 0 else "-",
+            )
+        table.add_section()
+    return table
+
+
+def times_rest_on(calibration: Calibration) -> str:
+    """Which efficiencies were measured and which are assumed, as text for people."""
+    if not calibration.worst:
+        return "Efficiencies are assumed, not measured (tools/plan.py calibrate measures them)."
+    worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in calibration.worst.items())
+    names = [field.name for field in dataclasses.fields(Efficiency)]
+    measured = calibration.measured
+    assumed = [name for name in names if name not in measured]
+    return (
+        f"Efficiencies measured: {', '.join(measured) or 'none'}; assumed: "
+        f"{', '.join(assumed) or 'none'}. Largest error on the fitted runs: {worst}."
+    )
+
+
+def efficiencies_table(calibration: Calibration) -> Table:
+    """All efficiencies, and whether each is measured or assumed."""
+    table = Table(title="Efficiencies", title_justify="left")
+    for heading in ("name", "value", "default", ""):
+        table.add_column(heading, justify="right" if heading in ("value", "default") else "left")
+    measured = calibration.measured
+    for name, default in dataclasses.asdict(Efficiency()).items():
+        value = getattr(calibration.efficiency, name)
+        basis = "measured" if name in measured else "assumed"
+        table.add_row(name, f"{value:.3g}", f"{default:.3g}", basis)
+    return table
+
+
+def check_calibration(path: str | Path) -> None:
+    """Raise ConfigError if `path` is a file that `write_calibration` has not written."""
+    if not os.path.lexists(path):
+        return
+    with naming(path), open_file(path) as file:
+        is_ours = file.readline(2**12).startswith(_HEAD.encode())
+    if not is_ours:
+        raise ConfigError(
+            f"--calibration ({path}) exists and was not written by tools/plan.py: choose another "
+            "name"
+        )
+
+
+def write_calibration(calibration: Calibration, path: str | Path) -> None:
+    """Write a calibration as TOML, for `read_calibration`."""
+    sections = {
+        "gpu": dataclasses.asdict(calibration.gpu),
+        "efficiency": dataclasses.asdict(calibration.efficiency),
+        "worst": calibration.worst,
+        "workload": {"spread": calibration.spread, "clipped_share": calibration.clipped_share},
+    }
+    lines = [f"{_HEAD} [worst]: largest |predicted / measured - 1| by stage."]
+    for name, values in sections.items():
+        # JSON's strings and numbers are TOML's.
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
+    write_atomically(Path(path), "\n".join(lines))
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read a file of `write_calibration`.
 
     Raises:
-        ConfigError: files or the model's config.json are missing; no step has been timed; the ranks
-            are unknown, or the config's layout does not divide them.
-        DataError: a line of metrics or timings is damaged.
+        ConfigError: there is no such file, or it is no calibration; names what is wrong.
     """
-    folder = Path(run_dir)
-    for needed in (CONFIG_NAME, METRICS_NAME, TIMINGS_NAME):
-        if not (folder / needed).is_file():
-            raise ConfigError(f"{folder}: no {needed}: not the folder of a run that has trained")
-    config = load_config(folder / CONFIG_NAME)
-    metrics = {
-        int(row["step"]): row
-        for row in read_rows(folder / METRICS_NAME)
-        if "rollout/response_length/mean" in row
-    }
-    started, timings = _newest_start(read_rows(folder / TIMINGS_NAME), metrics.keys())
-    if not timings:
-        raise ConfigError(f"{folder}: no step has been timed yet")
-    timings = timings[_WARM_UP_STEPS:] or timings[-1:]
-    ranks = world_size or int(started.get(_WORLD_SIZE, 0)) or _ranks_by_logs(folder)
-    apart = int(max(row.get(_GENERATION_RANKS, 0) for row in (started, *timings)))
-    prompt = mean_prompt_tokens(config) if callable(mean_prompt_tokens) else mean_prompt_tokens
-    rows = [metrics[int(row["step"])] for row in timings]
-    _check_numbers(folder / METRICS_NAME, rows)
-    _check_numbers(folder / TIMINGS_NAME, timings)
-    tokens = [row["perf/tokens_per_s"] * row["time/step_s"] for row in timings]
-    steps_s = [_whole_step_s(row) for row in timings]
-    shape = Shape.of(_model_of(folder, config))
     try:
-        layout = Layout.of(config, world_size=ranks - apart, num_generation=apart)
-        workload = _workload(config, rows, prompt)
-    except ConfigError as error:
-        raise ConfigError(f"{folder}: {error}") from None
-    return Observation(
-        name=name or folder.name,
-        shape=shape,
-        config=config,
-        layout=layout,
-        workload=workload,
-        measured=_measured(timings, config),
-        step_s=statistics.median(steps_s),
-        other_s=statistics.median(
-            whole - _measured([row], config).total_s
-            for whole, row in zip(steps_s, timings, strict=True)
-        ),
-        num_prompts=statistics.fmean(
-            config.batch.rollout_prompts / (1 - row.get(_REPLACED, 0.0)) for row in rows
-        ),
-        num_tokens=statistics.fmean(tokens),
-        tokens_per_s=statistics.median(
-            num / whole for num, whole in zip(tokens, steps_s, strict=True)
-        ),
-    )
-
-
-def _check_numbers(path: Path, rows: Sequence[_Row]) -> None:
-    """Refuse numbers that no step has: most would end in a division by zero, or as infinity."""
-    for row in rows:
-        for key, value in row.items():
-            fits = (
-                0 <= value < 1 if key == _REPLACED else value > 0 if key == "time/step_s" else True
-            )
-            if not (fits and abs(value) < _MOST):
-                raise DataError(f"{path}: step {row['step']}: {key} = {value!r}")
-
-
-def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, list[_Row]]:
-    """The row of a start (empty: before the first one) and those of its timed steps."""
-    starts: list[tuple[_Row, list[_Row]]] = [({}, [])]
-    for row in rows:
-        if any(key.startswith("startup/") for key in row):
-            starts.append((row, []))
-        elif int(row["step"]) in trained and _is_timed(row):
-            starts[-1][1].append(row)
-    timed = [one for one in starts if one[1]] or starts
-    ranks = timed[-1][0].get(_WORLD_SIZE)
-    long = [
-        one for one in timed if len(one[1]) > _WARM_UP_STEPS and one[0].get(_WORLD_SIZE) == ranks
-    ]
-    return (long or timed)[-1]
-
-
-def _is_timed(row: _Row) -> bool:
-    has_generation = _TIMING_OF["generation"] in row or _SIDE in row
-    return has_generation and all(key in row for key in _TIMED)
-
-
-def _ranks_by_logs(folder: Path) -> int:
-    """Ranks of a run without usable timings; the first log of an attempt is empty."""
-    logs = [sorted(attempt.glob("rank_*.log")) for attempt in folder.glob("attempts/*/")]
-    written = [one for one in logs if any(log.stat().st_size for log in one)]
-    if not written:
-        raise ConfigError(
-            f"{folder}: ranks unknown: no start in {TIMINGS_NAME} has {_WORLD_SIZE}, no attempt "
-            "has written to rank_*.log (tools/plan.py calibrate takes --processes)"
+        tree = read_toml(path)
+        for name in ("gpu", "efficiency", "worst", "workload"):
+            _check_table(name, tree[name])
+        return Calibration(
+            gpu=Gpu(**tree["gpu"]),
+            efficiency=Efficiency(**tree["efficiency"]),
+            worst=tree["worst"],
+            **tree["workload"],
         )
-    return len(max(written, key=lambda one: one[0].stat().st_mtime))
+    except (ConfigError, FileNotFoundError, KeyError, TypeError) as error:  # TypeError: unknown key
+        raise ConfigError(f"{path} is not a calibration of tools/plan.py: {error}") from None
 
 
-def _measured(rows: Sequence[_Row], config: Config) -> StepTime:
-    """Medians: a step that something else on the machine held up does not count.
-
-    Of a sync that not every step has, the mean. The generation side's sync is the shorter clock of
-    the two: the trainer's includes the wait for a batch that is not ready.
-    """
-    times = {
-        f"{stage}_s": statistics.median(_stage_s(row, stage) for row in rows) for stage in STAGES
-    }
-    if not any(_SIDE in row for row in rows):
-        return StepTime(**times)
-    most = config.rollout.max_staleness
-    if most > 1:
-        times["sync_s"] = statistics.fmean(_stage_s(row, "sync") for row in rows)
-    return SidesTime(**times, max_staleness=most)
-
-
-def _stage_s(row: _Row, stage: str) -> float:
-    names = _TIMING_OF_SIDE if _SIDE in row else _TIMING_OF
-    return row.get(names[stage], 0.0)
-
-
-def _whole_step_s(row: _Row) -> float:
-    """Without what is no part of every step."""
-    return row["time/step_s"] - sum(row.get(f"time/{stage}_s", 0.0) for stage in _NOT_A_STEP)
-
-
-def _workload(config: Config, rows: Sequence[_Row], mean_prompt_tokens: float) -> Workload:
-    def mean(key: str) -> float:
-        return statistics.fmean(row.get(key, 0.0) for row in rows)
-
-    skipped = "skip/forward_token_share"
-    if config.objective.needs_every_sequence:  # rows with A = 0 are not skipped
-        skipped = "groups/zero_advantage_share"
-    trained = max(1e-3, 1 - mean(skipped))
-    head_skipped = mean("skip/head_backward_token_share")
-    # Rounds of dynamic sampling draw (1 - (1 - a)^rounds) / a times as many groups as are trained
-    # on, of which 1 - (1 - a)^rounds have A != 0.
-    active = trained * (1 - mean(_REPLACED))
-    response = mean("rollout/response_length/mean")
-    longest = config.rollout.max_response_tokens
-    return Workload(
-        mean_prompt_tokens=mean_prompt_tokens,
-        mean_response_tokens=response,
-        longest_response_tokens=longest,
-        active_share=active,
-        clipped_share=min(1.0, max(0.0, 1 - (1 - head_skipped) / trained)),
-        spread=spread_of(mean=response, longest=longest, truncated_share=mean("rollout/truncated")),
-    )
-
-
-def _model_of(folder: Path, config: Config) -> Any:
-    """Facts of the model in `model.hf_dir`, or in the run's export: both are the same model."""
-    for candidate in (Path(config.model.hf_dir), folder / "hf"):
-        if (candidate / "config.json").is_file():
-            return read_facts(candidate)
-    raise ConfigError(
-        f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
-    )
+def _check_table(name: str, table: Any) -> None:
+    """Refuse values of the wrong type and rates out of range."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} ({shown(table)}) must be a table")
+    for key, value in table.items():
+        field = f"{name}.{key}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if field == "gpu.name":
+            fits, rule = isinstance(value, str), "a string"
+        elif field == "gpu.gpus_per_node":
+            fits, rule = isinstance(value, int) and is_number and value > 0, "a positive integer"
+        elif field.startswith(_MAY_BE_0):
+            fits, rule = is_number and 0 <= value < _MOST, f"a number from 0 to {_MOST:g}"
+        else:
+            fits, rule = is_number and 0 < value < _MOST, f"a number above 0, up to {_MOST:g}"
+        if not fits:
+            raise ConfigError(f"{field} ({shown(value)}) must be {rule}")

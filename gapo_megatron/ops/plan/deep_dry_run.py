@@ -1,8 +1,8 @@
-"""`train --dry-run=deep`: one rank of any layout is built and takes a step, on a CPU.
+"""`train --dry-run=deep`: builds one rank of any layout and takes one step, on a CPU.
 
-Tensors have shapes and no data (`no_data`), process groups have no other members (`fake`). The code
-is the trainer's own: `Policy.build` and `learn.update.update` with the pipeline schedule, the
-log-prob head, the distributed optimizer. So shapes fit, and bytes and collectives are counted.
+Tensors have shapes but no data, and process groups no other members (`no_data`). The code is the
+trainer's: `Policy.build` and `learn.update.update`, with the pipeline schedule, the log-prob head
+and the distributed optimizer. It shows that shapes fit, and counts bytes and collectives.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from gapo_megatron.logprob import tiles
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import kept_activations
-from gapo_megatron.ops.plan.fake import fake_groups
 from gapo_megatron.ops.plan.hardware import GIB
-from gapo_megatron.ops.plan.kept import KeptForBackward
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.layout import Layout, state_bytes
 from gapo_megatron.ops.plan.memory import step_bytes
-from gapo_megatron.ops.plan.no_data import NoData, Traffic
-from gapo_megatron.ops.plan.state import state_bytes
+from gapo_megatron.ops.plan.no_data import KeptForBackward, NoData, Traffic, fake_groups
 from gapo_megatron.ops.sides import Sides
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
@@ -43,48 +40,46 @@ from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
 
 LEFT_OUT = (
-    "Not shown: vLLM and weight sync; Transformer Engine's layers (these are the ones that run "
-    "without it, whose norms keep float32 copies); which tokens choose which experts (equal shares "
-    "are assumed); values, so neither overflow nor convergence."
+    "Not covered: vLLM and weight sync; Transformer Engine's layers (this rank used the local "
+    "layers, whose norms keep float32 copies); expert routing (equal shares are assumed); "
+    "numerical values, so neither overflow nor convergence."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Bytes that one rank allocated and sent."""
+    """Shapes, bytes and collectives of one rank."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Parameters of this rank, by name."""
+    """Shapes of this rank's parameters by name."""
     weights: int
     gradients: int
     optimizer: int
     kept: int
-    """Most that autograd kept for the backward pass: activations."""
+    """Peak bytes that autograd kept for the backward pass: activations."""
     peak: int
-    """Most beyond weights, gradients and optimizer at any moment of the step: activations, what
-    layers and head work with, and what the schedule holds for the neighbours."""
+    """Peak bytes in addition to weights, gradients and optimizer: activations, workspaces, buffers
+    that the schedule holds for other stages."""
     num_microbatches: int
     num_tokens: int
-    """Tokens of one micro-batch, which context parallel ranks share."""
+    """Tokens of one micro-batch over all its context parallel ranks."""
     traffic: dict[tuple[str, str], Traffic]
     """Traffic by (collective, process group); see `no_data.Traffic`."""
 
 
 def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
-    """Build one rank and let it take one optimizer step of full micro-batches, without data.
+    """Build one rank and take one optimizer step of full micro-batches, without data.
 
-    As many micro-batches as pipeline ranks, and twice as many with virtual stages: then the first
-    rank holds the most it ever does.
-
-    What a CPU does not have is replaced: see `runs_here`.
+    The step has as many micro-batches as pipeline ranks, twice as many with virtual stages, so that
+    the first rank reaches its peak. `runs_here` replaces what a CPU lacks.
 
     Args:
         config: the run's settings; `model.hf_dir` needs no weights.
-        rank: which, of `world_size`.
-        world_size: ranks of the run.
+        rank: the rank to build.
+        world_size: ranks that train.
 
     Raises:
-        ConfigError: model folder, architecture or layout that cannot run.
+        ConfigError: the model folder, architecture or layout cannot run.
     """
     config = config.model_copy(update={"model": runs_here(config.model)})
     with (
@@ -99,7 +94,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
             for name, parameter in stage.named_parameters()
         }
         for stage in policy.stages:
-            # No one can know the choice of experts without data: a balanced one.
+            # Without data there is no routing: spread tokens evenly.
             spread_tokens_evenly(stage)
         microbatch = _full_microbatch(config, policy)
         num_tokens = microbatch.tokens.shape[1]
@@ -123,7 +118,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
 
 
 def runs_here(model: ModelConfig) -> ModelConfig:
-    """The model's settings with bf16 and torch's head in place of what a CPU does not have."""
+    """The model's settings with bf16 instead of fp8, and torch's log-prob head."""
     precision = "bf16" if model.precision == "fp8" else model.precision
     return model.model_copy(update={"precision": precision, "head": "torch"})
 
@@ -133,7 +128,7 @@ def _loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
-    """The largest micro-batch: sequences of the greatest length, and one of the rest."""
+    """The largest micro-batch: sequences of the maximum length, and one for the rest."""
     longest = config.max_sequence_tokens - 1  # the last token is not fed
     budget = config.batch.max_tokens_per_microbatch
     budget -= budget % policy.sequence_multiple
@@ -150,13 +145,13 @@ def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
 
 
 def allocated_bytes(policy: Policy) -> tuple[int, int, int]:
-    """Bytes of the memory that holds a policy's weights, gradients and optimizer state."""
+    """Bytes of a policy's weights, gradients and optimizer state."""
     parameters = [one for stage in policy.stages for one in stage.parameters()]
     state = []
     for part in inner_optimizers(policy.optimizer):
         for group in part.param_groups:
             for parameter in group["params"]:
-                state.append(parameter)  # a master, or a view of the weight itself
+                state.append(parameter)  # a master weight, or a view of the weight
                 moments = part.state[parameter]
                 state += [moment for name, moment in moments.items() if name != "step"]
     weights = _storages(parameters)
@@ -172,11 +167,11 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _without_moving() -> Iterator[None]:
-    """Replace calls that fail on tensors without data, or take long without need."""
+    """Replace calls that fail on tensors without data, or that are needlessly slow."""
     with (
-        # Moving a module swaps its parameters; all are where they should be.
+        # Moving a module would replace its parameters; they are in place already.
         mock.patch.object(PolicyModel, "to", lambda module, *_: module),
-        # Tiles of a GPU: those of a CPU are a hundred times as many.
+        # Use a GPU's tiles: a CPU would have a hundred times as many.
         mock.patch.object(
             tiles, "_tile_shape", lambda weight: (2**24 // max(min(8192, len(weight)), 64), 8192)
         ),
@@ -193,17 +188,17 @@ def print_deep_dry_run(
     ranks_per_node: int | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print shapes, collectives and memory of one rank that was built and has stepped.
+    """Build one rank, take a step, and print its shapes, collectives and memory.
 
     Args:
         config: the run's settings; `model.hf_dir` needs no weights.
-        rank: which, of those that train.
+        rank: a rank that trains.
         world_size: ranks of the job.
         ranks_per_node: see `Sides.of`.
         console: where to print; None: stdout.
 
     Raises:
-        ConfigError: see `step_one_rank`; the rank only generates.
+        ConfigError: see `step_one_rank`; or the rank only generates.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -214,23 +209,25 @@ def print_deep_dry_run(
     layout, num_training = sides.layout, sides.num_training
     if rank >= num_training:
         raise ConfigError(
-            f"--rank {rank}/{world_size}: must be below {num_training}: only ranks that train can "
-            "be built without a GPU, and the others generate"
+            f"--rank {rank}/{world_size}: the rank must be below {num_training}: ranks from "
+            f"{num_training} on generate, and only ranks that train can be built without a GPU"
         )
+
+    # Build it and take a step; then print what that took, beside the planner's prediction.
     found = step_one_rank(config, rank=rank, world_size=num_training)
     of_all = f" that train, of {world_size}" if sides.num_generation else ""
     console.print(
         f"Rank {rank} of {num_training}{of_all}: {layout.cut}, "
-        f"stage {rank // layout.ranks_per_stage}. "
-        f"Built, and one step of {found.num_microbatches} micro-batch(es) of "
-        f"{found.num_tokens:,} tokens taken, with the trainer's own code and "
-        "without data.",
+        f"stage {rank // layout.ranks_per_stage}. The trainer's own code built it and took one "
+        f"step of {found.num_microbatches} micro-batch(es) of {found.num_tokens:,} tokens, without "
+        "data.",
         markup=False,
     )
     if config.model.precision == "fp8" or config.model.head == "triton":
         console.print(
-            "Run as bf16 with torch's log-probs: fp8 and the Triton kernels need a GPU. Weights, "
-            "gradients and optimizer have the same bytes; fp8 keeps copies of weights besides.",
+            "It ran in bf16 with torch's log-prob head, since fp8 and the Triton kernels need a "
+            "GPU. Weights, gradients and optimizer state have the same size; fp8 adds copies of "
+            "the weights.",
             markup=False,
         )
     console.print(_shapes_table(found))
@@ -241,7 +238,7 @@ def print_deep_dry_run(
 
 
 def _shapes_table(found: Found) -> Table:
-    table = Table(title="Parameters of this rank (of layers and experts, the first)")
+    table = Table(title="Parameters of this rank (only the first layer and the first expert)")
     table.add_column("parameter", overflow="fold")
     table.add_column("shape")
     repeated = ("decoder.layers.", ".local_experts.")
@@ -253,7 +250,7 @@ def _shapes_table(found: Found) -> Table:
 
 
 def _traffic_table(found: Found) -> Table:
-    table = Table(title="Collectives of building and one step, as this rank calls them")
+    table = Table(title="Collectives that this rank calls, in building and one step")
     for heading in ("collective", "group", "calls", "GiB"):
         table.add_column(heading, justify="right" if heading in ("calls", "GiB") else "left")
     for (kind, group), traffic in sorted(found.traffic.items()):
@@ -265,7 +262,7 @@ def _traffic_table(found: Found) -> Table:
 def _predict(
     hf_config: Any, config: Config, rank: int, layout: Layout, num_microbatches: int
 ) -> tuple[int, int, int, int, int]:
-    """Bytes of one rank in the order of the table."""
+    """Predicted bytes of one rank, in the order of the memory table."""
     of_rank: dict[str, Any] = {
         "stage": rank // layout.ranks_per_stage,
         "num_microbatches": num_microbatches,

@@ -1,7 +1,7 @@
-"""Floating-point operations and bytes of a forward pass, from config.json alone.
+"""Sizes of a model from its config.json: floating-point operations, vLLM's weights, KV cache.
 
-A product of [m, k] and [k, n] counts 2 m k n; norms, rotary embeddings, softmax and the routing of
-experts are left out (below 1 % from a hidden size of 1,536 on), and the embedding is a look-up.
+A product of [m, k] and [k, n] counts 2 m k n. Norms, rotary embeddings, softmax and expert routing
+are left out (below 1 % for hidden sizes of 1,536 and more); the embedding is a look-up.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
-from gapo_megatron.ops.plan.state import per_rank_parameters
+from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Gpu
+from gapo_megatron.ops.plan.layout import per_rank_parameters
 from gapo_megatron.ops.plan.workload import Workload
 
 
 def element_bytes(config: Config) -> int:
-    """Bytes of a weight or an activation: fp8 is made of bfloat16 for each product."""
+    """Bytes of a weight or an activation: fp8 runs store bfloat16 and cast for each product."""
     return 4 if config.model.precision == "fp32" else 2
 
 
 def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float:
-    """Weights as vLLM holds them on one rank of a replica.
+    """Bytes of vLLM's weights on one rank of a replica.
 
-    Under `rollout.quantization` those of the layers but the router are a byte each, and an expert's
-    width on a rank is filled up to whole blocks of 128. Scales, four bytes for 128 x 128 weights,
-    are left out.
+    Under `rollout.quantization` the layers' weights, except the router's, take a byte each, and an
+    expert's width on a rank is padded to blocks of 128. Scales (4 bytes per 128 x 128 weights) are
+    left out.
     """
     size = shape.num_parameters * element_bytes(config) / rollout_tp_size
     if not config.rollout.quantization:
@@ -43,7 +44,7 @@ def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that decide the work of a token. Weights are in elements, without biases and norms."""
+    """Sizes that determine the work per token. Weights: elements, without biases and norms."""
 
     num_layers: int
     hidden: int
@@ -53,19 +54,19 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
-    """The output layer is the embedding."""
+    """Whether the output layer shares the embedding's weights."""
     layer_weights: int
-    """Weights of one layer that every token meets: attention, and the MLP or the router."""
+    """Weights of one layer that every token uses: attention, and the MLP or the router."""
     expert_weights: int
-    """Weights of one expert of one layer; 0: a dense model."""
+    """Weights of one expert of one layer; 0 in a dense model."""
     num_experts: int
     experts_per_token: int
     num_tensors: int
     """Tensors of the Hugging Face checkpoint."""
     num_parameters: int
-    """All, a tied output layer once."""
+    """All parameters; a tied output layer counts once."""
     rules: tuple[Rule, ...] = field(compare=False, repr=False)
-    """Rules of the model's parameters; not compared, since the sizes above tell models apart."""
+    """Name rules of the parameters; not compared, since the sizes above identify the model."""
 
     @classmethod
     def of(cls, hf_config: Any) -> Shape:
@@ -105,19 +106,46 @@ class Shape:
         return self.vocab * self.hidden
 
     def kv_bytes_per_token(self, *, element_bytes: int, tp_size: int = 1) -> int:
-        """Keys and values of one token on one rank; a head that ranks outnumber is copied."""
+        """Bytes of one token's keys and values on one rank; ranks beyond the KV heads copy one."""
         heads = max(1, -(-self.kv_heads // tp_size))
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
 
 
+def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
+    """Bytes of vLLM's KV cache on one rank, including its workspace.
+
+    The `rollout.memory_fraction` of the GPU less the weights; on a CPU `rollout.cpu_kv_cache_gib`.
+    """
+    if gpu.name == CPU_NAME:
+        return float(config.rollout.cpu_kv_cache_gib * GIB)
+    weights = engine_bytes(shape, config, rollout_tp_size=rollout_tp_size)
+    return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
+
+
+def kv_cache_tokens(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
+    """Capacity of a replica's KV cache in tokens."""
+    token_bytes = shape.kv_bytes_per_token(
+        element_bytes=element_bytes(config), tp_size=rollout_tp_size
+    )
+    return kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size) / token_bytes
+
+
+def holds_one_sequence(kv_tokens: float, config: Config) -> bool:
+    """Whether a KV cache of `kv_tokens` tokens holds one sequence of the maximum length.
+
+    VLLM refuses to start unless it holds `max_model_len` (`rollout.vllm.arguments.engine_args`).
+    """
+    return kv_tokens >= config.max_sequence_tokens + 1
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """Operations of one forward pass by part."""
+    """Floating-point operations of one forward pass by part."""
 
     layers: float
-    """Products with weights: active parameters x 2 x tokens."""
+    """Products with the layers' weights: 2 x active parameters x tokens."""
     attention: float
-    """Scores and their products with values, the causal half alone."""
+    """Scores, and their products with values; only the causal half."""
     head: float
     """Logits of the scored positions."""
 
@@ -140,15 +168,14 @@ def forward_flops(
         attention = 2 x num_sequences x mean_squared_length x num_layers x heads_width
         head      = 2 x num_scored x vocab x hidden
 
-    Attention is causal: position i of a sequence meets i of its tokens, L^2 / 2 of a sequence of L,
-    twice (scores, values).
+    Attention is causal: a sequence of L tokens has L^2 / 2 pairs, each used twice (scores, values).
 
     Args:
-        hf_config: the model's, or its `Shape`.
-        num_tokens: fed to the model.
+        hf_config: the model's config, or its `Shape`.
+        num_tokens: tokens fed to the model.
         mean_squared_length: mean squared length of the sequences, in tokens squared.
-        num_sequences: sequences that the tokens make up.
-        num_scored: positions whose log-prob is wanted; None for all.
+        num_sequences: sequences that these tokens belong to.
+        num_scored: positions whose log-prob is computed; None for all.
     """
     shape = hf_config if isinstance(hf_config, Shape) else Shape.of(hf_config)
     scored = num_tokens if num_scored is None else num_scored
@@ -161,7 +188,7 @@ def forward_flops(
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """Operations that the results of one step need, over all ranks."""
+    """Floating-point operations of one step, summed over all ranks."""
 
     generation: float
     old_log_probs: float
@@ -175,22 +202,22 @@ class StepFlops:
 def step_flops(
     shape: Shape, config: Config, workload: Workload, *, num_prompts: float | None = None
 ) -> StepFlops:
-    """Model operations of a step, of which MFU is made.
+    """Model FLOPs of a step, for MFU.
 
         generation = forward of every prompt once for its k responses, and of every response token
         old        = (m - 1) / m forward passes of the rows with A != 0; 1 more with a KL term
         update     = 3 x (layers + attention) + (1 + 2 x (1 - clipped share)) x head, of those rows
 
-    with m mini-batches. What is computed again does not count (recomputation, flash attention's
-    scores, the head's logits), nor what is left out (A = 0, clipped).
+    with m mini-batches. Repeated work does not count (recomputation, flash attention's scores, the
+    head's logits), nor does skipped work (A = 0, clipped).
 
     Args:
         shape: the model's shape.
         config: the run's settings.
         workload: lengths of the step.
-        num_prompts: prompts generated for; None: as many as the rounds of dynamic
-            sampling have on average.
+        num_prompts: prompts of the step; None: the average over dynamic sampling's rounds.
     """
+    # Generation: prompts once for their k responses, then every response token.
     batch, prompt = config.batch, workload.mean_prompt_tokens
     if num_prompts is None:
         num_prompts = sum(workload.prompts_by_round(batch))
@@ -208,6 +235,8 @@ def step_flops(
         mean_squared_length=workload.mean_squared_tokens - prompt**2,
         num_sequences=num_responses,
     )
+
+    # Training: sequences with A != 0, unless the objective needs all of them.
     share = 1.0 if config.objective.needs_every_sequence else workload.trained_share(batch)
     num_trained = batch.rollout_prompts * batch.rollouts_per_prompt * share
     trained = forward_flops(
@@ -227,5 +256,5 @@ def step_flops(
 
 
 def _matrix_elements(rules: Iterable[Rule]) -> int:
-    """Elements of the matrices alone, of one layer and one expert: biases and norms left out."""
+    """Elements of the matrices of one layer and one expert, without biases and norms."""
     return sum(math.prod(rule.full_shape) for rule in rules if len(rule.full_shape) > 1)

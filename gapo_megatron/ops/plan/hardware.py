@@ -1,7 +1,8 @@
-"""Data-sheet figures of the devices a run may use."""
+"""Devices: data-sheet peaks, and the efficiencies that are reached of them."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 from gapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
+import dataclasses
 
 GIB = 2**30
 CPU_NAME = "cpu"
@@ -20,7 +22,7 @@ CPU_NAME = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device and its links. Rates are peaks; `Efficiency` says how much of them is reached."""
+    """A device and its links, at peak rates; `Efficiency` holds the reached share of them."""
 
     name: str
     memory_bytes: int
@@ -39,7 +41,7 @@ class Gpu:
     host_bandwidth: float
     """Bandwidth to the node's memory, bytes per second in one direction, all devices at once."""
     compute_capability: float
-    """Compute capability as NVIDIA writes it; 0: it is no GPU."""
+    """NVIDIA's compute capability; 0 on a CPU."""
     gpus_per_node: int = 8
     host_memory_bytes: int = 2 * 10**12
     """Memory of a node: NVIDIA's DGX H100 and H200 have 2 TB."""
@@ -62,8 +64,8 @@ class Gpu:
             size: ranks of the group.
             stride: distance of neighbouring members in rank order.
 
-        A group within a node runs at `link_bandwidth`. One over several nodes has as many network
-        adapters as it has members in the node with the fewest, which carry its rings side by side:
+        A group within a node runs at `link_bandwidth`. A group over several nodes runs as many
+        rings side by side as it has members (network adapters) in the node with the fewest:
         min(link_bandwidth, members x network_bandwidth).
         """
         members = self.members_in_node(size, stride=stride)
@@ -72,16 +74,16 @@ class Gpu:
         return min(self.link_bandwidth, members * self.network_bandwidth)
 
     def members_in_node(self, size: int, *, stride: int) -> int:
-        """The fewest members of a process group that share a node; `size`: all, of every group.
+        """Smallest number of a process group's members on one node; `size` if a node holds all.
 
-        Groups begin at multiples of size x stride, nodes at multiples of gpus_per_node: a group's
-        part in a node is a multiple of the greatest common divisor of the two.
+        Groups begin at multiples of size x stride and nodes at multiples of gpus_per_node, so a
+        group's part in a node is a multiple of the greatest common divisor of the two.
         """
         return max(1, math.gcd(size * stride, self.gpus_per_node) // stride)
 
 
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
-# as in NVIDIA's DGX H100 and H200 reference systems; of H20 nodes the same is assumed. Host
+# as in NVIDIA's DGX H100 and H200 reference systems; assumed for H20 nodes too. Host
 # memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together. A100 and B200 have
 # figures of their own beside them.
 GPUS = {
@@ -163,10 +165,10 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The device of that name; `cpu` is this machine, measured now (about a second).
+    """The device of that name; `cpu` measures this machine (about a second).
 
     Raises:
-        ConfigError: no such device is known; lists those that are.
+        ConfigError: the device is unknown; lists the known ones.
     """
     if name == CPU_NAME:
         return measure_cpu()
@@ -178,13 +180,13 @@ def find_gpu(name: str) -> Gpu:
 def measure_cpu() -> Gpu:
     """Measure this machine as one device: best of a few matrix products and copies.
 
-    One process is one device, as on a GPU node; several processes share what is measured here. A
-    process has OMP_NUM_THREADS threads, one if that is not set: so slurm/launch.sh starts it.
+    One process counts as one device, as on a GPU node; several processes share what is measured. A
+    process has OMP_NUM_THREADS threads, by default one, as slurm/launch.sh starts it.
     """
-    import torch  # a second of CPU: a plan for GPUs needs none
+    import torch  # slow to import, and not needed for GPUs
 
     threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:  # else they are so many already
+    if "OMP_NUM_THREADS" not in os.environ:  # otherwise torch has read it
         torch.set_num_threads(1)
     try:
         return _measure_cpu()
@@ -196,7 +198,12 @@ def _measure_cpu() -> Gpu:
     import torch
 
     matrix = torch.ones(1024, 1024)
-    rates = {dtype: _product_flops(matrix.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        factor = matrix.to(dtype)
+        rates[dtype] = (
+            2.0 * len(matrix) ** 3 / _best_s(functools.partial(torch.matmul, factor, factor))
+        )
     source = torch.ones(2**26 // 4)  # 64 MiB: beyond most caches
     copy_s = _best_s(source.clone)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -218,15 +225,56 @@ def _measure_cpu() -> Gpu:
     )
 
 
-def _product_flops(matrix: Tensor) -> float:
-    return 2.0 * len(matrix) ** 3 / _best_s(lambda: matrix @ matrix)
-
-
 def _best_s(work: Callable[[], object], *, repeats: int = 8) -> float:
-    """The quickest of a few: what else runs on the machine can only slow it down."""
+    """Seconds of the quickest repeat: other programs can only slow it down."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Reached shares of a device's peaks, and the overhead of calls: the model's free parameters.
+
+    Shares are of a data-sheet peak, in (0, 1]; seconds are per item that the name says. The
+    defaults are assumptions for Hopper GPUs, each with its source. None has been measured with this
+    package on a GPU; `tools/plan.py calibrate` replaces them with measured values.
+    """
+
+    matmul: float = 0.45
+    """Share of the peak FLOP/s, over a whole layer or head with norms and copies. Megatron-LM's
+    README reports 41 to 48 % of the peak for dense models on H100, communication included."""
+    bandwidth: float = 0.7
+    """Share of the memory bandwidth in decoding and the optimizer. Assumed: streaming kernels reach
+    0.8 to 0.9, small ones less."""
+    communication: float = 0.75
+    """Share of a link's or network's bandwidth. NCCL's tests reach about 0.8 on NVLink with large
+    messages; layers send smaller ones."""
+    layer_s: float = 1e-4
+    """Overhead of a layer's forward pass of one micro-batch: kernel launches. Assumed."""
+    collective_s: float = 2e-5
+    """Latency of one collective. Assumed."""
+    update_s: float = 0.05
+    """Overhead of one optimizer step: gradient norm, flags, metrics. Assumed."""
+    decode_step_s: float = 0.006
+    """Overhead of one decoding step: scheduling, launches, sampling. Assumed."""
+    decode_sequence_s: float = 2e-5
+    """Overhead of one sequence in one decoding step: each request has its own seed. Assumed."""
+    verdict_s: float = 3.1e-3
+    """One verdict on one worker: mathematics, benchmarks/RESULTS.md (639 a second on two workers).
+    Programs take longer."""
+    tensor_s: float = 5e-4
+    """Overhead of one Hugging Face tensor in a weight sync: names, checks, copies. Assumed."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0 or (field.name in SHARES and value > 1):
+                rule = "above 0 and at most 1" if field.name in SHARES else "above 0"
+                raise ConfigError(f"efficiency {field.name} ({value!r}) must be {rule}")
+
+
+SHARES = ("matmul", "bandwidth", "communication")

@@ -1,28 +1,45 @@
-"""Layouts: how a run is cut over GPUs."""
+"""Layouts: how a run is divided over GPUs, and the parameters and state that one rank then holds.
+
+State bytes leave out the padding of Megatron-core's buffers: a parameter starts at a multiple of 64
+elements (those of real models also end at one), a buffer ends at a multiple of 128 and of the
+number of ranks that shard it.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.config.counts import check_world_size, layers_of_stages
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.fp8 import is_quantised
+from gapo_megatron.models.rules import Rule, shard_size
+
+BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12)}
+"""Bytes by precision: weight, gradient (both on every rank), optimizer state (sharded over data
+parallel ranks)."""
+FP8_COPY_BYTES = 2
+"""Bytes of a weight's fp8 copies in Transformer Engine: one for the forward pass, one for the
+backward pass. (On Blackwell `tensorwise` and `delayed` use the same copy for both.)"""
+_CHECKPOINT_BYTES = 12
+"""Bytes of a parameter in a checkpoint, in every precision: float32 master weight and two
+moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layouts: how a run is cut over GPUs."""
+    """Parallel sizes, recomputation and generation ranks of a run."""
 
     tp_size: int
     pp_size: int
     cp_size: int
-    """Ranks that share every sequence."""
     dp_size: int
     ep_size: int
-    """Ranks that divide a layer's experts, out of those of one stage."""
+    """Ranks that share a layer's experts; they are ranks of the same pipeline stage."""
     sequence_parallel: bool
     recompute: str
     """none, selective or full: `model.recompute`."""
@@ -30,10 +47,11 @@ class Layout:
     vpp_size: int = 1
     """Virtual stages of every pipeline rank."""
     first_layers: int | None = None
-    """Layers of the first pipeline rank, and (below) of the last one; None: as of the others."""
+    """Layers of the first pipeline rank; None: as many as the others."""
     last_layers: int | None = None
+    """Layers of the last pipeline rank; None: as many as the others."""
     num_generation: int = 0
-    """Ranks after those of the trainer that only generate; 0: the trainer's own generate."""
+    """Ranks that only generate, after those that train; 0: colocated."""
 
     @property
     def world_size(self) -> int:
@@ -56,7 +74,7 @@ class Layout:
 
     @property
     def cut(self) -> str:
-        """The world size as a product."""
+        """The world size as a product of parallel sizes."""
         context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
         return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
 
@@ -67,17 +85,17 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Ranks with the same weights (experts apart), which divide the optimizer's state."""
+        """Ranks with the same weights (except experts); they shard the optimizer state."""
         return self.cp_size * self.dp_size
 
     @property
     def expert_copies(self) -> int:
-        """Ranks with the same experts, which divide their optimizer state."""
+        """Ranks with the same experts; they shard the experts' optimizer state."""
         return self.ranks_per_stage // self.ep_size
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout's settings; the others have their defaults."""
+        """The layout as a section of the config; settings that it does not cover are defaults."""
         return _parallel(self)
 
     @property
@@ -94,7 +112,7 @@ class Layout:
         }
 
     def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
-        """Number of layers of each pipeline rank, in equal virtual stages.
+        """Number of layers of each pipeline rank, all its virtual stages together.
 
         Raises:
             ConfigError: see `config.counts.layers_of_stages`.
@@ -103,13 +121,13 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config, *, world_size: int, num_generation: int = 0) -> Self:
-        """The layout that a config has on `world_size` processes that train.
+        """The layout of a config on `world_size` training processes.
 
         Args:
             config: the run's settings.
             world_size: processes that train.
-            num_generation: further ones that only generate (`config.counts.num_generation_ranks`);
-                0: those that train generate too.
+            num_generation: further processes that only generate
+                (`config.counts.num_generation_ranks`); 0: colocated.
 
         Raises:
             ConfigError: a parallel size does not divide the number of processes.
@@ -139,9 +157,10 @@ class Layout:
         )
 
     def apply(self, config: Config) -> Config:
-        """The config with this layout's settings; `dp_size` follows from the number of processes.
+        """The config with this layout's settings.
 
-        Which ranks generate stays as the config says.
+        `dp_size` is no setting: it follows from the number of processes. The config's generation
+        ranks are kept.
 
         Raises:
             ConfigError: the settings contradict each other.
@@ -154,14 +173,102 @@ class Layout:
 
 
 def most_microbatches(config: Config, layout: Layout) -> int:
-    """Micro-batches of an update on a rank if every sequence has the greatest length."""
+    """Micro-batches of an update on a rank if every sequence has the maximum length."""
     batch = config.batch
     per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
     num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     return math.ceil(num_sequences / layout.dp_size / per_microbatch)
 
 
-# A planner asks time after time for the same.
+def per_rank_parameters(rules: Sequence[Rule], parallel: ParallelConfig) -> list[int]:
+    """Number of parameters on one rank of each pipeline stage.
+
+    Raises:
+        ConfigError: the stages do not divide the layers.
+        ConversionError: a parameter does not divide into tensor parallel shards.
+    """
+    totals = [0] * parallel.pipeline_model_parallel_size
+    for rule in rules:
+        size = shard_size(rule, parallel.tensor_model_parallel_size)
+        for stage, count in placement(rule, parallel):
+            totals[stage] += count * math.prod(rule.shard_shape(size))
+    return totals
+
+
+def placement(rule: Rule, parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
+    """(pipeline stage, how many of the rule's parameters one rank of that stage holds)."""
+    pp_size, ep_size = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+    if rule.num_layers is not None:
+        for stage, virtual in enumerate(layers_of_stages(parallel, rule.num_layers)):
+            yield stage, sum(map(len, virtual)) * (rule.num_experts or ep_size) // ep_size
+    elif rule.tied and pp_size == 1:
+        return  # the embedding itself serves as the output layer
+    else:
+        yield (0 if rule.megatron.startswith("embedding.") else pp_size - 1), 1
+
+
+def others_and_experts(rules: Sequence[Rule], layout: Layout) -> list[tuple[int, int]]:
+    """`per_rank_parameters` of each stage as (others, experts): their data parallel groups differ.
+
+    Raises:
+        ConfigError, ConversionError: see `per_rank_parameters`.
+    """
+    totals = per_rank_parameters(rules, layout.parallel)
+    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], layout.parallel)
+    return [(total - expert, expert) for total, expert in zip(totals, experts, strict=True)]
+
+
+def state_bytes(
+    rules: Sequence[Rule], config: Config, layout: Layout
+) -> list[tuple[int, int, int]]:
+    """Bytes of weights, gradients and optimizer state of one rank of each stage, without padding.
+
+    Step counters, 4 bytes of host memory per parameter tensor, are not counted.
+
+    Args:
+        rules: the model's name rules.
+        config: the run's settings, for `model.precision`.
+        layout: how the run is divided.
+
+    Returns:
+        (weights, gradients, optimizer) per pipeline stage.
+
+    Raises:
+        ConfigError, ConversionError: see `per_rank_parameters`.
+    """
+    weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
+    return [
+        (
+            (others + experts) * weight,
+            (others + experts) * gradient,
+            math.ceil((others / layout.copies + experts / layout.expert_copies) * state),
+        )
+        for others, experts in others_and_experts(rules, layout)
+    ]
+
+
+def fp8_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> list[int]:
+    """Bytes of the weights' fp8 copies on a rank of each stage; 0 in other precisions."""
+    size = FP8_COPY_BYTES if config.model.precision == "fp8" else 0
+    quantised = per_rank_parameters(list(filter(is_quantised, rules)), layout.parallel)
+    return [count * size for count in quantised]
+
+
+def checkpoint_bytes(weights: int, precision: str) -> int:
+    """Host bytes of a rank while a checkpoint is saved.
+
+    The rank gathers the float32 optimizer state of all its parameters, including the shards of
+    other data parallel ranks (`policy.optimizer`). Loading takes up to 60 % more: Megatron-core
+    concatenates the two halves of gated layers.
+
+    Args:
+        weights: bytes of the rank's weights.
+        precision: `model.precision`.
+    """
+    return weights // BYTES_PER_PARAMETER[precision][0] * _CHECKPOINT_BYTES
+
+
+# The planner asks for the same layouts many times.
 @functools.lru_cache(maxsize=1024)
 def _parallel(layout: Layout) -> ParallelConfig:
     return ParallelConfig(**layout._settings)

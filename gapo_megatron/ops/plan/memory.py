@@ -1,126 +1,145 @@
-"""Memory of one GPU, by part: what a planner compares layouts by.
+"""Memory of one GPU by part, and whether a layout fits: for the planner, the dry run, the doctor.
 
-State is exact but for padding (`state`); activations follow what layers keep (`activations`); the
-rest is estimated, each by the rule that stands beside it. Nothing here has been compared with a
-GPU.
+State is exact except for padding (`layout.state_bytes`), activations follow what layers keep
+(`activations`). The other parts are estimates; each function states its rule. None of it has been
+compared with a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.ops.plan.activations import (
     kept_activations,
     neighbour_bytes,
     tokens_per_rank,
     working_bytes,
 )
-from gapo_megatron.ops.plan.flops import Shape, element_bytes, engine_bytes
-from gapo_megatron.ops.plan.generation import (
+from gapo_megatron.ops.plan.flops import (
+    Shape,
+    element_bytes,
+    engine_bytes,
     holds_one_sequence,
     kv_cache_bytes,
     kv_cache_tokens,
 )
-from gapo_megatron.ops.plan.hardware import CPU_NAME
-from gapo_megatron.ops.plan.layout import Layout, most_microbatches
-from gapo_megatron.ops.plan.state import checkpoint_bytes, fp8_copy_bytes, state_bytes
+from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, GPUS, Gpu
+from gapo_megatron.ops.plan.layout import (
+    Layout,
+    checkpoint_bytes,
+    fp8_copy_bytes,
+    most_microbatches,
+    state_bytes,
+)
 
-if TYPE_CHECKING:
-    from gapo_megatron.ops.plan.hardware import Gpu
-
-MIB = 2**20
+_MIB = 2**20
 _TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
 _TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
-"""Tile and block sizes of the head on an accelerator: those of `logprob.tiles.block_shape`, which
-needs torch."""
-CONTEXT_BYTES = 1024 * MIB
-"""CUDA context and the kernels of the libraries: assumed."""
-COMMUNICATOR_BYTES = 256 * MIB
+"""Tile and block sizes of the head on a GPU: a copy of those in `logprob.tiles.block_shape`, which
+imports torch."""
+CONTEXT_BYTES = 1024 * _MIB
+"""CUDA context and the libraries' kernels: assumed."""
+COMMUNICATOR_BYTES = 256 * _MIB
 """NCCL's buffers of one process group of more than one rank: assumed."""
-ENGINE_ASLEEP_BYTES = 3072 * MIB
-"""Bytes that a sleeping vLLM keeps on a device outside the pools that it gives back: rests of its
-CUDA graphs, buffers of its all-reduce, its inputs and workspaces, compiled kernels. Assumed; its
-NCCL communicator counts with the others. 0 on a CPU."""
-BUCKETS_BYTES = 2 * 256 * MIB
-"""The two buckets by which weights reach ranks that only generate: those of `rollout.broadcast`,
-which needs torch."""
+ENGINE_ASLEEP_BYTES = 3072 * _MIB
+"""Device memory that a sleeping vLLM does not release: CUDA graphs, all-reduce buffers, inputs,
+workspaces, compiled kernels. Assumed. Its NCCL communicator is counted with the others. 0 on a
+CPU."""
+BUCKETS_BYTES = 2 * 256 * _MIB
+"""The two buckets in which generation ranks receive weights: a copy of the size in
+`rollout.broadcast`, which imports torch."""
 FRAGMENTATION = 0.1
-"""Share lost of activations and head, whose pieces change in size: assumed."""
+"""Share of activations and head memory lost to fragmentation, since their sizes vary: assumed."""
+HOST_SHARE = 0.9
+"""Usable share of a node's host memory; system, verifiers and page cache need the rest: assumed."""
+
+_STATE_PARTS = ("weights", "optimizer")
+_STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
+ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
+PARTS = (
+    *(*_STATE_PARTS, *_STEP_PARTS, *ROLLOUT_PARTS),
+    *("engine_asleep", "communication", "fragmentation"),
+)
+SMALLER_FRACTION = "out of memory while generating: a smaller rollout.memory_fraction would fit"
+LARGER_FRACTION = "out of memory while generating: the KV cache does not hold one sequence"
+OUT_OF_HOST = "out of host memory: offloaded state, and the checkpoint while it is saved"
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on one GPU of a pipeline rank, all its virtual stages together, by part."""
+    """Bytes by part on one GPU of a pipeline rank, all its virtual stages together."""
 
     stage: int
     weights: int
     gradients: int
     optimizer: int
     offloaded: int
-    """Bytes of weights and optimizer that are in host memory while vLLM is awake."""
+    """Bytes of weights and optimizer state that are in host memory while vLLM is awake."""
     activations: int
-    """Kept between forward and backward pass, and what the schedule holds for neighbours."""
+    """Kept for the backward pass, and buffers that the schedule exchanges with other stages."""
     layer: int
-    """Working memory of one layer's backward pass, its recomputed activations included."""
+    """Workspace of one layer's backward pass, including its recomputed activations."""
     fp8_copies: int
-    """Weights as Transformer Engine multiplies by them; given up with the gradients."""
+    """Transformer Engine's fp8 copies of the weights; freed together with the gradients."""
     head: int
-    """Memory that the log-probs keep and work with. Never at the same time as `layer`."""
+    """Activations and workspace of the log-probs. Never in use at the same time as `layer`."""
     rollout_weights: int
     kv_cache: int
-    """Rest of `rollout.memory_fraction` after vLLM's weights; its own workspace and graphs come out
-    of it."""
+    """`rollout.memory_fraction` less vLLM's weights; includes vLLM's workspace and CUDA graphs."""
     engine_asleep: int
-    """Memory of a sleeping vLLM; awake, its share of the memory includes it."""
+    """Memory that a sleeping vLLM keeps; while it is awake, `kv_cache` includes it."""
     communication: int
     """NCCL's buffers, and the CUDA context."""
     fragmentation: int
 
     @property
     def state(self) -> int:
-        """Bytes that are there as long as the trainer works."""
+        """Bytes that are allocated throughout training."""
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
     def training(self) -> int:
-        """Bytes while the trainer works and vLLM sleeps: the worse of two phases."""
+        """Peak bytes while the trainer works and vLLM sleeps."""
         step = self.activations + max(self.layer, self.head) + self.fragmentation
         return self.state + self.fp8_copies + self.engine_asleep + step
 
     @property
     def receiving(self) -> int:
-        """Bytes while vLLM receives weights: the trainer has its own, but no gradients."""
+        """Bytes while vLLM receives weights: the trainer holds its weights, but no gradients."""
         kept = self.state - self.gradients - min(self.offloaded, self.optimizer)
         return kept + self.rollout_weights + self.engine_asleep
 
     @property
     def awake(self) -> int:
-        """Bytes while vLLM generates: the trainer's weights have left, if they do."""
+        """Bytes while vLLM generates: offloaded state is in host memory."""
         kept = self.state - self.gradients - self.offloaded
         return kept + self.rollout_weights + self.kv_cache
 
     @property
     def generating(self) -> int:
-        """Bytes from the sync to the end of generation: the worse of the two phases."""
+        """Peak bytes from the sync to the end of generation."""
         return max(self.receiving, self.awake)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The stages of a layout that need most; in an untied model often not the same one."""
+    """The pipeline stages of a layout that need most memory, in training and in generation."""
 
     trainer: StageMemory
     """The stage that needs most while training."""
     engine: StageMemory
-    """The stage that needs most while generating. Where some ranks only generate: one of these."""
+    """The stage that needs most while generating; with generation ranks, one of those."""
     checkpoint: int
-    """Host memory on one rank of the stage that needs most, while it saves."""
+    """Host bytes of a rank of the largest stage while a checkpoint is saved."""
     offloaded: int
-    """Host memory on such a rank, from the first sync to the end."""
+    """Host bytes that offload pins on a rank of the largest stage, from the first sync on."""
     cache_holds_sequence: bool
-    """Whether an engine's KV cache holds one sequence of the greatest length."""
+    """Whether an engine's KV cache holds one sequence of the maximum length."""
 
     @property
     def training(self) -> int:
@@ -132,18 +151,18 @@ class Memory:
 
 
 def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
-    """Predict the memory of the stages that need most, with Transformer Engine's layers.
+    """Predict the memory of the stages that need most.
 
-    (Those of fp32 runs are our own: no Transformer Engine there.)
+    Layers are Transformer Engine's, except in fp32 runs, which do not use it.
 
     Args:
         hf_config: the model's config.
         config: the run's settings: precision, micro-batches, head, `rollout.memory_fraction`.
-        layout: how it is cut; replaces what `config` says about it.
-        gpu: for its memory.
+        layout: how the run is divided; replaces the parallel sizes of `config`.
+        gpu: the device.
 
     Raises:
-        ConversionError: a parameter cannot be cut.
+        ConversionError: a parameter does not divide into shards.
     """
     shape, fused = Shape.of(hf_config), config.model.precision != "fp32"
     rules, generator = shape.rules, _generator_memory(shape, config, layout, gpu)
@@ -152,6 +171,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     kv_tokens = kv_cache_tokens(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
+    # Every stage, since another one may need most while training than while generating.
     for stage, (weights, gradients, optimizer) in enumerate(states):
         step = step_bytes(
             hf_config, config, layout, stage=stage, num_microbatches=most, fused=fused
@@ -184,7 +204,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
 
 
 def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> StageMemory:
-    """A GPU with an engine alone: weights, cache, communicators and buckets."""
+    """Memory of a GPU that only generates: weights, cache, communicators and buckets."""
     size = layout.rollout_tp_size
     groups = 1 + (size > 1) + (layout.num_generation > 1)
     nothing = {field.name: 0 for field in fields(StageMemory)}
@@ -199,10 +219,10 @@ def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) ->
 
 
 def received_bytes(shape: Shape, config: Config) -> int:
-    """Weights on their way into a rank that only generates: two buckets, and what vLLM holds.
+    """Bytes of weights in transit to a generation rank: two buckets, and what vLLM holds.
 
-    It holds the tensors of a fused module until the last has come: at most those of a layer's
-    matrices, of all its experts, or the embedding.
+    vLLM holds the tensors of a fused module until the last one arrives: at most one layer's
+    matrices, all its experts, or the embedding.
     """
     experts = shape.num_experts * shape.expert_weights
     held = max(shape.head_weights, shape.layer_weights, experts)
@@ -211,7 +231,7 @@ def received_bytes(shape: Shape, config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that a step needs on one rank beside its state; see `StageMemory`."""
+    """Bytes that a step needs on one rank in addition to its state; see `StageMemory`."""
 
     activations: int
     layer: int
@@ -219,7 +239,7 @@ class StepBytes:
 
     @property
     def peak(self) -> int:
-        """The head's backward pass is over when that of the layers begins."""
+        """Peak: the head's backward pass ends before that of the layers begins."""
         return self.activations + max(self.layer, self.head)
 
 
@@ -232,22 +252,19 @@ def step_bytes(
     num_microbatches: int,
     fused: bool,
 ) -> StepBytes:
-    """Bytes that a step needs on one rank beside its state.
+    """Bytes that a step needs on one rank in addition to its state.
 
     Args:
         hf_config: the model's config.
         config: the run's settings.
-        layout: how it is cut.
+        layout: how the run is divided.
         stage: pipeline rank.
         num_microbatches: micro-batches of an update.
-        fused: Transformer Engine's layers.
+        fused: whether layers are Transformer Engine's.
     """
-    kept = kept_activations(
-        hf_config, config, layout, stage=stage, num_microbatches=num_microbatches, fused=fused
-    )
-    held = neighbour_bytes(
-        hf_config, config, layout, stage=stage, num_microbatches=num_microbatches
-    )
+    at = {"stage": stage, "num_microbatches": num_microbatches}
+    kept = kept_activations(hf_config, config, layout, **at, fused=fused)
+    held = neighbour_bytes(hf_config, config, layout, **at)
     is_last = stage == layout.pp_size - 1
     return StepBytes(
         activations=kept.layers + held,
@@ -257,11 +274,12 @@ def step_bytes(
 
 
 def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
-    """Workspace of `logprob.token_log_probs` in its backward pass, the larger of the two.
+    """Workspace of `logprob.token_log_probs` in its backward pass, its larger one.
 
-    The gradient of the hidden states, all positions gathered under sequence parallelism, and one
-    block of active rows: its states, its float32 gradient twice (one is summed over ranks while the
-    next is computed), the gradient of a tile of logits, and that tile in float32.
+    It holds the gradient of the hidden states, the hidden states of all positions if sequence
+    parallelism gathers them, and one block of active rows: its states, two float32 gradients (one
+    is summed over ranks while the next is computed), the gradient of a tile of logits, and that
+    tile in float32.
     """
     tokens, h = tokens_per_rank(config, layout), hf_config.hidden_size
     e = element_bytes(config)
@@ -269,23 +287,114 @@ def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
     vocab = -(-hf_config.vocab_size // layout.tp_size)
     block_rows, columns = block_shape(vocab)
     rows, columns = min(block_rows, tokens), min(columns, vocab)
-    gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, and joined
+    gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, gathered
     block = rows * (h * (e + 2 * 4) + columns * e)
     tile = 4 * min(block_rows // _TILES_PER_BLOCK, rows) * columns
     return tokens * h * e // sp + gathered + block + tile
 
 
 def block_shape(num_columns: int) -> tuple[int, int]:
-    """`logprob.tiles.block_shape` of so many columns on any accelerator, Triton's kernels too."""
+    """What `logprob.tiles.block_shape` gives for this many columns on a GPU (Triton's too)."""
     num_rows = _TILE_LOGITS // max(min(_TILE_COLUMNS, num_columns), 64)
     return max(_TILES_PER_BLOCK * num_rows, _BLOCK_ROWS), _TILE_COLUMNS
 
 
 def _communication_bytes(layout: Layout) -> int:
     sizes = [layout.tp_size, layout.pp_size, layout.cp_size, layout.copies, layout.ep_size]
-    sizes += [layout.dp_size] * (layout.cp_size > 1)  # else it is the group of the copies
+    sizes += [layout.dp_size] * (layout.cp_size > 1)  # else the group equals that of the copies
     if not layout.num_generation:
         sizes.append(layout.rollout_tp_size)
     groups = sum(size > 1 for size in (*sizes, layout.world_size))
     bridge = COMMUNICATOR_BYTES + BUCKETS_BYTES if layout.num_generation else 0
     return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + bridge
+
+
+class Refusal(NamedTuple):
+    """Why a layout does not fit."""
+
+    reason: str
+    """A few words; the same text for every layout that fails in the same way."""
+    num_bytes: int
+    """Bytes needed on one GPU in that phase, or on the host for `OUT_OF_HOST`."""
+
+
+def find_refusal(predicted: Memory, layout: Layout, gpu: Gpu) -> Refusal | None:
+    """Why a layout does not fit; None: it fits.
+
+    Checked on a GPU: training, generation, and room for the KV cache. Checked on the host: the
+    offloaded state plus a checkpoint while it is saved, of all ranks of a node.
+    """
+    # Training.
+    needed = predicted.training
+    if needed > gpu.memory_bytes:
+        parts = (*_STATE_PARTS, *_STEP_PARTS)
+        return Refusal(_out_of_memory("training", predicted.trainer, parts), needed)
+    # Weight sync and generation.
+    needed, engine = predicted.generating, predicted.engine
+    state = ("weights",) if engine.offloaded else _STATE_PARTS
+    if engine.receiving > gpu.memory_bytes:
+        parts = (*state, "rollout_weights")
+        return Refusal(_out_of_memory("vLLM receives weights", engine, parts), needed)
+    if needed - engine.kv_cache > gpu.memory_bytes:
+        parts = (*(() if engine.offloaded > engine.optimizer else state), *ROLLOUT_PARTS)
+        return Refusal(_out_of_memory("generating", engine, parts), needed)
+    if needed > gpu.memory_bytes:
+        return Refusal(SMALLER_FRACTION, needed)
+    if not predicted.cache_holds_sequence:
+        return Refusal(LARGER_FRACTION, needed)
+    # The node's host memory.
+    host = (predicted.offloaded + predicted.checkpoint) * min(gpu.gpus_per_node, layout.num_ranks)
+    if host > HOST_SHARE * gpu.host_memory_bytes:
+        return Refusal(OUT_OF_HOST, host)
+    return None
+
+
+def _out_of_memory(phase: str, stage: StageMemory, parts: Sequence[str]) -> str:
+    largest = max(parts, key=lambda part: getattr(stage, part))
+    return f"out of memory while {phase}; largest part: {largest.replace('_', ' ')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a run fits one kind of GPU, and its nodes' host memory."""
+
+    gpu: str
+    fits: bool
+    shown: str
+    """`h100 (52.5 of 79.1 GiB)`, with the reason in the brackets if it does not fit."""
+
+
+def fits(hf_config: Any, config: Config, layout: Layout) -> list[Fit]:
+    """Whether a run fits each GPU that the planner knows, by `find_refusal`."""
+    return [_fit(hf_config, config, layout, gpu) for gpu in GPUS.values()]
+
+
+def fit_note(hf_config: Any, config: Config, layout: Layout) -> str:
+    """The GPUs that a run fits and those it does not fit, as text for people."""
+    found = fits(hf_config, config, layout)
+    good = ", ".join(one.shown for one in found if one.fits)
+    bad = ", ".join(one.shown for one in found if not one.fits)
+    text = f"Predicted to fit: {good or 'none of the GPUs that the planner knows'}."
+    if not bad:
+        return text
+    return (
+        f"{text} Does NOT fit: {bad}. To make it fit, lower batch.max_tokens_per_microbatch, set "
+        "model.recompute, change rollout.memory_fraction, or let tools/plan.py --gpu find a layout."
+    )
+
+
+def _fit(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Fit:
+    try:
+        check_capability(config.model, gpu.compute_capability, device=gpu.name)
+    except ConfigError as error:
+        return Fit(gpu.name, False, f"{gpu.name} ({error})")
+    predicted = memory(hf_config, config, layout, gpu)
+    needed = max(predicted.training, predicted.generating)
+    shown = f"{needed / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB"
+    refusal = find_refusal(predicted, layout, gpu)
+    if refusal:
+        shown += f"; {refusal.reason}"
+    if refusal and refusal.reason == OUT_OF_HOST:
+        usable = HOST_SHARE * gpu.host_memory_bytes
+        shown += f": {refusal.num_bytes / GIB:,.0f} of {usable / GIB:,.0f} usable GiB"
+    return Fit(gpu.name, refusal is None, f"{gpu.name} ({shown})")

@@ -1,30 +1,34 @@
-"""Tensors without data: a rank of a large model computes its shapes on a CPU, in kilobytes.
+"""One rank of a large model on a CPU: tensors without data, and fake process groups.
 
-Inside `NoData` every tensor of floating-point numbers that is made from nothing (weights, gradient
-buffers, received activations) is one of torch's fake tensors: shape, strides, dtype, no values. All
-that is computed from one has none either. Integers (tokens, positions, indices) and single numbers
-are real. So the code of a training step runs as it is, except where it asks for a value that is not
-there:
+Inside `NoData` every new floating-point tensor (weights, gradient buffers, received activations) is
+one of torch's fake tensors, with shape, strides and dtype but no values; results computed from fake
+tensors are fake. Integers (tokens, positions, indices) and scalars are real. The code of a training
+step runs unchanged, except where it reads a value that does not exist:
 
-- a number read off such a tensor is 1, a truth value True ("every result is finite");
+- a number read from a fake tensor is 1, a truth value is True ("every result is finite");
 - every element counts as non-zero;
-- a real tensor that is to be changed by it stays as it is.
+- a real tensor that a fake one would modify keeps its values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    fake_store,
     finished_work,
     is_in_place,
     operator_name,
@@ -34,6 +38,10 @@ from gapo_megatron.compat.torch import (
     storage_id,
     tree_leaves,
 )
+from gapo_megatron.config import ParallelConfig
+from gapo_megatron.config.counts import check_world_size
+from gapo_megatron.policy import parallel
+from gapo_megatron.policy.parallel import ParallelGroups
 
 _ATEN, _C10D = torch.ops.aten, torch.ops.c10d
 _BUFFER_ARGUMENT = {
@@ -46,7 +54,7 @@ _BUFFER_ARGUMENT = {
     "alltoall_": 1,
     "alltoall_base_": 1,
 }
-"""Argument of a collective that is the whole, not one rank's part (0 where both are)."""
+"""Index of the collective's argument that holds the whole tensor, not one rank's part."""
 _NAMES = {
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
@@ -68,21 +76,21 @@ _NAMES = {
 
 @dataclass(slots=True)
 class Traffic:
-    """Calls of one kind of collective over one process group, and the bytes they were about."""
+    """Calls of one collective over one process group, and their bytes."""
 
     num_calls: int = 0
     num_bytes: int = 0
-    """Bytes of the whole tensor: an all-gather's output, a reduce-scatter's input, an all-to-all's
-    input on this rank."""
+    """Bytes of the whole tensors: an all-gather's output, a reduce-scatter's input, this rank's
+    input of an all-to-all."""
 
 
 class NoData(TorchDispatchMode):
-    """Computes with tensors that have no data; counts bytes and collectives on the way.
+    """Runs code on tensors without data, and counts their bytes and the collectives.
 
     Attributes:
-        traffic: traffic by (collective, description of the process group).
-        live_bytes: bytes of all tensors without data that exist now.
-        peak_bytes: the most that existed at once since `reset_peak`.
+        traffic: by (collective, description of the process group).
+        live_bytes: bytes of all fake tensors that exist now.
+        peak_bytes: largest `live_bytes` since `reset_peak`.
     """
 
     def __init__(self) -> None:
@@ -93,7 +101,7 @@ class NoData(TorchDispatchMode):
         self._storages: dict[int, int] = {}
 
     def reset_peak(self) -> None:
-        """Measure the peak from here on."""
+        """Start measuring the peak anew."""
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
@@ -134,7 +142,8 @@ class NoData(TorchDispatchMode):
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         name = operator_name(func)
-        buffers = _tensors(args[_BUFFER_ARGUMENT.get(name, 0)])
+        whole = tree_leaves(args[_BUFFER_ARGUMENT.get(name, 0)])
+        buffers = [leaf for leaf in whole if isinstance(leaf, Tensor)]
         group = next(unboxed for unboxed in map(process_group, args) if unboxed is not None)
         traffic = self.traffic[_NAMES[name], group.group_desc]
         traffic.num_calls += 1
@@ -162,9 +171,73 @@ class NoData(TorchDispatchMode):
 def _is_made_without_data(func: Any, result: Any) -> bool:
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return False
-    # Megatron-core makes an empty tensor of one element to give it another's memory.
+    # Megatron-core makes empty tensors of one element as placeholders for other memory.
     return result.numel() > 1 or func.overloadpacket is _ATEN.empty
 
 
-def _tensors(argument: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
+class KeptForBackward:
+    """Counts the memory that autograd saves for the backward pass, while active.
+
+    Memory counts once and as a whole, however many tensors and views share it.
+
+    Attributes:
+        num_bytes: bytes kept now.
+        peak_bytes: largest `num_bytes` so far.
+    """
+
+    def __init__(self, besides: Iterable[Tensor]) -> None:
+        """`besides`: tensors whose memory is not counted (weights)."""
+        self.num_bytes = self.peak_bytes = 0
+        self._counted = {storage_id(tensor.untyped_storage()) for tensor in besides}
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(
+            self._save, lambda tensor: tensor
+        )
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, at)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key, size = storage_id(storage), storage.nbytes()
+        if key not in self._counted:
+            self._counted.add(key)
+            self.num_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+            weakref.finalize(storage, self._free, key, size)
+        # Detached, because a saved output would otherwise keep its own graph alive.
+        return tensor.detach()
+
+    def _free(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.num_bytes -= size
+
+
+@contextlib.contextmanager
+def fake_groups(config: ParallelConfig, *, rank: int, world_size: int) -> Iterator[ParallelGroups]:
+    """Process groups of rank `rank` of `world_size` without any other process.
+
+    They are torch's fake groups: a collective returns at once and moves nothing. No default process
+    group may exist.
+
+    Raises:
+        ConfigError: the parallel sizes do not divide the world size.
+    """
+    check_world_size(config, world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        groups = parallel.initialize(config)
+        try:
+            yield groups
+        finally:
+            parallel.destroy()
+    finally:
+        dist.destroy_process_group()

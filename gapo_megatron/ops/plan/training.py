@@ -1,10 +1,9 @@
-"""Seconds of one mini-batch in the trainer: a roofline, every term with its equation.
+"""Seconds of one mini-batch in the trainer: a roofline model, each term with its equation.
 
-Nothing overlaps that does not overlap in the trainer: Megatron-core's parameter gather, tensor
-parallel collectives and the all-to-all of experts all wait, and so does the gradient reduction
-without `parallel.overlap_grad_reduce`. (Transformer Engine's ring of keys and values does overlap;
-and of virtual stages' messages the hidden states between warm-up and flush of an update, while
-shapes, warm-up, flush and the old pass wait. All is charged in full.)
+Parameter gather, tensor parallel collectives and the experts' all-to-all do not overlap with
+computation, nor does the gradient reduction without `parallel.overlap_grad_reduce`. Two things
+overlap in reality but count in full here: Transformer Engine's ring of keys and values, and the
+hidden states that virtual stages send between warm-up and flush of an update.
 """
 
 from __future__ import annotations
@@ -15,46 +14,44 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import ForwardFlops, Shape, element_bytes, forward_flops
-from gapo_megatron.ops.plan.hardware import Gpu
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.state import others_and_experts
+from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
+from gapo_megatron.ops.plan.layout import Layout, others_and_experts
 from gapo_megatron.ops.plan.workload import Load, Workload, load_of
 
 _ACCUMULATE_BYTES = 10
-"""Bytes per weight and micro-batch: its gradient (2) is added to a float32 buffer (4 + 4)."""
+"""Bytes per weight and micro-batch: the gradient (2) is added to a float32 buffer (4 + 4)."""
 _CLEAR_BYTES = 8
-"""Bytes per weight: the float32 buffer is cleared and read for the norm."""
+"""Bytes per weight: the float32 buffer is cleared, and read for the grad norm."""
 _OPTIMIZER_BYTES = 28
-"""Bytes per weight of the optimizer's share: gradient, master and two moments are read (16), master
-and moments written (12)."""
+"""Bytes per weight of the optimizer's shard: gradient, master weight and two moments are read (16),
+master weight and moments written (12)."""
 
 
 class Content(NamedTuple):
-    """Parameters of a rank of one pipeline stage."""
+    """Layers and parameters on one rank of a pipeline stage."""
 
     num_layers: int
     others: int
-    """Parameters that are no experts'."""
+    """Parameters except experts."""
     experts: int
     has_embedding: bool
 
 
 class _Recomputed(NamedTuple):
-    """Parts of a layer's forward pass that its backward pass computes again."""
+    """Parts of a layer's forward pass that its backward pass recomputes."""
 
     layers: float
-    """Share of the products with its weights."""
+    """Share of the matrix products with the layer's weights."""
     attention: float
     """Share of the core attention."""
     collectives: int
-    """Tensor parallel ones; see `Training._tensor_s`."""
+    """Tensor parallel collectives; see `Training._tensor_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One mini-batch on the busiest data parallel rank."""
+    """Inputs of the time model, and the terms of one mini-batch on the busiest DP rank."""
 
     shape: Shape
     config: Config
@@ -64,10 +61,12 @@ class Training:
     efficiency: Efficiency
 
     def old_log_probs_s(self) -> float:
-        """(mini-batches - 1) forward passes: the first is its own old pass; all with a KL term.
+        """Seconds of the forward passes before and within the updates of a step.
 
-        None are needed where the engine's log-probs are the old ones. As many again, or all then,
-        where mini-batches find bounds of their own (`Method.bounds`): they are part of the update.
+        m mini-batches take m - 1 passes for old log-probs (the first mini-batch's update is its own
+        old pass), or none if the engine's log-probs are the old ones; m more with a KL term. If
+        each mini-batch finds its own bounds (`Method.bounds`), that takes m - 1 passes, or m with
+        the engine's log-probs.
         """
         objective, num_minibatches = self.config.objective, self.config.batch.num_minibatches
         is_around_engine = objective.old_log_probs == "rollout"
@@ -79,12 +78,12 @@ class Training:
         return num_passes * self.pass_s(backward=False)
 
     def update_s(self) -> float:
-        """Forward and backward passes, the reduction of gradients, the optimizer."""
+        """Seconds of an update: forward and backward passes, gradient reduction, optimizer."""
         return self.pass_s(backward=True) + self.optimizer_s() + self.efficiency.update_s
 
     @property
     def num_sequences(self) -> float:
-        """Sequences of a mini-batch that are computed, on one data parallel rank."""
+        """Computed sequences of a mini-batch on one data-parallel rank."""
         batch = self.config.batch
         share = self.workload.trained_share(batch)
         if self.config.objective.needs_every_sequence:
@@ -93,27 +92,26 @@ class Training:
 
     @property
     def load(self) -> Load:
-        """Load of the busiest data parallel rank: an even share, at least the longest sequence."""
+        """Load of the busiest data-parallel rank: an even share, at least the longest sequence."""
         return load_of(self.workload, self.num_sequences, self.layout.dp_size)
 
     @property
     def num_microbatches(self) -> int:
-        """The batching plan fills micro-batches evenly, up to the budget."""
+        """Micro-batches on that rank; the batching plan fills them evenly, up to the budget."""
         return max(1, math.ceil(self.load.tokens / self.config.batch.max_tokens_per_microbatch))
 
     def pass_s(self, *, backward: bool) -> float:
-        """One pass over the micro-batches of a mini-batch, through v stages on each of p ranks.
+        """Seconds of a pass over a mini-batch's m micro-batches; p ranks with v stages each.
 
             pass   = sum over the other ranks of last + m x slowest last + (v - 1) x rounds
             rounds = sum over rounds of n of max(n x slowest first, sum over all ranks of first)
 
-        `first` is one micro-batch's seconds in a rank's first virtual stage; `last` the same in its
-        last one, with the head on the last rank. (They are one where v = 1.) The first micro-batch
-        walks through all ranks, the others follow at the pace of the slowest; with equal stages
-        that is a bubble of (p - 1) / (v m).
-        Virtual stages take the m micro-batches in rounds of p, of which m mod p are left for the
-        last: a micro-batch comes back for its next virtual stage when all ranks had it, so that a
-        round takes no less. The fillers of that round compute next to nothing.
+        `first` is the time of one micro-batch in a rank's first virtual stage, `last` in its last
+        one, which includes the head on the last rank (the same stage if v = 1). The first
+        micro-batch passes through all ranks, the others follow at the pace of the slowest: with
+        equal stages a bubble of (p - 1) / (v m). Virtual stages take the micro-batches in rounds of
+        p, the last round has m mod p: a micro-batch reaches its next virtual stage only after all
+        ranks, which bounds a round from below. Filler micro-batches of that round cost nothing.
         """
         layout, num_microbatches = self.layout, self.num_microbatches
         seconds = {
@@ -130,17 +128,17 @@ class Training:
 
     @property
     def contents(self) -> list[Content]:
-        """Content of every pipeline rank."""
+        """Layers and parameters of every pipeline rank."""
         return _contents(self.shape, self.layout)
 
     @property
     def _recomputed(self) -> _Recomputed:
-        """See `ops.plan.activations.LayerBytes`."""
+        """What is recomputed; see `ops.plan.activations.LayerBytes`."""
         if self.layout.recompute == "full":
             return _Recomputed(1, 1, 4)
         if self.layout.recompute == "none":
             return _Recomputed(0, 0, 0)
-        if self.config.model.precision == "fp32":  # not Transformer Engine's layers
+        if self.config.model.precision == "fp32":  # layers without Transformer Engine
             return _Recomputed(0, 1, 0)
         shape = self.shape
         attention = 2 * shape.hidden * (shape.heads_width + shape.kv_heads * shape.head_dim)
@@ -151,14 +149,14 @@ class Training:
         )
 
     def stage_s(self, content: Content, *, backward: bool) -> float:
-        """One micro-batch on a pipeline rank, one of `contents`, without the head: l of L layers.
+        """Seconds of one micro-batch in l of L layers of a pipeline rank, without the head.
 
         products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
                    x l / L / t / matmul
         factor   = 1 forward, 3 with backward, 4 with full recomputation; selective recomputation
-                   adds the MLP's share of a dense layer, of experts no product
-        factor'  = 1 forward, 3.5 with backward (flash attention's is 2.5 forward passes: it
-                   computes the scores again), 4.5 with full recomputation
+                   adds the MLP's share of a dense layer, and nothing for experts
+        factor'  = 1 forward, 3.5 with backward (flash attention recomputes the scores: 2.5 forward
+                   passes), 4.5 with full recomputation
         launches = factor x l x layer_s
         adding   = backward: 10 bytes of every weight / bandwidth
         and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
@@ -181,23 +179,23 @@ class Training:
         return seconds + self._pipeline_s(backward)
 
     def head_s(self, *, backward: bool) -> float:
-        """Log-probs of a micro-batch's responses.
+        """Seconds of the log-probs of a micro-batch's responses.
 
             head = (1 + 3 x (1 - clipped share)) x logits' flops / t / (peak x matmul), forward 1
 
-        The backward pass computes the logits again, and two products as large, of active rows only.
+        The backward pass recomputes the logits and has two products of that size, for active rows.
         """
         factor = 1 + 3 * (1 - self.workload.clipped_share) if backward else 1.0
         flops, rate = self._flops().head, self._products(self._without_fp8)
         return factor * flops / self.layout.tp_size / rate + self._head_collectives_s(backward)
 
     def _head_collectives_s(self, backward: bool) -> float:
-        """Tensor parallel collectives of the head, of one micro-batch.
+        """Seconds of the head's tensor parallel collectives in one micro-batch.
 
             gather = hidden states x (t - 1) / t / link, forward and backward, if sequence parallel
             reduce = units x 4 x hidden x active rows x (t - 1) / t / link, units 1 (else 2)
 
-        and a latency each; the three statistics of a row are no more than that.
+        plus a latency each, which covers the three statistics of a row.
         """
         layout, share = self.layout, 1 - 1 / self.layout.tp_size
         if layout.tp_size == 1:
@@ -211,14 +209,14 @@ class Training:
         return share * sent / rate + (4 if backward else 2) * self.efficiency.collective_s
 
     def optimizer_s(self) -> float:
-        """Seconds after the last micro-batch.
+        """Seconds of gradient reduction, optimizer and parameter gather.
 
         reduce   = 4 bytes of every weight x (d - 1) / d / network, d the ranks that share it
         gather   = the weights' bytes likewise
         optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
 
-        Of the pipeline rank that takes longest; all wait for it. Under
-        `parallel.overlap_grad_reduce` not all of `reduce` comes after it: see `_exposed_s`.
+        All wait for the slowest pipeline rank. With `parallel.overlap_grad_reduce` only a part of
+        `reduce` counts: see `_exposed_s`.
         """
         return max(self._optimizer_s(content) for content in set(self.contents))
 
@@ -238,13 +236,13 @@ class Training:
         return seconds + reduce_s
 
     def _exposed_s(self, reduce_s: float, content: Content) -> float:
-        """Seconds of the gradients' reduction that the last backward pass does not hide.
+        """Seconds of the gradient reduction that the last backward pass does not hide.
 
             exposed = max(reduce - backward, reduce of the embedding)
 
-        The embedding's gradient comes at the very end. Later pipeline ranks reduce while those
-        before them go back: theirs is hidden as well. Left out: that both go slower at once; what
-        else is in the embedding's bucket; the latency of more buckets than one.
+        The embedding's gradient comes last. Later pipeline ranks reduce during the backward pass of
+        earlier ones, which hides theirs too. Left out: the slowdown of overlapping work, what else
+        is in the embedding's bucket, the latency of several buckets.
         """
         backward_s = self.stage_s(content, backward=True) - self.stage_s(content, backward=False)
         embedding = content.has_embedding * self.shape.head_weights / self.layout.tp_size
@@ -252,7 +250,7 @@ class Training:
 
     @property
     def _copies(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(ranks with the same weights, their distance): of experts the second, else the first."""
+        """(ranks with the same weights, their stride), for other weights and for experts."""
         layout = self.layout
         return (
             (layout.copies, layout.tp_size),
@@ -260,22 +258,22 @@ class Training:
         )
 
     def _sent_s(self, weights: float, size: int, stride: int) -> float:
-        """A byte of each weight, cut by `size` ranks, reduced or gathered."""
+        """Seconds to reduce or gather one byte of each weight over `size` ranks."""
         rate = self.gpu.group_bandwidth(size, stride=stride) * self.efficiency.communication
         return weights * (size - 1) / size / rate
 
     def _products(self, precision: str) -> float:
-        """Operations per second."""
+        """Reached FLOP/s of matrix products."""
         return self.gpu.flops(precision) * self.efficiency.matmul
 
     @property
     def _without_fp8(self) -> str:
-        """Precision of attention and head: fp8 is only for products with the layers' weights."""
+        """Precision of attention and head; fp8 covers only products with the layers' weights."""
         precision = self.config.model.precision
         return "bf16" if precision == "fp8" else precision
 
     def _flops(self) -> ForwardFlops:
-        """FLOPs of one micro-batch, on one of the ranks that share its sequences."""
+        """FLOPs of one micro-batch on one context parallel rank."""
         share = 1 / (self.num_microbatches * self.layout.cp_size)
         load = self.load
         return forward_flops(
@@ -288,7 +286,7 @@ class Training:
 
     @property
     def _hidden_bytes(self) -> float:
-        """Hidden states of one micro-batch, on one of the ranks that share its sequences."""
+        """Bytes of one micro-batch's hidden states on one context parallel rank."""
         return self._tokens_per_rank * self.shape.hidden * element_bytes(self.config)
 
     @property
@@ -296,13 +294,13 @@ class Training:
         return self.load.tokens / self.num_microbatches / self.layout.cp_size
 
     def _tensor_s(self, backward: bool) -> float:
-        """Tensor parallel collectives of one layer and micro-batch.
+        """Seconds of the tensor parallel collectives of one layer and micro-batch.
 
             tensor = units x (hidden states x (t - 1) / t / link + collective_s)
 
-        Units: an all-reduce is two, an all-gather or reduce-scatter one. Forward 4, backward 4 (6
-        with sequence parallelism, which gathers again), full recomputation 4 more, that of the MLP
-        2. In a model with experts only attention has them.
+        An all-reduce is two units, an all-gather or reduce-scatter one. Forward takes 4, backward 4
+        (6 with sequence parallelism, which gathers again), full recomputation 4 more, recomputing
+        the MLP 2 more. With experts only attention has these collectives.
         """
         layout = self.layout
         if layout.tp_size == 1:
@@ -318,11 +316,11 @@ class Training:
         return units * (sent / rate + self.efficiency.collective_s)
 
     def _context_s(self, backward: bool) -> float:
-        """The ring of keys and values of one layer and micro-batch.
+        """Seconds of the ring of keys and values of one layer and micro-batch.
 
             ring = passes x (c - 1) x (a rank's keys and values / link + collective_s)
 
-        Passes: 1 forward, 2 backward (their gradients go round too), 1 where it is recomputed.
+        Passes: 1 forward, 2 backward (gradients travel too), 1 for recomputation.
         """
         layout, shape = self.layout, self.shape
         if layout.cp_size == 1:
@@ -337,13 +335,13 @@ class Training:
         return passes * (layout.cp_size - 1) * each
 
     def _experts_s(self, backward: bool) -> float:
-        """All-to-all to the experts and back, of one layer and micro-batch.
+        """Seconds of the all-to-all to the experts and back, of one layer and micro-batch.
 
             experts = 2 x factor' x (tokens of the rank x k x hidden
                       x max((n - 1) / e / link, (e - n) / e / network) + collective_s)
 
-        factor' = 1 forward, 2 with backward, 3 with recomputation. Of e ranks n share a node; what
-        leaves it goes through each rank's own network adapter.
+        factor' = 1 forward, 2 with backward, 3 with recomputation. n of the e ranks share a node;
+        traffic to other nodes uses each rank's own network adapter.
         """
         layout, gpu = self.layout, self.gpu
         if layout.ep_size == 1:
@@ -358,11 +356,11 @@ class Training:
         return 2 * times * each
 
     def _pipeline_s(self, backward: bool) -> float:
-        """Hidden states to the next rank, and their gradients back.
+        """Seconds to send hidden states to the next rank, and their gradients back.
 
             pipeline = v x (1 forward, 2 with backward) x (bytes / network + 2 x collective_s)
 
-        Of each message the shape goes ahead: micro-batches differ in length.
+        The shape is sent before each message, since micro-batches differ in length.
         """
         layout = self.layout
         if layout.pp_size == 1:
@@ -374,7 +372,7 @@ class Training:
         return layout.vpp_size * (2 if backward else 1) * each
 
 
-# A planner asks for every term of every layout.
+# The planner asks for it in every term of every layout.
 @functools.lru_cache(maxsize=1024)
 def _contents(shape: Shape, layout: Layout) -> list[Content]:
     layers = layout.layers_of_ranks(shape.num_layers)

@@ -1,8 +1,8 @@
-"""A few training steps of a config, in a scratch folder, to measure what its stages take here.
+"""Trial runs: a few training steps of a config in a scratch folder, to measure its stages here.
 
 As a program (`python -m gapo_megatron.ops.plan.trial CONFIG [section.key=value ...]`) it is one
-rank of such a run: training without its checkpoints and its exported model, which nobody would
-read. Of 7 billion parameters they are 120 GB a size, in a temporary folder that may be in memory.
+rank of such a run. It trains without checkpoints and without exporting the model: for 7 billion
+parameters they would be 120 GB per size, in a temporary folder that may be in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.launch.ranks import ranks_command
-from gapo_megatron.ops.plan.calibration import Observation, read_observation
+from gapo_megatron.ops.plan.observation import Observation, read_observation
 from gapo_megatron.ops.plan.workload import refuse_oversampling
 from gapo_megatron.run.fail_fast import fail_fast
 
@@ -36,7 +36,7 @@ _LOG_LINES = 20
 
 
 def default_sizes(config: Config) -> list[list[str]]:
-    """The config's own step, and one of half the prompts: two loads tell costs from overheads."""
+    """The config's own step, and half its prompts: two loads separate costs from overheads."""
     batch = config.batch
     if batch.rollout_prompts % 2 or batch.minibatch_prompts % 2:
         half = [f"rollout.max_response_tokens={max(1, config.rollout.max_response_tokens // 2)}"]
@@ -72,27 +72,27 @@ def run_trials(
     world_size: int,
     prompt_tokens: float | None = None,
 ) -> list[Observation]:
-    """Train a few steps at every size, one after another, and read what they took.
+    """Train a few steps at every size, one after another, and read the measured times.
 
     Args:
         config_path: the run's config file.
         overrides: for every size.
-        sizes: further overrides, of one size each.
-        scratch: empty folder for the runs: logs and metrics, a few megabytes.
+        sizes: further overrides for each size.
+        scratch: empty folder for logs and metrics, a few megabytes.
         num_steps: steps of each run; the first two are not counted.
         world_size: processes, on this node.
         prompt_tokens: mean length of a prompt; None: read from the data.
 
     Raises:
-        ConfigError: a size is wrong, or over-samples, before any is trained; a run ended in an
-            error, with the last lines of its log.
+        ConfigError: a size is wrong or over-samples (checked before any is trained), or a run
+            failed; the message has the last lines of its log.
     """
     every = [[*overrides, *size] for size in sizes]
     configs = [load_config(config_path, settings) for settings in every]
     for config in configs:
         refuse_oversampling(config)
     prompts = [prompt_tokens or mean_prompt_tokens(config) for config in configs]
-    # As slurm/launch.sh starts it.
+    # The default of slurm/launch.sh.
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     observations = []
     for number, (size, settings) in enumerate(zip(sizes, every, strict=True)):
@@ -110,7 +110,7 @@ def run_trials(
         if result.returncode:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
             raise ConfigError(
-                f"the trial run {name} failed with exit code {result.returncode}; its last lines:\n"
+                f"the trial run {name} failed with exit code {result.returncode}; end of its log:\n"
                 + "\n".join(last)
             )
         observations.append(
@@ -125,10 +125,10 @@ def run_trials(
 
 
 def mean_prompt_tokens(config: Config) -> float:
-    """Mean prompt length of the training problems, in tokens, as the run itself reads them.
+    """Mean prompt length of the training problems in tokens, read as the run reads them.
 
     Raises:
-        ConfigError: the data or the tokenizer is not here.
+        ConfigError: the data or the tokenizer does not exist.
     """
     for field, path in (
         ("data.train_path", config.data.train_path),
@@ -136,8 +136,8 @@ def mean_prompt_tokens(config: Config) -> float:
     ):
         if not Path(path).exists():
             raise ConfigError(
-                f"{field} ({path}) is not here, so the prompts cannot be counted: give their mean "
-                "length with --mean-prompt-tokens, or start this where the run was started"
+                f"{field} ({path}) does not exist, so the prompt lengths cannot be read: pass "
+                "--mean-prompt-tokens, or start this in the folder where the run was started"
             )
     data = config.data
     return _mean_length(
@@ -149,7 +149,7 @@ def mean_prompt_tokens(config: Config) -> float:
     )
 
 
-@functools.cache  # the runs of a study have one data set, of tens of thousands of problems
+@functools.cache  # runs of a study share a data set of many problems
 def _mean_length(
     train_path: str, hf_dir: str, max_prompt_tokens: int, kind: str, chat_template: bool
 ) -> float:
@@ -164,9 +164,9 @@ def _mean_length(
 
 
 def main() -> None:
-    """Train by the command line, and keep no weights; see `fail_fast` for exit codes."""
+    """Train as the command line says, without saving weights; `fail_fast` sets the exit code."""
     with fail_fast():
-        from gapo_megatron.train import train  # vLLM and all the rest, which planning needs not
+        from gapo_megatron.train import train  # imports vLLM; planning does not need it
 
         train(load_config(sys.argv[1], sys.argv[2:]), keep_weights=False)
 

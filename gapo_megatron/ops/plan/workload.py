@@ -1,4 +1,4 @@
-"""Lengths of a step: what no config knows."""
+"""Workload of a step: prompt and response lengths, which the config does not determine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NUM_POINTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Average work of a step. Lengths are in tokens.
+    """Average workload of a step; lengths are in tokens.
 
-    Response lengths are taken as min(X, longest), X lognormal: a body, a tail, and those that the
-    limit cuts. The mean of what comes out is `mean_response_tokens`.
+    Response lengths are modelled as min(X, longest) with lognormal X: a body, a tail, and truncated
+    responses. `mean_response_tokens` is the mean of min(X, longest).
     """
 
     mean_prompt_tokens: float
@@ -36,7 +36,7 @@ class Workload:
     active_share: float = 1.0
     """Share of the sampled sequences with A != 0, before dynamic sampling replaces others."""
     clipped_share: float = 0.0
-    """Share of the active response tokens that a clip leaves without gradient."""
+    """Share of the response tokens with A != 0 that clipping leaves without gradient."""
     spread: float = DEFAULT_SPREAD
     """Standard deviation of log X."""
 
@@ -75,14 +75,14 @@ class Workload:
         return float(2 * (lengths @ survival) * step)
 
     def longest_of(self, num_sequences: float) -> tuple[float, float]:
-        """E M and E M^2 of the longest response M of so many.
+        """E M and E M^2, M the longest of `num_sequences` responses.
 
         E M = integral of P(M > t), E M^2 = integral of 2 t P(M > t), P(M > t) = 1 - P(L <= t)^N.
         """
         return _longest_of(self, num_sequences)
 
     def prompts_by_round(self, batch: BatchConfig) -> list[float]:
-        """Prompts of each round of a step's sampling, on average.
+        """Mean number of prompts in each sampling round of a step.
 
         Dynamic sampling replaces the groups with A = 0 of all n prompts: n (1 - a)^r in round r.
         """
@@ -97,13 +97,13 @@ class Workload:
         return 1 - (1 - self.active_share) ** (batch.dynamic_sampling_rounds + 1)
 
     def survival(self) -> tuple[np.ndarray, np.ndarray]:
-        """Midpoints t [n] of equal steps up to the longest, and the shares P(L > t) [n]."""
+        """Float64 [n]: midpoints t of n equal steps up to the longest; float64 [n]: P(L > t)."""
         return _survival(self.mean_response_tokens, self.longest_response_tokens, self.spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work of one data parallel rank in a mini-batch."""
+    """Work of one data-parallel rank in a mini-batch."""
 
     tokens: float
     squared_tokens: float
@@ -121,10 +121,10 @@ def default_workload(
     clipped_share: float = 0.0,
     spread: float = DEFAULT_SPREAD,
 ) -> Workload:
-    """Workload of a config; arguments that are not given (None) are assumed.
+    """Workload of a config. Arguments that are None are assumed.
 
-    Prompts of a tenth of `data.max_prompt_tokens`, responses of a third of
-    `rollout.max_response_tokens`; a run's own metrics are better (`read_observation`).
+    Assumed are prompts of a tenth of `data.max_prompt_tokens` and responses of a third of
+    `rollout.max_response_tokens`; a run's metrics are better (`read_observation`).
 
     Raises:
         ConfigError: see `refuse_oversampling`.
@@ -149,22 +149,22 @@ def refuse_oversampling(config: Config) -> None:
     """Refuse a run whose steps cannot be predicted or fitted.
 
     Raises:
-        ConfigError: the run over-samples: its shorter tail is in no equation.
+        ConfigError: the run over-samples; the equations do not model its shorter tail.
     """
     if config.batch.oversampling > 1:
         raise ConfigError(
-            f"batch.oversampling ({config.batch.oversampling:g}) must be 1 here: the planner does "
-            "not know when an engine has enough groups"
+            f"batch.oversampling ({config.batch.oversampling:g}) must be 1: the planner has no "
+            "model of when an over-sampling step ends"
         )
 
 
 def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
-    """Standard deviation of log X for which a share of responses reaches the limit.
+    """Standard deviation of log X at which `truncated_share` of the responses reach the limit.
 
     Args:
         mean: mean of the response lengths, in tokens.
         longest: the limit, in tokens.
-        truncated_share: truncated share of the responses; 0 says nothing, and gives the default.
+        truncated_share: truncated share of the responses; 0 gives the default.
     """
     if not 0 < truncated_share < 1 or not 0 < mean < longest:
         return DEFAULT_SPREAD
@@ -174,15 +174,15 @@ def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
         return float(ndtr(reached)) - truncated_share
 
     low, high = _SPREADS
-    if miss(low) * miss(high) > 0:  # few or many reach the limit, whatever the spread
+    if miss(low) * miss(high) > 0:  # the share is out of reach for every spread
         return low if miss(low) > 0 else high
     return float(brentq(miss, low, high))
 
 
-# A planner asks for every layout.
+# The planner asks for the same loads in every layout.
 @functools.lru_cache(maxsize=4096)
 def load_of(workload: Workload, n: float, dp_size: int) -> Load:
-    """Load of the busiest of `dp_size` ranks with `n` sequences each: at least the longest one."""
+    """Load of the busiest of `dp_size` ranks with `n` sequences each; it has the longest one."""
     prompt = workload.mean_prompt_tokens
     longest, squared = workload.longest_of(max(1.0, n * dp_size))
     return Load(

@@ -13,10 +13,9 @@ from rich.table import Table
 from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.ops.launch.status import read_statuses
-from gapo_megatron.ops.plan.calibration import STAGES, Observation, seconds
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import step_flops
-from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
+from gapo_megatron.ops.plan.hardware import CPU_NAME, Efficiency, Gpu
+from gapo_megatron.ops.plan.observation import STAGES, Observation, seconds
 from gapo_megatron.ops.plan.tables import pipeline_ranks
 from gapo_megatron.ops.plan.times import StepTime
 from gapo_megatron.ops.report.arms import SIZES, learned_settings

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from gapo_megatron.io.files import check_overwritable
-from gapo_megatron.ops.plan.calibration import STAGES, Observation
 from gapo_megatron.ops.plan.hardware import Gpu
+from gapo_megatron.ops.plan.observation import STAGES, Observation
 from gapo_megatron.ops.report.costs import SMALL, draw_time
 from gapo_megatron.ops.report.scaling import (
     layout_items,

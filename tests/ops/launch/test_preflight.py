@@ -439,10 +439,10 @@ def test_without_gpus_asked_for_none_are_needed(monkeypatch: pytest.MonkeyPatch)
 def test_memory_is_measured_against_what_the_job_was_given() -> None:
     everything = check_memory({})
     assert everything.ok
-    assert "of the 2 given" in check_memory({"SLURM_MEM_PER_NODE": "2048"}).detail
+    assert "available of 2" in check_memory({"SLURM_MEM_PER_NODE": "2048"}).detail
     # A node that Slurm believes to be larger than it is.
-    given = check_memory({"SLURM_MEM_PER_NODE": "1000000000"}).detail.partition("of the ")[2]
-    assert given == everything.detail.partition("of the ")[2]
+    given = check_memory({"SLURM_MEM_PER_NODE": "1000000000"}).detail.partition("available of ")[2]
+    assert given == everything.detail.partition("available of ")[2]
 
 
 def test_packages_are_those_the_package_imports() -> None:

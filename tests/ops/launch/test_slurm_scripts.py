@@ -357,7 +357,7 @@ def test_a_run_ends_finished_and_stays_so(start: Start, run_dir: Path) -> None:
     again = start(run_dir)
     exit_code, output = again.end()
     assert exit_code == 0
-    assert "is finished" in output
+    assert "has finished already" in output
     assert again.attempts == [attempt]
 
 

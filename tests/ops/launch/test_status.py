@@ -217,17 +217,6 @@ def test_a_job_that_slurm_forgot_before_it_started_is_gone(
     assert read_statuses([tmp_path / "run"])[0].state == "gone"
 
 
-def test_table(tmp_path: Path) -> None:
-    make_run(tmp_path / "gapo-seed_1", num_steps=250, steps=4, outcome="stopped")
-    output = io.StringIO()
-    table = status_table(read_statuses([tmp_path / "gapo-seed_1"]), title="runs/studies/demo")
-    Console(file=output, width=120).print(table)
-    row = next(line for line in output.getvalue().splitlines() if "gapo" in line)
-    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
-        *("gapo-seed_1", "", "stopped", "1", "4/250", "0.300", "0.280", "0:00:12", "")
-    ]
-
-
 def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
     make_run(tmp_path / "[bold]x")
     status = read_status(tmp_path / "[bold]x")

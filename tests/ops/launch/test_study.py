@@ -13,9 +13,8 @@ from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.ops.launch.study import Resources, Run, read_study, unfinished
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GIB, GPUS
+from gapo_megatron.ops.plan.hardware import GIB, GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import Candidate
@@ -105,13 +104,8 @@ def test_a_name_is_of_the_runs_own_settings(tmp_path: Path) -> None:
     assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == names[1:]
 
 
-def test_a_branch_is_called_by_its_other_settings(tmp_path: Path) -> None:
-    text = HEAD + "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_5'\n"
-    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == ["seed_1"]
-
-
 def test_branches_are_told_apart_by_what_they_left(tmp_path: Path) -> None:
-    """But not the first of a name, which may have been run before there was another one."""
+    """The first of a name keeps it: it may have been run before there was another one."""
     branch = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_{}'\n"
     alone = "[[runs]]\ncheckpoint.branch_from = 'runs/b/checkpoints/step_5'\n"
     text = HEAD + branch.format(100) + branch.format(150) + alone

@@ -336,11 +336,11 @@ def test_a_study_runs_here_and_survives_a_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 of 4 runs" in done.stdout
     assert [len(list((tmp_path / f"runs/seed_{i}/code").iterdir())) for i in range(4)] == [1] * 4
-    assert all(f"seed_{i}" in done.stdout.rpartition("before")[2] for i in range(4))
+    assert all(f"seed_{i}" in done.stdout.rpartition("already")[2] for i in range(4))
     done = submit(tmp_path, *arguments, "optimizer.learning_rate=0.5", **outside)
     assert done.returncode == 2
     assert "run seed_0 " in done.stderr
-    assert "optimizer.learning_rate (5e-05 there, 0.5 here)" in done.stderr
+    assert "optimizer.learning_rate (was 5e-05, now 0.5)" in done.stderr
 
 
 @pytest.mark.system

@@ -17,7 +17,7 @@ from gapo_megatron.config.roles import flat
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.layout_file import quickest_with_room, write_layout
+from gapo_megatron.ops.plan.planner import quickest_with_room, write_layout
 from tests.messages import mentions
 from tools import plan as tool
 

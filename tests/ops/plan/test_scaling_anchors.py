@@ -3,8 +3,7 @@
 import pytest
 
 from benchmarks.anchors import ANCHORS
-from gapo_megatron.ops.plan.efficiency import Efficiency
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.times import step_time
 
 

@@ -14,19 +14,16 @@ from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.plan.calibration import (
-    STAGES,
     Calibration,
-    Observation,
     fit,
-    read_observation,
-    seconds,
+    read_calibration,
     worst_misses,
+    write_calibration,
 )
-from gapo_megatron.ops.plan.calibration_file import read_calibration, write_calibration
-from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GPUS, Gpu
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.observation import STAGES, Observation, read_observation, seconds
 from gapo_megatron.ops.plan.times import SidesTime, StepTime
 from gapo_megatron.ops.plan.trial import (
     default_sizes,
@@ -272,6 +269,13 @@ def write_run(folder, *, rows, hf_dir, ranks=1, **sections):
             t.write(json.dumps({"step": step, **timings}) + "\n")
 
 
+def observed(folder, rows, **options):
+    """The observation of such a run of a small model."""
+    write_model(folder / "model", SMALL)
+    write_run(folder / "run", rows=rows, hf_dir=folder / "model", **options)
+    return read_observation(folder / "run", mean_prompt_tokens=80.0)
+
+
 def a_step(scale=1.0, *, prompts=256):
     """Of so many prompts, eight responses to each, of 600 tokens."""
     step_s = 8.0 * scale + 131.125
@@ -302,10 +306,8 @@ def a_step(scale=1.0, *, prompts=256):
 
 def test_a_run_is_read_as_it_was(tmp_path):
     """Medians without the first two steps; evaluation is no part of a step."""
-    write_model(tmp_path / "model", SMALL)
     rows = [a_step(50), a_step(5), a_step(1), a_step(1), a_step(9)]
-    write_run(tmp_path / "run", rows=rows, hf_dir=tmp_path / "model", ranks=4)
-    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    one = observed(tmp_path, rows, ranks=4)
     assert one.name == "run"
     assert one.measured == StepTime(8.0, 0.5, 1.0, 5.0, 0.25)
     assert one.step_s == one.seconds("total") == one.measured.total_s + 0.125 + 0.25
@@ -326,7 +328,6 @@ def test_a_run_is_read_as_it_was(tmp_path):
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_run_with_generation_ranks_is_read_by_both_clocks(tmp_path, staleness):
     """Its stages are those of the side that does them; a step is as long as the longer side."""
-    write_model(tmp_path / "model", SMALL)
     metrics, timings = a_step()
     both = {"time/wait_s": 3.0, "time/sync_s": 1.75, "time/step_s": 126.0, "perf/world_size": 6}
     both |= {"generation/rollout_s": 8.0, "generation/reward_s": 0.5, "generation/wait_s": 1.0}
@@ -336,9 +337,8 @@ def test_a_run_with_generation_ranks_is_read_by_both_clocks(tmp_path, staleness)
     timings |= {"time/checkpoint_s": 15.5}
     rows = [(metrics, timings | {"generation/sync_s": sync_s}) for sync_s in (0.0, 1.0, 0.0, 1.0)]
     rollout = {"generation_ranks": 2, "max_staleness": staleness}
-    sections = {"rollout": rollout, "objective": {"importance_weight_max": 2.0}}
-    write_run(tmp_path / "run", rows=rows, hf_dir=tmp_path / "model", ranks=6, **sections)
-    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    objective = {"importance_weight_max": 2.0}
+    one = observed(tmp_path, rows, ranks=6, rollout=rollout, objective=objective)
     assert one.layout == Layout.of(one.config, world_size=4, num_generation=2)
     assert one.measured == SidesTime(8.0, 0.5, 1.0, 5.0, 0.5, staleness)
     assert one.step_s == 126.0 - 100.0 - 15.5 == 10.5
@@ -357,22 +357,18 @@ def test_a_run_with_generation_ranks_is_read_by_both_clocks(tmp_path, staleness)
     ],
 )
 def test_a_number_that_no_step_has_is_named(tmp_path, of_metrics, key, value):
-    write_model(tmp_path / "model", SMALL)
     metrics, timings = a_step()
     (metrics if of_metrics else timings)[key] = value
-    write_run(tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model")
     name = "metrics.jsonl" if of_metrics else "timings.jsonl"
     with pytest.raises(DataError, match=mentions(tmp_path / "run" / name, key)):
-        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+        observed(tmp_path, [(metrics, timings)] * 3)
 
 
 def test_a_run_with_dynamic_sampling_is_read_as_its_rounds(tmp_path):
     """Half of the groups are informative; one further round: 1.5 times as many, 3/4 of them."""
-    write_model(tmp_path / "model", SMALL)
     metrics, timings = a_step()
     metrics |= {"rollout/replaced_group_share": 1 - 1 / 1.5}
-    write_run(tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model")
-    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    one = observed(tmp_path, [(metrics, timings)] * 3)
     assert one.workload.active_share == pytest.approx(0.5)
     assert one.num_prompts == pytest.approx(1.5 * 256)
     batch = one.config.batch.model_copy(update={"dynamic_sampling_rounds": 1})
@@ -382,15 +378,11 @@ def test_a_run_with_dynamic_sampling_is_read_as_its_rounds(tmp_path):
 
 def test_rows_that_a_kl_term_keeps_do_not_hide_what_was_replaced(tmp_path):
     """None is skipped; a quarter of those that are trained on has A = 0."""
-    write_model(tmp_path / "model", SMALL)
     metrics, timings = a_step()
     metrics |= {"rollout/replaced_group_share": 1 / 3, "groups/zero_advantage_share": 0.25}
     metrics |= {"skip/forward_token_share": 0.0, "skip/head_backward_token_share": 0.0}
     sections = {"objective": {"kl_coef": 0.01}, "batch": {"dynamic_sampling_rounds": 1}}
-    write_run(
-        tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model", **sections
-    )
-    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    one = observed(tmp_path, [(metrics, timings)] * 3, **sections)
     assert one.workload.active_share == pytest.approx(0.5)
     assert one.workload.clipped_share == 0.0
     assert one.num_prompts == pytest.approx(384)
@@ -398,7 +390,6 @@ def test_rows_that_a_kl_term_keeps_do_not_hide_what_was_replaced(tmp_path):
 
 def test_medians_are_of_the_steps_themselves(tmp_path):
     """Tokens a second of each step, not mean tokens over a median step; `other` likewise."""
-    write_model(tmp_path / "model", SMALL)
     steps = [a_step(), a_step()]
     # Seconds of generation, tokens, what no stage counts: each time another one is the largest.
     for generation_s, tokens, other_s in ((1, 1000, 0.5), (5, 12000, 0.25), (9, 2000, 3.0)):
@@ -406,8 +397,7 @@ def test_medians_are_of_the_steps_themselves(tmp_path):
         step_s = generation_s + other_s
         timings = {"time/rollout_s": generation_s, "time/step_s": step_s}
         steps.append((metrics, timings | {"perf/tokens_per_s": tokens / step_s}))
-    write_run(tmp_path / "run", rows=steps, hf_dir=tmp_path / "model")
-    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    one = observed(tmp_path, steps)
     assert (one.step_s, one.measured.generation_s, one.other_s) == (5.25, 5, 0.5)
     assert one.tokens_per_s == pytest.approx(1000 / 1.5)  # of 667, 2286 and 167
     assert one.num_tokens == pytest.approx(5000)
@@ -419,11 +409,10 @@ def started(step, **values):
 
 def test_steps_and_ranks_are_those_of_the_newest_start(tmp_path):
     """A start begins cold; one that has not got far leaves it to that before, of as many ranks."""
-    write_model(tmp_path / "model", SMALL)
     run = tmp_path / "run"
     # Two on 8 ranks, then ten on 4: two to warm up, three of 2 s, and after a restart five more.
     rows = [a_step(1)] * 2 + [a_step(30)] * 2 + [a_step(2)] * 3 + [a_step(40)] * 2 + [a_step(3)] * 3
-    write_run(run, rows=rows, hf_dir=tmp_path / "model", ranks=8)
+    observed(tmp_path, rows, ranks=8)
     first, *steps = (run / "timings.jsonl").read_text().splitlines(keepends=True)
     moved = started(2, **{"perf/world_size": 4})
     again = started(7, **{"perf/world_size": 4})
@@ -444,16 +433,14 @@ def test_steps_and_ranks_are_those_of_the_newest_start(tmp_path):
 
 
 def test_ranks_that_no_start_tells_are_counted_in_the_newest_logs(tmp_path):
-    write_model(tmp_path / "model", SMALL)
     run = tmp_path / "run"
-    write_run(run, rows=[a_step()] * 4, hf_dir=tmp_path / "model")
+    observed(tmp_path, [a_step()] * 4)
     _, *steps = (run / "timings.jsonl").read_text().splitlines(keepends=True)
     (run / "timings.jsonl").write_text("".join([started(0), *steps]))
     with pytest.raises(ConfigError, match=mentions(run, "timings.jsonl", "--processes")):
         read_observation(run, mean_prompt_tokens=80.0)
-    for place, (attempt, ranks, text) in enumerate(
-        (("7.0", 2, "x"), ("7.1", 4, "x"), ("8.0", 1, ""))
-    ):
+    attempts = (("7.0", 2, "x"), ("7.1", 4, "x"), ("8.0", 1, ""))
+    for place, (attempt, ranks, text) in enumerate(attempts):
         folder = run / "attempts" / attempt
         folder.mkdir(parents=True)
         for rank in range(ranks):
@@ -465,21 +452,17 @@ def test_ranks_that_no_start_tells_are_counted_in_the_newest_logs(tmp_path):
 
 
 def test_a_layout_that_the_ranks_do_not_divide_names_its_run(tmp_path):
-    write_model(tmp_path / "model", SMALL)
     parallel = {"tensor_model_parallel_size": 2}
-    write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", parallel=parallel)
     with pytest.raises(ConfigError, match=mentions("/run", "world size", 1, *parallel)):
-        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+        observed(tmp_path, [a_step()], parallel=parallel)
 
 
 def test_lines_in_the_making_and_values_that_were_not_finite(tmp_path):
-    write_model(tmp_path / "model", SMALL)
     run = tmp_path / "run"
     metrics, timings = a_step()
     metrics |= {"rollout/truncated": None}
     rows = [(metrics, timings)] * 4 + [(metrics, timings | {"time/step_s": None})]
-    write_run(run, rows=rows, hf_dir=tmp_path / "model")
-    whole = read_observation(run, mean_prompt_tokens=80.0)
+    whole = observed(tmp_path, rows)
     assert whole.measured.generation_s == 8.0
     for name in ("metrics.jsonl", "timings.jsonl"):
         with (run / name).open("a") as file:
@@ -516,11 +499,9 @@ def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
 
 def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monkeypatch):
     """How much shorter the tail is with it, no equation says."""
-    write_model(tmp_path / "model", SMALL)
     batch = {"oversampling": 1.5}
-    write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", batch=batch)
     words = r"batch\.oversampling\W+1\.5\b"
-    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    one = observed(tmp_path, [a_step()], batch=batch)
     assert one.measured.generation_s == 8.0
     for refused in (
         lambda: fit([observe(TRUE), one], GPUS["h200"]),
@@ -532,28 +513,18 @@ def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monk
         default_workload(config(batch=batch))
     # Before anything is trained.
     monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
-    sizes = [[], ["batch.oversampling=1.5"]]
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config()))
+    options = {"scratch": tmp_path, "num_steps": 3, "world_size": 1, "prompt_tokens": 80.0}
     with pytest.raises(ConfigError, match=words):
-        run_trials(
-            str(path),
-            [],
-            sizes=sizes,
-            scratch=tmp_path / "scratch",
-            num_steps=3,
-            world_size=1,
-            prompt_tokens=80.0,
-        )
+        run_trials(str(path), [], sizes=[[], ["batch.oversampling=1.5"]], **options)
 
 
 def test_folders_without_steps_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=mentions(tmp_path, "config.toml")):
         read_observation(tmp_path, mean_prompt_tokens=1.0)
-    write_model(tmp_path / "model", SMALL)
-    write_run(tmp_path / "run", rows=[], hf_dir=tmp_path / "model")
     with pytest.raises(ConfigError, match=mentions(tmp_path / "run", "timed")):
-        read_observation(tmp_path / "run", mean_prompt_tokens=1.0)
+        observed(tmp_path, [])
 
 
 # --- trial runs ----------------------------------------------------------------------------------

@@ -19,12 +19,9 @@ from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan import deep_dry_run
 from gapo_megatron.ops.plan.activations import kept_activations, num_in_flight
 from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run, step_one_rank
-from gapo_megatron.ops.plan.fake import fake_groups
-from gapo_megatron.ops.plan.kept import KeptForBackward
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.layout import Layout, state_bytes
 from gapo_megatron.ops.plan.memory import step_bytes
-from gapo_megatron.ops.plan.no_data import NoData
-from gapo_megatron.ops.plan.state import state_bytes
+from gapo_megatron.ops.plan.no_data import KeptForBackward, NoData, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import read_hf_config
 from tests.hf.test_convert_models import CONFIGS

@@ -5,8 +5,7 @@ import torch
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.plan import hardware
-from gapo_megatron.ops.plan.efficiency import Efficiency
-from gapo_megatron.ops.plan.hardware import GPUS, find_gpu, measure_cpu
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency, find_gpu, measure_cpu
 from tests.messages import mentions
 from tests.scaling_setup import H200
 

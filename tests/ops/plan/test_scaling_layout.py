@@ -9,9 +9,8 @@ import pytest
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.deep_dry_run import allocated_bytes
-from gapo_megatron.ops.plan.fake import fake_groups
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.state import BYTES_PER_PARAMETER, state_bytes
+from gapo_megatron.ops.plan.layout import BYTES_PER_PARAMETER, Layout, state_bytes
+from gapo_megatron.ops.plan.no_data import fake_groups
 from gapo_megatron.policy import Policy
 from tests.scaling_setup import (
     QWEN3,

@@ -18,12 +18,10 @@ from gapo_megatron.ops.plan.activations import (
     neighbour_bytes,
     num_in_flight,
 )
-from gapo_megatron.ops.plan.fake import fake_groups
 from gapo_megatron.ops.plan.hardware import GPUS
-from gapo_megatron.ops.plan.kept import KeptForBackward
-from gapo_megatron.ops.plan.layout import Layout, most_microbatches
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
 from gapo_megatron.ops.plan.memory import Memory, block_shape, memory, step_bytes
-from gapo_megatron.ops.plan.state import state_bytes
+from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
 from tests.scaling_setup import (

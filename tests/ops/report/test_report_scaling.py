@@ -15,9 +15,8 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.ops.launch.study import read_study
-from gapo_megatron.ops.plan.calibration import STAGES, read_observation
-from gapo_megatron.ops.plan.efficiency import Efficiency
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
+from gapo_megatron.ops.plan.observation import STAGES, read_observation
 from gapo_megatron.ops.report.scaling import layout_items, observe, scaling_rows, scaling_tables
 from gapo_megatron.ops.report.scaling_figures import lines, step_split, throughput, write_scaling
 from gapo_megatron.ops.report.style import style

@@ -1,0 +1,271 @@
+"""Measured steps of a run, read from its folder: what efficiencies are fitted to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
+from gapo_megatron.models.config_json import read_facts
+from gapo_megatron.ops.plan.flops import Shape
+from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.times import SidesTime, StepTime, step_time
+from gapo_megatron.ops.plan.workload import Workload, refuse_oversampling, spread_of
+
+STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
+_TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
+_SIDE = "generation/rollout_s"
+"""Metric of a step whose batch came from generation ranks, which timed it."""
+_TIMING_OF_SIDE = _TIMING_OF | {
+    "generation": _SIDE,
+    "reward": "generation/reward_s",
+    "sync": "generation/sync_s",
+}
+_TIMED = ("time/step_s", "perf/tokens_per_s")
+"""Metrics that every timed step has, besides one of generation."""
+_WORLD_SIZE, _GENERATION_RANKS = "perf/world_size", "perf/generation_ranks"
+_NOT_A_STEP = ("evaluate", "checkpoint", "rounding")
+_WARM_UP_STEPS = 2
+"""First steps that are left out if a run has more: compilation, first allocations."""
+_REPLACED = "rollout/replaced_group_share"
+_MOST = 1e30
+"""Largest value of a metric or a time; anything larger is damage and would give infinities."""
+_Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Measured steps of a run: seconds by stage (medians) and their workload (means)."""
+
+    name: str
+    shape: Shape
+    config: Config
+    layout: Layout
+    workload: Workload
+    measured: StepTime
+    step_s: float
+    """Seconds of a step without evaluation, checkpoints and noise-floor measurements; a median."""
+    other_s: float
+    """Seconds of a step that belong to no stage: putting vLLM to sleep, the batching plan, the
+    rest. A median of its own, so not exactly the difference of the other medians."""
+    num_prompts: float
+    """Prompts of a step, including those that dynamic sampling replaced; a mean."""
+    num_tokens: float
+    """Response tokens of a step, as `perf/tokens_per_s` counts them; a mean."""
+    tokens_per_s: float
+    """Response tokens per second of such a step; a median."""
+
+    def seconds(self, stage: str) -> float:
+        """Measured seconds of one of `STAGES`, or of the whole step (`total`)."""
+        return self.step_s if stage == "total" else seconds(self.measured, stage)
+
+    @property
+    def can_be_predicted(self) -> bool:
+        """Whether the planner has equations for this run: see `refuse_oversampling`."""
+        return self.config.batch.oversampling == 1
+
+    def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+        """Predict the times of the observed steps.
+
+        Raises:
+            ConfigError: see `refuse_oversampling`; names the run.
+        """
+        try:
+            refuse_oversampling(self.config)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return step_time(self.shape, self.config, self.layout, self.workload, gpu, efficiency)
+
+
+def seconds(times: StepTime, stage: str) -> float:
+    """Seconds of one of `STAGES`, or of the whole step (`total`)."""
+    return float(getattr(times, f"{stage}_s"))
+
+
+def read_observation(
+    run_dir: str | Path,
+    *,
+    mean_prompt_tokens: float | Callable[[Config], float],
+    world_size: int | None = None,
+    name: str = "",
+) -> Observation:
+    """Read the measured steps of a run's newest start that has any.
+
+    If all steps of that start are warm-up (`_WARM_UP_STEPS`), an earlier start on as many ranks is
+    used.
+
+    Args:
+        run_dir: folder with config.toml, metrics.jsonl and timings.jsonl.
+        mean_prompt_tokens: mean prompt length, which no metric holds; or a function that counts it
+            in the run's data.
+        world_size: ranks of the run; None: as the start logged them.
+        name: name for tables; empty: the folder's name.
+
+    Raises:
+        ConfigError: files or the model's config.json are missing; no step was timed; the number of
+            ranks is unknown, or the config's layout does not divide it.
+        DataError: a line of metrics or timings is damaged.
+    """
+    # The newest start with timed steps, without its warm-up.
+    folder = Path(run_dir)
+    for needed in (CONFIG_NAME, METRICS_NAME, TIMINGS_NAME):
+        if not (folder / needed).is_file():
+            raise ConfigError(f"{folder} has no {needed}: it is not the folder of a trained run")
+    config = load_config(folder / CONFIG_NAME)
+    metrics = {
+        int(row["step"]): row
+        for row in read_rows(folder / METRICS_NAME)
+        if "rollout/response_length/mean" in row
+    }
+    started, timings = _newest_start(read_rows(folder / TIMINGS_NAME), metrics.keys())
+    if not timings:
+        raise ConfigError(f"{folder}: no step has been timed yet")
+    timings = timings[_WARM_UP_STEPS:] or timings[-1:]
+
+    # Ranks and lengths of these steps.
+    ranks = world_size or int(started.get(_WORLD_SIZE, 0)) or _ranks_by_logs(folder)
+    apart = int(max(row.get(_GENERATION_RANKS, 0) for row in (started, *timings)))
+    prompt = mean_prompt_tokens(config) if callable(mean_prompt_tokens) else mean_prompt_tokens
+    rows = [metrics[int(row["step"])] for row in timings]
+    _check_numbers(folder / METRICS_NAME, rows)
+    _check_numbers(folder / TIMINGS_NAME, timings)
+    tokens = [row["perf/tokens_per_s"] * row["time/step_s"] for row in timings]
+    steps_s = [_whole_step_s(row) for row in timings]
+    shape = Shape.of(_model_of(folder, config))
+
+    try:
+        layout = Layout.of(config, world_size=ranks - apart, num_generation=apart)
+        workload = _workload(config, rows, prompt)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    return Observation(
+        name=name or folder.name,
+        shape=shape,
+        config=config,
+        layout=layout,
+        workload=workload,
+        measured=_measured(timings, config),
+        step_s=statistics.median(steps_s),
+        other_s=statistics.median(
+            whole - _measured([row], config).total_s
+            for whole, row in zip(steps_s, timings, strict=True)
+        ),
+        num_prompts=statistics.fmean(
+            config.batch.rollout_prompts / (1 - row.get(_REPLACED, 0.0)) for row in rows
+        ),
+        num_tokens=statistics.fmean(tokens),
+        tokens_per_s=statistics.median(
+            num / whole for num, whole in zip(tokens, steps_s, strict=True)
+        ),
+    )
+
+
+def _check_numbers(path: Path, rows: Sequence[_Row]) -> None:
+    """Refuse impossible numbers: most would cause a division by zero or infinities."""
+    for row in rows:
+        for key, value in row.items():
+            fits = (
+                0 <= value < 1 if key == _REPLACED else value > 0 if key == "time/step_s" else True
+            )
+            if not (fits and abs(value) < _MOST):
+                raise DataError(f"{path}: step {row['step']}: {key} = {value!r}")
+
+
+def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, list[_Row]]:
+    """The row of the newest useful start (empty if none was logged) and its timed steps."""
+    starts: list[tuple[_Row, list[_Row]]] = [({}, [])]
+    for row in rows:
+        if any(key.startswith("startup/") for key in row):
+            starts.append((row, []))
+        elif int(row["step"]) in trained and _is_timed(row):
+            starts[-1][1].append(row)
+    timed = [one for one in starts if one[1]] or starts
+    ranks = timed[-1][0].get(_WORLD_SIZE)
+    long = [
+        one for one in timed if len(one[1]) > _WARM_UP_STEPS and one[0].get(_WORLD_SIZE) == ranks
+    ]
+    return (long or timed)[-1]
+
+
+def _is_timed(row: _Row) -> bool:
+    has_generation = _TIMING_OF["generation"] in row or _SIDE in row
+    return has_generation and all(key in row for key in _TIMED)
+
+
+def _ranks_by_logs(folder: Path) -> int:
+    """Ranks of a run by its log files, for runs whose timings do not hold them."""
+    logs = [sorted(attempt.glob("rank_*.log")) for attempt in folder.glob("attempts/*/")]
+    written = [one for one in logs if any(log.stat().st_size for log in one)]
+    if not written:
+        raise ConfigError(
+            f"{folder}: number of ranks unknown: {TIMINGS_NAME} has no {_WORLD_SIZE} and no "
+            "attempt has written a rank_*.log; give it as tools/plan.py calibrate --processes N"
+        )
+    return len(max(written, key=lambda one: one[0].stat().st_mtime))
+
+
+def _measured(rows: Sequence[_Row], config: Config) -> StepTime:
+    """Medians by stage, so that a step which the machine slowed down does not count.
+
+    A sync that not every step has is a mean. It is the generation side's: the trainer's clock also
+    includes the wait for an unfinished batch.
+    """
+    times = {
+        f"{stage}_s": statistics.median(_stage_s(row, stage) for row in rows) for stage in STAGES
+    }
+    if not any(_SIDE in row for row in rows):
+        return StepTime(**times)
+    most = config.rollout.max_staleness
+    if most > 1:
+        times["sync_s"] = statistics.fmean(_stage_s(row, "sync") for row in rows)
+    return SidesTime(**times, max_staleness=most)
+
+
+def _stage_s(row: _Row, stage: str) -> float:
+    names = _TIMING_OF_SIDE if _SIDE in row else _TIMING_OF
+    return row.get(names[stage], 0.0)
+
+
+def _whole_step_s(row: _Row) -> float:
+    """Seconds of a step without stages that only some steps have."""
+    return row["time/step_s"] - sum(row.get(f"time/{stage}_s", 0.0) for stage in _NOT_A_STEP)
+
+
+def _workload(config: Config, rows: Sequence[_Row], mean_prompt_tokens: float) -> Workload:
+    def mean(key: str) -> float:
+        return statistics.fmean(row.get(key, 0.0) for row in rows)
+
+    skipped = "skip/forward_token_share"
+    if config.objective.needs_every_sequence:  # rows with A = 0 are not skipped
+        skipped = "groups/zero_advantage_share"
+    trained = max(1e-3, 1 - mean(skipped))
+    head_skipped = mean("skip/head_backward_token_share")
+    # Dynamic sampling draws (1 - (1 - a)^rounds) / a times as many groups as it trains on, and a
+    # share 1 - (1 - a)^rounds of the trained ones has A != 0.
+    active = trained * (1 - mean(_REPLACED))
+    response = mean("rollout/response_length/mean")
+    longest = config.rollout.max_response_tokens
+    return Workload(
+        mean_prompt_tokens=mean_prompt_tokens,
+        mean_response_tokens=response,
+        longest_response_tokens=longest,
+        active_share=active,
+        clipped_share=min(1.0, max(0.0, 1 - (1 - head_skipped) / trained)),
+        spread=spread_of(mean=response, longest=longest, truncated_share=mean("rollout/truncated")),
+    )
+
+
+def _model_of(folder: Path, config: Config) -> Any:
+    """Facts of the model: from `model.hf_dir`, or from the run's export of the same model."""
+    for candidate in (Path(config.model.hf_dir), folder / "hf"):
+        if (candidate / "config.json").is_file():
+            return read_facts(candidate)
+    raise ConfigError(
+        f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
+    )

@@ -161,7 +161,7 @@ def _run_texts(program: str, tests: TextTests, box: Sandbox) -> Verdict:
         if reply["failure"]:
             return _wrong(f"test {number}: the program {reply['failure']}")
         if not same_text(reply["stdout"], expected):
-            return _wrong(f"test {number}: wrong output")
+            return _wrong(f"test {number}: another output than expected")
     return Verdict(Outcome.CORRECT)
 
 
@@ -176,7 +176,7 @@ def _run_calls(program: str, tests: CallTests, box: Sandbox) -> Verdict:
             return _wrong(f"test {number}: {reply.get('error')}")
         accepted = [output, output[0]] if tests.wrapped else [output]
         if not any(same_value(reply["value"], value, tolerance=tolerance) for value in accepted):
-            return _wrong(f"test {number}: wrong value")
+            return _wrong(f"test {number}: another value than expected")
     return Verdict(Outcome.CORRECT)
 
 

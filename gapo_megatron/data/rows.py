@@ -31,7 +31,7 @@ def check_format(path: Path) -> None:
         DataError: it cannot be opened, or is not a file.
     """
     if path.suffix not in _READERS:
-        raise ConfigError(f"input {path} must have the suffix {', '.join(_READERS)}")
+        raise ConfigError(f"input {path} must be a file *{', *'.join(_READERS)}")
     with _opened(path):
         pass
 

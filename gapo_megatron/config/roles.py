@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.config.schema import Config
-from gapo_megatron.config.section import HELD_OUT, INPUT_PATH, LEARNED, LIFE, Role
+from gapo_megatron.config.section import HELD_OUT, INPUT_PATH, LEARNED, LIFE, Role, Section
 
 Changes = dict[str, tuple[Any, Any]]
 """Setting -> (value before, value now), for settings that differ."""
@@ -87,11 +87,12 @@ def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
 
 def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
     """List the changes that a branch must not make: a line for each with field, values, reason."""
-    return [
-        f"{name} is {there!r} there and {here!r} here: {_why(name)}"
-        for name, (there, here) in _differing(before, config).items()
-        if not role_of(name).branch or _picks_groups(name, config)
-    ]
+    lines = []
+    for name, (there, here) in _differing(before, config).items():
+        if not role_of(name).branch or _picks_groups(name, config):
+            section = _SECTIONS.get(name.partition(".")[0], Section)
+            lines.append(f"{name} is {there!r} there and {here!r} here: {section.kept}")
+    return lines
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -102,11 +103,6 @@ def flat(config: Config) -> dict[str, Any]:
 def _picks_groups(name: str, config: Config) -> bool:
     """Whether the setting decides which groups a run with this config learns from."""
     return config.batch.oversampling > 1 and role_of(name).picks_groups
-
-
-def _why(name: str) -> str:
-    section = _SECTIONS.get(name.partition(".")[0])
-    return section.kept if section else "this version does not know it"
 
 
 def _differing(before: Mapping[str, Any], config: Config) -> Changes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -102,14 +103,6 @@ def _check_spelling(path: str) -> str:
     return path
 
 
-def _check_read(path: str) -> str:
-    return _check_bytes(path, of_a_name=_NAME_BYTES)
-
-
-def _check_made(path: str) -> str:
-    return _check_bytes(path, of_a_name=_MADE_NAME_BYTES)
-
-
 def _check_bytes(path: str, *, of_a_name: int) -> str:
     encoded = os.fsencode(path)
     if len(encoded) > _PATH_BYTES or max(map(len, encoded.split(b"/"))) > of_a_name:
@@ -127,10 +120,14 @@ def _check_given(path: str) -> str:
 
 Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
 _Spelled = Annotated[str, AfterValidator(check_text), AfterValidator(_check_spelling)]
-OptionalPath = Annotated[_Spelled, AfterValidator(_check_read)]
+OptionalPath = Annotated[_Spelled, AfterValidator(partial(_check_bytes, of_a_name=_NAME_BYTES))]
 """A path, or empty for none."""
 PathText = Annotated[OptionalPath, AfterValidator(_check_given)]
-MadePath = Annotated[_Spelled, AfterValidator(_check_made), AfterValidator(_check_given)]
+MadePath = Annotated[
+    _Spelled,
+    AfterValidator(partial(_check_bytes, of_a_name=_MADE_NAME_BYTES)),
+    AfterValidator(_check_given),
+]
 """Path of a folder that a command creates."""
 
 WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]

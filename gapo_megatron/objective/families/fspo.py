@@ -28,7 +28,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     assert not tokens.per_token, "FSPO clips whole responses"
     ratio, advantages = tokens.ratio(), tokens.advantages
     total = tokens.sum_tokens(tokens.log_ratio.detach())
-    root = _root_length(tokens)
+    root = tokens.counts.clamp(min=1).double().sqrt()  # 1 for a response without tokens
     high, low = tokens.upper * root, -tokens.lower * root
     too_high = (advantages > 0) & (total > high)
     too_low = (advantages < 0) & (total < low)
@@ -45,11 +45,6 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
         gradient_mass=mass,
         gradient_mass_kept=torch.where(clipped, 0, mass),
     )
-
-
-def _root_length(tokens: MicrobatchTokens) -> torch.Tensor:
-    """[B] float64: sqrt(L), 1 for a response without tokens."""
-    return tokens.counts.clamp(min=1).double().sqrt()
 
 
 FSPO = Family(_terms, clip_stops_gradient=True)

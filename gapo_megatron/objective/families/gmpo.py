@@ -32,7 +32,8 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     assert tokens.per_token, f"gmpo clips token ratios, not ratio {tokens.method.ratio!r}"
     log_ratio = tokens.log_ratio
     advantages = tokens.per_ratio(tokens.advantages)
-    low, high = _log_bounds(tokens)
+    low = tokens.per_ratio(torch.log1p(-tokens.lower))
+    high = tokens.per_ratio(torch.log1p(tokens.upper))
 
     # As in `clipped`: selecting by the condition makes the zero gradient exact.
     too_high = (advantages > 0) & (log_ratio > high)
@@ -57,12 +58,6 @@ def _geometric_mean(log_ratio: torch.Tensor, tokens: MicrobatchTokens) -> torch.
     """[B] float64 with autograd: exp(mean_t log_ratio)."""
     num_sequences = len(tokens.advantages)
     return bounded_exp(segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts))
-
-
-def _log_bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] float64: log(1 - lower) and log(1 + upper)."""
-    low, high = torch.log1p(-tokens.lower), torch.log1p(tokens.upper)
-    return tokens.per_ratio(low), tokens.per_ratio(high)
 
 
 GMPO = Family(_terms, clip_stops_gradient=True)

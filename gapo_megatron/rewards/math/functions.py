@@ -72,7 +72,8 @@ def argument_end(text: str, head: re.Match[str]) -> int:
         end = argument_end(text, inner) if end == start else end
     elif command := _COMMAND.match(text, end):
         group = closing_bracket(text, command.end()) if text.startswith("{", command.end()) else 0
-        end = _behind(text, group) if group else end
+        if group and (postfix := _POSTFIX.match(text, group)):
+            end = postfix.end()
     elif (group_end := _group_end(text, end)) is not None:
         end = group_end
     over = _OVER_NUMBER.match(text, end) if head[1] not in ("log", "ln") and end > start else None
@@ -87,11 +88,6 @@ def _group_end(text: str, start: int) -> int | None:
     end = text.find("|", place + 1) + 1 if opening[1] == "|" else closing_bracket(text, place)
     degrees = re.compile(r"\s*\0").match(text, end) if end else None
     return degrees.end() if degrees else end or None
-
-
-def _behind(text: str, start: int) -> int:
-    postfix = _POSTFIX.match(text, start)
-    return postfix.end() if postfix else start
 
 
 __all__ = ["GREEK", "NAMES", "argument_end", "bracketed", "functions"]

@@ -62,8 +62,7 @@ def read_prompts(
         max_prompt_tokens: longest prompt in tokens, with the template.
         kind: verifier of the answers, `reward.kind`.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
-        keep_unreadable: only warn about answers that the verifier cannot read, and keep their
-            problems, for runs that an older version started with them.
+        keep_unreadable: only warn about unreadable answers, for runs that started with them.
 
     Returns:
         The problems in file order, the same on every rank.
@@ -104,13 +103,16 @@ def read_prompts(
         raise DataError(f"{path}: contains no problems")
     if unreadable := answers.unreadable:
         count = f"{path}: the verifier cannot read {len(unreadable)} of {len(prompts)} answers"
-        if not keep_unreadable:
-            more = ["..."] if len(unreadable) > NUM_SHOWN else []
-            raise DataError("\n  ".join([f"{count}:", *unreadable[:NUM_SHOWN], *more]))
-        logger.warning(
-            "%s; verdicts on their problems are unknown. First: %s", count, unreadable[0]
-        )
+        _report(count, unreadable, is_error=not keep_unreadable)
     return prompts
+
+
+def _report(count: str, unreadable: Sequence[str], *, is_error: bool) -> None:
+    """Raise a DataError with the first unreadable answers, or warn."""
+    if is_error:
+        more = ["..."] if len(unreadable) > NUM_SHOWN else []
+        raise DataError("\n  ".join([f"{count}:", *unreadable[:NUM_SHOWN], *more]))
+    logger.warning("%s; verdicts on their problems are unknown. First: %s", count, unreadable[0])
 
 
 class _Answers:

@@ -1,7 +1,13 @@
-"""The run's configuration: what a TOML file may say, and what follows from it."""
+"""The run's configuration: the settings of a TOML file, and their rules."""
 
 from gapo_megatron.config.loading import load_config, parse_config
-from gapo_megatron.config.run_sections import CheckpointConfig, MetricsConfig, ParallelConfig
+from gapo_megatron.config.run_sections import (
+    CheckpointConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SupervisedConfig,
+)
 from gapo_megatron.config.schema import (
     CONFIG_NAME,
     DTYPES,
@@ -10,10 +16,8 @@ from gapo_megatron.config.schema import (
     Config,
     ModelConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     RewardConfig,
     RolloutConfig,
-    SupervisedConfig,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Numbers of processes, stages and prompts that a config implies: plain arithmetic, no torch."""
+"""Numbers of processes, stages and prompts that follow from a config; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from gapo_megatron.errors import ConfigError
 
 
 def num_begun(batch: BatchConfig, wanted: int) -> int:
-    """Prompts to begin for `wanted` groups."""
+    """Number of prompts to start for `wanted` complete groups."""
     # 50 x 1.1 is 55.00000000000001 in binary.
     return math.ceil(round(wanted * batch.oversampling, 6))
 
 
 def num_generation_ranks(rollout: RolloutConfig, *, world_size: int, ranks_per_node: int) -> int:
-    """Ranks at the end of the job that only generate; 0: every rank trains and generates.
+    """Number of ranks, the last ones, that only generate; 0: every rank trains and generates.
 
     Raises:
-        ConfigError: no rank would be left to train, or the nodes do not have equally many ranks.
+        ConfigError: no rank would train, or nodes have different numbers of ranks.
     """
     if nodes := rollout.generation_nodes:
         if world_size % ranks_per_node:
             raise ConfigError(
-                f"rollout.generation_nodes ({nodes}) needs equally many ranks on every node: the "
-                f"world size ({world_size}) is no multiple of {ranks_per_node}"
+                f"rollout.generation_nodes ({nodes}) needs the same number of ranks on every node: "
+                f"the world size ({world_size}) is not a multiple of {ranks_per_node}"
             )
         if nodes * ranks_per_node >= world_size:
             raise ConfigError(
-                f"rollout.generation_nodes ({nodes}) must be below the job's "
-                f"{world_size // ranks_per_node} node(s): the others train"
+                f"rollout.generation_nodes ({nodes}) must be below the number of nodes "
+                f"({world_size // ranks_per_node}): the other nodes train"
             )
         return nodes * ranks_per_node
     if rollout.generation_ranks >= world_size:
@@ -43,11 +43,12 @@ def num_generation_ranks(rollout: RolloutConfig, *, world_size: int, ranks_per_n
 def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:
     """Layers of each pipeline rank, by virtual stage.
 
-    A model goes through the first virtual stage of every rank, then through the second, and so on.
+    Activations pass the first virtual stage of every rank, then the second, and so on.
 
     Raises:
         ConfigError: names the sizes that do not divide the layers.
     """
+    # The ranks whose number of layers is given; the rest is shared evenly.
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     ends = {
         0: ("num_layers_in_first_pipeline_stage", config.num_layers_in_first_pipeline_stage),
@@ -67,6 +68,7 @@ def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range
             f"{shown} must leave a multiple of {num_others} of the model's num_hidden_layers "
             f"({num_layers}) for the other pipeline ranks, not {rest}"
         )
+    # Layers by rank, then their order: virtual stage by virtual stage.
     counts = [given[rank][1] if rank in given else rest // max(num_others, 1) for rank in range(pp)]
     for rank, count in enumerate(counts):
         if count % vpp:
@@ -84,7 +86,7 @@ def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range
 
 
 def check_world_size(config: ParallelConfig, world_size: int) -> None:
-    """Raise ConfigError unless the parallel sizes divide the number of processes, and fit."""
+    """Raise ConfigError unless the parallel sizes divide the world size and fit each other."""
     if world_size < 1:
         raise ConfigError(f"the world size ({world_size}) must be at least 1")
     sizes = {
@@ -104,17 +106,14 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
             )
     sequence, experts = sizes[tp] * sizes[cp], sizes[ep]
     if sequence % experts and experts % sequence:
-        # One of the two groups has to lie within the other: else ranks would enter the collectives
-        # of the backward pass in different groups, and deadlock.
+        # One group has to contain the other. Otherwise ranks enter the collectives of the backward
+        # pass in different groups, and deadlock.
         raise ConfigError(
-            f"of parallel.{ep} ({experts}) and parallel.{tp} x parallel.{cp} ({sequence}) one must "
-            "divide the other"
+            f"parallel.{ep} ({experts}) must divide parallel.{tp} x parallel.{cp} ({sequence}), or "
+            "be a multiple of it"
         )
 
 
 def bucket_size(num_copies: int) -> int:
-    """Elements that fill a bucket of gradients.
-
-    As Megatron-core's default, more where more ranks cut it.
-    """
+    """Elements of a gradient bucket: Megatron-core's default, which grows with the ranks."""
     return max(40_000_000, 1_000_000 * num_copies)

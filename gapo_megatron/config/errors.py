@@ -1,4 +1,4 @@
-"""Errors of a config, in words."""
+"""Errors of a config as messages for users."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WORD = re.compile(r"[\w-]{1,80}")
 
 
 def explain(item: Any, model: type[BaseModel]) -> str:
-    """A line about one fault of a config: the field, its value, and the rule or the nearest key.
+    """Describe one error of a config: the field, its value, and the rule or the nearest key.
 
     Args:
         item: one error of a pydantic `ValidationError`.
-        model: the model that was to be validated.
+        model: the pydantic model that was validated.
     """
     where = place(item["loc"]) or "config"
     if item["type"] == "extra_forbidden":
@@ -34,7 +34,7 @@ def explain(item: Any, model: type[BaseModel]) -> str:
         return f"{where}: required, but not given"
     message = item["msg"].removeprefix("Value error, ")
     for limit in item.get("ctx", {}).values():
-        if isinstance(limit, float):  # which is written with up to 300 digits
+        if isinstance(limit, float):  # pydantic writes up to 300 digits
             message = f"{message.rpartition(' ')[0]} {limit:g}"
     value = item["input"]
     is_section = len(item["loc"]) < 2 and isinstance(value, dict | BaseModel)
@@ -43,7 +43,7 @@ def explain(item: Any, model: type[BaseModel]) -> str:
 
 
 def place(loc: tuple[int | str, ...]) -> str:
-    """`section.key`; a key that is no word, of a file with mistakes, as Python writes it."""
+    """Join to `section.key`; a malformed key is quoted as in Python."""
     return ".".join(str(part) if _WORD.fullmatch(str(part)) else shown(part) for part in loc)
 
 

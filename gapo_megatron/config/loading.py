@@ -23,12 +23,12 @@ from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] = {}
 ) -> Config:
-    """Read a TOML file (and the file its `base` names), replace single values, validate.
+    """Read a TOML file and the file that its `base` names, apply overrides, validate.
 
     Args:
         path: path of the file.
         overrides: `section.key=value`.
-        settings: values by `section.key`, over the overrides.
+        settings: values by `section.key`; they take precedence over the overrides.
 
     Raises:
         ConfigError: names the file or override, the field, the value and the rule.
@@ -42,7 +42,7 @@ def load_config(
 
 
 def parse_config(tree: dict[str, Any], *, source: str) -> Config:
-    """Validate a nested dict; every problem is listed in one ConfigError."""
+    """Validate a nested dict; one ConfigError lists every problem."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -53,14 +53,14 @@ def parse_config(tree: dict[str, Any], *, source: str) -> Config:
 
 
 def _check_allowed(config: Config, source: str) -> None:
-    """Refuse names in `run.allow_changes` that allow nothing."""
+    """Refuse names in `run.allow_changes` that no rule protects."""
     for name in config.run.allow_changes:
         if name in ALLOWABLE:
             continue
         near = difflib.get_close_matches(name, ALLOWABLE, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "write it as section.key"
         if is_setting(name):
-            hint = "this one needs no allowance"
+            hint = "this setting needs no allowance"
         raise ConfigError(
             f"{source}: run.allow_changes ({name!r}) must name settings that decide what a run "
             f"learns; {hint}"

@@ -25,51 +25,51 @@ class Method:
     eps_low: float
     eps_high_max: float
     is_band: bool = True
-    """Whether the widths bound a ratio to 1 - eps_low .. 1 + eps_high: eps_low is then below 1 and
-    eps_high_max not below it. False: the family's file says what they mean."""
+    """Whether the widths keep a ratio in 1 - eps_low .. 1 + eps_high: then eps_low is below 1 and
+    eps_high_max at least eps_low. False: the family's file says what the widths mean."""
     aggregation: Aggregation = "token_mean"
-    """What the losses of all tokens are divided by: `losses.policy_loss`."""
+    """How the losses of the tokens become one number; see `losses.policy_loss`."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO)."""
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
     ratio_max: float = math.inf
-    """Largest ratio, or weight, that counts (DPPO, ASPO, DCPO); their files say how."""
+    """Largest ratio or weight that counts (DPPO, ASPO, DCPO); the family's file says how."""
     off_policy_mask: float | None = None
     """delta: wrong responses whose mean log-ratio is below -delta leave the loss (OPSM)."""
     bounds: Literal["fixed", "second_moment", "balanced"] = "fixed"
-    """`fixed`: the widths above. The others find widths anew for each mini-batch, over all of its
-    tokens at the current weights (`objective.minibatch_bounds`), which costs one more forward pass
-    of every mini-batch whose ratios may differ from 1. `second_moment`, M2PO: the widths above hold
-    while its budget does. `balanced`, BAPO: the search starts from them. A token ratio of the
-    clipped family only."""
+    """`fixed`: the widths above. The others find new widths for each mini-batch, from all of its
+    tokens at the current weights (`objective.minibatch_bounds`). This costs one more forward pass
+    per mini-batch whose ratios may differ from 1. `second_moment`, M2PO: the widths above apply
+    while the second moment is within its budget. `balanced`, BAPO: the search starts from them.
+    Both need token ratios and the clipped family."""
     second_moment_max: float | None = None
-    """tau of `second_moment`, None without: largest mean of (log r)^2 over the tokens with A > 0
+    """tau of `second_moment`, else None: largest mean of (log r)^2 over the tokens with A > 0
     and r > 1, or A < 0 and r < 1."""
     positive_share_min: float | None = None
-    """rho_0 of `balanced`, None without: least share of the surrogate that responses with A > 0
+    """rho_0 of `balanced`, else None: least share of the surrogate that responses with A > 0
     should have."""
     family: str = "clipped"
-    """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
-    is not imported: a test compares the keys."""
+    """Name of the loss: a key of `objective.families.FAMILIES`. A test compares the keys, because
+    this module must not import torch."""
 
     @property
     def has_width_by_c(self) -> bool:
-        """Whether `adaptive` does what it says: a fixed upper width of correct responses is there.
+        """Whether the method has a fixed upper width for correct responses, as `adaptive` needs.
 
-        TOPR's widths are those of wrong responses; bounds of a mini-batch replace both widths.
+        TOPR's widths are for wrong responses only; bounds found per mini-batch replace both widths.
         """
         return self.bounds == "fixed" and self.family != "topr"
 
     def eps_high(self, num_correct: int, *, group_size: int) -> float:
-        """Upper clip at c >= 1 of k >= 2 correct; of whole batches: `objective.upper_clip`."""
+        """Upper clip width at c >= 1 of k >= 2; `objective.upper_clip` does it for tensors."""
         if not self.adaptive:
             return self.eps_high_max
         share = (group_size - num_correct) / (group_size - 1)
         return self.eps_low + (self.eps_high_max - self.eps_low) * share
 
 
-GRPO = Method(
+_GRPO = Method(
     name="grpo",
     ratio="token",
     eps_low=0.2,
@@ -77,160 +77,139 @@ GRPO = Method(
     normalize_std=True,
     aggregation="sequence_mean",
 )
-DR_GRPO = Method(
-    name="dr_grpo", ratio="token", eps_low=0.2, eps_high_max=0.28, aggregation="constant"
-)
-DAPO = Method(name="dapo", ratio="token", eps_low=0.2, eps_high_max=0.28, normalize_std=True)
-GSPO = Method(name="gspo", ratio="sequence", eps_low=3e-3, eps_high_max=3e-3)
-GSPO_ASYM = replace(GSPO, name="gspo_asym", eps_high_max=5e-3)
-F_GRPO = replace(GRPO, name="f_grpo", focal_gamma=1.0)
-F_GSPO = replace(GSPO_ASYM, name="f_gspo", focal_gamma=1.0)
-GAPO = replace(GSPO_ASYM, name="gapo", adaptive=True)
-GAPO_TOKEN = Method(name="gapo_token", ratio="token", eps_low=0.2, eps_high_max=0.28, adaptive=True)
-CISPO = Method(
-    name="cispo",
-    ratio="token",
-    eps_low=1.0,
-    eps_high_max=0.28,
-    is_band=False,
-    family="cispo",
-)
-SAPO = Method(
-    name="sapo",
-    ratio="token",
-    eps_low=1 / 1.05,
-    eps_high_max=1.0,
-    is_band=False,
-    aggregation="sequence_mean",
-    normalize_std=True,
-    family="sapo",
-)
-"""Temperatures 1.05 where A <= 0 and 1.0 where A > 0: the widths are their inverses."""
-GMPO = Method(
-    name="gmpo",
-    ratio="token",
-    eps_low=1 - math.exp(-0.4),
-    eps_high_max=math.exp(0.4) - 1,
-    aggregation="sequence_mean",
-    normalize_std=True,
-    family="gmpo",
-)
-LUSPO = replace(
-    GSPO,
-    name="luspo",
-    eps_low=2e-3,
-    eps_high_max=2.5e-3,
-    aggregation="sequence_sum",
-    normalize_std=True,
-)
-"""GSPO with each response's loss times its length (arXiv 2602.05261), as one transcription and TRL
-give it. Divided by the standard deviation as in GSPO's own paper: whether LUSPO's does so, too, was
-not verified. Of one mini-batch it is a token mean up to a factor, its mean response length."""
-OPSM = Method(
-    name="opsm",
-    ratio="token",
-    eps_low=0.2,
-    eps_high_max=0.2,
-    aggregation="sequence_mean",
-    off_policy_mask=1e-4,
-)
-"""delta and the widths are slime's defaults; DeepSeek-V3.2's report names neither."""
-M2PO = Method(
-    name="m2po",
-    ratio="token",
-    eps_low=1.0,
-    eps_high_max=1e9,  # no ratio gets there
-    is_band=False,
-    normalize_std=True,
-    bounds="second_moment",
-    second_moment_max=0.04,
-)
-BAPO = Method(
-    name="bapo",
-    ratio="token",
-    eps_low=0.4,
-    eps_high_max=0.2,
-    is_band=False,
-    normalize_std=True,
-    bounds="balanced",
-    positive_share_min=0.4,
-)
-"""The paper prints a sum over tokens: the mean differs by one factor for the whole mini-batch."""
-DPPO_TV = Method(
-    name="dppo_tv",
-    ratio="token",
-    eps_low=0.15,
-    eps_high_max=0.15,
-    is_band=False,
-    ratio_max=5.0,
-    aggregation="sequence_sum",
-    family="dppo",
-)
-FSPO = Method(
-    name="fspo",
-    ratio="product",
-    eps_low=0.03,
-    eps_high_max=0.03,
-    is_band=False,
-    aggregation="sequence_sum",
-    normalize_std=True,
-    family="fspo",
-)
-TOPR = Method(
-    name="topr",
-    ratio="product",
-    eps_low=1.0,
-    eps_high_max=0.0,
-    is_band=False,
-    aggregation="sequence_sum",
-    family="topr",
-)
-DCPO = Method(
-    name="dcpo",
-    ratio="token",
-    eps_low=0.16,
-    eps_high_max=0.2,
-    is_band=False,
-    ratio_max=10.0,
-    aggregation="sequence_mean",
-    normalize_std=True,
-    family="dcpo",
-)
-ASPO = Method(
-    name="aspo",
-    ratio="token",
-    eps_low=0.2,
-    eps_high_max=0.2,
-    ratio_max=3.0,
-    aggregation="sequence_mean",
-    normalize_std=True,
-    family="aspo",
-)
+_GSPO = Method(name="gspo", ratio="sequence", eps_low=3e-3, eps_high_max=3e-3)
+_GSPO_ASYM = replace(_GSPO, name="gspo_asym", eps_high_max=5e-3)
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        GRPO,
-        DR_GRPO,
-        DAPO,
-        GSPO,
-        GSPO_ASYM,
-        F_GRPO,
-        F_GSPO,
-        GAPO,
-        GAPO_TOKEN,
-        CISPO,
-        SAPO,
-        GMPO,
-        LUSPO,
-        OPSM,
-        M2PO,
-        BAPO,
-        DPPO_TV,
-        FSPO,
-        TOPR,
-        DCPO,
-        ASPO,
-    )
-}
-"""Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""
+_PRESETS = (
+    _GRPO,
+    Method(name="dr_grpo", ratio="token", eps_low=0.2, eps_high_max=0.28, aggregation="constant"),
+    Method(name="dapo", ratio="token", eps_low=0.2, eps_high_max=0.28, normalize_std=True),
+    _GSPO,
+    _GSPO_ASYM,
+    replace(_GRPO, name="f_grpo", focal_gamma=1.0),
+    replace(_GSPO_ASYM, name="f_gspo", focal_gamma=1.0),
+    replace(_GSPO_ASYM, name="gapo", adaptive=True),
+    Method(name="gapo_token", ratio="token", eps_low=0.2, eps_high_max=0.28, adaptive=True),
+    Method(
+        name="cispo",
+        ratio="token",
+        eps_low=1.0,
+        eps_high_max=0.28,
+        is_band=False,
+        family="cispo",
+    ),
+    # Temperatures 1.05 where A <= 0 and 1.0 where A > 0: the widths are their inverses.
+    Method(
+        name="sapo",
+        ratio="token",
+        eps_low=1 / 1.05,
+        eps_high_max=1.0,
+        is_band=False,
+        aggregation="sequence_mean",
+        normalize_std=True,
+        family="sapo",
+    ),
+    Method(
+        name="gmpo",
+        ratio="token",
+        eps_low=1 - math.exp(-0.4),
+        eps_high_max=math.exp(0.4) - 1,
+        aggregation="sequence_mean",
+        normalize_std=True,
+        family="gmpo",
+    ),
+    # GSPO with each response's loss times its length (arXiv 2602.05261), as one transcription and
+    # TRL give it. Divided by the standard deviation as in GSPO's own paper: whether LUSPO's does
+    # so, too, was not verified. Of one mini-batch it is a token mean up to a factor, its mean
+    # response length.
+    replace(
+        _GSPO,
+        name="luspo",
+        eps_low=2e-3,
+        eps_high_max=2.5e-3,
+        aggregation="sequence_sum",
+        normalize_std=True,
+    ),
+    # delta and the widths are slime's defaults; DeepSeek-V3.2's report names neither.
+    Method(
+        name="opsm",
+        ratio="token",
+        eps_low=0.2,
+        eps_high_max=0.2,
+        aggregation="sequence_mean",
+        off_policy_mask=1e-4,
+    ),
+    Method(
+        name="m2po",
+        ratio="token",
+        eps_low=1.0,
+        eps_high_max=1e9,  # no ratio gets there
+        is_band=False,
+        normalize_std=True,
+        bounds="second_moment",
+        second_moment_max=0.04,
+    ),
+    # The paper prints a sum over tokens: the mean differs by one factor for the whole mini-batch.
+    Method(
+        name="bapo",
+        ratio="token",
+        eps_low=0.4,
+        eps_high_max=0.2,
+        is_band=False,
+        normalize_std=True,
+        bounds="balanced",
+        positive_share_min=0.4,
+    ),
+    Method(
+        name="dppo_tv",
+        ratio="token",
+        eps_low=0.15,
+        eps_high_max=0.15,
+        is_band=False,
+        ratio_max=5.0,
+        aggregation="sequence_sum",
+        family="dppo",
+    ),
+    Method(
+        name="fspo",
+        ratio="product",
+        eps_low=0.03,
+        eps_high_max=0.03,
+        is_band=False,
+        aggregation="sequence_sum",
+        normalize_std=True,
+        family="fspo",
+    ),
+    Method(
+        name="topr",
+        ratio="product",
+        eps_low=1.0,
+        eps_high_max=0.0,
+        is_band=False,
+        aggregation="sequence_sum",
+        family="topr",
+    ),
+    Method(
+        name="dcpo",
+        ratio="token",
+        eps_low=0.16,
+        eps_high_max=0.2,
+        is_band=False,
+        ratio_max=10.0,
+        aggregation="sequence_mean",
+        normalize_std=True,
+        family="dcpo",
+    ),
+    Method(
+        name="aspo",
+        ratio="token",
+        eps_low=0.2,
+        eps_high_max=0.2,
+        ratio_max=3.0,
+        aggregation="sequence_mean",
+        normalize_std=True,
+        family="aspo",
+    ),
+)
+METHODS = {method.name: method for method in _PRESETS}
+"""Presets by name, with the clip widths of the papers; docs/objective.md lists open questions."""

@@ -1,4 +1,4 @@
-"""Settings of older versions: a file that leaves one as it was still loads."""
+"""Settings of older versions: a file that has one at its former default still loads."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A setting that there is no more."""
+    """A setting that no longer exists."""
 
     defaults: tuple[Any, ...]
-    """Its former default values: run folders and archives hold them, and they change nothing."""
+    """Former default values. Run folders and archives hold them; they are ignored."""
     instead: str
-    """Advice on what to write instead of another value."""
+    """What to write instead, for any other value."""
 
 
 REMOVED = {
     "rollout.verify_sequences": Removed(
         defaults=(4,),
-        instead="there is no such setting any more: every weight sync compares 4 sequences. "
+        instead="this setting was removed: every weight sync compares 4 sequences. "
         "Remove the line; rollout.verify_bound sets how far they may differ",
     ),
     "metrics.noise_floor_every_steps": Removed(
         defaults=(0, 50, 100),  # as configs of this package had them
-        instead="the noise floor is no longer measured; metrics.rounding_every_steps says how "
-        "often a step's ratios are compared with those without rounding (docs/numerics.md)",
+        instead="the noise floor is no longer measured; metrics.rounding_every_steps sets how "
+        "often a step's ratios are compared with unrounded ones (docs/numerics.md)",
     ),
     "metrics.noise_floor_limit": Removed(
         defaults=(1.0, 100),
         instead="the noise floor is no longer measured, and no run is refused for it. Remove the "
-        "line; numerics/ratio_correlation says whether the clip decides on rounding",
+        "line; the metric numerics/ratio_correlation shows whether rounding decides what is "
+        "clipped",
     ),
 }
 
 
 def drop_removed(tree: Any) -> Any:
-    """A config's tree without the removed settings that have their former default."""
+    """Drop removed settings that have their former default from the tree of a config."""
     if not isinstance(tree, dict):
         return tree
     for name, removed in REMOVED.items():

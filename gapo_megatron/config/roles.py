@@ -1,6 +1,6 @@
-"""Which settings a run may change: when it resumes, in a branch, and while a study lasts.
+"""Which settings may change when a run resumes, in a branch, and during a study.
 
-The answers are the roles of the settings (config/metadata.py).
+This follows from the roles of the settings (config/section.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gapo_megatron.config.metadata import HELD_OUT, INPUT_PATH, LEARNED, LIFE, Role
 from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.config.schema import Config
+from gapo_megatron.config.section import HELD_OUT, INPUT_PATH, LEARNED, LIFE, Role, Section
 
 Changes = dict[str, tuple[Any, Any]]
-"""Setting -> (its value there, here), where the two differ."""
+"""Setting -> (value before, value now), for settings that differ."""
 
 _SECTIONS = Config.sections()
 _ROLES = {
@@ -30,8 +30,8 @@ _PATHS = frozenset(
     for name, field in model.model_fields.items()
     if INPUT_PATH in field.metadata
 )
-# What a config that is older than a setting had for it. So a new setting must have as its default
-# what was done before there was one.
+# The values that a config has for settings that are newer than it. So the default of a new setting
+# must be what the code did before.
 _DEFAULTS = {
     section: field.annotation.model_construct().model_dump(mode="json")
     for section, field in Config.model_fields.items()
@@ -44,40 +44,40 @@ ALLOWABLE = tuple(
     for name, role in _ROLES.items()
     if name not in _PATHS and (not role.study or role.picks_groups)
 )
-"""What `run.allow_changes` may name: settings that decide what a run learns, if only in some runs.
+"""What `run.allow_changes` may name: settings that decide what a run learns, at least in some runs.
 """
 
 
 def role_of(name: str) -> Role:
-    """Role of a setting `section.key`, or of a whole section; a manifest may name unknown ones."""
+    """Role of a setting `section.key` or of a section; a manifest may hold unknown names."""
     section = _SECTIONS.get(name.partition(".")[0])
     return _ROLES.get(name, section.role if section else LEARNED)
 
 
 def is_setting(name: str) -> bool:
-    """Whether this version or an older one has a setting `section.key` of that name."""
+    """Whether this version or an older one has a setting `section.key`."""
     return name in _ROLES
 
 
 def is_input(name: str) -> bool:
-    """Whether a setting is the path of something that a run reads."""
+    """Whether a setting is a path that a run reads."""
     return name in _PATHS
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a setting names the problems that a run is evaluated on."""
+    """Whether a setting names held-out problems."""
     return role_of(name) == HELD_OUT
 
 
 def changes(before: Mapping[str, Any], config: Config) -> Changes:
-    """Settings that differ from a manifest's config and decide what is computed."""
+    """Settings that differ from a manifest's config and may not change freely in a resume."""
     return {
         name: pair for name, pair in _differing(before, config).items() if not role_of(name).resume
     }
 
 
 def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
-    """Settings that differ and decide what a run of a study computes, and not merely how."""
+    """Settings that differ and decide what a run of a study computes, not only how."""
     return {
         name: pair
         for name, pair in _differing(before, config).items()
@@ -86,27 +86,23 @@ def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
 
 
 def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
-    """Forbidden changes of a branch: a line for each with field, both values and rule."""
-    return [
-        f"{name} is {there!r} there and {here!r} here: {_why(name)}"
-        for name, (there, here) in _differing(before, config).items()
-        if not role_of(name).branch or _picks_groups(name, config)
-    ]
+    """List the changes that a branch must not make: a line for each with field, values, reason."""
+    lines = []
+    for name, (there, here) in _differing(before, config).items():
+        if not role_of(name).branch or _picks_groups(name, config):
+            section = _SECTIONS.get(name.partition(".")[0], Section)
+            lines.append(f"{name} is {there!r} there and {here!r} here: {section.kept}")
+    return lines
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every setting by its whole name, `section.key`, as JSON has it."""
+    """Every setting by its full name, `section.key`, with its JSON value."""
     return dict(_flat(config.model_dump(mode="json")))
 
 
 def _picks_groups(name: str, config: Config) -> bool:
-    """Whether the setting decides which groups are learned from, in a run of that config."""
+    """Whether the setting decides which groups a run with this config learns from."""
     return config.batch.oversampling > 1 and role_of(name).picks_groups
-
-
-def _why(name: str) -> str:
-    section = _SECTIONS.get(name.partition(".")[0])
-    return section.kept if section else "this version does not know it"
 
 
 def _differing(before: Mapping[str, Any], config: Config) -> Changes:
@@ -120,7 +116,7 @@ def _differing(before: Mapping[str, Any], config: Config) -> Changes:
 
 
 def _agree(name: str, there: Any, here: Any) -> bool:
-    # A manifest may say anything.
+    # A manifest may hold a value of any type.
     if name in _PATHS and there and here and isinstance(there, str) and "\0" not in there:
         return os.path.realpath(there) == os.path.realpath(here)
     return bool(there == here)

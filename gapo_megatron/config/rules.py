@@ -1,11 +1,11 @@
-"""Rules between settings of different sections, and checks of paths on this machine."""
+"""Rules between settings of different sections, and checks of the paths that a run reads."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from gapo_megatron.config.metadata import INPUT_PATH
+from gapo_megatron.config.section import INPUT_PATH
 from gapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_together(config: Config) -> None:
-    """Refuse settings that are valid alone but cannot be combined.
+    """Refuse settings that are each valid but cannot be combined.
 
     Raises:
         ValueError: names both settings, their values and the rule.
@@ -32,14 +32,14 @@ def check_together(config: Config) -> None:
         )
     if config.supervised and config.model.megatron_dir:
         raise ValueError(
-            f"model.megatron_dir ({config.model.megatron_dir}) would replace the weights that "
-            "supervised training makes in model.hf_dir"
+            f"model.megatron_dir ({config.model.megatron_dir}) must be empty with [supervised]: it "
+            "would replace the weights that supervised training writes to model.hf_dir"
         )
     if config.objective.importance_weight_max is not None and config.rollout.top_p < 1:
         raise ValueError(
             f"rollout.top_p ({config.rollout.top_p}) must be 1 with "
-            "objective.importance_weight_max: the log-probs of a cut-off distribution are no "
-            "measure of the engine's error"
+            "objective.importance_weight_max: log-probs of a truncated distribution do not measure "
+            "the engine's error"
         )
     _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
@@ -54,12 +54,12 @@ def check_together(config: Config) -> None:
 
 
 def _check_sides(config: Config) -> None:
-    """Rules of runs in which some ranks only generate, and of batches sampled ahead."""
+    """Rules for runs in which some ranks only generate, and for batches sampled ahead."""
     rollout, objective = config.rollout, config.objective
     if rollout.generation_nodes and rollout.generation_ranks:
         raise ValueError(
             f"rollout.generation_ranks ({rollout.generation_ranks}) must be 0 with "
-            f"rollout.generation_nodes ({rollout.generation_nodes}): they say the same"
+            f"rollout.generation_nodes ({rollout.generation_nodes}): set only one of the two"
         )
     if rollout.has_generation_side:
         key = "generation_nodes" if rollout.generation_nodes else "generation_ranks"
@@ -67,12 +67,12 @@ def _check_sides(config: Config) -> None:
         if config.batch.partial_rollouts:
             raise ValueError(
                 f"batch.partial_rollouts (true) must be false with {side}: the log-probs of "
-                "unfinished responses are the trainer's to compute"
+                "unfinished responses are known to the trainer only"
             )
         if config.optimizer.offload != "none":
             raise ValueError(
-                f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with {side}: no "
-                "engine wants the memory"
+                f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with {side}: the "
+                "training GPUs hold no engine that could use the memory"
             )
     if objective.old_log_probs == "rollout":
         _check_around_engine(config)
@@ -81,12 +81,12 @@ def _check_sides(config: Config) -> None:
     if not rollout.has_generation_side:
         raise ValueError(
             f"rollout.max_staleness ({most}) needs rollout.generation_nodes (or generation_ranks): "
-            "only ranks that do not train can generate meanwhile"
+            "only ranks that do not train can generate during training"
         )
     if objective.old_log_probs == "trainer" and objective.importance_weight_max is None:
         raise ValueError(
             f"rollout.max_staleness ({most}) needs objective.importance_weight_max, such as 2: it "
-            "corrects for older weights having sampled (docs/objective.md)"
+            "corrects for sampling with older weights (docs/objective.md)"
         )
     periods = {
         "evaluation.every_steps": [config.evaluation.every_steps],
@@ -98,32 +98,33 @@ def _check_sides(config: Config) -> None:
             if step % most:
                 raise ValueError(
                     f"{name} ({step}) must be a multiple of rollout.max_staleness ({most}): "
-                    "weights are sent after so many steps"
+                    f"weights are sent every {most} steps"
                 )
 
 
 def _check_around_engine(config: Config) -> None:
-    """Rules of a clip around the engine's log-probs."""
+    """Rules for ratios against the engine's log-probs."""
     rollout, largest = config.rollout, config.objective.importance_weight_max
     if rollout.top_p < 1:
         raise ValueError(
             f"rollout.top_p ({rollout.top_p}) must be 1 with objective.old_log_probs 'rollout': "
-            "the log-probs of a cut-off distribution are not the policy's"
+            "log-probs of a truncated distribution are not the policy's"
         )
     if largest is not None:
         raise ValueError(
             f"objective.importance_weight_max ({largest}) needs objective.old_log_probs 'trainer': "
-            "with 'rollout' the clip is around the policy that sampled, and every weight is 1"
+            "with 'rollout' the ratio is already against the policy that sampled, and every "
+            "weight is 1"
         )
     if config.batch.partial_rollouts:
         raise ValueError(
             "batch.partial_rollouts (true) needs objective.old_log_probs 'trainer', not 'rollout': "
-            "tokens of earlier steps keep the trainer's log-probs"
+            "tokens sampled in earlier steps keep the trainer's log-probs"
         )
 
 
 def input_paths(config: Config) -> dict[str, str]:
-    """Files and folders that commands read, by the setting that names them; empty: not given."""
+    """Paths of files and folders that commands read, by setting; empty where not given."""
     return {
         f"{section}.{name}": getattr(values, name)
         for section, values in config
@@ -134,24 +135,24 @@ def input_paths(config: Config) -> dict[str, str]:
 
 
 def missing_inputs(config: Config) -> list[str]:
-    """What the run reads and is not here: a line for each, with the setting and the path."""
+    """List the missing inputs of a run: a line for each, with setting and path."""
     unused = () if config.evaluation.every_steps else ("data.eval_path",)
     return [
-        f"{name} ({path}) is not there"
+        f"{name} ({path}) does not exist"
         for name, path in input_paths(config).items()
         if path
         and not os.path.exists(path)
         and name not in unused
-        and not name.startswith("supervised.")  # of another program
+        and not name.startswith("supervised.")  # read by `gapo_megatron.sft` only
     ]
 
 
 def check_paths(config: Config) -> None:
-    """Refuse paths that cannot be followed on this machine. A path may name what is not there yet.
+    """Refuse paths that cannot be resolved on this machine; a path may not exist yet.
 
     Raises:
-        ConfigError: names field, path and reason: links in a circle, a folder that this user must
-            not enter, a name too long for the disk.
+        ConfigError: names field, path and reason: a loop of links, a folder without permission, a
+            name that is too long for the file system.
     """
     paths = {"run.output_dir": config.run.output_dir, **input_paths(config)}
     for name, path in paths.items():
@@ -160,4 +161,4 @@ def check_paths(config: Config) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            raise ConfigError(f"{name} ({path!r}) cannot be followed: {error.strerror}") from None
+            raise ConfigError(f"{name} ({path!r}) cannot be resolved: {error.strerror}") from None

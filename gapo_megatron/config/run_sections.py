@@ -1,4 +1,4 @@
-"""Sections of the configuration about the run itself: its life, layout, checkpoints and records."""
+"""Sections of the configuration on the run, its layout, optimizer, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from gapo_megatron.config.metadata import INPUT_PATH, LAYOUT, LIFE, MEASURED, SEED
-from gapo_megatron.config.section import Section
+from gapo_megatron.config.section import INPUT_PATH, LAYOUT, LEARNED, LIFE, MEASURED, SEED, Section
 from gapo_megatron.config.types import (
+    AdamEps,
+    Bound,
     Count,
+    LearningRate,
     MadePath,
+    NonNegative,
+    Offload,
     OptionalPath,
+    PathText,
     Seconds,
     Seed,
     Steps,
@@ -100,6 +105,31 @@ class ParallelConfig(Section):
         return {name: value for name, value in given.items() if value != defaults[name].default}
 
 
+class OptimizerConfig(Section):
+    """AdamW with a constant learning rate, as in the paper's table."""
+
+    role = LEARNED
+    kept = "a branch keeps the optimizer's state and changes the objective alone"
+
+    learning_rate: LearningRate = 1e-6
+    """Constant after `optimizer.warmup_steps`."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, multiplied by the learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
+    eps: AdamEps = 1e-8
+    """AdamW's epsilon."""
+    clip_grad: Bound = 1.0
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
+    warmup_steps: StepsOrZero = 0
+    """Optimizer updates over which the learning rate rises linearly from 0 (updates, not steps)."""
+    offload: Annotated[Offload, LAYOUT] = "none"
+    """What moves to host memory while vLLM generates. `optimizer`: moments and master weights;
+    `all`: the model's weights as well."""
+
+
 class CheckpointConfig(Section):
     """Saving, and starting from another run's checkpoint."""
 
@@ -146,3 +176,21 @@ class MetricsConfig(Section):
     rounding_every_steps: StepsOrZero = 10
     """Steps between measurements of what rounding does to the ratios (docs/numerics.md), from step
     0 on. 0: never."""
+
+
+class SupervisedConfig(Section):
+    """Supervised training by `python -m gapo_megatron.sft`, which writes `model.hf_dir`."""
+
+    role = MEASURED
+
+    initial_hf_dir: Annotated[PathText, INPUT_PATH]
+    """Hugging Face folder the supervised training starts from."""
+    train_path: Annotated[PathText, INPUT_PATH]
+    """JSONL file with one example per line: prompt, response."""
+    num_steps: Steps
+    """Optimizer updates."""
+    batch_sequences: Annotated[Count, Field(le=2**20)] = 128  # all in memory
+    """Examples per optimizer update."""
+    learning_rate: LearningRate = 1e-3
+    """Peak learning rate: linear warm-up over the first tenth of the steps, then linear decay to a
+    tenth of the peak."""

@@ -1,6 +1,6 @@
-"""The run's configuration: what is trained, on what, and how it learns.
+"""The run's configuration: model, data, rollouts, reward and objective.
 
-Sections about the run itself are in run_sections.py. Paths are relative to the working directory.
+The other sections are in run_sections.py. Paths are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -12,19 +12,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from gapo_megatron.config.metadata import (
-    ENGINE,
-    HELD_OUT,
-    HOW,
-    INPUT_PATH,
-    LAYOUT,
-    LEARNED,
-    LIFE,
-    MEASURED,
-    OBJECTIVE,
-    SAMPLED,
-    SIDES,
-)
 from gapo_megatron.config.methods import METHODS, Aggregation, Method
 from gapo_megatron.config.removed import drop_removed
 from gapo_megatron.config.rules import check_together
@@ -32,26 +19,34 @@ from gapo_megatron.config.run_sections import (
     CheckpointConfig,
     EvaluationConfig,
     MetricsConfig,
+    OptimizerConfig,
     ParallelConfig,
     RunConfig,
+    SupervisedConfig,
 )
-from gapo_megatron.config.section import Section
+from gapo_megatron.config.section import (
+    ENGINE,
+    HELD_OUT,
+    HOW,
+    INPUT_PATH,
+    LEARNED,
+    LIFE,
+    OBJECTIVE,
+    SAMPLED,
+    SIDES,
+    Section,
+)
 from gapo_megatron.config.types import (
-    AdamEps,
     Bound,
     Count,
     CountOrZero,
     GroupSize,
-    LearningRate,
     MadePath,
     NonNegative,
-    Offload,
     OptionalPath,
     PathText,
     Positive,
     Seconds,
-    Steps,
-    StepsOrZero,
     Temperature,
     Text,
     Tokens,
@@ -356,49 +351,6 @@ class ObjectiveConfig(Section):
     def needs_every_sequence(self) -> bool:
         """Whether sequences with A = 0 have a gradient, too."""
         return self.kl_coef > 0 or self.entropy_coef > 0
-
-
-class OptimizerConfig(Section):
-    """AdamW with a constant learning rate, as in the paper's table."""
-
-    role = LEARNED
-    kept = "a branch keeps the optimizer's state and changes the objective alone"
-
-    learning_rate: LearningRate = 1e-6
-    """Constant after `optimizer.warmup_steps`."""
-    weight_decay: NonNegative = 0.01
-    """Decoupled weight decay, multiplied by the learning rate."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of AdamW's second moment."""
-    eps: AdamEps = 1e-8
-    """AdamW's epsilon."""
-    clip_grad: Bound = 1.0
-    """Maximum global gradient norm; larger gradients are scaled down to it."""
-    warmup_steps: StepsOrZero = 0
-    """Optimizer updates over which the learning rate rises linearly from 0 (updates, not steps)."""
-    offload: Annotated[Offload, LAYOUT] = "none"
-    """What moves to host memory while vLLM generates. `optimizer`: moments and master weights;
-    `all`: the model's weights as well."""
-
-
-class SupervisedConfig(Section):
-    """Supervised training by `python -m gapo_megatron.sft`, which writes `model.hf_dir`."""
-
-    role = MEASURED
-
-    initial_hf_dir: Annotated[PathText, INPUT_PATH]
-    """Hugging Face folder the supervised training starts from."""
-    train_path: Annotated[PathText, INPUT_PATH]
-    """JSONL file with one example per line: prompt, response."""
-    num_steps: Steps
-    """Optimizer updates."""
-    batch_sequences: Annotated[Count, Field(le=2**20)] = 128  # all in memory
-    """Examples per optimizer update."""
-    learning_rate: LearningRate = 1e-3
-    """Peak learning rate: linear warm-up over the first tenth of the steps, then linear decay to a
-    tenth of the peak."""
 
 
 class Config(Section):

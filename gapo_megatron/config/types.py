@@ -1,13 +1,14 @@
-"""Types of settings; their limits are those of the code and libraries that use them.
+"""Types of settings, with the limits of the code and libraries that use them.
 
-A value beyond them passes as a number or a string, and fails only after minutes: in a C library, in
-vLLM, in a file that cannot be read again. So the schema refuses it.
+Beyond its limit a value would fail only after minutes: in a C library, in vLLM, or in a file that
+cannot be read again. So the schema refuses it.
 """
 
 from __future__ import annotations
 
 import os
 import unicodedata
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -15,10 +16,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 # --- whole numbers --------------------------------------------------------------------------------
 
 _COUNTS = 2**31
-"""Offsets of packed sequences, and what vLLM counts, have 32 bits and a sign."""
+"""Offsets of packed sequences and vLLM's counters are signed 32-bit integers."""
 
 _STEPS = 2**63
-"""Counted in Python alone; TOML's numbers have 64 bits and a sign."""
+"""Counted in Python only; TOML has signed 64-bit integers."""
 
 Count = Annotated[int, Field(gt=0, lt=_COUNTS)]
 CountOrZero = Annotated[int, Field(ge=0, lt=_COUNTS)]
@@ -27,41 +28,41 @@ Steps = Annotated[int, Field(gt=0, lt=_STEPS)]
 StepsOrZero = Annotated[int, Field(ge=0, lt=_STEPS)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
-"""Seed in the range of `torch.manual_seed`; NumPy's and Python's generators take any."""
+"""Seed in the range of `torch.manual_seed`; NumPy and Python accept any."""
 
 Seconds = Annotated[int, Field(gt=0, le=2_000_000)]
-"""23 days: `poll` counts milliseconds in 32 bits, and there are callers that add a minute."""
+"""At most 23 days: `poll` counts milliseconds in 32 bits, and some callers add a minute."""
 
 Tokens = Annotated[int, Field(gt=0, le=2**24)]
-"""Tokens of one sequence at most: vLLM makes a table of rotary positions as long before it starts.
-The longest contexts that models are trained on have 10 million."""
+"""Largest length of a sequence: vLLM's table of rotary positions has one row per position. The
+longest contexts that models are trained on have 10 million tokens."""
 
 GroupSize = Annotated[int, Field(ge=2, le=2**12)]
-"""Samples that are compared with each other: one alone has nothing to compare with, and metrics
-have columns for each number of correct ones."""
+"""Responses that are compared with each other: at least two, and few enough for metrics by the
+number of correct ones."""
 
 Workers = Annotated[int, Field(ge=0, le=1024)]
-"""Processes of one rank, started all at once."""
+"""Processes that one rank starts."""
 
 # --- numbers --------------------------------------------------------------------------------------
 
 _MOST = 1e30
-"""Computed with in float32, where it may be multiplied: torch refuses a scalar beyond 3.4e38."""
+"""Used in float32 products: torch refuses a scalar above 3.4e38."""
 
 Positive = Annotated[float, Field(gt=0, le=_MOST)]
 NonNegative = Annotated[float, Field(ge=0, le=_MOST)]
 
 Bound = Annotated[float, Field(gt=0)]
-"""Compared with in Python alone: so large that it never applies is a way to switch it off."""
+"""Only compared with: a very large value switches the bound off."""
 
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
-"""vLLM refuses more, and takes less for 0.01 with a warning."""
+"""vLLM refuses more, and raises less to 0.01 with a warning."""
 
 LearningRate = Annotated[float, Field(gt=0, le=1)]
-"""Adam moves every weight by about as much in each update."""
+"""Adam moves every weight by about this much in each update."""
 
 AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
-"""Below float32's smallest number it is 0, and a weight without gradient becomes 0/0."""
+"""Below float32's smallest number it would be 0, and a weight without gradient 0/0."""
 
 # --- names ----------------------------------------------------------------------------------------
 
@@ -71,16 +72,16 @@ def _read_older_offload(value: object) -> object:
 
 
 Offload = Annotated[Literal["none", "optimizer", "all"], BeforeValidator(_read_older_offload)]
-"""A boolean in older versions."""
+"""Older versions wrote a boolean."""
 
 # --- text -----------------------------------------------------------------------------------------
 
 
 def check_text(text: str) -> str:
-    """Refuse all but one printable line, the same in TOML, in a shell script and in a log.
+    """Refuse text that is not one printable line in TOML, in a shell script and in a log.
 
     Raises:
-        ValueError: says which character.
+        ValueError: shows the character.
     """
     for character in text:
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
@@ -89,25 +90,17 @@ def check_text(text: str) -> str:
 
 
 _PATH_BYTES = 2048
-"""Half of what Linux takes: the rest is for the files in a folder, and the working directory."""
+"""Half of Linux's limit: the rest is for the working directory and for file names in a folder."""
 _NAME_BYTES, _MADE_NAME_BYTES = 255, 200
-"""Between two slashes: as Linux takes it, and less what the drafts of what is made add to it."""
+"""Between two slashes: Linux's limit, and the limit for folders whose drafts get longer names."""
 
 
 def _check_spelling(path: str) -> str:
     if path != path.strip():
-        raise ValueError("must not begin or end with a blank")
+        raise ValueError("must not begin or end with a space")
     if path.startswith("~"):
-        raise ValueError("must be written out: nobody replaces the ~ (a folder of that name: ./~)")
+        raise ValueError("must be written out: ~ is not expanded (for a folder named ~: ./~)")
     return path
-
-
-def _check_read(path: str) -> str:
-    return _check_bytes(path, of_a_name=_NAME_BYTES)
-
-
-def _check_made(path: str) -> str:
-    return _check_bytes(path, of_a_name=_MADE_NAME_BYTES)
 
 
 def _check_bytes(path: str, *, of_a_name: int) -> str:
@@ -121,17 +114,21 @@ def _check_bytes(path: str, *, of_a_name: int) -> str:
 
 def _check_given(path: str) -> str:
     if not path:
-        raise ValueError("must not be empty, which would be the working directory")
+        raise ValueError("must not be empty: that would be the working directory")
     return path
 
 
 Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
 _Spelled = Annotated[str, AfterValidator(check_text), AfterValidator(_check_spelling)]
-OptionalPath = Annotated[_Spelled, AfterValidator(_check_read)]
-"""Empty: none."""
+OptionalPath = Annotated[_Spelled, AfterValidator(partial(_check_bytes, of_a_name=_NAME_BYTES))]
+"""A path, or empty for none."""
 PathText = Annotated[OptionalPath, AfterValidator(_check_given)]
-MadePath = Annotated[_Spelled, AfterValidator(_check_made), AfterValidator(_check_given)]
-"""Path of a folder that a command makes."""
+MadePath = Annotated[
+    _Spelled,
+    AfterValidator(partial(_check_bytes, of_a_name=_MADE_NAME_BYTES)),
+    AfterValidator(_check_given),
+]
+"""Path of a folder that a command creates."""
 
 WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]
-"""Project name that Weights & Biases accepts."""
+"""A project name that Weights & Biases accepts."""

@@ -1,1 +1,1 @@
-"""Problems in: schema of the files, tokenizer, seeded and resumable order."""
+"""Training problems: schema of the files, tokenizer, and their seeded, resumable order."""

@@ -1,7 +1,7 @@
-"""The paper's benchmarks as data: which file each one is, and how a row of it becomes a problem.
+"""The paper's benchmarks: their files, and how a row becomes a problem.
 
-Files stay as their publishers wrote them: JSON (one list) or JSONL, in one folder per benchmark
-under a folder of the user's (docs/evaluation.md lists them).
+Files are used as published: JSON (one list) or JSONL, in one folder per benchmark below the user's
+data folder (docs/evaluation.md lists them).
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import is_unicode, keys_of
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
-"""Instruction at the end of every mathematical problem: the verifier looks for the box."""
+"""Instruction at the end of every mathematical problem; the verifier reads the box."""
 
 LIVECODEBENCH_FROM, LIVECODEBENCH_BEFORE = "2024-08-01", "2025-02-01"
-"""Contests of the paper's LCB-v5 column; training uses those before."""
+"""Dates of the contests in the paper's LCB-v5 column; training uses earlier ones."""
 
 HUMANEVAL_LONGEST_RESULT = 100_000
-"""Tests of HumanEval+ with longer results are left out: some have a million values, too many to
-pass between the sandboxes of program and tests in time."""
+"""Tests of HumanEval+ with longer results are skipped: some have a million values, too many to send
+from one sandbox to another in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem in words; `Prompt` is its form in tokens."""
+    """A problem as text; `Prompt` is its form in tokens."""
 
     id: str
-    """Unique over all benchmarks; seeds its samples."""
+    """Unique over all benchmarks; part of the seed of its samples."""
     prompt: str
     answers: tuple[str, ...]
-    """Reference answers; a response is correct if it agrees with any of them."""
+    """Reference answers; a response that equals any of them is correct."""
     level: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark by name, without its data."""
+    """Description of a benchmark, without its data."""
 
     name: str
     title: str
-    """Head of its column in tables, as the paper prints it."""
+    """Column title in tables, as in the paper."""
     kind: Literal["math", "code", "instructions"]
     """Verifier, as `reward.kind` of the config."""
     folder: str
     """Folder of its file, below the data folder."""
     read: Callable[[Row], tuple[str, str] | None]
-    """Prompt and level of a row; None for a row outside the benchmark. Errors of `_OTHER_SHAPE`
-    mean another file shape."""
+    """Prompt and level of a row; None for a row outside the benchmark. Raises an exception of
+    `_OTHER_SHAPE` for an unexpected row."""
     answers: Callable[[Row], tuple[str, ...]]
-    """Answer of a row; raises as `read`, and is apart because program tests decode slowly."""
+    """Answers of a row; raises as `read`. Separate, because tests of programs decode slowly."""
     in_parts: bool = False
-    """Published as several files, which are read in the order of their names."""
+    """Whether it is published as several files, which are read in the order of their names."""
     in_average: bool = False
-    """One of the paper's six mathematical benchmarks, whose mean is its column Avg."""
+    """Whether it is one of the six mathematical benchmarks of the paper's column Avg."""
 
     def find_files(self, data_dir: str | Path) -> list[Path]:
-        """The benchmark's file, or several by name where it is published in parts.
+        """Find the file of the benchmark, or all of its parts in the order of their names.
 
         Raises:
-            ConfigError: there is none, or more than one of what is one file.
+            ConfigError: there is none, or more than one although it is one file.
         """
         folder = Path(data_dir) / self.folder
         found = sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")])
         if not found or (len(found) > 1 and not self.in_parts):
             names = ", ".join(path.name for path in found) or "none"
             raise ConfigError(
-                f"benchmark {self.name}: {folder} must hold one .json or .jsonl file, not {names}"
+                f"benchmark {self.name}: {folder} must hold one .json or .jsonl file; found {names}"
             )
         return found
 
@@ -84,12 +84,12 @@ class Benchmark:
         """Read the benchmark's problems, in file order.
 
         Raises:
-            DataError: a file cannot be read or has another shape; names file, row and rule.
+            DataError: a file cannot be read or has an unexpected format; names file, row and rule.
         """
         return list(self._problems(paths, with_answers=True))
 
     def prompts(self, *paths: Path) -> Iterator[tuple[str, str]]:
-        """Id and prompt of each problem; raises as `load`, but for what the answers are."""
+        """Id and prompt of each problem; raises as `load`, except for errors in answers."""
         return ((one.id, one.prompt) for one in self._problems(paths, with_answers=False))
 
     def _problems(self, paths: Sequence[Path], *, with_answers: bool) -> Iterator[Problem]:
@@ -101,8 +101,8 @@ class Benchmark:
                 answers = self.answers(row) if parts and with_answers else ()
             except _OTHER_SHAPE as error:
                 raise DataError(
-                    f"{path}:{number}: not a row of {self.name}: "
-                    f"{type(error).__name__}: {error}; it has {keys_of(row)}"
+                    f"{path}:{number}: unexpected format for a row of {self.name}: "
+                    f"{type(error).__name__}: {error}; the row has {keys_of(row)}"
                 ) from None
             if parts is None:
                 continue
@@ -110,7 +110,7 @@ class Benchmark:
             if not prompt.strip() or (with_answers and not (answers and all(answers))):
                 raise DataError(f"{path}:{number}: the prompt or the answer is empty")
             if not is_unicode(prompt + level):
-                raise DataError(f"{path}:{number}: the prompt has half of a surrogate pair")
+                raise DataError(f"{path}:{number}: the prompt contains a lone surrogate")
             for answer in answers:
                 try:
                     rewards.check_answer(self.kind, answer)
@@ -120,11 +120,11 @@ class Benchmark:
             yield Problem(f"{self.name}-{index}", prompt, answers, level)
         if not found:
             shown = ", ".join(map(str, paths))
-            raise DataError(f"{shown}: no problems of {self.name}")
+            raise DataError(f"{shown}: contains no problems of {self.name}")
 
 
 def without_request(prompt: str) -> str:
-    """The problem's own words: its prompt without what we ask around them."""
+    """Strip our instructions from a prompt, which leaves the text of the problem."""
     text = prompt.removesuffix(BOXED)
     for template in (ANSWER_TEXT, ANSWER_CALL, _COMPLETE):
         for literal, *_ in string.Formatter().parse(template):
@@ -144,7 +144,7 @@ def _text(row: Row, key: str) -> str:
 
 
 def _math_answers(row: Row) -> tuple[str, ...]:
-    """A string, a number, or a list of equally good ones, without what differs in spaces alone."""
+    """Read a string, a number, or a list of alternatives; drop those that differ in spaces."""
     value = row["answer"]
     texts = [_one_answer(one) for one in (value if isinstance(value, list) else [value])]
     by_letters = {"".join(text.split()): text for text in reversed(texts)}
@@ -218,14 +218,14 @@ def _livecodebench(row: Row) -> tuple[str, str] | None:
 
 
 def _function_name(row: Row) -> str | None:
-    """Name of the method to write; None where the program reads and prints."""
+    """Name of the method to write; None for a program that reads and prints."""
     name = json.loads(row["metadata"] or "{}").get("func_name")
     return str(name) if name else None
 
 
 def _livecodebench_answers(row: Row) -> tuple[str, ...]:
     private = _text(row, "private_test_cases")
-    if not private.lstrip().startswith("["):  # text is pickled, deflated, and then base64
+    if not private.lstrip().startswith("["):  # pickled text, compressed, in base64
         private = _unpickle_text(zlib.decompress(base64.b64decode(private)))
     function = _function_name(row)
     tests = [*json.loads(row["public_test_cases"]), *json.loads(private)]
@@ -236,23 +236,23 @@ def _livecodebench_answers(row: Row) -> tuple[str, ...]:
 
 
 def _unpickle_text(data: bytes) -> str:
-    """The text that a pickle holds; read, not run, for a pickle may call any function."""
+    """Return the text in a pickle without unpickling it, which could call any function."""
     texts = []
     for operation, argument, _ in pickletools.genops(data):
         if isinstance(argument, str) and "UNICODE" in operation.name:
             texts.append(argument)
         elif operation.name not in _AROUND_TEXT:
             shown = f"{operation.name} {argument!s:.60}"
-            raise ValueError(f"private_test_cases hold more than text: {shown}")
+            raise ValueError(f"private_test_cases must be a pickled text, but contain {shown}")
     [text] = texts
     return text
 
 
 _AROUND_TEXT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
-"""Operations of a pickle that hold nothing."""
+"""Operations of a pickle without content."""
 
 
-# The reference gives the expected values: those of HumanEval's own asserts are part of its inputs.
+# The reference solution gives the expected values; the inputs include those of HumanEval's asserts.
 _HUMANEVAL_PLUS_TEST = """
 {reference}
 

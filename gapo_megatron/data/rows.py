@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON and Parquet files, one at a time."""
+"""Reads rows of JSONL, JSON and Parquet files, one at a time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from gapo_megatron.io.documents import open_file, parse_json
 Row = dict[str, Any]
 
 CHUNK = 2**20
-"""Characters of a JSON list that are read at once."""
+"""Characters of a JSON list that are read at a time."""
 PARQUET_ROWS = 16
-"""Rows of a Parquet file that are Python objects at once: one may hold 100 MB of tests."""
+"""Rows of a Parquet file that are converted at a time: a row may hold 100 MB of tests."""
 
 
 def check_format(path: Path) -> None:
-    """Refuse what `read_rows` cannot read, by its name and kind.
+    """Refuse a file that `read_rows` cannot read, by its suffix and type.
 
     Raises:
-        ConfigError: the suffix is another.
-        DataError: it cannot be opened, or is no file.
+        ConfigError: unknown suffix.
+        DataError: it cannot be opened, or is not a file.
     """
     if path.suffix not in _READERS:
-        raise ConfigError(f"input {path} must be one of *{', *'.join(_READERS)}")
+        raise ConfigError(f"input {path} must be a file *{', *'.join(_READERS)}")
     with _opened(path):
         pass
 
@@ -39,20 +39,20 @@ def check_format(path: Path) -> None:
 def read_rows(
     path: Path, *, columns: Sequence[str] = (), optional: Sequence[str] = (), after: int = 0
 ) -> Iterator[tuple[int, Row, float]]:
-    """Read a file's rows in order; memory holds a few of them (of Parquet, up to one row group).
+    """Read a file's rows in order, with a few of them in memory (of Parquet, up to a row group).
 
     Args:
         path: .jsonl, .json (one list) or .parquet.
-        columns: read from a Parquet file, which must have them; other formats give all.
-        optional: columns read from a Parquet file that has them.
-        after: number of a row that was read before: those up to it are passed over.
+        columns: columns to read from a Parquet file, which must have them; other formats give all.
+        optional: columns to read from a Parquet file if it has them.
+        after: number of the last row to skip.
 
     Yields:
-        Line number (JSONL) or row number (others), from 1, the row, and about which share of the
-        file has been read.
+        Line number (JSONL) or row number (others), from 1; the row; and roughly the share of the
+        file that has been read.
 
     Raises:
-        DataError: the file cannot be read, or lacks a column, or a row is no object; names file
+        DataError: the file cannot be read, lacks a column, or a row is not an object; names file
             and row.
     """
     with _opened(path) as file:
@@ -65,13 +65,13 @@ def read_rows(
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read the JSON of each line that is not blank, whatever the file's name.
+    """Read the JSON of each line that is not blank; the file may have any suffix.
 
     Yields:
         Line number, from 1, and the value.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON; names file and line.
+        DataError: the file cannot be read, or a line is not JSON; names file and line.
     """
     with _opened(path) as file:
         for number, value, _ in _jsonl(file, path, (), (), 0):
@@ -100,7 +100,7 @@ def _jsonl(
     for number, line in enumerate(file, start=1):
         done += len(line)
         if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)  # Windows' mark
+            line = line.removeprefix(codecs.BOM_UTF8)  # files from Windows
         if number > after and line.strip():
             yield number, _parse(line, path, number), done / size
 
@@ -120,11 +120,11 @@ def _json(
         if separator not in (",", "]"):
             raise DataError(f"{path}: no ',' or ']' after row {number}")
     if text.look():
-        raise DataError(f"{path}: goes on behind the end of its list")
+        raise DataError(f"{path}: text after the end of the list")
 
 
 class _JsonText:
-    """A file of JSON, of which as much is in memory as the value at hand needs."""
+    """A JSON file that is read value by value, with only the current one in memory."""
 
     _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
@@ -135,7 +135,7 @@ class _JsonText:
         self._decode = json.JSONDecoder().raw_decode
 
     def look(self) -> str:
-        """Next character that is not white space; empty at the end of the file."""
+        """The next character that is not white space; empty at the end of the file."""
         while True:
             if found := self._NOT_SPACE.search(self._text, self._position):
                 self._position = found.start()
@@ -150,20 +150,19 @@ class _JsonText:
         return character
 
     def take_value(self) -> str:
-        """Text of the next value; all that is left where it is none, which its parser says.
+        """Text of the next value; all remaining text if it is malformed.
 
-        The value found here is thrown away, and its text read again: what a row may be is decided
-        in one place for all formats.
+        Only its end is used here. The caller parses the text again, with the checks of all formats.
         """
         self.look()
         while True:
             try:
                 _, end = self._decode(self._text, self._position)
                 break
-            except json.JSONDecodeError:  # perhaps only cut off
+            except json.JSONDecodeError:  # perhaps incomplete
                 if self._grow():
                     continue
-            except (ValueError, RecursionError):  # a number too long to read, or nested too deep
+            except (ValueError, RecursionError):  # too long a number, or nested too deeply
                 pass
             end = len(self._text)
             break

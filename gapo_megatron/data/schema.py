@@ -1,11 +1,10 @@
-"""The problem file: JSONL, one problem a line, read and checked whole before any model is built.
+"""The problem file: JSONL with one problem per line, checked whole before any model is built.
 
     {"id": "a-17", "prompt": "3+8+5=", "answer": "16", "level": "2 additions"}
 
-`id` is unique within the file, `answer` is what the verifier compares with, `level` is optional and
-names the stratum in reports. Other keys are left alone: a file may carry what else it likes.
-Answers too large for every rank to hold (tests of programs) lie in a file beside it, and `answer`
-says where:
+`id` is unique within the file, the verifier compares responses with `answer`, and the optional
+`level` names a stratum in reports. Other keys are ignored. Answers that are too large for the
+memory of every rank (tests of programs) are in another file, and `answer` refers to it:
 
     "answer": {"file": "tests.jsonl", "offset": 0, "length": 5126}
 """
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXCERPT_BYTES = 64
-"""Bytes read of either end of an answer in another file; the start reads no more of it."""
+"""Bytes at each end of an answer in another file that are read at the start of a run."""
 
 QUICK_CHARACTERS = 2**16
-"""Characters that are tokenised in no time; a hundred times as many take a minute."""
+"""Characters that are tokenised quickly; a hundred times as many take a minute."""
 
 NUM_SHOWN = 5
-"""Line numbers that an error names at most; it counts all."""
+"""Most lines that an error lists; it counts all."""
 
 
 def read_prompts(
@@ -59,24 +58,23 @@ def read_prompts(
 
     Args:
         path: JSONL file in UTF-8; blank lines are skipped.
-        tokenizer: the policy's tokenizer; adds its own special tokens (a BOS where it has one).
-        max_prompt_tokens: longest prompt that passes, in tokens, template included.
-        kind: kind of the verifier that is to read the answers, `reward.kind`.
+        tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one).
+        max_prompt_tokens: longest prompt in tokens, with the template.
+        kind: verifier of the answers, `reward.kind`.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
-        keep_unreadable: warn of answers that the verifier cannot read, and keep their problems: a
-            run that has begun with them (an older version did) goes on with the same ones.
+        keep_unreadable: only warn about unreadable answers, for runs that started with them.
 
     Returns:
         The problems in file order, the same on every rank.
 
     Raises:
-        DataError: names the file, the line and the rule it breaks; of answers that the verifier
-            cannot read how many there are, and the first lines.
-        ConfigError: `chat_template` is asked for and the tokenizer has none.
+        DataError: names the file, the line and the broken rule; for answers that the verifier
+            cannot read, their number and the first lines.
+        ConfigError: `chat_template` is true and the tokenizer has none.
     """
     if chat_template and not tokenizer.chat_template:
         raise ConfigError(
-            "data.chat_template (True): the tokenizer has no chat template; set it to false, or "
+            "data.chat_template (true) needs a tokenizer with a chat template; set it to false, or "
             "use the tokenizer of an instruction-tuned model"
         )
     prompts: list[Prompt] = []
@@ -102,29 +100,34 @@ def read_prompts(
                 ) from None
             prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
     if not prompts:
-        raise DataError(f"{path}: holds no problems")
+        raise DataError(f"{path}: contains no problems")
     if unreadable := answers.unreadable:
-        count = f"{path}: no response can be judged by {len(unreadable)} of {len(prompts)} answers"
-        if not keep_unreadable:
-            more = ["..."] if len(unreadable) > NUM_SHOWN else []
-            raise DataError("\n  ".join([f"{count}:", *unreadable[:NUM_SHOWN], *more]))
-        logger.warning("%s, those to them are left out; the first is %s", count, unreadable[0])
+        count = f"{path}: the verifier cannot read {len(unreadable)} of {len(prompts)} answers"
+        _report(count, unreadable, is_error=not keep_unreadable)
     return prompts
 
 
+def _report(count: str, unreadable: Sequence[str], *, is_error: bool) -> None:
+    """Raise a DataError with the first unreadable answers, or warn."""
+    if is_error:
+        more = ["..."] if len(unreadable) > NUM_SHOWN else []
+        raise DataError("\n  ".join([f"{count}:", *unreadable[:NUM_SHOWN], *more]))
+    logger.warning("%s; verdicts on their problems are unknown. First: %s", count, unreadable[0])
+
+
 class _Answers:
-    """Reads the answers of a file's rows, and has the verifier check them."""
+    """Reads the answers of a file's rows; the verifier checks them."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind = folder, kind
         self.unreadable: list[str] = []
-        """Each answer that the verifier cannot read: where it is, and why not."""
+        """A message for each answer that the verifier cannot read."""
         self._path = Path()
         self._file: BinaryIO | None = None
-        """Open file at `_path`: kept from the last read, since every line may name the same."""
+        """The open file at `_path`, kept because many rows may name it."""
 
     def read(self, row: dict[str, Any], *, where: str) -> str:
-        """The answer; of one in another file the reference, as JSON text, with its whole path."""
+        """The answer; for one in another file the reference with its full path, as JSON text."""
         answer = row.get("answer")
         if not isinstance(answer, dict):
             _check(row, ("answer",), (), where=where)
@@ -142,14 +145,14 @@ class _Answers:
         return text
 
     def _find(self, reference: dict[str, Any]) -> tuple[str, bytes, bytes]:
-        """The reference to an answer in another file, and the first and last bytes there."""
+        """The reference to an answer in another file, and the first and last bytes of it."""
         file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
         if (
             not (isinstance(file, str) and type(offset) is int and type(length) is int)
             or not is_unicode(file)
             or max(abs(offset), abs(length)) >= 2**63
         ):
-            raise DataError("it must be a string, or name file, offset and length of one")
+            raise DataError("must be a string, or an object with file, offset and length")
         path = self._folder / file
         shown = repr(str(path))
         try:
@@ -157,7 +160,7 @@ class _Answers:
             size = os.fstat(number).st_size
             if not 0 <= offset < offset + length <= size:
                 raise DataError(
-                    f"bytes {offset} to {offset + length} are not in {shown}, which has {size}"
+                    f"bytes {offset} to {offset + length} are beyond {shown}, which has {size}"
                 )
             short = min(length, EXCERPT_BYTES)
             head, tail = (os.pread(number, short, at) for at in (offset, offset + length - short))
@@ -179,18 +182,18 @@ class _Answers:
 def read_jsonl(
     path: str | Path, *, keys: Sequence[str], optional: Sequence[str] = ()
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Read a JSONL file of objects whose named values are text.
+    """Read a JSONL file of objects with text values.
 
     Args:
         path: file in UTF-8; blank lines are skipped.
-        keys: required in every object, each a string that is not empty.
-        optional: strings where present.
+        keys: required keys, whose values are strings that are not empty.
+        optional: keys whose values are strings if present.
 
     Returns:
         (line number from 1, object) for every line that is not blank.
 
     Raises:
-        DataError: names the file, the line and the rule it breaks.
+        DataError: names the file, the line and the broken rule.
     """
     rows = []
     for number, row in read_lines(Path(path)):
@@ -201,26 +204,26 @@ def read_jsonl(
 
 def _check(row: Any, keys: Sequence[str], optional: Sequence[str], *, where: str) -> None:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: needs a JSON object, not {_shown(row)}")
+        raise DataError(f"{where}: must be a JSON object, not {_shown(row)}")
     for key in keys:
         if key not in row:
-            raise DataError(f"{where}: key {key!r} is missing; it has {keys_of(row)}")
+            raise DataError(f"{where}: key {key!r} is missing; the row has {keys_of(row)}")
     for key in (*keys, *(key for key in optional if key in row)):
         if not isinstance(row[key], str):
             raise DataError(f"{where}: {key} ({_shown(row[key])}) must be a string")
         if not is_unicode(row[key]):
-            raise DataError(f"{where}: {key} ({_shown(row[key])}) has half of a surrogate pair")
+            raise DataError(f"{where}: {key} ({_shown(row[key])}) contains a lone surrogate")
         if key in keys and not row[key].strip():
             raise DataError(f"{where}: {key} is empty")
 
 
 def _shown(value: Any) -> str:
-    """A few characters of a value, which may be nested deeper than can be written."""
+    """A short form of a value, even if it is nested too deeply for `repr`."""
     return reprlib.repr(value)
 
 
 class LengthError(DataError):
-    """A prompt without tokens, or with too many: `num_tokens`, or more."""
+    """A prompt without tokens or with too many: at least `num_tokens`."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"{num_tokens} tokens")
@@ -230,22 +233,22 @@ class LengthError(DataError):
 def encode_prompt(
     text: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool, max_tokens: int
 ) -> tuple[int, ...]:
-    """Tokens of a prompt as the model sees it, special tokens and template included.
+    """Tokenise a prompt as the model sees it, with special tokens and template.
 
     Raises:
-        LengthError: they are none, or more than `max_tokens`.
+        LengthError: no token, or more than `max_tokens`.
     """
     check_length(text, tokenizer, max_tokens=max_tokens)
     if chat_template:
-        # The template writes every special token itself.
+        # The template adds all special tokens itself.
         with as_config_error(f"{tokenizer.name_or_path}: its chat template fails"):
             rendered = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )
         if len(rendered) > len(text) + MAX_TEMPLATE_CHARACTERS:
             raise ConfigError(
-                f"{tokenizer.name_or_path}: its chat template makes {len(rendered)} characters of "
-                f"a prompt of {len(text)}; it may add {MAX_TEMPLATE_CHARACTERS} at most"
+                f"{tokenizer.name_or_path}: its chat template turns a prompt of {len(text)} "
+                f"characters into {len(rendered)}; it may add at most {MAX_TEMPLATE_CHARACTERS}"
             )
         text = rendered
     token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
@@ -255,13 +258,13 @@ def encode_prompt(
 
 
 def check_length(text: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
-    """Refuse a long text whose tokens must be too many, without tokenising it.
+    """Refuse a text that certainly has too many tokens, without tokenising it.
 
-    A bound and no count: every token is taken for as long as the longest of the vocabulary, and
-    the text for what the tokenizer cuts (some drop characters first). What passes may have more.
+    A lower bound: it assumes that every token is as long as the longest in the vocabulary, and that
+    the tokenizer drops no characters. A text that passes may still have too many tokens.
 
     Raises:
-        LengthError: even so they are more than `max_tokens`.
+        LengthError: the bound is above `max_tokens`.
     """
     if len(text) > QUICK_CHARACTERS:
         least = math.ceil(len(text) / _longest_token(tokenizer))
@@ -269,6 +272,6 @@ def check_length(text: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: i
             raise LengthError(least)
 
 
-@functools.lru_cache(maxsize=1)  # a vocabulary is built anew at every call
+@functools.lru_cache(maxsize=1)  # get_vocab builds a new dict at every call
 def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(map(len, tokenizer.get_vocab()))

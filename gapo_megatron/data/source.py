@@ -1,4 +1,4 @@
-"""The order in which problems are drawn: seeded, endless, and resumed where it stopped."""
+"""Draws training problems in a seeded, endless and resumable order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gapo_megatron.types import Prompt
 
 
 class PromptSource:
-    """Draws every problem once per epoch, each epoch in an order of its own; again what comes back.
+    """Draws every problem once per epoch, in a new order each, and returned problems again.
 
-    A batch may begin in one epoch and end in the next; no problem appears in a batch twice, since
-    its rollouts would be the same ones. Every rank draws the same batches; nothing is communicated.
+    A batch may span two epochs. No problem is in a batch twice, because its rollouts would be the
+    same. Every rank draws the same batches, without communication.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
@@ -24,7 +24,7 @@ class PromptSource:
 
         Args:
             prompts: the dataset, the same on every rank.
-            seed: seed of the orders; epoch e depends on (seed, e) alone.
+            seed: seed of the orders; that of epoch e depends only on (seed, e).
         """
         self._prompts = list(prompts)
         self._numbers = {prompt.id: i for i, prompt in enumerate(self._prompts)}
@@ -34,22 +34,22 @@ class PromptSource:
 
     @property
     def problems(self) -> Sequence[Prompt]:
-        """The dataset."""
+        """All problems of the dataset."""
         return self._prompts
 
     def number_of(self, prompt_id: str) -> int:
-        """Place of a problem in `problems`."""
+        """Index of a problem in `problems`."""
         return self._numbers[prompt_id]
 
     def next_batch(self, num_prompts: int, *, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
         """Draw the next `num_prompts` different problems.
 
         Args:
-            num_prompts: how many.
-            drawn: problems of earlier calls for the same batch; none of them comes again.
+            num_prompts: number of problems.
+            drawn: problems that earlier calls drew for the same batch; they are not drawn again.
 
         Raises:
-            ConfigError: the dataset holds fewer.
+            ConfigError: the dataset has fewer problems.
         """
         wanted = num_prompts + len(drawn)
         if wanted > len(self._prompts):
@@ -62,23 +62,23 @@ class PromptSource:
         chosen = self._take(num_prompts, taken)
         if len(chosen) < num_prompts:
             self._epoch += 1
-            # Problems this batch already has wait at the front of what is left of the new epoch.
+            # Problems that this batch already has stay first in the new epoch.
             self._remaining += self._order(self._epoch)
             taken = {i for i in self._remaining if self._prompts[i].id in ids} | set(chosen)
             chosen += self._take(num_prompts - len(chosen), taken)
         return [self._prompts[i] for i in chosen]
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
-        """Append these to what remains: drawn after it, and before the next epoch.
+        """Return problems, to be drawn after those that remain of this epoch.
 
-        A prompt given back after the next epoch has started may be drawn twice in that epoch.
+        A problem that is returned after the next epoch has started may be drawn twice in it.
         """
         self._remaining += [self.number_of(prompt.id) for prompt in prompts]
 
     def _take(self, count: int, avoided: set[int]) -> list[int]:
-        """Remove the first `count` different ones of what remains, but for `avoided`, which stay.
+        """Remove and return the first `count` different remaining problems that are not `avoided`.
 
-        A problem that was given back may be there twice, where a new epoch has begun.
+        A returned problem may remain twice once a new epoch has begun.
         """
         chosen: dict[int, None] = {}
         left = []
@@ -91,7 +91,7 @@ class PromptSource:
         return list(chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain numbers and text; `load_state_dict` continues from it exactly."""
+        """Position as numbers and text, for `load_state_dict`."""
         return {
             "epoch": self._epoch,
             "remaining": list(self._remaining),
@@ -102,20 +102,19 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            CheckpointError: the state belongs to another dataset, or the dataset has changed, or it
-                names problems that there are not.
+            CheckpointError: the dataset is another one or has changed, or the state is damaged.
         """
         if state["dataset"] != self._fingerprint():
             raise CheckpointError(
-                "the checkpoint was made with other training problems than data.train_path holds "
-                f"now ({len(self._prompts)} problems); resume with the same file, or start afresh "
+                "the checkpoint was made with other training problems than data.train_path has now "
+                f"({len(self._prompts)} problems); resume with the same file, or start a new run "
                 "in another run.output_dir"
             )
         remaining = [int(i) for i in state["remaining"]]
         if remaining and not 0 <= min(remaining) <= max(remaining) < len(self._prompts):
             raise CheckpointError(
-                f"the checkpoint's place in the data is damaged: remaining goes from "
-                f"{min(remaining)} to {max(remaining)}, and there are {len(self._prompts)} problems"
+                "the checkpoint's position in the data is damaged: remaining problems have the "
+                f"numbers {min(remaining)} to {max(remaining)}, of {len(self._prompts)} problems"
             )
         self._epoch, self._remaining = int(state["epoch"]), remaining
 

@@ -1,4 +1,4 @@
-"""The policy's tokenizer, checked for what training needs of it."""
+"""Loads the policy's tokenizer and checks what training needs of it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ def load_tokenizer(
     field: str = "model.hf_dir",
     facts: ModelFacts | PretrainedConfig | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face folder for training, from disk alone.
+    """Load the tokenizer of a Hugging Face folder for training, offline.
 
     Args:
         hf_dir: a folder with a config.json.
         field: setting or option that names the folder, for errors.
-        facts: what config.json says, of a folder that `check_model_folder` has passed; without, it
-            is asked here.
+        facts: result of `check_model_folder`, if it has already checked the folder.
 
     Raises:
         ConfigError: see `check_model_folder` and `open_tokenizer`; or the tokenizer has no EOS
-            token: without one no response ever ends.
+            token, without which no response ends.
     """
     facts = facts or check_model_folder(hf_dir, weights=False, field=field)
     try:
@@ -41,48 +40,48 @@ def load_tokenizer(
         raise ConfigError(f"{field}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"{field} ({hf_dir}): the tokenizer has no EOS token (eos_token in "
-            "tokenizer_config.json); responses could never end"
+            f"{field} ({hf_dir}): the tokenizer needs an EOS token (eos_token in "
+            "tokenizer_config.json): without it responses never end"
         )
     return tokenizer
 
 
 def open_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder. No code of the folder is run, and nobody is asked.
+    """Load the tokenizer of a model folder, without running its code or asking the user.
 
     Args:
-        folder: a folder that `check_model_folder` has passed.
-        vocab_size: how many tokens the model has.
+        folder: a folder that `check_model_folder` has checked.
+        vocab_size: vocabulary size of the model.
 
     Raises:
-        ConfigError: it holds none, or not what transformers takes; or there are tokens that the
+        ConfigError: there is no tokenizer, transformers cannot load it, or it has tokens that the
             model does not have.
     """
-    # Without any of these transformers would make up an empty tokenizer of the model's class.
+    # Without these files transformers would create an empty tokenizer of the model's class.
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        raise ConfigError(f"{folder} holds no tokenizer ({', '.join(VOCABULARY_FILES)})")
+        raise ConfigError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARY_FILES)}")
     _check_classes(folder)
     with as_config_error(f"{folder}: the tokenizer cannot be loaded"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        # Some damage shows only when it is used.
+        # Some damage shows only in use.
         ids = [*tokenizer.get_vocab().values(), *tokenizer(_SAMPLE)["input_ids"]]
         ids += tokenizer.all_special_ids
         tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False))
     if odd := [one for one in ids if not (type(one) is int and 0 <= one < vocab_size)]:
         raise ConfigError(
-            f"{folder}: the tokenizer has token {odd[0]!a}, and the vocabulary of config.json "
-            f"has {vocab_size}"
+            f"{folder}: the tokenizer has the token id {odd[0]!a}, outside of vocab_size "
+            f"({vocab_size}) in config.json"
         )
     return tokenizer
 
 
 def _check_classes(folder: Path) -> None:
-    """Raise ConfigError unless the classes that a folder names are those of single tokenizers.
+    """Raise ConfigError unless a folder names classes of plain tokenizers.
 
-    Any class of transformers can be named. Some load other files, among them code, which they ask
-    about: they are not told that nothing of the kind is trusted.
+    A folder may name any class of transformers. Some load further files, such as code, and ask the
+    user about it, because `trust_remote_code=False` is not passed on to them.
     """
     for name in ("tokenizer_config.json", "config.json"):
         try:
@@ -94,6 +93,6 @@ def _check_classes(folder: Path) -> None:
         where = f"{folder / name}: tokenizer_class ({chosen!a:.80})"
         with as_config_error(where):
             found = tokenizer_class(chosen)
-        # (One that is not found is as if none were named.)
+        # An unknown class is ignored, as transformers does.
         if found is not None and not loads_by_itself(found):
-            raise ConfigError(f"{where} is no tokenizer that loads its own files alone")
+            raise ConfigError(f"{where} must be a tokenizer that loads only its own files")

@@ -1,6 +1,6 @@
 """Held-out accuracy: pass@k, evaluation by the rollout engine, and statistics of comparisons."""
 
-# The function, not the module of its name, which stays where it was to be imported from.
+# The name is the function: it hides the module of the same name, which can still be imported.
 from gapo_megatron.evaluate.pass_at_k import pass_at_k
 
 __all__ = ["pass_at_k"]

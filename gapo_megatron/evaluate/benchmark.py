@@ -1,4 +1,4 @@
-"""Sampling and judging a benchmark, in pieces that are kept as soon as they are judged."""
+"""Samples and judges a benchmark, in pieces that are saved as soon as they are judged."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gapo_megatron.evaluate")
 
 SAMPLES_PER_PIECE = 1024
-"""Samples that one engine generates before they are judged and kept: minutes of work on a GPU,
-which a kill loses, and enough to keep the engine full."""
+"""Samples that one engine generates before they are judged and saved: enough to keep it busy, and
+minutes of work that a kill loses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A benchmark with its problems, ready for one model."""
+    """A benchmark with its problems, tokenised for one model."""
 
     benchmark: Benchmark
     problems: tuple[Problem, ...]
     prompts: tuple[Prompt, ...]
     """Prompts of `problems`, in their order."""
     tokenizer: PreTrainedTokenizerBase
-    """The model's."""
+    """Tokenizer of the model."""
 
     @classmethod
     def read(
@@ -56,7 +56,7 @@ class Task:
         """Read and tokenise a benchmark's files.
 
         Raises:
-            DataError: a file has another shape, or a prompt is too long; names the problem.
+            DataError: a file has an unexpected format, or a prompt is too long; names the problem.
         """
         problems = benchmark.load(*paths)
         prompts = []
@@ -77,7 +77,7 @@ class Task:
         return cls(benchmark, tuple(problems), tuple(prompts), tokenizer)
 
     def remaining(self, output_dir: Path, seed: int) -> list[str]:
-        """Ids of the problems without kept samples, in order."""
+        """Ids of the problems without saved samples, in order."""
         kept = read_ids(seed_folder(output_dir, self.benchmark.name, seed))
         return [prompt.id for prompt in self.prompts if prompt.id not in kept]
 
@@ -92,20 +92,20 @@ def sample_task(
     pool: rewards.Pool,
     output_dir: Path,
 ) -> None:
-    """Sample, judge and keep the problems of a benchmark that are not kept yet, for one seed.
+    """Sample, judge and save the remaining problems of a benchmark, for one seed.
 
-    The samples depend on the seed and the problem alone: neither on the number of ranks, nor on
-    what was kept before, up to the rounding of a batched forward pass.
+    The samples depend only on seed and problem: not on the number of ranks or on samples saved
+    earlier, up to the rounding of a batched forward pass.
 
     Args:
         engine: holds the weights to evaluate.
         task: the same on every rank.
-        remaining: ids of the problems to sample, the same on every rank: ranks may see a shared
-            disk differently, so one of them asks `Task.remaining` for all.
+        remaining: ids of the problems to sample, the same on every rank. One rank calls
+            `Task.remaining` for all, because ranks may see a shared disk differently.
         seed: seed of the samples.
-        sampling: how they are drawn.
+        sampling: sampling settings.
         pool: workers with the benchmark's verifier.
-        output_dir: the evaluation's folder, on a disk that all ranks share.
+        output_dir: folder of the evaluation, on a disk that all ranks share.
 
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
@@ -123,7 +123,7 @@ def sample_task(
     )
     for piece in _pieces(prompts, num_replicas=replicas.count, sampling=sampling):
         logger.info(
-            "%s, seed %d: %d of %d problems are done, %d follow",
+            "%s, seed %d: %d of %d problems done, sampling the next %d",
             task.benchmark.name,
             seed,
             num_done,
@@ -138,13 +138,13 @@ def sample_task(
         if groups:
             write_samples(folder, samples)
         num_done += len(piece)
-    replicas.gather([None])  # everything is kept once every rank has come here
+    replicas.gather([None])  # a barrier: all samples are saved after it
 
 
 def _pieces(
     prompts: Sequence[Prompt], *, num_replicas: int, sampling: Sampling
 ) -> Iterator[Sequence[Prompt]]:
-    """About equal parts: an engine with a small rest would be idle for the most part."""
+    """Split into parts of about equal size: a small last part would leave engines idle."""
     count = math.ceil(len(prompts) * sampling.num_samples / (num_replicas * SAMPLES_PER_PIECE))
     for piece in range(count):
         yield prompts[piece * len(prompts) // count : (piece + 1) * len(prompts) // count]
@@ -159,7 +159,7 @@ def _judge(
 ) -> list[Solved]:
     answers = {problem.id: problem.answers for problem in task.problems}
     follows = task.benchmark.kind == "instructions"
-    if follows:  # judged one by one, strict and loose
+    if follows:  # each instruction is judged separately, strict and loose
         answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
     episodes = [one for group in groups for one in group]
     texts = task.tokenizer.batch_decode(
@@ -170,7 +170,7 @@ def _judge(
         for text, one in zip(texts, episodes, strict=True)
         for answer in answers[one.prompt.id]
     ]
-    # In step with the other ranks, none of which then waits for long without a sign of life.
+    # All ranks return together, so none waits long in the next collective.
     verdicts = iter(pool.judge(questions, may_end=lambda done: all(replicas.gather([done]))))
     samples = []
     for text, one in zip(texts, episodes, strict=True):
@@ -192,12 +192,12 @@ def _judge(
 
 
 def any_of(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict from those on equally good answers: correct before unknown before wrong."""
+    """Combine verdicts on alternative answers: correct, else unknown, else wrong."""
     return _first(verdicts, (Outcome.CORRECT, Outcome.UNKNOWN, Outcome.WRONG))
 
 
 def all_of(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict from those on instructions that all hold: wrong before unknown before correct."""
+    """Combine verdicts on instructions, all required: wrong, else unknown, else correct."""
     return _first(verdicts, (Outcome.WRONG, Outcome.UNKNOWN, Outcome.CORRECT))
 
 

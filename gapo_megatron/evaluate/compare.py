@@ -1,4 +1,4 @@
-"""Evaluations side by side, as in the paper's tables, beside its published figures."""
+"""Compares evaluations in tables like the paper's, beside its published figures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gapo_megatron.io.files import real
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the tables: one evaluation, or one for each training seed."""
+    """A row of the tables: one evaluation, or one per training seed."""
 
     label: str
-    """Name of a method (`gapo`), where published figures are to stand beside it."""
+    """Name of the row; the name of a method (`gapo`) adds its published figures."""
     evaluations: list[Results]
 
     @classmethod
     def read(cls, text: str) -> Method:
-        """Read `[LABEL=]DIR[,DIR...]`; without a label it is the first folder's name.
+        """Read `[LABEL=]DIR[,DIR...]`; the label defaults to the first folder's name.
 
         Raises:
-            DataError: a folder holds no results.
-            ConfigError: its evaluations were sampled differently.
+            DataError: a folder has no results.
+            ConfigError: the evaluations were sampled differently.
         """
         label, equals, folders = text.partition("=") if "=" in text else ("", "", text)
         paths = [Path(folder) for folder in folders.split(",")]
@@ -46,11 +46,11 @@ class Method:
 
     @property
     def seeds(self) -> str:
-        """Kind of seed in which its values are independent."""
+        """Which seeds its values are of."""
         return "training" if len(self.evaluations) > 1 else "sampling"
 
     def values(self, benchmark: str, k: int) -> list[float]:
-        """One pass@k per training seed (its mean over sampling seeds), else per sampling seed."""
+        """pass@k per training seed (a mean over sampling seeds); of one, per sampling seed."""
         by_evaluation = [one.values(benchmark, k) for one in self.evaluations]
         if len(by_evaluation) == 1:
             return by_evaluation[0]
@@ -65,7 +65,7 @@ class Method:
         return {problem: mean([rate[problem] for rate in rates]) for problem in rates[0]}
 
     def published(self, settings: dict[str, Setting]) -> dict[str, tuple[str, str]]:
-        """The paper's figures of this method and model, by benchmark; empty where it has none."""
+        """The paper's figures of this method and model by benchmark; empty if it has none."""
         setting = settings.get(self.evaluations[0].setting)
         return setting.published.get(self.label, {}) if setting else {}
 
@@ -78,14 +78,14 @@ def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Tab
         settings: the result of `read_settings`.
 
     Raises:
-        ConfigError: two methods have one label, one has no figures, or a benchmark's problems
-            differ among them.
+        ConfigError: two methods have the same label, one has no figures, or the problems of a
+            benchmark differ between methods.
     """
     labels = [method.label for method in methods]
     if repeated := {label for label in labels if labels.count(label) > 1}:
         raise ConfigError(
-            f"--compare: {', '.join(sorted(repeated))} stands for several rows; name them "
-            "LABEL=DIR, and give the seeds of one method as LABEL=DIR,DIR,..."
+            f"--compare: {', '.join(sorted(repeated))} names several rows; name each LABEL=DIR, "
+            "and list the training seeds of one method as LABEL=DIR,DIR,..."
         )
     _check_problems(methods)
     columns = [
@@ -95,7 +95,7 @@ def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Tab
     ]
     for method in methods:
         if not any(method.values(name, 1) for name in columns):
-            raise ConfigError(f"--compare: no benchmark of {method.label} is evaluated whole")
+            raise ConfigError(f"--compare: {method.label} has no complete benchmark")
     tables = [_main_table(methods, columns, settings)]
     if any(count > 1 for method in methods for count in _num_seeds(method, columns)):
         tables.append(_seeds_table(methods, columns))
@@ -106,7 +106,7 @@ def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Tab
 
 def _check_problems(methods: Sequence[Method]) -> None:
     for name in BENCHMARKS:
-        sets = {  # ids are numbers of rows: those of two files may be the same
+        sets = {  # with the file: ids are row numbers, which two files may share
             (evaluation.files[name], frozenset(seed.counts)): method.label
             for method in methods
             for evaluation in method.evaluations
@@ -118,12 +118,12 @@ def _check_problems(methods: Sequence[Method]) -> None:
                 for (file, problems), label in sets.items()
             )
             raise ConfigError(
-                f"--compare: {title(name)} was evaluated on different problems, {shown}"
+                f"--compare: {title(name)} was evaluated on different problems: {shown}"
             )
 
 
 def _num_seeds(method: Method, columns: Sequence[str]) -> list[int]:
-    """Numbers of values in a method's columns, each once; benchmarks may differ in it."""
+    """The different numbers of seeds in a method's columns."""
     return sorted({len(method.values(name, 1)) for name in columns} - {0})
 
 
@@ -151,17 +151,17 @@ def _main_table(
     notes = []
     if published_ks:
         shown = " or ".join(f"pass@1/pass@{one}" for one in sorted(published_ks))
-        notes.append(f"Published rows are the paper's, {shown} where it prints both.")
+        notes.append(f"Published rows are from the paper, as {shown} where it prints both.")
     samplings = {method.label: method.evaluations[0].sampling for method in methods}
     for method in methods:
         if method.published(settings):
             drawn = settings[method.evaluations[0].setting].sampling
             own = samplings[method.label]
-            if replace(drawn, num_samples=own.num_samples) != own:  # of n the note above tells
+            if replace(drawn, num_samples=own.num_samples) != own:  # n is in the note above
                 samplings[f"{method.label} (published)"] = drawn
     if len(set(samplings.values())) > 1:
         shown = "; ".join(f"{label}: {one.text}" for label, one in samplings.items())
-        notes.append(f"Not sampled alike: {shown}.")
+        notes.append(f"Sampling settings differ: {shown}.")
     figures = "pass@1" if k == 1 else f"pass@1/pass@{k}"
     return Table(f"{figures} in %", ["method", *map(title, columns)], rows, frozenset(best), notes)
 
@@ -193,15 +193,15 @@ def _differences_table(methods: Sequence[Method], columns: Sequence[str]) -> Tab
     rows = []
     notes = ["Welch's t-test over seeds: * p < 0.05, ** p < 0.01, *** p < 0.001."]
     if any(1 in _num_seeds(method, columns) for method in methods):
-        notes.append("Untested where a method has a single seed.")
+        notes.append("Not tested where a method has only one seed.")
     for method in methods[1:]:
         rows.append([f"vs. {method.label}", *(_difference(ours, method, n) for n in columns)])
         if len(ours.evaluations) == len(method.evaluations) > 1:
             rows.append(["paired", *(_paired(ours, method, name) for name in columns)])
     if any(label == "paired" for label, *_ in rows):
         notes.append(
-            "paired: half width of the 95 % interval (Student's t) over pairs of training seeds, "
-            "as given."
+            "paired: half width of the 95 % interval (Student's t), training seeds paired in given "
+            "order."
         )
     return Table(
         f"Δ pass@1 in points, {ours.label} - baseline",

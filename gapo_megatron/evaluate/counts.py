@@ -1,4 +1,4 @@
-"""The file of one evaluation: of every problem how many samples are right."""
+"""The file of one evaluation: the number of correct samples of each problem."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Counts = list[dict[str, Any]]
 
 
 def write_counts(counts: Counts, path: Path) -> None:
-    """Write the file; a killed run leaves the old one or the new one, never a half."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(entry) for entry in counts)
     write_atomically(path, f'{{"problems": [\n{lines}\n]}}')
@@ -29,11 +29,11 @@ def read_counts(path: Path) -> Counts:
     """
     try:
         raw = read_json(path, error=DataError)
-    except FileNotFoundError:  # a link that leads nowhere
-        raise DataError(f"{path} is not there") from None
+    except FileNotFoundError:  # such as a dangling link
+        raise DataError(f"{path} does not exist") from None
     counts: Counts | None = raw.get("problems") if isinstance(raw, dict) else None
     if not isinstance(counts, list):
-        raise DataError(f"{path}: not an evaluation's file: it has no list `problems`")
+        raise DataError(f"{path}: must be the file of an evaluation, with a list `problems`")
     for number, entry in enumerate(counts, start=1):
         if not _is_whole(entry):
             raise DataError(

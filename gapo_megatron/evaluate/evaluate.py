@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems, sampled by the engine that also makes the rollouts."""
+"""Accuracy on held-out problems, with samples of the rollout engine."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ def evaluate(
     output: Path | None = None,
     should_abort: Callable[[float], bool] | None = None,
 ) -> dict[str, float] | None:
-    """Sample every held-out problem and measure pass@1 and pass@k, over all and by level.
+    """Sample every held-out problem and measure pass@1 and pass@k, overall and by level.
 
-    The samples' seeds depend on the run's seed alone, apart from those of training and the same at
-    every evaluation: equal weights give equal figures, and a difference owes less to chance.
+    The seeds of the samples depend only on the run's seed, differ from those of training and are
+    the same at every evaluation: equal weights give equal figures, and differences less noise.
 
     Args:
         engine: holds the weights to evaluate.
         prompts: all held-out problems, the same on every rank.
         pool: workers with the verifier.
-        environment: the episodes' environment, the same as in training.
+        environment: environment of the episodes, as in training.
         config: sections evaluation, rollout, run.
         output: file for the counts by problem; None on ranks that write nothing.
         should_abort: see `rollout.generate.Hooks` and `rewards.score`.
 
     Returns:
-        `eval/pass@1`, `eval/pass@{k}` for k = samples_per_prompt, the same as
-        `eval/{level}/pass@k`, `eval/unknown_verdicts` (share of samples),
-        `eval/response_tokens` (mean) and `eval/truncated` (share), equal on every rank; None if
-        it was aborted.
+        `eval/pass@1` and `eval/pass@{k}` for k = samples_per_prompt, also as `eval/{level}/pass@k`;
+        `eval/unknown_verdicts` (share of samples), `eval/response_tokens` (mean) and
+        `eval/truncated` (share). Equal on every rank; None if the evaluation was aborted.
 
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
@@ -79,7 +78,7 @@ def evaluate(
 
 
 def evaluation_seed(run_seed: int) -> int:
-    """Seed of every evaluation of a run: 63 bits no training step derives its samples from."""
+    """Seed of every evaluation of a run, of 63 bits; no training step uses it."""
     digest = hashlib.sha256(f"evaluation of run {run_seed}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -103,7 +102,7 @@ def _metrics(counts: Counts, num_samples: int) -> dict[str, float]:
         pairs = [(entry["num_samples"], entry["num_correct"]) for entry in entries]
         for k in sorted({1, num_samples}):
             value = mean_pass_at_k(pairs, k)
-            if value == value:  # no key where no problem kept k samples
+            if value == value:  # NaN: no problem has k known verdicts
                 metrics[f"{name}/pass@{k}"] = value
     known = sum(entry["num_samples"] for entry in counts)
     metrics["eval/unknown_verdicts"] = 1 - known / max(num_samples * len(counts), 1)

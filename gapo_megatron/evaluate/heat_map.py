@@ -1,4 +1,4 @@
-"""Picture of solve rates problem by problem: what an average hides."""
+"""Heat maps of solve rates by problem, which an average hides."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from matplotlib.image import AxesImage
 FONT_SIZE = 9
 ROW_INCHES = 0.28
 MOST_PERCENT = 98
-"""Percentage of the cells that a scale of differences covers."""
+"""Percentage of cells that a colour scale of differences covers."""
 _IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 Rates = Mapping[str, Mapping[str, float]]
-"""Row -> problem -> solve rate in 0..1, NaN where no verdict is known."""
+"""Row -> problem -> solve rate in 0..1; NaN if no verdict is known."""
 
 
 def draw_solve_rates(benchmarks: Mapping[str, Rates], output: Path) -> Path:
-    """Draw one panel per benchmark: rows are seeds or methods, columns problems, easiest first.
+    """Draw a panel per benchmark: rows are seeds or methods, columns problems, easiest first.
 
-    Where a benchmark has more than one row, the rows after the first stand once more below as the
-    first minus the row: blue where the first solves the problem more often.
+    With more than one row, differences follow below: the first row minus each other one, blue where
+    the first solves the problem more often.
 
     Args:
         benchmarks: title -> rates; all rows of a benchmark have the same problems.
@@ -46,13 +46,15 @@ def draw_solve_rates(benchmarks: Mapping[str, Rates], output: Path) -> Path:
 
 
 def difference_limit(values: np.ndarray) -> float:
-    """Size of the differences of solve rates that a scale ends with; one in 50 is beyond.
+    """End of the colour scale for differences of solve rates; one cell in 50 is beyond it.
+
+    A scale up to the largest difference would leave most cells pale.
 
     Args:
-        values: values of any shape, NaN where unknown.
+        values: differences of any shape, NaN where unknown.
 
     Returns:
-        At least 0.1, a multiple of 0.05. The largest of many cells would leave the others pale.
+        A multiple of 0.05, at least 0.1.
     """
     known = np.abs(values[~np.isnan(values)])
     size = float(np.percentile(known, MOST_PERCENT)) if known.size else 0.0
@@ -62,7 +64,7 @@ def difference_limit(values: np.ndarray) -> float:
 def draw_difference(axes: Axes, values: np.ndarray, *, limit: float) -> AxesImage:
     """Draw differences of solve rates, [rows, columns]: blue above 0, red below.
 
-    Those beyond `limit` are as dark as it; NaN leaves the background.
+    Differences beyond `limit` have the colour of `limit`; NaN shows the background.
     """
     return axes.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, **_IMAGE)
 
@@ -88,7 +90,7 @@ def _draw(axes: Axes, title: str, rates: Rates) -> None:
     axes.set_title(title, fontsize=FONT_SIZE, loc="left")
     axes.set_xlabel(f"{len(problems)} problems, easiest first", fontsize=FONT_SIZE - 1)
     axes.tick_params(axis="x", labelsize=FONT_SIZE - 2)
-    axes.set_facecolor("0.85")  # where no verdict is known
+    axes.set_facecolor("0.85")  # no known verdict
 
 
 def _scale(axes: Axes, shown: ScalarMappable, label: str, *, extend: str = "neither") -> None:

@@ -1,4 +1,4 @@
-"""The paper's settings of evaluation and its published figures (docs/paper_tables.toml)."""
+"""The paper's evaluation settings and published figures (docs/paper_tables.toml)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Sampling:
     """Sampling settings of an evaluation."""
 
     num_samples: int
-    """n, per problem."""
+    """n, samples per problem."""
     temperature: float
     top_p: float
     max_response_tokens: int
@@ -24,7 +24,7 @@ class Sampling:
 
     @property
     def text(self) -> str:
-        """The settings in one line, for the eye."""
+        """The settings in one line, for people."""
         return (
             f"n={self.num_samples}, temperature={self.temperature:g}, top-p={self.top_p:g}, "
             f"T_max={self.max_response_tokens}"
@@ -33,14 +33,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One base model of the paper: how it was sampled, and what every method reached."""
+    """A base model of the paper: its sampling settings and published figures."""
 
     name: str
     title: str
-    """The model, as the paper prints it."""
+    """Name of the model in the paper."""
     sampling: Sampling
     published: dict[str, dict[str, tuple[str, str]]]
-    """Method -> benchmark (or `average`) -> pass@1 and pass@n in %, as printed ("" where not)."""
+    """Method -> benchmark (or `average`) -> pass@1 and pass@n in %, as printed; "" if missing."""
 
 
 def read_settings(path: Path = PAPER_TABLES) -> dict[str, Setting]:

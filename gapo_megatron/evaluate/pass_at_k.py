@@ -33,7 +33,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def mean_pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
     """Average pass@k over problems, given as (num_samples, num_correct).
 
-    Problems with fewer than k samples (unknown verdicts leave) are left out; NaN when none is left.
+    Problems with fewer than k samples (unknown verdicts do not count) are skipped; NaN if none is
+    left.
     """
     values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
     return math.fsum(values) / len(values) if values else math.nan

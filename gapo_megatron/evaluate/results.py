@@ -1,4 +1,4 @@
-"""Results of an evaluation: figures from judged samples; reads and writes `results.json`."""
+"""Results of an evaluation: figures from judged samples, and the file `results.json`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class SeedResult:
     """One benchmark under one seed. Shares and rates are in 0..1."""
 
     pass_at_k: list[float]
-    """[n], k = 1..n: mean over the problems that keep k samples with a known verdict; NaN: none."""
+    """[n], k = 1..n: mean over the problems with at least k known verdicts; NaN if there are none.
+    """
     problems_at_k: list[int]
-    """[n], how many problems that is."""
+    """[n]: number of these problems."""
     unknown_verdicts: float
-    """Share of samples; they are left out."""
+    """Share of samples with an unknown verdict, which do not count."""
     truncated: float
     """Share of samples that reached the token limit."""
     response_tokens: float
-    """Mean."""
+    """Mean number of tokens per sample."""
     counts: dict[str, tuple[int, int]]
-    """Problem -> samples with a known verdict, and how many of them are correct."""
+    """Problem -> number of known verdicts, and of correct samples."""
     instructions: dict[str, float]
     """IFEval's four accuracies; empty for other benchmarks."""
 
@@ -50,17 +51,17 @@ class Results:
 
     model: str
     setting: str
-    """Name in docs/paper_tables.toml, whose published figures can be set beside; or ""."""
+    """Name in docs/paper_tables.toml, for published figures; or ""."""
     sampling: Sampling
     files: dict[str, str]
-    """Benchmark -> SHA-256 of its problem file; of several, each in turn."""
+    """Benchmark -> SHA-256 of its problem file, or of all its files."""
     benchmarks: dict[str, dict[int, SeedResult]]
     """Name -> seed -> figures, in the order of the paper's columns."""
 
     def values(self, benchmark: str, k: int) -> list[float]:
         """pass@k by seed; `average` is the mean of the paper's six mathematical benchmarks.
 
-        Empty where the benchmark (or one of the six) was not evaluated.
+        Empty if the benchmark, or one of the six, was not evaluated.
         """
         if benchmark != "average":
             return [seed.pass_at_k[k - 1] for seed in self.benchmarks.get(benchmark, {}).values()]
@@ -72,7 +73,7 @@ class Results:
         ]
 
     def solve_rates(self, benchmark: str) -> dict[str, float]:
-        """Problem -> mean over seeds of its solve rate; NaN where no verdict is known."""
+        """Problem -> mean solve rate over seeds; NaN if no verdict is known."""
         totals: Counter[str] = Counter()
         correct: Counter[str] = Counter()
         for seed in self.benchmarks[benchmark].values():
@@ -86,11 +87,11 @@ class Results:
 
 
 def measure(problems: Sequence[Solved], *, num_samples: int) -> SeedResult:
-    """Figures of one benchmark under one seed.
+    """Compute the figures of one benchmark under one seed.
 
     Args:
-        problems: all of the benchmark's.
-        num_samples: n, per problem.
+        problems: all problems of the benchmark.
+        num_samples: n, samples per problem.
     """
     counts = {problem.id: (problem.num_known, problem.num_correct) for problem in problems}
     samples = [sample for problem in problems for sample in problem.samples]
@@ -109,7 +110,7 @@ def measure(problems: Sequence[Solved], *, num_samples: int) -> SeedResult:
 
 
 def _instruction_accuracies(samples: Sequence[Sample]) -> dict[str, float]:
-    """Shares of followed instructions, and of samples that follow all of theirs; known ones."""
+    """Shares of followed instructions and of samples that follow all; known verdicts only."""
     accuracies = {}
     for mode, half in (("strict", 0), ("loose", 1)):
         parts = [
@@ -143,20 +144,20 @@ def collect(
     problem_ids: dict[str, Iterable[str]],
     seeds: Sequence[int],
 ) -> Results:
-    """Measure every benchmark and seed that is kept whole; the others are left out.
+    """Measure every benchmark and seed with samples of all problems; skip the others.
 
     Args:
-        output_dir: the evaluation's folder. Other benchmarks and seeds of its `results.json`
-            stay: all samples in one folder are drawn alike from the same weights.
+        output_dir: folder of the evaluation. Other benchmarks and seeds in its `results.json` stay,
+            because all samples in a folder have the same settings and weights.
         model: Hugging Face folder.
-        setting: see `Results`; if "", the one in `results.json` stays.
-        sampling: how the samples were drawn.
+        setting: see `Results`; "" keeps the one in `results.json`.
+        sampling: sampling settings.
         files: see `Results`.
-        problem_ids: ids of every benchmark's problems.
+        problem_ids: ids of the problems by benchmark.
         seeds: seeds to look for.
 
     Raises:
-        DataError: samples or results that are there are damaged.
+        DataError: existing samples or results are damaged.
     """
     found: dict[str, dict[int, SeedResult]] = {}
     if (output_dir / RESULTS_FILE).exists():
@@ -170,8 +171,8 @@ def collect(
                 if len(one.samples) != sampling.num_samples:
                     raise DataError(
                         f"{seed_folder(output_dir, name, seed)}: problem {one.id} has "
-                        f"{len(one.samples)} samples, not {sampling.num_samples}; remove its file, "
-                        "and its problems are sampled again"
+                        f"{len(one.samples)} samples, not {sampling.num_samples}; remove its file "
+                        "to sample its problems again"
                     )
             if all(problem in kept for problem in ids):
                 found.setdefault(name, {})[seed] = measure(
@@ -190,18 +191,18 @@ def write_results(results: Results, output_dir: Path) -> Path:
 
 
 def read_results(output_dir: Path) -> Results:
-    """Read what `write_results` wrote.
+    """Read the file of `write_results`.
 
     Raises:
-        DataError: the folder holds none, or it is damaged.
+        DataError: the folder has none, or it is damaged.
     """
     path = output_dir / RESULTS_FILE
     try:
         raw = read_json(path, error=DataError)
     except FileNotFoundError:
-        raise DataError(f"{output_dir}: holds no {RESULTS_FILE} of an evaluation") from None
+        raise DataError(f"{output_dir}: has no {RESULTS_FILE} of an evaluation") from None
     try:
-        # Of a number null is NaN, which is no number of JSON, and nothing else has one.
+        # JSON has no NaN: it is written as null, which nothing else is.
         text = json.dumps(_with_nan(raw))
         results = TypeAdapter(Results).validate_json(text, strict=True)
     except ValidationError as error:
@@ -214,20 +215,20 @@ def read_results(output_dir: Path) -> Results:
     return results
 
 
-_IF_DAMAGED = "; remove it, and the command that wrote it does so again"
+_IF_DAMAGED = "; remove it and run the command that wrote it again"
 
 
 def _flaw(results: Results, name: str, seeds: dict[int, SeedResult]) -> str:
-    """Contradiction in a benchmark's figures, or ""."""
+    """Describe a contradiction in a benchmark's figures; "" if there is none."""
     if name not in BENCHMARKS:
         return f"is not one of {', '.join(BENCHMARKS)}"
     if name not in results.files or not seeds:
-        return "has no file, or no seed"
+        return "needs a file and a seed"
     for seed, one in seeds.items():
         if not results.sampling.num_samples == len(one.pass_at_k) == len(one.problems_at_k):
-            return f"{seed}: pass_at_k and problems_at_k are not of sampling.num_samples numbers"
+            return f"{seed}: pass_at_k and problems_at_k must have sampling.num_samples entries"
         if not one.counts or not all(0 <= right <= known for known, right in one.counts.values()):
-            return f"{seed}: counts must be of known verdicts, and how many of them are correct"
+            return f"{seed}: counts must be known verdicts and, at most as many, correct samples"
         if {*one.instructions} not in (set(), _ACCURACIES):
             return f"{seed}: instructions must be {', '.join(sorted(_ACCURACIES))}"
     return ""

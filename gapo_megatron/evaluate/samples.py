@@ -1,11 +1,11 @@
-"""Judged samples on disk: what makes an evaluation resume, and its figures reproducible.
+"""Judged samples on disk, from which an evaluation resumes and its figures can be recomputed.
 
-    OUTPUT/settings.json                 how all samples are drawn; others never mix
-    OUTPUT/aime24/problems.json          which file the problems are from
-    OUTPUT/aime24/seed_0/aime24-0.jsonl  some problems, one a line, with all of their samples
+    OUTPUT/settings.json                 settings of all samples in the folder
+    OUTPUT/aime24/problems.json          digest of the problem file
+    OUTPUT/aime24/seed_0/aime24-0.jsonl  some problems, one per line, with all of their samples
 
-A file is named after its first problem and appears whole or not at all, so a kill loses only what
-was being generated; which rank wrote it does not matter.
+A file is named after its first problem and written atomically, by any rank. So a kill loses only
+the samples that are being generated.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gapo_megatron.types import Outcome, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to a problem, judged."""
+    """A judged response to a problem."""
 
     response: str
-    """Text, without special tokens."""
+    """Text without special tokens."""
     verdict: Verdict
     num_tokens: int
-    """EOS included."""
+    """Number of tokens, with EOS."""
     truncated: bool
     instructions: tuple[Outcome, ...] = ()
-    """IFEval: of each instruction alone, strict, and then of each loose."""
+    """IFEval: outcome of each instruction, first all strict, then all loose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +61,25 @@ def seed_folder(output_dir: Path, benchmark: str, seed: int) -> Path:
 
 
 def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
-    """Keep problems, none of which is there yet, as one file."""
+    """Write new problems as one file."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
-    # A lone half of a surrogate pair, in a response or a program's complaint, has no form in UTF-8.
+    # A response or a program's message may contain a lone surrogate, which UTF-8 cannot encode.
     text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
     write_atomically(folder / f"{problems[0].id}.jsonl", text)
 
 
 def read_samples(folder: Path) -> dict[str, Solved]:
-    """Everything kept of one benchmark and seed, by problem; empty if there is nothing yet.
+    """All problems of one benchmark and seed that have samples, by id.
 
     Raises:
-        DataError: a file is damaged, or two hold the same problem.
+        DataError: a file is damaged, or two contain the same problem.
     """
     return {problem.id: problem for problem in _read(folder)}
 
 
 def read_ids(folder: Path) -> set[str]:
-    """Ids of the problems that are kept; raises as `read_samples`, without its memory."""
+    """Ids of the problems that have samples, in little memory; raises as `read_samples`."""
     return {problem.id for problem in _read(folder)}
 
 
@@ -94,21 +94,19 @@ def _read(folder: Path) -> Iterator[Solved]:
                 found.add(problem.id)
                 yield problem
         except DataError as error:
-            raise DataError(
-                f"{error}; remove the file, and its problems are sampled again"
-            ) from None
+            raise DataError(f"{error}; remove the file to sample its problems again") from None
 
 
 def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") -> None:
-    """Write what samples depend on, or see that those already there depend on the same.
+    """Write the settings of samples, or check that existing samples have the same ones.
 
     Args:
         path: path of the file.
-        settings: JSON.
-        done: verb for the message: the samples were `drawn` or `judged` under these settings.
+        settings: JSON values.
+        done: verb for the message: samples were `drawn` or `judged` with these settings.
 
     Raises:
-        ConfigError: they were not, and what differs is named; or the file is damaged.
+        ConfigError: existing samples have other settings, which are named; or the file is damaged.
     """
     try:
         before = read_json(path)
@@ -125,8 +123,8 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         ]
         if differences:
             raise ConfigError(
-                f"{path.parent} holds samples {done} otherwise ({'; '.join(differences)}): give "
-                "another --output, or remove it"
+                f"{path.parent} has samples {done} with other settings "
+                f"({'; '.join(differences)}): use another --output, or remove the folder"
             )
 
 
@@ -154,13 +152,13 @@ def _from_json(row: Any, *, where: str) -> Solved:
         return Solved(_typed(row, "id", str), _typed(row, "level", str), samples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error!s:.200}"
-        raise DataError(f"{where}: not a problem with samples ({why})") from None
+        raise DataError(f"{where}: must be a problem with its samples ({why})") from None
 
 
 def _sample(row: Any) -> Sample:
     outcomes = tuple(map(Outcome, row.get("instructions", ())))
     if len(outcomes) % 2:
-        raise ValueError("instructions are not as many strict as loose")
+        raise ValueError("instructions must have as many strict as loose outcomes")
     return Sample(
         response=_typed(row, "response", str),
         verdict=Verdict(Outcome(row["outcome"]), _typed(row, "reason", str)),

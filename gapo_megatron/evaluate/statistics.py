@@ -28,7 +28,7 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
     """Student-t interval of the mean of independent values (one per seed).
 
     Raises:
-        ValueError: fewer than two values: one says nothing about its spread.
+        ValueError: fewer than two values, which have no spread.
     """
     sample = np.asarray(values, dtype=np.float64)
     if len(sample) < 2:
@@ -39,7 +39,7 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
     return Interval(mean, mean - half, mean + half)
 
 
-@functools.cache  # the same for every point of a curve, and slow
+@functools.cache  # slow, and the same for every point of a curve
 def _quantile(probability: float, *, df: int) -> float:
     """Quantile of Student's t distribution."""
     return float(stats.t.ppf(probability, df=df))
@@ -50,8 +50,8 @@ def paired_difference(
 ) -> Interval:
     """Student-t interval of the mean of `after - before`, value by value.
 
-    Pairs are the same problems under two models, or the same seeds before and after training;
-    pairing takes out how hard each problem is.
+    Pairs are the same problems under two models, or the same seeds before and after training.
+    Pairing removes the differences between problems.
 
     Raises:
         ValueError: unequal lengths, or fewer than two pairs.
@@ -64,14 +64,14 @@ def paired_difference(
 
 
 def has_spread(values: Sequence[float]) -> bool:
-    """Whether values differ by more than rounding; if not, they show no spread to extrapolate."""
+    """Whether values differ by more than rounding."""
     return len(values) > 1 and not math.isclose(min(values), max(values), abs_tol=1e-12)
 
 
 def welch_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Two-sided p-value of Welch's t-test: equal means, unequal variances, independent values.
 
-    NaN where either side has no spread: its variance is not zero, but unknown.
+    NaN if either side has no spread: its variance is unknown, not zero.
     """
     if not (has_spread(first) and has_spread(second)):
         return math.nan
@@ -79,5 +79,5 @@ def welch_p_value(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def stars(p_value: float) -> str:
-    """The paper's marks of significance: * p < 0.05, ** p < 0.01, *** p < 0.001, else none."""
+    """The paper's marks: * for p < 0.05, ** for p < 0.01, *** for p < 0.001."""
     return "*" * sum(p_value < level for level in (0.05, 0.01, 0.001))

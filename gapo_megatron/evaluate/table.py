@@ -1,4 +1,4 @@
-"""One table as text (terminal, Markdown, LaTeX), and the numbers in its cells."""
+"""Tables as text for terminal, Markdown and LaTeX, and formats of their cells."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from gapo_megatron.evaluate.statistics import has_spread, mean_interval
 
 NONE = "-"
-"""A figure that there is not."""
+"""Cell of a missing figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Text in rows and columns; the first column names the row."""
+    """Text in rows and columns; the first column has the names of the rows."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     best: frozenset[tuple[int, int]] = frozenset()
-    """(row, column) of the cells in bold."""
+    """(row, column) of bold cells."""
     notes: list[str] = field(default_factory=list)
 
     def to_text(self) -> str:
@@ -74,7 +74,7 @@ class Table:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Cells filled up to the width of their column: the first to the left, the others right."""
+    """Pad cells to the width of their column: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         [
@@ -107,17 +107,17 @@ def _latex(text: str) -> str:
 
 
 def percent(value: float, *, digits: int = 1) -> str:
-    """A share in %, or `NONE` for NaN."""
+    """Format a share in %; `NONE` for NaN."""
     return NONE if math.isnan(value) else f"{100 * value:.{digits}f}"
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN without values, or where one is NaN."""
+    """Mean; NaN without values or if one is NaN."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
 def with_interval(values: Sequence[float], *, digits: int = 2) -> str:
-    """Mean and half width of the 95 % Student-t interval, in %; the mean alone of equal values."""
+    """Format mean and half width of the 95 % Student-t interval in %; equal values: the mean."""
     if not has_spread(values) or math.isnan(mean(values)):
         return percent(mean(values), digits=digits)
     interval = mean_interval(values)

@@ -8,12 +8,12 @@ from gapo_megatron.evaluate.table import Table, mean, percent, with_interval
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... below `limit`, and `limit`."""
+    """Powers of two below `limit`, and `limit`."""
     return sorted({2**i for i in range(limit.bit_length()) if 2**i < limit} | {limit})
 
 
 def results_tables(results: Results) -> list[Table]:
-    """Tables of one evaluation: pass@k, the samples, and IFEval's accuracies where it was run."""
+    """Tables of one evaluation: pass@k, samples, and IFEval's accuracies if it was run."""
     tables = [_pass_table(results), _samples_table(results)]
     if any(seed.instructions for seeds in results.benchmarks.values() for seed in seeds.values()):
         tables.append(_instructions_table(results))
@@ -43,7 +43,7 @@ def _pass_table(results: Results) -> Table:
     ]
     if left:
         notes.append(
-            f"Unknown verdicts are left out: pass@{num_samples} stands for fewer problems "
+            f"Unknown verdicts do not count, so pass@{num_samples} is over fewer problems "
             f"({', '.join(left)})."
         )
     return Table(
@@ -70,7 +70,7 @@ def _samples_table(results: Results) -> Table:
             ]
         )
     return Table(
-        "Samples: mean length, share cut off at T_max, share without verdict", columns, rows
+        "Samples: mean length, share truncated at T_max, share with unknown verdict", columns, rows
     )
 
 
@@ -85,9 +85,9 @@ def _instructions_table(results: Results) -> Table:
             for mode in ("strict", "loose")
         ]
         rows.append([shown, *cells])
-    return Table("Followed, in % of those that could be judged", columns, rows)
+    return Table("Followed, in % of known verdicts", columns, rows)
 
 
 def title(benchmark: str) -> str:
-    """Head of a benchmark's column or row."""
+    """Title of a benchmark's column or row."""
     return "Avg." if benchmark == "average" else BENCHMARKS[benchmark].title

@@ -1,4 +1,4 @@
-"""Log-probs of response tokens from hidden states and a vocabulary-parallel output layer.
+"""Log-probs of response tokens, from hidden states and a vocabulary-parallel output layer.
 
 Imports neither megatron nor vllm.
 """

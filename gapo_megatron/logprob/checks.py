@@ -70,7 +70,7 @@ def check_rows(labels: torch.Tensor, row_index: torch.Tensor | None, num_rows: i
 
 
 def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
-    """Raise ValueError for a label that is no token."""
+    """Raise ValueError for a label outside of the vocabulary."""
     outside = (labels < 0) | (labels >= vocab_size)
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
@@ -86,12 +86,12 @@ def flag_not_finite(
     weight: torch.Tensor,
     vocab_start: int,
 ) -> None:
-    """Keep a flag: a result is not finite. Its DivergenceError names row, sequence and cause.
+    """Flag results that are not finite. The DivergenceError names row, sequence and cause.
 
     `rows` are the scored hidden states [R, H], row r from position row_index[r] (None: r). They are
-    not held: what the message says about them is computed here, on the device.
+    not kept: what the message says about them is computed here, on the device.
 
-    Every tensor-parallel rank sees the same results, so all of them raise, and none waits.
+    Every tensor-parallel rank sees the same results, so all of them raise and none hangs.
     """
     if not len(rows):
         return

@@ -1,4 +1,4 @@
-"""Choice of the code that computes the softmax statistics and the gradients of the logits."""
+"""Chooses the implementation of softmax statistics and gradients of the logits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ Resolved = Literal["torch", "triton"]
 logger = logging.getLogger(__name__)
 
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors that say nothing about the kernels: other code would meet them too."""
+"""Errors of the device, not of the kernels."""
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name = "auto") -> Any:
-    """The module whose `softmax_stats` and `grad_logits` serve hidden states of this kind.
+    """Return the module with `softmax_stats` and `grad_logits` for hidden states of this kind.
 
-    `auto` is Triton for 16 bits on NVIDIA Hopper, which its tiles are chosen for, where its
-    kernels agree with float64 on this device (`self_check`, milliseconds, and seconds where they
-    are not in Triton's cache), and torch elsewhere. The choice is made and logged once, with the
-    reason.
+    `auto` is Triton for 16-bit dtypes on NVIDIA Hopper, for which its tiles are chosen, if its
+    kernels agree with float64 on this device (`self_check`: milliseconds, or seconds if Triton has
+    to compile them). Otherwise it is torch. The choice is made and logged once, with the reason.
 
     Raises:
-        ValueError: Triton was asked for where it does not serve.
+        ValueError: `name` is "triton", and it does not support this device or dtype.
     """
     return _load(_choose(device.type, dtype, _capability(device), name))
 
@@ -39,12 +38,13 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name =
 def choose_together(device: torch.device, dtype: torch.dtype, name: Name) -> Resolved:
     """Choose one implementation for all ranks: with `auto`, Triton if every rank can run it.
 
-    Ranks that chose alone would cut rows into other blocks, and wait for each other's collectives.
+    Ranks with different implementations would use different blocks of rows, and deadlock in their
+    collectives.
 
     Collectives: with `auto` on a CUDA device, one all-reduce of a number over all ranks.
 
     Raises:
-        ValueError: Triton was asked for where it does not serve.
+        ValueError: see `choose_implementation`.
     """
     capability = _capability(device)
     resolved = _choose(device.type, dtype, capability, name)
@@ -55,7 +55,9 @@ def choose_together(device: torch.device, dtype: torch.dtype, name: Name) -> Res
     dist.all_reduce(without, op=dist.ReduceOp.MIN)
     first = int(without)
     if resolved == "triton" and first < num_ranks:
-        logger.warning("log-probs: torch on every rank, because of rank %d: see its log", first)
+        logger.warning(
+            "log-probs: torch on every rank, because rank %d cannot use Triton: see its log", first
+        )
     return "triton" if first == num_ranks else "torch"
 
 
@@ -78,9 +80,9 @@ def _choose(
                 "implementation ('triton') needs bfloat16 or float16 on a GPU of compute "
                 f"capability 9, not {dtype} on {device} {capability or ''}"
             )
-        resolved, reason = name, "model.head asks for it"
+        resolved, reason = name, "set by model.head"
     elif not suits_triton:
-        resolved, reason = "torch", "Triton serves 16 bits on compute capability 9"
+        resolved, reason = "torch", "Triton needs 16-bit dtypes and compute capability 9"
     else:
         fault = _why_not_triton(torch.device(device), dtype)
         resolved, reason = "torch" if fault else "triton", fault
@@ -110,5 +112,5 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
     except _OF_THE_DEVICE:
         raise
     except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        # Of its compiler, the C compiler, the folder of what they compiled, or its launcher.
+        # From Triton's compiler, the C compiler, their cache folder, or Triton's launcher.
         return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens under a vocabulary-parallel output layer, without the logits.
+"""Log-probabilities of given tokens under a vocabulary-parallel output layer, without full logits.
 
-The forward pass keeps two numbers per row (maximum and sum of exponentials); the backward pass
-computes the logits again, only for rows whose log-probability has a non-zero gradient.
-docs/numerics.md says why the logits are float32 and what was measured.
+The forward pass keeps two numbers per row (maximum and sum of exponentials). The backward pass
+recomputes the logits, only of rows whose log-probability has a non-zero gradient.
+docs/numerics.md says why logits are float32, with measurements.
 
 Shapes: T positions, R <= T of them scored (rows), H hidden size, V_local rows of the output layer
 on this rank.
@@ -37,8 +37,8 @@ from gapo_megatron.logprob.statistics import (
 from gapo_megatron.logprob.tiles import add_product_
 
 ROW_MULTIPLE = 16
-"""A block in the backward pass is padded to a multiple of so many rows: BLAS libraries have other
-kernels for a handful of rows, and dX of a row would depend on how many share its block."""
+"""Blocks in the backward pass are padded to a multiple of this many rows: BLAS libraries use other
+kernels for a handful of rows, and dX of a row would depend on the size of its block."""
 
 
 def token_log_probs(
@@ -59,9 +59,9 @@ def token_log_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
-    Accumulated in float32 (float64 for float64 inputs), never holding more than one tile of
-    logits. A row's value does not depend on the other rows of the call, as far as the platform's
-    matrix product allows (docs/numerics.md).
+    Accumulates in float32 (float64 for float64 inputs) and holds one tile of logits at a time. A
+    row's value does not depend on other rows, if the platform's matrix product allows it
+    (docs/numerics.md).
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64, the same on every tensor-parallel
@@ -70,36 +70,37 @@ def token_log_probs(
         labels: [R] int64 token ids in 0..vocab_size-1, the same on every tensor-parallel rank.
             R = response tokens; may be 0.
         row_index: [R] int64 positions in 0..T-1 to score, increasing; None: all of them, R = T.
-        temperature: the logits are divided by it.
+        temperature: divisor of the logits.
         vocab_start: token id of the first row of `weight`: tp_rank * V_local.
-        vocab_size: real tokens over all ranks; later rows of `weight` are padding, which takes no
-            part and gets no gradient. None: no padding.
-        tp_group: ranks that hold the other shards of the vocabulary; None: `weight` is whole.
-        sequence_parallel: `hidden` is sharded over `tp_group` by positions.
+        vocab_size: real tokens over all ranks; later rows of `weight` are padding, which is ignored
+            and gets no gradient. None: no padding.
+        tp_group: ranks that hold the shards of the vocabulary; None: `weight` is whole.
+        sequence_parallel: whether `hidden` is sharded over `tp_group` by positions.
         main_grad: [V_local, H] in the accumulation dtype: the gradient of `weight` is added to it
-            (Megatron-core's gradient buffer), and `weight` itself gets none. None: autograd's way.
+            (Megatron-core's gradient buffer) and `weight.grad` stays empty. None: usual autograd.
         return_entropy: also return the entropy of each row's distribution, in nats, with gradient.
-        implementation: "torch" or "triton"; "auto" is by device (`choose_implementation`).
-        row_plan: makes no pass wait for the device. None: the forward pass waits for its checks,
-            the backward pass for the number of rows that have a gradient.
+        implementation: "torch" or "triton"; "auto": by device (`choose_implementation`).
+        row_plan: avoids synchronisation with the device. None: the forward pass synchronises for
+            its checks, the backward pass for the number of rows with a gradient.
 
     Returns:
         [R] float32 (float64 for float64 inputs), bitwise the same on every rank of `tp_group`; with
         `return_entropy` (log-probs, entropy). The gradient of `hidden` is complete on every rank
-        (of its own positions under sequence parallelism), that of `weight` is the local shard's;
-        both are summed in the accumulation dtype and have their input's.
+        (of its own positions under sequence parallelism), that of `weight` is of the local shard;
+        both are accumulated in the accumulation dtype and returned in the dtype of their input.
 
     Collectives, over `tp_group`: forward, an all-gather of `hidden` if `sequence_parallel`, then an
-        all-gather of 3 or 4 numbers a row if R > 0. Backward, if any row has a gradient: that
-        all-gather of `hidden` again; then per block of rows, behind the next block's products, an
-        all-reduce, or under sequence parallelism a reduce to the rank that owns the block.
-        The upstream gradients must be the same on every rank: they say how many blocks there are.
+        all-gather of 3 or 4 numbers per row if R > 0. Backward, if any row has a gradient: the
+        all-gather of `hidden` again; then per block of rows, overlapped with the next block, an
+        all-reduce, or with sequence parallelism a reduce to the rank that owns the block.
+        The upstream gradients must be the same on every rank, because they decide the blocks.
 
     Raises:
         ValueError: shape, dtype, device, label, row or vocabulary range; names argument and row.
-        DivergenceError: a result is not finite; names the row and what is wrong there. With
-            `row_plan` a flag of it.
+        DivergenceError: a result is not finite; names the row and the cause. With `row_plan` it is
+            only flagged.
     """
+    # Checks; with a row plan the caller has checked labels and rows.
     tp_size = 1 if tp_group is None else tp_group.size()
     tp_rank = 0 if tp_group is None else tp_group.rank()
     check_tensors(hidden, weight, labels, row_index, main_grad)
@@ -135,18 +136,18 @@ def token_log_probs(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments that are not differentiated, fixed by those of `token_log_probs`."""
+    """Arguments of `token_log_probs` without a gradient."""
 
     inverse_temperature: float
     vocab_start: int
     num_columns: int
-    """Rows of this rank's weight that are tokens."""
+    """Rows of this rank's weight that are tokens, not padding."""
     tp_group: dist.ProcessGroup | None
     sequence_parallel: bool
     main_grad: torch.Tensor | None
     with_entropy: bool
     code: Any
-    """tiles or triton_kernels."""
+    """The module `tiles` or `triton_kernels`."""
     row_plan: RowPlan | None
 
 
@@ -160,6 +161,7 @@ class _TokenLogProbs(torch.autograd.Function):
         row_index: torch.Tensor | None,
         options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Statistics of this shard's logits, then of all shards.
         columns = labels - options.vocab_start
         whole = _gather_positions(hidden, options)
         rows = whole if row_index is None else whole.index_select(0, row_index)
@@ -174,11 +176,11 @@ class _TokenLogProbs(torch.autograd.Function):
         if options.tp_group is not None and len(rows):
             shards = [torch.empty_like(stats) for _ in range(options.tp_group.size())]
             dist.all_gather(shards, stats, group=options.tp_group)
-            # In rank order on every rank: the same bits everywhere.
+            # In rank order, for the same bits on every rank.
             stats = functools.reduce(merge_stats, shards)
         maximum, sum_exp = stats[MAXIMUM], stats[SUM_EXP]
         log_sum = sum_exp.log()
-        # target - maximum first: exact where they are close, however large both are.
+        # target - maximum first: exact if they are close, even if both are large.
         log_probs = (stats[TARGET] - maximum) - log_sum
         entropy = log_sum - stats[WEIGHTED] / sum_exp if options.with_entropy else None
         row_plan = options.row_plan or RowPlan(Flags(), (0, len(rows)))
@@ -194,7 +196,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if options.row_plan is None:
             row_plan.flags.check()
 
-        # `hidden` as it came in: neither the gathered positions nor the scored rows are kept.
+        # The input `hidden`: gathered positions and scored rows are not kept.
         ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -205,6 +207,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        # Rows with a gradient, in blocks that are the same on every rank.
         hidden, weight, columns, row_index, maximum, sum_exp, entropy = ctx.saved_tensors
         options: _Options = ctx.options
         hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
@@ -216,14 +219,16 @@ class _TokenLogProbs(torch.autograd.Function):
             edges = _edges(positions, len(hidden), options)
         blocks = list(_blocks(edges, weight, options))
 
+        # Where dW and dX are added.
         total = None
         if weight_needs_grad:
             total = options.main_grad
             if total is None:
-                # One block rounds each sum once, whatever the dtype; several need room for it.
+                # With one block each sum is rounded once in any dtype; several need more digits.
                 dtype = weight.dtype if len(blocks) <= 1 else maximum.dtype
                 total = torch.zeros_like(weight, dtype=dtype)
         grad_hidden = torch.zeros_like(hidden) if hidden_needs_grad else None
+        # Block by block.
         whole = _gather_positions(hidden, options) if blocks else hidden
         summing: _Summing | None = None
         for block in blocks:
@@ -258,7 +263,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
-    """Hidden states [T, H] of all positions: under sequence parallelism an all-gather."""
+    """Hidden states [T, H] of all positions, by an all-gather with sequence parallelism."""
     group = options.tp_group
     if not options.sequence_parallel or group is None:
         return hidden
@@ -270,7 +275,7 @@ def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Consecutive active rows; under sequence parallelism of one rank's positions."""
+    """Consecutive active rows; with sequence parallelism, all from one rank's positions."""
 
     rows: slice
     owner: int
@@ -278,7 +283,7 @@ class _Block:
 
 
 def _edges(positions: torch.Tensor, num_local: int, options: _Options) -> Sequence[int]:
-    """Active rows before each tensor-parallel rank's positions, and all of them at the end."""
+    """Number of active rows before each tensor-parallel rank's positions, and the total."""
     if not options.sequence_parallel or options.tp_group is None:
         return [0, len(positions)]
     starts = torch.arange(options.tp_group.size() + 1, device=positions.device) * num_local
@@ -287,8 +292,8 @@ def _edges(positions: torch.Tensor, num_local: int, options: _Options) -> Sequen
 
 
 def _blocks(edges: Sequence[int], weight: torch.Tensor, options: _Options) -> Iterator[_Block]:
-    # Of the whole shard, which is as long on every rank: ranks have to agree on the blocks, and the
-    # last ones may hold fewer tokens.
+    # By the shape of the whole shard, which is the same on every rank, because ranks must agree on
+    # the blocks; the last shards may hold fewer tokens.
     step, _ = options.code.block_shape(weight)
     for owner, (begin, end) in enumerate(itertools.pairwise(edges)):
         for start in range(begin, end, step):
@@ -296,7 +301,7 @@ def _blocks(edges: Sequence[int], weight: torch.Tensor, options: _Options) -> It
 
 
 class _Summing:
-    """The sum of one block's dX over tensor-parallel ranks, on its way."""
+    """A running reduction of one block's dX over tensor-parallel ranks."""
 
     def __init__(
         self, grad: torch.Tensor, positions: torch.Tensor, owner: int, options: _Options
@@ -311,7 +316,7 @@ class _Summing:
             self.work = dist.all_reduce(grad, group=group, async_op=True)
 
     def finish(self, grad_hidden: torch.Tensor) -> None:
-        """Wait, and put the sum into this rank's gradient."""
+        """Wait, and copy the sum into this rank's gradient."""
         if self.work is not None:
             self.work.wait()
         if self.is_mine:
@@ -320,13 +325,13 @@ class _Summing:
 
 
 class _BlockRows(NamedTuple):
-    """Values of a block's R_b rows that the gradient needs beside hidden states and weight.
+    """Values of a block's R_b rows for the gradient, besides hidden states and weight.
 
-    All [R_b]; the last two None without an entropy's gradient.
+    All [R_b]; the last two are None without a gradient of the entropy.
     """
 
     columns: torch.Tensor
-    """int64: the label's column in this shard; outside of it if another shard has the label."""
+    """int64: the label's column in this shard; outside of it if the label is in another shard."""
     maximum: torch.Tensor
     sum_exp: torch.Tensor
     grad_log_probs: torch.Tensor
@@ -343,12 +348,12 @@ def _block_gradient(
     hidden_needs_grad: bool,
     options: _Options,
 ) -> torch.Tensor | None:
-    """Add a block's dW to `grad_weight`; return its dX [R_b, H], this shard's share of it.
+    """Add a block's dW to `grad_weight`; return this shard's part of its dX [R_b, H].
 
-    `hidden` [R_b, H] is of the block's rows; dX is in the accumulation dtype.
+    `hidden` [R_b, H] has the block's rows; dX is in the accumulation dtype.
     """
     num_rows, pad = len(hidden), functools.partial(_pad, multiple=ROW_MULTIPLE)
-    # In padding g = e = 0, and m = 0 and the sum 1: its rows stay finite and add exact zeros.
+    # Padding rows have g = e = 0, m = 0 and a sum of 1, so they stay finite and add exact zeros.
     x_b, columns, m, g = map(pad, (hidden, rows.columns, rows.maximum, rows.grad_log_probs))
     inverse_sum = pad(rows.sum_exp, value=1).reciprocal()
     h = None if rows.entropy is None else pad(rows.entropy)
@@ -377,14 +382,14 @@ def _block_gradient(
         if grad_weight is not None:
             add_product_(grad_weight[start : start + len(w_v)], dz.t(), x_b)
     if lost:
-        # A row of dz sums to zero over the vocabulary, a rounded one does not: what weights have in
-        # common (a common offset of the logits) would then leak into dX. This gives it back.
+        # A row of dz sums to zero over the vocabulary, but not after rounding: the common part of
+        # the weights (an offset of all logits) would leak into dX. This corrects it.
         grad_hidden.addmm_(torch.stack(lost, dim=1), torch.stack(mean_weights))
     return grad_hidden[:num_rows] if hidden_needs_grad else None
 
 
 def _pad(values: torch.Tensor, multiple: int, *, value: float = 0) -> torch.Tensor:
-    """Rows of `value` after the last one, up to a multiple."""
+    """Append rows of `value` up to a multiple of rows."""
     padding = -len(values) % multiple
     if not padding:
         return values

@@ -1,4 +1,4 @@
-"""Row counts that the log-prob operator's caller knows, so that no pass waits for the device."""
+"""Row counts that the caller of the log-prob operator knows, which avoid synchronisation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gapo_megatron.device.flags import Flags
 
 @dataclass
 class RowPlan:
-    """Facts about the rows of a call that the host knows, so that it need not ask the device.
+    """Row counts known on the host, so that no pass has to synchronise with the device.
 
-    For a caller that has packed the rows itself: labels and row_index are not checked again.
+    For callers that pack the rows themselves: labels and row_index are not checked.
 
     Attributes:
-        flags: where a result that is not finite is kept; the caller reads it.
-        row_edges: rows before the positions of each tensor parallel rank, and all rows at the end;
-            (0, R) without sequence parallelism. Increasing.
-        num_active: set before the backward pass: how many rows between two edges have a gradient.
+        flags: receives a flag for results that are not finite; the caller reads it.
+        row_edges: number of rows before the positions of each tensor-parallel rank, and R at the
+            end; (0, R) without sequence parallelism. Increasing.
+        num_active: number of rows with a gradient between two edges, set before the backward pass.
             None: the backward pass computes all rows.
-        sequence_of: for messages, which sequence of the batch a row belongs to; may wait.
+        sequence_of: maps a row to its sequence in the batch, for messages; may synchronise.
     """
 
     flags: Flags
@@ -35,16 +35,16 @@ class RowPlan:
 def active_rows(
     grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None, row_plan: RowPlan | None
 ) -> tuple[torch.Tensor, Sequence[int] | None]:
-    """Rows with a gradient; the others (clipped sequences, A = 0) would add exact zeros.
+    """Select the rows with a gradient; the others (clipped sequences, A = 0) would add zeros.
 
     Args:
         grad_log_probs: [R].
-        grad_entropy: [R]; None: there is none.
-        row_plan: may leave the others in; None: waits for the device to know how many there are.
+        grad_entropy: [R], or None.
+        row_plan: without `num_active` all rows are selected; None: synchronises to count them.
 
     Returns:
-        [R_active] int64, increasing, and how many of them lie before each edge, as in
-        `RowPlan.row_edges`; None: only the device knows.
+        [R_active] int64, increasing, and the number of them before each edge, as in
+        `RowPlan.row_edges`; None without a `row_plan`.
     """
     if row_plan is not None and row_plan.num_active is None:
         return torch.arange(len(grad_log_probs), device=grad_log_probs.device), row_plan.row_edges
@@ -54,6 +54,6 @@ def active_rows(
     if row_plan is None or row_plan.num_active is None:
         return is_active.nonzero()[:, 0], None
     edges = [0, *itertools.accumulate(row_plan.num_active)]
-    # What `nonzero` gives, without asking for its length.
+    # Like `nonzero`, but without synchronising for its length.
     in_order = torch.argsort((~is_active).to(torch.uint8), stable=True)
     return in_order[: edges[-1]], edges

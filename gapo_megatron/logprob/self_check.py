@@ -1,7 +1,6 @@
-"""Whether an implementation computes what it should on this device: small shapes against float64.
+"""Checks an implementation on this device: small shapes against float64.
 
-Milliseconds, once Triton has compiled the kernels; what it compiled is in its cache, and it is what
-training then runs.
+Takes milliseconds once Triton has compiled the kernels. Training runs the same compiled kernels.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from torch import Tensor
 from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
 
 NUM_ROWS, NUM_COLUMNS, HIDDEN_SIZE = 384, 1200, 192
-"""Several blocks of rows, the tiles' last ones not whole, several steps through H. All three are
-multiples of 16, as a model's are: Triton compiles other code for numbers that are not."""
+"""Several blocks of rows, partial last tiles, several steps through H. All are multiples of 16, as
+in models: for other numbers Triton compiles different code."""
 INVERSE_TEMPERATURE = 1.25
 EXACT = 1e-4
-"""Absolute error of log-probs and entropies, and of gradients before they are rounded: float32 sums
-and a GPU's exponential are within 2e-5; a logit rounded to 16 bits, or a factor to TF32, is beyond
+"""Largest absolute error of log-probs and entropies, and of gradients before rounding. float32 sums
+and a GPU's exponential are within 2e-5; logits in 16 bits or factors in TF32 are off by more than
 1e-3."""
 
 
@@ -32,17 +31,17 @@ def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
         dtype: 16-bit dtype of hidden states and weights.
 
     Returns:
-        What is wrong, or "" if nothing is.
+        A description of the first fault; "" if there is none.
     """
     for with_entropy in (False, True):
         found, expected = _found(code, device, dtype, with_entropy), _expected(device, dtype)
         for name, (values, repeated) in found.items():
             if not torch.equal(values, repeated):
-                return f"{name} has other bits the second time (entropy: {with_entropy})"
+                return f"{name} is not reproducible: its bits differ (entropy: {with_entropy})"
             exact = expected[f"{name} with entropy" if with_entropy else name]
             bound = EXACT + (torch.finfo(dtype).eps / 2 * exact.abs() if name == "dz" else 0)
             error = (values.double() - exact).abs()
-            if not (error <= bound).all():  # nor where it is NaN
+            if not (error <= bound).all():  # NaN fails, too
                 largest = float(error.max())
                 return f"{name} is off by {largest:.2g} (entropy: {with_entropy})"
     return ""

@@ -1,4 +1,4 @@
-"""Statistics of a row's softmax over a set of columns, and how those of two sets merge."""
+"""Statistics of a row's softmax over a set of columns, and the merge of two sets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_stats(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Statistics [3 or 4, R] over the union of two disjoint sets of columns, either maybe empty."""
+    """Merge statistics [3 or 4, R] over two disjoint sets of columns, which may be empty."""
     maximum = torch.maximum(first[MAXIMUM], second[MAXIMUM])
     merged = torch.zeros_like(first)
     merged[MAXIMUM] = maximum
     for part in (first, second):
-        # An empty set has m = -inf and sums of 0, which any finite shift leaves at 0.
+        # An empty set has m = -inf and sums of 0, which stay 0 with any finite shift.
         shift = torch.where(part[MAXIMUM] == -torch.inf, 0, part[MAXIMUM] - maximum)
         scale = shift.exp()
         merged[SUM_EXP] += scale * part[SUM_EXP]

@@ -1,8 +1,8 @@
-"""The log-prob operator's two computations in torch: the only place where logits exist, by tiles.
+"""The two computations of the log-prob operator in torch, tile by tile of the logits.
 
-Runs on a CPU and on any GPU. Shapes: R rows (response tokens), H hidden size, V columns of this
-vocabulary shard that are real tokens; z is a tile of logits divided by the temperature, in the
-accumulation dtype: float32 (float64 for float64 inputs).
+For CPUs and any GPU. Shapes: R rows (response tokens), H hidden size, V columns of this vocabulary
+shard that are real tokens; z is a tile of logits divided by the temperature, in the accumulation
+dtype: float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gapo_megatron.device.products import float32_products
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
 
 BFLOAT16_ROWS = 128
-"""Rows of a bfloat16 product on a CPU in the forward pass: the fewest that run at full speed."""
+"""Rows per bfloat16 product on a CPU in the forward pass: the fewest with full speed."""
 
 
 def row_multiple(hidden: torch.Tensor) -> int:
-    """`softmax_stats` takes a multiple of so many rows: a row's bits then depend on it alone.
+    """Number of which `softmax_stats` needs a multiple of rows, so that bits do not depend on R.
 
-    BLAS libraries have kernels of their own, with another rounding, for a handful of rows.
-    bfloat16 on a CPU gets products of one size only: nothing is known of oneDNN's choices there
+    BLAS libraries use other kernels, with other rounding, for a handful of rows. bfloat16 on a CPU
+    gets products of one size only, because oneDNN's choice of kernels is not documented
     (docs/numerics.md, batch invariance).
     """
     return BFLOAT16_ROWS if _is_bfloat16_on_cpu(hidden) else 16
 
 
 def block_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns) of one `grad_logits` call, never a function of the number of rows."""
+    """(rows, columns) of a `grad_logits` call; independent of the number of rows."""
     num_rows, num_columns = _tile_shape(weight)
     return max(8 * num_rows, 4096), num_columns
 
@@ -48,7 +48,7 @@ def softmax_stats(
     Args:
         hidden: [R, H], R a multiple of `row_multiple`.
         weight: [V, H]; V may be 0 (a shard of padding only).
-        columns: [R] int64, the label's column here; outside 0..V-1 if another shard owns it.
+        columns: [R] int64, the label's column in this shard; outside 0..V-1 if it is in another.
         inverse_temperature: factor of the logits.
         with_entropy: whether to compute the row WEIGHTED.
 
@@ -82,7 +82,7 @@ def grad_logits(
     entropy: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradient of the logits of a block of rows and a tile of columns, which it computes anew.
+    """Gradient of the logits of a block of rows and a tile of columns; recomputes these logits.
 
     With m the maximum, p = exp(z - m) inverse_sum, y the label, h the entropy, g and e the
     gradients of log-probability and entropy:
@@ -113,7 +113,7 @@ def grad_logits(
     with _exact_products(hidden):
         w_v = _operand(weight)
         for rows in _slices(len(hidden), num_rows):
-            # In dz's own memory where nothing is rounded.
+            # In the memory of dz if nothing is rounded.
             out = dz[rows] if lost is None else None
             z = _logits(_operand(hidden[rows]), w_v, inverse_temperature, out=out)
             dz_b = _grad_logits_(
@@ -131,13 +131,13 @@ def grad_logits(
 
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left [M, K] @ right [K, N] to total [M, N], accumulated in float32 at least.
+    """Add left [M, K] @ right [K, N] to total [M, N], accumulated at least in float32.
 
-    The factors have one dtype; total has it too, or the accumulation dtype.
+    The factors have the same dtype; total has it, too, or the accumulation dtype.
     """
     with _exact_products(left):
         if left.is_cuda and left.dtype == total.dtype and total.dtype.itemsize == 2:
-            # Not one product: cuBLAS may add the parts of its sums in 16 bits.
+            # In two steps: within one, cuBLAS may add partial sums in 16 bits.
             total += torch.mm(left, right, out_dtype=torch.float32)
         elif left.dtype == total.dtype:
             total.addmm_(left, right)
@@ -181,13 +181,13 @@ def _grad_logits_(
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:
-    """0..size in pieces of `step`, always in the same order."""
+    """Slices of 0..size of length `step`, in a fixed order."""
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 
 
 def _tile_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns): 4 MiB of logits on CPU, 64 MiB on an accelerator, never a function of R."""
+    """(rows, columns): 4 MiB of logits on a CPU, 64 MiB on a GPU; independent of R."""
     if _is_bfloat16_on_cpu(weight):
         return BFLOAT16_ROWS, 2048
     size, num_columns = (2**20, 2048) if weight.device.type == "cpu" else (2**24, 8192)
@@ -199,17 +199,17 @@ def _is_bfloat16_on_cpu(tensor: torch.Tensor) -> bool:
 
 
 def _exact_products(hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Products of float32 in full precision.
+    """Compute float32 products in full precision.
 
-    For bfloat16 on a CPU: let it multiply float32 copies with its bfloat16 instructions. Exact,
-    because the copies hold bfloat16 values, and sums stay float32.
+    For bfloat16 on a CPU, float32 copies are multiplied with bfloat16 instructions. This is exact,
+    because the copies hold bfloat16 values and sums stay in float32.
     """
     is_bfloat16 = _is_bfloat16_on_cpu(hidden)
     return float32_products(hidden.device, "bf16" if is_bfloat16 else "ieee")
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """Operand of a product: 16 bits on CUDA, which multiplies them into float32; else float32."""
+    """Operand of a product: unchanged on CUDA, which accumulates 16 bits in float32; else cast."""
     return matrix if matrix.is_cuda else matrix.to(accumulation_dtype(matrix.dtype))
 
 
@@ -220,7 +220,7 @@ def _logits(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[rows, columns] in the accumulation dtype. Forward and backward call this very function."""
+    """Logits [rows, columns] in the accumulation dtype; both passes call this same function."""
     dtype = accumulation_dtype(x_b.dtype)
     if x_b.dtype == dtype:
         z = torch.mm(x_b, w_v.t(), out=out)

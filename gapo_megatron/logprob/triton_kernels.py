@@ -1,16 +1,16 @@
-"""The operator's inner code as Triton kernels, for Hopper first: an implementation like `tiles`.
+"""The two computations of the operator as Triton kernels for Hopper; an alternative to `tiles`.
 
-The forward kernel sweeps a share of the vocabulary for one block of rows and keeps each row's
-statistics in registers; the backward kernel computes a tile of logits again and writes its
-gradient. Both take their logits from `_logits_tile`, with one tile shape, one order of summation
-and no fused rounding, so that both see the same probabilities. A row's arithmetic does not depend
-on the number of rows: tiles and shares follow from vocabulary and architecture.
+The forward kernel sweeps a part of the vocabulary for one block of rows and keeps each row's
+statistics in registers. The backward kernel recomputes a tile of logits and writes its gradient.
+Both get their logits from `_logits_tile`, with the same tile shape, order of summation and no fused
+rounding, so both see the same probabilities. A row's arithmetic does not depend on the number of
+rows: tiles and parts depend on vocabulary and architecture only.
 
-Has run in Triton's interpreter only (float32 and float16); for GPUs it was compiled, not run. So
-`auto` takes it only where `self_check` agrees.
+It has run only in Triton's interpreter (float32 and float16); for GPUs it was compiled, not run. So
+`auto` uses it only if `self_check` passes.
 
-Shapes: R rows, H hidden size, V columns of this shard. Matrices are read and written through
-descriptors: what lies outside of one reads as zero and is not written.
+Shapes: R rows, H hidden size, V columns of this shard. Matrices are accessed through descriptors:
+elements outside read as zero and are not written.
 """
 
 import functools

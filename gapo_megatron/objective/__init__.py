@@ -1,6 +1,6 @@
-"""From verdicts to a loss: groups, advantages, clip widths, losses, and what they did per c.
+"""From verdicts to a loss: groups, advantages, clip widths, losses, and diagnostics per c.
 
-The mathematics of docs/objective.md; imports neither megatron nor vllm.
+Implements docs/objective.md. Imports neither megatron nor vllm.
 """
 
 from gapo_megatron.config.methods import METHODS, Method

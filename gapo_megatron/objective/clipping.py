@@ -1,4 +1,4 @@
-"""The paper's boxed equation: how far a correct rollout's ratio may rise, given its group's c."""
+"""The paper's boxed equation: the upper clip width of a correct rollout by its group's c."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def upper_clip(
 
         eps_high(c) = eps_low + (eps_high_max - eps_low) * (k - c) / (k - 1)
 
-    eps_high_max for the only correct rollout (c = 1), down to eps_low when all are (c = k). c = 0,
-    a group without correct rollouts, gets eps_high_max, the largest width there is.
+    It falls from eps_high_max for a single correct rollout (c = 1) to eps_low if all are correct
+    (c = k). c = 0 gives eps_high_max, too.
 
     Args:
         num_correct: c, [...] int64 in 0..k.
         group_size: k, an int or a tensor that broadcasts with `num_correct`. Tensor entries below 2
-            (groups shrunk by unknown verdicts, A = 0) get a finite width that nothing uses.
+            (groups shrunk by unknown verdicts, A = 0) get a finite width, which is not used.
         eps_low: lower clip width.
         eps_high_max: largest upper clip width, at least `eps_low`.
 
@@ -43,7 +43,7 @@ def upper_clip(
     correct = num_correct.double().clamp(min=1)
     if isinstance(group_size, torch.Tensor):
         size = group_size.double()
-    else:  # filled on the device: a copy from the host would wait
+    else:  # filled on the device: a copy from the host would synchronise
         size = torch.full_like(correct, group_size)
     share = ((size - correct) / (size - 1).clamp(min=1)).clamp(min=0)
     return eps_low + (eps_high_max - eps_low) * share

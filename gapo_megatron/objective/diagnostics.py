@@ -1,8 +1,7 @@
-"""Clip diagnostics per c: the quantities of the paper's figures, as sums that ranks just add.
+"""Clip diagnostics per c for the paper's figures, as sums that add up over ranks.
 
-Rollouts are split by the sign of their advantage, as the clip splits them: `correct` (A > 0) and
-`wrong` (A < 0). The paper's figures per c are those of the correct rollouts. docs/metrics.md
-defines every metric.
+Rollouts are split by the sign of their advantage, as in the clip: `correct` (A > 0) and `wrong`
+(A < 0). The paper's figures per c are about correct rollouts. docs/metrics.md defines every metric.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gapo_megatron.objective.segments import segment_sum
 from gapo_megatron.rollouts import Batch
 
 WINDOW = 200
-"""Steps of the paper's windowed correlation."""
+"""Number of steps in the paper's windowed correlation."""
 
 SUMS = (
     "sequences",
@@ -38,7 +37,7 @@ _SIDES = {"correct": _CORRECT, "wrong": _WRONG}
 
 
 def sum_shapes(group_size: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what `per_correct_sums` returns."""
+    """Names and shapes of the results of `per_correct_sums`."""
     cells = (2, group_size + 1)
     return {"per_c": (len(SUMS), *cells), "per_c_max": cells, "by_age": (2, 2)}
 
@@ -60,23 +59,23 @@ def per_correct_sums(
         sequence_ids: [T] int64 in 0..B-1.
         advantages: [B].
         num_correct: [B] int64.
-        group_size: the configured rollouts per prompt, which sizes every result alike (a group's
-            own k is smaller after unknown verdicts, and may differ between micro-batches).
+        group_size: configured rollouts per prompt, which sets the shapes of the results (a group's
+            own k may be smaller after unknown verdicts).
         num_response_tokens: [B] int64.
         is_carried: [B] bool: whether earlier steps sampled the response's first tokens.
 
     Returns:
-        `per_c`, [len(SUMS), 2, group_size + 1] float64, to be added: side 0 wrong and 1 correct,
-        then c. Of token ratios a sequence's mean counts, as its `deviation` (s - 1) and as the
-        part of it that is clipped. `per_c_max`, [2, group_size + 1] float64, of which the maximum
-        is to be taken: the largest |s - 1| of a single ratio; 0 where there is none. `by_age`,
-        [2, 2] float64, to be added: number of sequences and what of them is clipped, first of those
-        that are not carried, then of those that are. Local to this micro-batch, no collectives,
-        nothing waits for the device.
+        `per_c`, [len(SUMS), 2, group_size + 1] float64, to be summed: side (0 wrong, 1 correct),
+        then c. With token ratios, the mean over a sequence's tokens counts as its `deviation`
+        (s - 1) and as its clipped fraction. `per_c_max`, [2, group_size + 1] float64, to be
+        combined by maximum: the largest |s - 1| of a single ratio; 0 if there is none. `by_age`,
+        [2, 2] float64, to be summed: number of sequences and of clipped ones, first for sequences
+        that are not carried, then for carried ones. Local to this micro-batch; no collectives, no
+        synchronisation with the device.
     """
     assert isinstance(group_size, int), "group_size must be the configured rollouts per prompt"
     values = _per_sequence(loss, sequence_ids, advantages, num_response_tokens)
-    # A sequence with A = 0 falls into a last cell, which is cut off.
+    # Sequences with A = 0 go into an extra last cell, which is dropped.
     num_cells = 2 * (group_size + 1)
     side = torch.where(advantages > 0, _CORRECT, _WRONG)
     cells = torch.where(advantages == 0, num_cells, side * (group_size + 1) + num_correct)
@@ -101,7 +100,7 @@ def _per_sequence(
     advantages: torch.Tensor,
     num_response_tokens: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """`SUMS` of each sequence, [B] float64; of token ratios the mean over its tokens."""
+    """`SUMS` of each sequence, [B] float64; with token ratios, the mean over its tokens."""
     num_sequences, counts = len(advantages), num_response_tokens.double()
     deviation = loss.ratio - 1
     means = torch.stack([loss.clipped.double(), deviation, deviation.abs()], dim=1)
@@ -125,16 +124,17 @@ def _per_sequence(
 
 
 def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Turn the sums of `per_correct_sums`, put together over micro-batches and ranks, into metrics.
+    """Turn the sums of `per_correct_sums`, combined over micro-batches and ranks, into metrics.
 
     Args:
-        sums: other keys are ignored.
+        sums: results of `per_correct_sums`; other keys are ignored.
 
     Returns:
-        `clip/*` and `ratio/*` over all computed sequences, `per_c/{correct,wrong}/*/c{c}` of those
-        of one side and one c; `clip/fraction_sequences_{carried,new}` where some are carried. A
-        mean over nothing has no key.
+        `clip/*` and `ratio/*` over all computed sequences, `per_c/{correct,wrong}/*/c{c}` by side
+        and c, and `clip/fraction_sequences_{carried,new}` if some are carried. Means over nothing
+        are missing.
     """
+    # Over all sequences, over those with A > 0, and by age.
     cells, largest = sums["per_c"].cpu(), sums["per_c_max"].cpu()
     metrics = _means(cells.sum(dim=(1, 2)), largest.max())
     if positive := _means(cells[:, _CORRECT].sum(dim=1), largest[_CORRECT].max()):
@@ -144,6 +144,7 @@ def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         metrics["clip/fraction_sequences_carried"] = carried_clipped / num_carried
         if num_new:
             metrics["clip/fraction_sequences_new"] = new_clipped / num_new
+    # By side and c, and the correlation over c.
     sequences, advantage = (cells[SUMS.index(name)] for name in ("sequences", "advantage"))
     for side, row in _SIDES.items():
         for c in range(cells.shape[2]):
@@ -165,25 +166,25 @@ def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 class CorrelationWindow:
     """The paper's correlation of ratio deviation and advantage over the last `WINDOW` steps.
 
-    Per c the mean of s - 1 and of A over all correct rollouts of these steps, each rollout counting
-    the same; then Pearson over c. It takes a step's metrics, not its sums: whoever has the lines of
-    `metrics.jsonl` can compute it again. The checkpoint keeps the steps, so that a resumed run
-    gives the same bits whatever is left of that file.
+    The Pearson correlation over c of the means of s - 1 and A over all correct rollouts of these
+    steps. It is computed from the metrics of the steps, so it can be recomputed from
+    `metrics.jsonl`. Checkpoints store the steps, so a resumed run gives the same bits without that
+    file.
     """
 
     def __init__(self) -> None:
         """Start empty."""
-        # Per step [n, 4] float64: c, sequences, and the sums of deviation and advantage.
+        # Per step [n, 4] float64: c, number of sequences, sums of deviation and of advantage.
         self._steps: deque[np.ndarray] = deque(maxlen=WINDOW)
 
     def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take in the next step.
+        """Add the next step.
 
         Args:
-            metrics: the result of `summarize` for it.
+            metrics: result of `summarize` for it.
 
         Returns:
-            `ratio/advantage_correlation_window`; nothing where it is not defined.
+            `ratio/advantage_correlation_window`; empty if it is undefined.
         """
         rows = []
         prefix = "per_c/correct/sequences/c"
@@ -202,37 +203,37 @@ class CorrelationWindow:
         return {"ratio/advantage_correlation_window": correlation}
 
     def state_dict(self) -> list[list[list[float]]]:
-        """The steps as plain numbers, oldest first."""
+        """The steps as nested lists, oldest first."""
         return [step.tolist() for step in self._steps]
 
     def load_state_dict(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Continue where `state` was taken, to the bit."""
+        """Restore `state_dict`, bit for bit."""
         self._steps.clear()
         self._steps.extend(np.array(step, dtype=np.float64).reshape(-1, 4) for step in state)
 
 
 def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
-    """Describe what the rollouts brought, per c; the whole batch, those never computed included.
+    """Metrics of the rollouts by c, over the whole batch, including sequences with A = 0.
 
     Args:
         batch: the same on every rank.
-        group_size: the configured rollouts per prompt.
+        group_size: configured rollouts per prompt.
 
     Returns:
         `rollout/entropy` (of all rollouts) and, of valid ones: `groups/*`; for c = 0..group_size
-        `per_c/groups/c{c}`, `per_c/group_share/c{c}`, `per_c/token_share/c{c}`; where there is one
+        `per_c/groups/c{c}`, `per_c/group_share/c{c}`, `per_c/token_share/c{c}`; if there are any
         `per_c/entropy/c{c}` and `per_c/{correct,wrong}/response_length/c{c}`. No collectives.
     """
-    # NumPy: a few dozen operations on small arrays, which torch takes ten times as long to start.
+    # NumPy: a few dozen operations on small arrays, with a tenth of torch's overhead.
     valid, num_correct, size = (
         values.numpy() for values in (batch.valid, batch.num_correct, batch.group_size)
     )
     has_advantage, is_positive = (batch.advantages != 0).numpy(), (batch.advantages > 0).numpy()
     all_tokens = batch.num_response_tokens.numpy().astype(np.float64)
     surprisal = -batch.table["log_prob_sum"]
-    # A tells right from wrong except where a group's verdicts are all alike.
+    # A > 0 means correct, and in a group with c = k all are correct with A = 0.
     correct = is_positive | (num_correct == size)
-    # Every valid rollout of a group adds 1/k of the group: the sums need no list of groups.
+    # Every valid rollout counts as 1/k of its group, so that sums over rollouts count groups.
     part = np.where(valid, 1 / np.maximum(size, 1), 0)
     num_groups = max(round(float(part.sum())), 1)
     num_tokens = max(float(all_tokens[valid].sum()), 1.0)
@@ -265,7 +266,7 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
 
 
 def _means(cell: torch.Tensor, largest: torch.Tensor) -> dict[str, float]:
-    """Means of the sums of one cell (or of all), [len(SUMS)]; nothing where it is empty."""
+    """Means from the sums of a cell, [len(SUMS)]; empty for an empty cell."""
     sums = dict(zip(SUMS, cell.tolist(), strict=True))
     if sums["sequences"] == 0:
         return {}
@@ -282,16 +283,16 @@ def _means(cell: torch.Tensor, largest: torch.Tensor) -> dict[str, float]:
 def advantage_correlation(
     sequences: np.ndarray, deviation: np.ndarray, advantage: np.ndarray
 ) -> float | None:
-    """Pearson correlation over c of mean deviation and mean advantage of the correct rollouts.
+    """Pearson correlation over c of mean deviation and mean advantage of correct rollouts.
 
     Args:
-        sequences: [C] float64, their number for each of C values of c; 0 for one that is not there.
-        deviation: [C] float64, sum of s - 1 over them.
-        advantage: [C] float64, likewise of A.
+        sequences: [C] float64, number of correct rollouts for each of C values of c, maybe 0.
+        deviation: [C] float64, sum of their s - 1.
+        advantage: [C] float64, sum of their A.
 
     Returns:
-        In -1..1; None below three values of c (two points always correlate perfectly) or when
-        either is constant.
+        In -1..1; None with fewer than three values of c (two points always correlate perfectly) or
+        if either is constant.
 
     Source: the paper's figure of the IS-advantage correlation.
     """

@@ -10,13 +10,12 @@ and, summed over response tokens (every token of sequence i carries l_i):
     sequence_sum   sum_i sum_t l / num_sequences_global
     constant       sum_i sum_t l / (num_sequences_global * max_response_tokens)
 
-The denominators are the whole mini-batch's, so losses and gradients of micro-batches and
-data-parallel ranks only add up, and sequences with A = 0 may be left out. Response tokens are those
-that the model sampled: what an environment gave has no row here and counts nowhere.
+The denominators are those of the whole mini-batch, so losses and gradients of micro-batches and
+data-parallel ranks add up, and sequences with A = 0 may be skipped. Response tokens are those that
+the model sampled: tokens of an environment have no row here.
 
-Clips of sequence ratios are as narrow as 7e-5, and a ratio is a sum over thousands of tokens that
-nearly cancel: accumulated in float64 it costs nothing beside the model, and the clip decides on the
-log-probs as they are.
+Clips of sequence ratios are as narrow as 7e-5, and a log-ratio is a sum over thousands of tokens
+that nearly cancel. So it is accumulated in float64, which costs nothing compared with the model.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class PolicyLoss:
     """Float64, shaped like `ratio`: |d loss / d log_probs|, summed over the tokens that share the
     ratio, as it would be without a clip. Detached."""
     gradient_mass_lost: torch.Tensor
-    """Float64, shaped like `ratio`: gradient mass that the clip takes away (CISPO: what the bound
-    takes off the weight; what a lower bound adds to it is no loss). Detached."""
+    """Float64, shaped like `ratio`: gradient mass that the clip removes (CISPO: the part of the
+    weight above the bound; a lower bound removes nothing). Detached."""
     per_token: bool
     """Whether the tensors shaped like `ratio` are [T]."""
 
@@ -204,7 +203,7 @@ def _tokens(
 
 
 def _terms(tokens: MicrobatchTokens) -> Terms:
-    """The family's, without the sequences that an off-policy mask drops."""
+    """The family's terms, without the sequences that the off-policy mask drops."""
     terms = FAMILIES[tokens.method.family].terms(tokens)
     if tokens.method.off_policy_mask is None:
         return terms
@@ -219,7 +218,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
 
 
 def _divide(terms: Terms, tokens: MicrobatchTokens, denominators: torch.Tensor) -> PolicyLoss:
-    """Put the denominators [B] into the sums of a family."""
+    """Divide the terms of a family by the denominators [B]."""
     if tokens.per_token:
         share = 1 / denominators[tokens.sequence_ids]
     else:
@@ -264,10 +263,10 @@ def importance_weights(
 
         w_i = min(exp(mean_t(old_log_probs - rollout_log_probs)), largest)
 
-    They correct for what lies between the policy that sampled and the one that the clip is around:
-    the engine's kernels and precision, and, of a batch sampled ahead, the steps since. The mean
-    over a sequence's tokens, as in its ratio: their sum would make a weight out of thousands of
-    roundings.
+    They correct for the difference between the policy that sampled and the old policy of the ratio:
+    the engine's kernels and precision and, for a batch sampled ahead, the steps since then. They
+    use the mean over a sequence's tokens, as its ratio does: a sum would add up thousands of
+    rounding errors.
 
     Args:
         old_log_probs: [T] the trainer's, at the weights that the step begins with; T = response
@@ -311,7 +310,7 @@ def _denominators(
     max_response_tokens: int | None,
     method: Method,
 ) -> torch.Tensor:
-    """[B] float64: what the sum over a sequence's tokens is divided by."""
+    """[B] float64: divisors of the sums over each sequence's tokens."""
     # A mini-batch without one valid sequence has an empty sum, and zero denominators.
     if method.aggregation == "token_mean":
         return torch.full_like(counts, max(num_tokens_global, 1), dtype=torch.float64)
@@ -362,7 +361,7 @@ def _flag_not_finite(
     }
 
     def explain() -> DivergenceError:
-        # The first of these that is broken broke the others.
+        # In the order of cause: the first that is not finite made the others so.
         name, is_finite = next(one for one in inputs.items() if not one[1].all())
         places = (~is_finite).nonzero()[:, 0]
         found = sorted(set((places if name == "advantages" else sequence_ids[places]).tolist()))

@@ -1,12 +1,12 @@
-"""The off-policy sequence mask (OPSM): wrong responses that became much less likely are left out.
+"""The off-policy sequence mask (OPSM): drops wrong responses that became much less likely.
 
     M_i = 0 where A_i < 0 and mean_t(old_log_probs - log_probs) > delta, else 1
 
-M_i multiplies the loss of sequence i, whatever family made it; denominators keep what it drops. It
-carries no gradient. A response that became more likely, and every A_i >= 0, is kept.
+M_i multiplies the loss of sequence i in any family, and carries no gradient. Denominators still
+count dropped responses. Responses that became more likely, and all with A_i >= 0, are kept.
 
-Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, as two transcriptions give it; slime, miles
-and TRL ship it. delta is 1e-4 in slime and miles, TRL suggests 0.5; the report names none.
+Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, as given by two transcriptions; slime, miles
+and TRL implement it. delta is 1e-4 in slime and miles, TRL suggests 0.5; the report gives no value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gapo_megatron.objective.segments import segment_mean
 
 
 def is_off_policy(tokens: MicrobatchTokens) -> torch.Tensor:
-    """[B] bool: M_i = 0. Nothing waits for the device."""
+    """[B] bool: M_i = 0. Does not synchronise with the device."""
     assert tokens.method.off_policy_mask is not None
     log_ratio, num_sequences = tokens.log_ratio.detach(), len(tokens.advantages)
     drift = segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts)

@@ -1,4 +1,4 @@
-"""Sums over the response tokens of each sequence of a packed micro-batch."""
+"""Sums and means over the response tokens of each sequence in a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 def segment_sum(
     values: torch.Tensor, sequence_ids: torch.Tensor, *, num_sequences: int
 ) -> torch.Tensor:
-    """Sum `values` [T, ...] by sequence, in float64, always in the same order.
+    """Sum `values` [T, ...] by sequence, in float64 and in a fixed order.
 
-    A sequence's sum depends on its own tokens alone, so it keeps its bits in whatever micro-batch
-    it is packed. (`index_add` on a GPU adds in the order in which threads arrive.)
+    A sequence's sum depends only on its own tokens, so it has the same bits in any micro-batch.
+    (`index_add` on a GPU adds in the order in which threads arrive.)
 
     Args:
         values: [T, ...], any floating dtype; gradients flow.
@@ -22,8 +22,8 @@ def segment_sum(
     Returns:
         [B, ...] float64; zero for a sequence without tokens.
     """
-    # A row of zeros in a sequence of its own, which is cut off: no kernel has to do with no row or
-    # no sequence. (segment_reduce on a GPU divides by the one or launches a grid of the other.)
+    # An extra sequence with one row of zeros, dropped at the end: no kernel sees zero rows or zero
+    # sequences. (segment_reduce on a GPU divides by the first and launches a grid of the second.)
     ids = F.pad(sequence_ids, (0, 1), value=num_sequences)
     padded = F.pad(values.double(), (0, 0) * (values.dim() - 1) + (0, 1))
     order = torch.argsort(ids, stable=True)
@@ -48,7 +48,7 @@ def segment_mean(
         values: [T], with autograd.
         sequence_ids: [T] int64 in 0..num_sequences-1.
         num_sequences: B.
-        counts: [B] int64, what each sum is divided by.
+        counts: [B] int64, divisors of the sums.
 
     Returns:
         [B] float64; zero for a sequence whose count is 0.

@@ -1,4 +1,4 @@
-"""Verifiers: from a response to correct, wrong or unknown, judged in processes of their own."""
+"""Verifiers judge responses as correct, wrong or unknown, in worker processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
-if TYPE_CHECKING:  # the workers import this too, and start without what they do not need
+if TYPE_CHECKING:  # a worker imports this package too, and must start fast
     from gapo_megatron.config import RewardConfig
 
 
@@ -29,12 +29,12 @@ class _AbortedError(Exception):
 
 
 def timeout_s(config: RewardConfig) -> int:
-    """Seconds that one response may take: see `RewardConfig`."""
+    """Seconds to judge one response; see `RewardConfig.timeout_s`."""
     return config.timeout_s or {"code": 60}.get(config.kind, 10)
 
 
 def check(config: RewardConfig) -> None:
-    """Refuse, before any model is built, a verifier that cannot run on this machine.
+    """Check, before any model is built, that the verifier can run on this machine.
 
     Raises:
         ConfigError: programs cannot be isolated here; names the options.
@@ -45,32 +45,32 @@ def check(config: RewardConfig) -> None:
 
 
 def check_answer(kind: str, answer: str) -> None:
-    """Refuse an answer that the verifier cannot read: it could judge no response by it.
+    """Refuse a reference answer that the verifier cannot read.
 
     Args:
-        kind: which verifier, as `reward.kind`.
-        answer: of a problem.
+        kind: verifier, as in `reward.kind`.
+        answer: reference answer of a problem.
 
     Raises:
-        DataError: says what is amiss.
+        DataError: says why the answer cannot be read.
     """
     with _explained(kind):
         _verifier(kind).check_answer(answer)
 
 
 def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:
-    """Refuse an answer that lies in a file of its own and begins and ends otherwise than its kind.
+    """Check the two ends of an answer in a separate file, which may be too large to read.
 
     Args:
-        kind: which verifier, as `reward.kind`.
+        kind: verifier, as in `reward.kind`.
         head: first bytes of the answer.
         tail: last bytes of the answer.
 
     Raises:
-        DataError: says what is amiss; of most verifiers, that they read no such file.
+        DataError: the ends do not fit the kind, or its verifier reads no separate files.
     """
     if not (check := getattr(_verifier(kind), "check_excerpt", None)):
-        raise DataError(f"reward.kind {kind!r} reads what is in the row, and no other file")
+        raise DataError(f"reward.kind {kind!r} reads answers from the row only, not from a file")
     with _explained(kind):
         check(head, tail)
 
@@ -80,24 +80,20 @@ def _explained(kind: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        why = f"{error!s:.300}"  # it may show all of the answer
+        why = f"{error!s:.300}"  # it may quote the whole answer
         raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
 
 
 def _verifier(kind: str) -> ModuleType:
-    return importlib.import_module(_module(kind))
-
-
-def _module(kind: str) -> str:
-    return f"gapo_megatron.rewards.{kind}"
+    return importlib.import_module(f"gapo_megatron.rewards.{kind}")
 
 
 def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
-    """Start the worker processes of a verifier; returns at once, they import it meanwhile.
+    """Start the worker processes of a verifier without waiting until they have imported it.
 
     Args:
-        config: which verifier, and its options.
-        num_workers: processes of this rank, whatever the config says of it.
+        config: verifier and its options.
+        num_workers: processes of this rank; `config.num_workers` is ignored.
     """
     limit_s: float = timeout_s(config)
     options: dict[str, Any] = {}
@@ -109,7 +105,7 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
         }
         limit_s += start_timeout_s(config.sandbox)
     return Pool(
-        _module(config.kind),
+        f"gapo_megatron.rewards.{config.kind}",
         num_workers=num_workers,
         timeout_s=limit_s,
         options=options,
@@ -117,31 +113,31 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
 
 
 Judge = Callable[[Episode], tuple[str, str]]
-"""What is sent to the verifier about an episode: (response, answer), as `Environment.judge`."""
+"""What the verifier gets for an episode: (response, answer), as from `Environment.judge`."""
 
 
 class Judging:
-    """The responses of one generation under judgement: begun as they end, awaited by `score`."""
+    """Judges responses while others are still generated; `score` waits for the verdicts."""
 
     def __init__(self, pool: Pool, prompts: Sequence[Prompt], *, judge: Judge) -> None:
-        """Nothing is judged yet.
+        """Start without responses.
 
         Args:
-            pool: workers with the verifier. Until `score` returns, nobody else may use it.
+            pool: workers with the verifier, for the sole use of this object until `score` returns.
             prompts: problems whose responses this rank judges.
-            judge: says what the verifier reads; called in this process.
+            judge: maps an episode to what the verifier gets; called in this process.
         """
         self.pool = pool
         self.numbers: dict[tuple[str, int], int] = {}
-        """Item number in the pool, by the problem's id and the response's number among the k."""
+        """Item number in the pool, by problem id and index of the response in its group."""
         self._ids = {prompt.id for prompt in prompts}
         self._judge = judge
 
     def add(self, ended: Sequence[Episode]) -> None:
-        """Judge these, and keep the workers busy: for `rollout.generate`. Never waits.
+        """Submit finished episodes, and keep the workers busy. Never waits.
 
         Args:
-            ended: finished episodes, also none; those of others' problems are left to them.
+            ended: finished episodes, possibly none. Those of other ranks' problems are skipped.
 
         Raises:
             RewardError: see `Pool.poll`.
@@ -160,19 +156,19 @@ def score(
     gather: Callable[[Sequence[tuple[bool, bool]]], list[tuple[bool, bool]]] = list,
     should_abort: Callable[[float], bool] | None = None,
 ) -> list[tuple[Verdict, ...]] | None:
-    """Wait for the verdicts on these episodes; others that are being judged are dropped.
+    """Wait for the verdicts on these episodes; other submitted ones are dropped.
 
     Args:
-        judging: has been given all of them.
+        judging: all of these episodes have been added to it.
         groups: finished episodes of problems that this rank judges.
-        gather: of the ranks that judge at the same time: all their lists, as one. None ends before
-            the last has its verdicts, so that none waits for long without a sign of life.
-        should_abort: asked every few seconds, with those since the call: whether to abort.
+        gather: all-gather over the ranks that judge at the same time, as one list. All ranks return
+            together, so none waits long in a later collective.
+        should_abort: called every few seconds with the seconds since the start; True aborts.
 
     Returns:
-        One verdict per episode, shaped as `groups`; None on every rank if any aborted.
+        One verdict per episode, shaped as `groups`; None on every rank if any rank aborted.
 
-    Collectives: `gather`, as often on every rank.
+    Collectives: `gather`, equally often on every rank.
 
     Raises:
         RewardError: see `Pool.poll`.
@@ -197,7 +193,7 @@ def score(
     if unknown:
         [(reason, _)] = unknown.most_common(1)
         logger.warning(
-            "%d of %d responses could not be judged; most often: %s",
+            "%d of %d responses could not be judged (verdict unknown); most common reason: %s",
             unknown.total(),
             len(numbers),
             reason,

@@ -1,11 +1,11 @@
-"""Verifier of the demo's task: the last field of the response is the answer, to the letter."""
+"""Verifier of the demo: the last field of the response must equal the answer."""
 
 from __future__ import annotations
 
 from gapo_megatron.types import Outcome, Verdict
 
 FIELD_SEPARATOR = ">"
-"""Stands between the steps of a response: "11>16>25" answers 25."""
+"""Separates the steps of a response: "11>16>25" answers 25."""
 
 
 def verify(response: str, answer: str) -> Verdict:
@@ -20,7 +20,7 @@ def check_answer(answer: str) -> None:
     """Refuse an answer that no response can give.
 
     Raises:
-        ValueError: it has the separator in it, behind which a response is read.
+        ValueError: the answer contains the separator.
     """
     if FIELD_SEPARATOR in answer:
-        raise ValueError(f"no response can give it: {FIELD_SEPARATOR!r} ends a field")
+        raise ValueError(f"no response can give it: it contains the separator {FIELD_SEPARATOR!r}")

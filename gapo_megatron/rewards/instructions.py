@@ -4,13 +4,13 @@ An answer is JSON text, each instruction with the arguments of the published fil
 
     {"instructions": [{"id": "punctuation:no_comma"}, ...], "loose": false}
 
-A response is correct when it follows all of them. Loose: when it follows each after one of the
-usual wrappings is taken off (`_variants`).
+A response is correct if it follows all of them. With "loose" each instruction may be followed by
+any variant of the response without its first line, last line or asterisks (`_variants`).
 
 The checks are those of Zhou et al. 2023, "Instruction-Following Evaluation for Large Language
-Models", with two differences: sentences and words in capitals are told apart by the rules below,
-where the authors use NLTK's; and where no language can be told, the verdict is unknown, which the
-authors count as followed. Nothing here imports torch.
+Models", with two differences. Sentences and capitalised words are split by the rules below instead
+of NLTK's. Where no language can be detected, the verdict is unknown; the authors count it as
+followed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.types import Outcome, Verdict
 
-DetectorFactory.seed = 0  # it draws at random: equal text, equal answer
+DetectorFactory.seed = 0  # langdetect samples: this makes it deterministic
 
 Instruction = tuple[str, dict[str, Any]]
 
 
 class CannotTellError(Exception):
-    """A check that depends on something which cannot be known here; says what."""
+    """A check depends on something unknown, which the message names."""
 
 
 def verify(response: str, answer: str) -> Verdict:
     """Say whether `response` follows every instruction of `answer`.
 
     Raises:
-        DataError: the answer is not one of `parse`.
+        DataError: `parse` refuses the answer.
     """
     instructions, loose = parse(answer)
     if not response.strip():
@@ -63,7 +63,7 @@ def verify(response: str, answer: str) -> Verdict:
 
 
 def parse(answer: str) -> tuple[list[Instruction], bool]:
-    """Instructions of an answer, with their arguments, and whether they are meant loosely.
+    """Read the instructions of an answer with their arguments, and whether they are loose.
 
     Raises:
         DataError: not JSON of this form, or an instruction or argument is unknown or missing.
@@ -74,8 +74,8 @@ def parse(answer: str) -> tuple[list[Instruction], bool]:
         instructions = [(row.pop("id"), row) for row in rows]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"instructions {answer[:80]!r}: not of the form {{'instructions': [{{'id': ...}}]}}: "
-            f"{type(error).__name__}: {error}"
+            f"instructions {answer[:80]!r} must have the form "
+            f"{{'instructions': [{{'id': ...}}]}}: {type(error).__name__}: {error}"
         ) from None
     if not instructions:
         raise DataError("instructions: the list is empty")
@@ -96,10 +96,10 @@ def parse(answer: str) -> tuple[list[Instruction], bool]:
 
 
 def check_answer(answer: str) -> None:
-    """Refuse instructions that no response could be judged by.
+    """Refuse instructions that cannot be checked.
 
     Raises:
-        DataError: they are none of `parse`, or an argument is of another type than its check takes.
+        DataError: `parse` refuses them, or an argument has the wrong type.
     """
     instructions, loose = parse(answer)
     if not isinstance(loose, bool):
@@ -123,13 +123,14 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
     ),
 }
-"""By annotation of a check's argument: what it must be."""
+"""Annotation of a check's argument -> its description in messages, and a test of a value."""
 
 
 def split(answer: str) -> list[str]:
-    """One answer for each instruction alone: strict, and then for each loose.
+    """Split an answer into one answer per instruction: all strict, then all loose.
 
-    IFEval reports both, by instruction and by prompt; `verify` of these gives all four figures.
+    IFEval reports strict and loose accuracy, per instruction and per prompt. `verify` with these
+    gives the figures per instruction.
     """
     instructions, _ = parse(answer)
     return [
@@ -140,7 +141,7 @@ def split(answer: str) -> list[str]:
 
 
 def _follows(versions: Sequence[str], check: Callable[[str], bool]) -> bool:
-    """True if any version does; CannotTellError if none does for sure and one may."""
+    """Return True if any version follows it; raise CannotTellError if only an unknown one may."""
     doubt = None
     for version in versions:
         try:
@@ -154,7 +155,7 @@ def _follows(versions: Sequence[str], check: Callable[[str], bool]) -> bool:
 
 
 def _variants(response: str) -> list[str]:
-    """The response with and without its first line, its last line, and its asterisks."""
+    """The response with and without its first line, last line and asterisks."""
     lines = response.split("\n")
     cut = [lines, lines[1:], lines[:-1], lines[1:-1]]
     texts = [response, *("\n".join(kept).strip() for kept in cut[1:])]
@@ -167,35 +168,31 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-def _compare(number: int, relation: str, limit: int) -> bool:
-    return _RELATIONS[relation](number, limit)
-
-
 def _existence(response: str, *, keywords: Sequence[str]) -> bool:
     return all(keyword.lower() in response.lower() for keyword in keywords)
 
 
 def _frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """A keyword counts inside of longer words too."""
-    return _compare(response.lower().count(keyword.lower()), relation, frequency)
+    """A keyword also counts inside longer words."""
+    return _RELATIONS[relation](response.lower().count(keyword.lower()), frequency)
 
 
 def _forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
-    """Here only whole words count."""
+    """Only whole words count."""
     return not any(
         re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words
     )
 
 
 def _letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+    return _RELATIONS[let_relation](response.lower().count(letter.lower()), let_frequency)
 
 
 def _language(text: str) -> str:
     try:
         return str(detect(text))
     except LangDetectException as error:
-        raise CannotTellError(f"no language can be told: {error}") from None
+        raise CannotTellError(f"no language can be detected: {error}") from None
 
 
 def _response_language(response: str, *, language: str) -> bool:
@@ -210,24 +207,22 @@ def _english_lowercase(response: str) -> bool:
     return response.islower() and _language(response) == "en"
 
 
-# Length.
-
-# A period after these, or after a single letter, ends no sentence ...
+# Length. A period after these, or after a single letter, does not end a sentence ...
 _BEFORE_MORE = {
     *("mr", "mrs", "ms", "dr", "prof", "sr", "jr", "st", "gen", "gov", "rep", "sen", "capt", "col"),
     *("lt", "sgt", "rev", "hon", "vs", "e.g", "i.e", "cf", "fig", "vol", "pp", "approx"),
 }
-# ... and after these only where a capital follows.
+# ... and after these only before a capital.
 _BEFORE_MORE_OR_LAST = {
     *("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec", "etc"),
     *("inc", "ltd", "co", "corp", "dept", "a.m", "p.m", "u.s", "u.k", "d.c", "ph.d"),
 }
-# Each run is read once, however long: models end in thousands of dots.
+# Possessive quantifiers take linear time: some responses end in thousands of dots.
 _SENTENCE_END = re.compile(r"(?<![.!?])([.!?]++)[\"'\u201d\u2019)\]*_]*+(?=\s|$)")
 
 
 def count_sentences(text: str) -> int:
-    """Sentences: pieces with a letter in them, cut after . ! ? before white space."""
+    """Count the sentences: pieces that contain a letter, split after . ! ? before white space."""
     count = start = 0
     for end in _SENTENCE_END.finditer(text):
         if end[1] == "." and _is_abbreviation(text, end.start(), end.end()):
@@ -238,7 +233,7 @@ def count_sentences(text: str) -> int:
 
 
 def _is_abbreviation(text: str, period: int, end: int) -> bool:
-    """Whether the period belongs to its word alone."""
+    """Whether the period marks an abbreviation and does not end a sentence."""
     words = text[max(0, period - 12) : period].split()
     word = words[-1].lstrip("\"'\u201c\u2018([*_").lower() if words else ""
     if word in _BEFORE_MORE_OR_LAST:
@@ -251,15 +246,15 @@ def _has_letter(text: str) -> bool:
 
 
 def _number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    return _compare(count_sentences(response), relation, num_sentences)
+    return _RELATIONS[relation](count_sentences(response), num_sentences)
 
 
 def _number_words(response: str, *, num_words: int, relation: str) -> bool:
-    return _compare(len(re.findall(r"\w+", response)), relation, num_words)
+    return _RELATIONS[relation](len(re.findall(r"\w+", response)), num_words)
 
 
 def _number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs stand between lines of three asterisks; only the outermost may be empty."""
+    """Three asterisks separate paragraphs; only the first and last part may be empty."""
     parts = _without_empty_ends(re.split(r"\s?\*\*\*\s?", response))
     return len(parts) == num_paragraphs and all(part.strip() for part in parts)
 
@@ -267,7 +262,7 @@ def _number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 def _nth_paragraph_first_word(
     response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Paragraphs stand between two newlines; the word ends at punctuation."""
+    """Blank lines separate paragraphs; punctuation ends the word."""
     parts = response.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs:
         return False
@@ -290,7 +285,7 @@ def _number_placeholders(response: str, *, num_placeholders: int) -> bool:
 
 
 def _postscript(response: str, *, postscript_marker: str) -> bool:
-    """Spaces may stand between the marker's letters; capitals do not matter."""
+    """The letters of the marker may have spaces between them; case does not matter."""
     forms = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     form = forms.get(postscript_marker, re.escape(postscript_marker.lower()))
     return re.search(form, response.lower()) is not None
@@ -312,7 +307,7 @@ def _constrained_response(response: str) -> bool:
 
 
 def _number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """*Text* and **text** on one line, not empty."""
+    """*Text* or **text**, not empty and on one line."""
     single = re.findall(r"\*[^\n*]*\*", response)
     double = re.findall(r"\*\*[^\n*]*\*\*", response)
     found = [part for part in single + double if part.strip("*").strip()]
@@ -320,12 +315,11 @@ def _number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
 
 
 def _multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """The argument's name is the published one."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", response)) >= num_sections
 
 
 def _json_format(response: str) -> bool:
-    """The whole response, apart from a Markdown fence."""
+    """The whole response is JSON, apart from a Markdown fence."""
     text = response.strip()
     fence = re.match(r"```(?:json|Json|JSON)?", text)
     if fence:
@@ -344,13 +338,9 @@ def _title(response: str) -> bool:
 
 
 def _two_responses(response: str) -> bool:
-    """Two different ones around six asterisks; only the outermost may be empty."""
-    parts = _without_empty_ends(response.split("******"))
-    return (
-        len(parts) == 2
-        and all(part.strip() for part in parts)
-        and (parts[0].strip() != parts[1].strip())
-    )
+    """Six asterisks separate two different responses; empty parts at the ends are ignored."""
+    parts = [part.strip() for part in _without_empty_ends(response.split("******"))]
+    return len(parts) == len(set(parts)) == 2 and all(parts)
 
 
 def _repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
@@ -373,7 +363,7 @@ def _capital_word_frequency(
     response: str, *, capital_frequency: int, capital_relation: str
 ) -> bool:
     words = (word.strip(string.punctuation) for word in response.split())
-    return _compare(sum(word.isupper() for word in words), capital_relation, capital_frequency)
+    return _RELATIONS[capital_relation](sum(word.isupper() for word in words), capital_frequency)
 
 
 def _no_comma(response: str) -> bool:

@@ -1,10 +1,9 @@
-"""Worker processes that judge responses: whatever a verifier does, the trainer goes on.
+"""Worker processes that judge responses, so that no verifier can stop the trainer.
 
-Workers are plain subprocesses (never forks: the trainer holds GPU and engine), each at the other
-end of a socket pair. The parent alone keeps the time: the CPU time of a worker that computes, which
-other processes of the machine do not change, and the wall-clock time of one that does not. A worker
-that hangs, crashes or talks nonsense is killed and replaced, and the item it had becomes unknown,
-with the reason.
+Workers are subprocesses (never forks: the trainer holds GPU and engine), each connected by a socket
+pair. The parent measures time: CPU time while a worker computes, so that a busy machine changes no
+verdict, and wall-clock time while it does not. A worker that hangs, crashes or sends malformed
+replies is killed and replaced; the verdict on its item is unknown, with the reason.
 """
 
 from __future__ import annotations
@@ -29,36 +28,37 @@ from gapo_megatron.rewards.processes import cpu_seconds, descendants
 from gapo_megatron.types import Outcome, Verdict
 
 START_TIMEOUT_S = 300.0
-"""For a new worker to import its verifier, which takes about a second: as `timeout_s` of `Pool`."""
+"""Time for a worker to import its verifier, usually a second; measured as `timeout_s` of `Pool`."""
 
 LOOK_S = 0.5
-"""Between two looks at the CPU time of a worker: it may exceed its limit by that much."""
+"""Seconds between two checks of a worker's CPU time; it may exceed its limit by this much."""
 
 LEAST_SHARE = 0.01
-"""Of a CPU. A worker that uses less, together with all that it started, is taken to hang."""
+"""Share of a CPU. A worker that uses less, with all its child processes, counts as hanging."""
 
 MAX_FAILED_STARTS = 3
-"""In a row; with more, workers cannot start here. One may be killed in its start by chance."""
+"""Failed starts in a row that are tolerated: a starting worker may be killed by chance."""
 
 QUESTION_S = 5.0
-"""Between two questions of `collect` whether it may end."""
+"""Seconds between two calls of `may_end` in `collect`."""
 
 READY = b"ready\n"
-"""What a worker sends first, once its verifier is imported."""
+"""First message of a worker, once its verifier is imported."""
 
 SIGNALS_LEFT_TO_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Sent to every process of a job. A worker starts with them blocked, then lets them pass by."""
+"""Signals that Slurm sends to every process of a job. A worker starts with them blocked and then
+ignores them."""
 
 MAX_REPLY_BYTES = 64 * 1024
-"""Largest verdict; a worker that sends more is not sending verdicts."""
+"""Largest reply of a worker."""
 
 
 class Pool:
-    """A fixed number of worker processes, started at once and kept until `close`.
+    """A fixed number of worker processes, kept until `close`.
 
-    Local to its process: no collectives. Not thread-safe, and to be made and used in the main
-    thread: the kernel ends a worker together with the thread that started it. So workers end with
-    the trainer, however that ends; signals (Ctrl-C, Slurm's warning) they leave to it.
+    No collectives. Not thread-safe; create and use it in the main thread: the kernel ends a worker
+    together with the thread that started it. So workers end with the trainer, however it ends. They
+    ignore signals (Ctrl-C, Slurm's warning).
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Pool:
         timeout_s: float,
         options: Mapping[str, Any] = {},
     ) -> None:
-        """Start the workers and return; they import the verifier meanwhile.
+        """Start the workers without waiting until they have imported the verifier.
 
         Args:
-            verifier: name of a module with `verify(response, answer) -> Verdict`. Imported in the
-                workers alone; it should import neither torch nor transformers.
-            num_workers: processes.
-            timeout_s: seconds for one item, from when a worker has it whole: of its process's CPU
-                time, and of wall-clock time in which that uses none.
-            options: further keyword arguments of `verify`; JSON.
+            verifier: name of a module with `verify(response, answer) -> Verdict`. Only workers
+                import it; it should import neither torch nor transformers.
+            num_workers: number of processes.
+            timeout_s: limit for one item, counted from when a worker has received all of it: in
+                seconds of CPU time, and of wall-clock time without CPU time.
+            options: further keyword arguments of `verify`; JSON values.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
         self.verifier = verifier
@@ -86,14 +86,14 @@ class Pool:
         self._command += [json.dumps(dict(options))]
         self._workers = [_Worker(self._command) for _ in range(num_workers)]
         self._num_failed_starts = 0
-        self._next_index = 0  # never used twice: a late verdict must not pass for another item's
+        self._next_index = 0  # never reused: a late verdict must not count for another item
         self._waiting: deque[tuple[int, tuple[str, str]]] = deque()
         self._open: set[int] = set()
-        """Submitted and not judged yet."""
+        """Items submitted and not judged yet."""
         self._verdicts: dict[int, Verdict] = {}
 
     def wait_until_ready(self) -> None:
-        """Return when every worker has started: before work that a failure would waste.
+        """Wait until every worker has started, so that a failure shows before expensive work.
 
         Raises:
             RewardError: as `poll`.
@@ -106,14 +106,14 @@ class Pool:
     def judge(
         self, items: Sequence[tuple[str, str]], *, may_end: Callable[[bool], bool] = bool
     ) -> list[Verdict]:
-        """Submit items and collect their verdicts: `submit` and `collect` in one."""
+        """Submit items and wait for their verdicts: `submit` and `collect` in one call."""
         return self.collect(self.submit(items), may_end=may_end)
 
     def submit(self, items: Sequence[tuple[str, str]]) -> list[int]:
-        """Queue items, each a (response, answer), and return; `poll` and `collect` hand them out.
+        """Queue (response, answer) items; `poll` and `collect` give them to workers.
 
         Returns:
-            Their numbers, for `collect`.
+            The numbers of the items, for `collect`.
         """
         numbers = list(range(self._next_index, self._next_index + len(items)))
         self._next_index += len(items)
@@ -122,14 +122,14 @@ class Pool:
         return numbers
 
     def poll(self) -> None:
-        """Take the verdicts that are there, and give each free worker an item. Never waits.
+        """Receive finished verdicts and give each free worker an item. Never waits.
 
-        Nobody else feeds the workers: to be called often while there is other work to do.
+        Call it often during other work: workers get items only here and in `collect`.
 
         Raises:
             RewardError: workers cannot start; their own error is on stderr.
         """
-        # First of all: a worker may have been killed while there was nothing to judge.
+        # Before items are given out: an idle worker may have been killed.
         settled = self._settle()
         self._verdicts |= settled
         self._open -= settled.keys()
@@ -142,12 +142,13 @@ class Pool:
     def collect(
         self, numbers: Sequence[int], *, may_end: Callable[[bool], bool] = bool
     ) -> list[Verdict]:
-        """Wait for the verdicts on these items, and drop whatever else was submitted so far.
+        """Wait for the verdicts on these items, and drop everything else submitted so far.
 
         Args:
-            numbers: of items submitted since the last `collect`.
-            may_end: asked every few seconds, and as long as all items are judged, with whether they
-                are; then False keeps it here. What it raises breaks off, and the pool stays usable.
+            numbers: numbers of items submitted since the last `collect`.
+            may_end: called every few seconds with whether all items are judged; once they are,
+                `collect` returns when it answers True. An exception of it aborts the wait; the pool
+                stays usable.
 
         Returns:
             One verdict per item, in order; unknown, with the reason, where the worker failed.
@@ -176,7 +177,7 @@ class Pool:
             self._verdicts.clear()
 
     def close(self) -> None:
-        """End the workers and wait for that. May be called twice."""
+        """Kill the workers and wait until they have ended. May be called twice."""
         while self._workers:
             self._workers.pop().kill()
 
@@ -187,7 +188,7 @@ class Pool:
         self.close()
 
     def _wait(self, until: float) -> None:
-        """Until a worker has something to say, reads on, or is to be looked at."""
+        """Wait until a worker sends, can receive, or is due for a check, or until `until`."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 writes = selectors.EVENT_WRITE if worker.outbox else 0
@@ -196,10 +197,10 @@ class Pool:
             selector.select(max(0.0, deadline - time.monotonic()))
 
     def _settle(self) -> dict[int, Verdict]:
-        """Take the verdicts that are there, by index of the item, and replace failed workers."""
+        """Receive finished verdicts, by number of the item, and replace failed workers."""
         verdicts = {}
         for place, worker in enumerate(self._workers):
-            worker.exchange()  # before its time is looked at: nobody may have listened for long
+            worker.exchange()  # before the check of its time: its reply may have come long ago
             if not worker.failure and not worker.verdict and time.monotonic() > worker.deadline:
                 worker.look()
             if worker.failure:
@@ -240,11 +241,11 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.is_ready = False
         self.index: int | None = None
-        """Number of the item it is judging; None while it has none."""
+        """Number of the item that it judges; None while idle."""
         self.limit(START_TIMEOUT_S)
         self.verdict: Verdict | None = None
         self.failure = ""
-        """Why it must be replaced."""
+        """Why the worker must be replaced; empty while it works."""
         self.outbox = memoryview(b"")
         self._inbox = bytearray()
 
@@ -253,7 +254,7 @@ class _Worker:
         return self.is_ready and self.index is None
 
     def take(self, index: int, item: tuple[str, str], *, timeout_s: float) -> None:
-        """Start on an item."""
+        """Assign an item; `send` transfers it."""
         self.index = index
         self.limit(timeout_s)
         self.outbox = memoryview(json.dumps([index, *item]).encode() + b"\n")
@@ -264,15 +265,15 @@ class _Worker:
         self.deadline = math.inf
 
     def limit(self, limit_s: float) -> None:
-        """Allow so many seconds from now, of CPU time, and of wall-clock time without any."""
+        """Allow this many seconds from now: of CPU time, and of wall-clock time without any."""
         self.limit_s = limit_s
-        # What it started before counts as begun now: to look at all of that takes longer.
+        # Without its child processes, which take longer to look at.
         self._cpu_s_before = self._cpu_s_seen = _cpu_s(self.process.pid)
         self._computed_at = time.monotonic()
         self._set_deadline()
 
     def look(self) -> None:
-        """See whether it has computed, and fill `failure` if its time is over."""
+        """Measure its CPU time; set `failure` if the time is over."""
         pid, now = self.process.pid, time.monotonic()
         cpu_s, cpu_s_of_all = _cpu_s(pid), _cpu_s_of_all(pid)
         computed_s, passed_s = cpu_s_of_all - self._cpu_s_seen, now - self._computed_at
@@ -288,19 +289,19 @@ class _Worker:
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        """When to look next: what computes late is seen a little late, what sleeps at once."""
+        """Set the time of the next check: every `LOOK_S`, or when a sleeping worker times out."""
         self.deadline = min(time.monotonic() + LOOK_S, self._computed_at + self.limit_s)
 
     def send(self) -> None:
-        """Send what can be without waiting."""
+        """Send as much as possible without waiting."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             if self.outbox:
                 self.outbox = self.outbox[self.channel.send(self.outbox) :]
-                # It has read on: that nobody sent the rest sooner must not count as its time.
+                # Its time starts again: it could not judge before it had all of the item.
                 self.limit(self.limit_s)
 
     def exchange(self) -> None:
-        """Send and receive what can be without waiting; fills `verdict` or `failure`."""
+        """Send and receive as much as possible without waiting; set `verdict` or `failure`."""
         if self.failure:
             return
         self.send()
@@ -320,16 +321,16 @@ class _Worker:
             self._inbox.clear()
 
     def kill(self) -> str:
-        """End the process and what it started, wait for that, and say how it ended."""
+        """Kill the process and its children, wait for it, and say how it ended."""
         self.channel.close()
-        if self.process.returncode is None:  # else its number may already be another's
-            # Does not change the exit code of a process that is ending by itself.
+        if self.process.returncode is None:  # otherwise its pid may belong to another process
+            # Does not change the exit code of a process that is exiting by itself.
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def _read(self, line: bytes) -> None:
-        """One line: that it is ready, or the verdict on its item."""
+        """Handle a line: ready, or the verdict on its item."""
         if line == READY and not self.is_ready:
             self.is_ready = True
             self.rest()
@@ -346,17 +347,17 @@ class _Worker:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process; not of its children."""
+    """CPU seconds of a process without its children."""
     return cpu_seconds(str(pid), with_children=False)
 
 
 def _cpu_s_of_all(pid: int) -> float:
-    """CPU seconds of a process with all that it started."""
+    """CPU seconds of a process and its children."""
     return sum(map(cpu_seconds, (str(pid), *descendants(pid))))
 
 
 def _python_path() -> str:
-    """So that the worker finds this package, and the verifier's, wherever the trainer runs."""
+    """PYTHONPATH with which a worker finds this package in any working directory."""
     root = str(Path(__file__).parents[2])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 

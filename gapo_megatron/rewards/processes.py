@@ -1,4 +1,4 @@
-"""Processes that another one started, as /proc shows them."""
+"""Child processes and their CPU time, read from /proc."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 
 
 def descendants(pid: int) -> list[str]:
-    """All that it started, and what these started, as far as none lost its parent to another."""
+    """Children and further descendants; without those that were reparented."""
     found = [str(pid)]
     for process in found:  # grows as children are added
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{process}/task"):
                 with open(f"/proc/{process}/task/{thread}/children") as file:
                     found += file.read().split()
@@ -18,11 +18,11 @@ def descendants(pid: int) -> list[str]:
 
 
 def cpu_seconds(process: str, *, with_children: bool = True) -> float:
-    """CPU time of all its threads, in steps of 10 ms; 0 if it has ended meanwhile.
+    """CPU time of a process with all its threads, in steps of 10 ms; 0 if it has ended.
 
     Args:
-        process: its number.
-        with_children: add that of the children it has waited for.
+        process: pid.
+        with_children: add the CPU time of children that it has waited for.
     """
     try:
         times = _stat(process)[11 : 15 if with_children else 13]
@@ -32,12 +32,15 @@ def cpu_seconds(process: str, *, with_children: bool = True) -> float:
 
 
 def can_run(process: str) -> bool:
-    """Whether one of its threads can; not if it lets others go first, or has ended meanwhile."""
+    """Whether a thread of the process is runnable and not of low priority; False if it has ended.
+
+    A process in an autogroup with a positive nice value may be starved by choice.
+    """
     with (
-        contextlib.suppress(OSError),  # a kernel without such groups
+        contextlib.suppress(OSError),  # a kernel without autogroups
         open(f"/proc/{process}/autogroup") as file,
     ):
-        group = file.read().split()  # nothing in the session that the kernel started with
+        group = file.read().split()  # empty in the kernel's first session
         if group and int(group[-1]) > 0:
             return False
     with contextlib.suppress(OSError):
@@ -47,7 +50,7 @@ def can_run(process: str) -> bool:
 
 
 def _stat(path: str) -> list[bytes]:
-    """What stands behind the name, which need not be text."""
+    """Fields of a `stat` file after the name, which may hold any bytes."""
     with open(f"/proc/{path}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 

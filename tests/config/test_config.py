@@ -428,7 +428,7 @@ def test_ranks_that_generate_are_the_last_nodes_or_the_last_ranks(minimal: Path)
     assert num("rollout.generation_nodes=5", **six_nodes) == 40
     assert num("rollout.generation_ranks=3", world_size=4, ranks_per_node=4) == 3
     for override, job, parts in (
-        ("rollout.generation_nodes=6", six_nodes, (6, "must be below", "6 node(s)")),
+        ("rollout.generation_nodes=6", six_nodes, (6, "must be below", "nodes")),
         ("rollout.generation_nodes=1", six_nodes | {"world_size": 44}, (1, 44, "multiple of 8")),
         ("rollout.generation_ranks=48", six_nodes, (48, "must be below the world size")),
     ):

@@ -1,7 +1,4 @@
-"""Roles of settings: each has one, and they say what the lists before them said.
-
-Those lists stood in four files. Where they contradicted each other, the difference is named here.
-"""
+"""Roles of settings: which may change in a resume, a branch and a study; removed settings."""
 
 import json
 import tomllib
@@ -10,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import Config, load_config, parse_config
-from gapo_megatron.config.metadata import Role
 from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.config.roles import broken_rules, changed_work, changes, flat, role_of
 from gapo_megatron.config.rules import input_paths
+from gapo_megatron.config.section import Role
 from gapo_megatron.errors import ConfigError
 from tests.messages import mentions
 
@@ -22,47 +19,9 @@ SETTINGS = [
     f"{section}.{name}" for section, model in Config.sections().items() for name in model.roles()
 ]
 
-# As the lists were before, prefixes and all.
-RESUME = (
-    *("run.output_dir", "run.num_steps", "run.hang_timeout_s", "run.stop_margin_s", "parallel."),
-    "run.allow_changes",
-    *("optimizer.offload", "rollout.verify_", "checkpoint.", "evaluation.", "metrics."),
-    *("supervised", "rollout.generation_"),
-)
-PICKS_GROUPS = (
-    *("rollout.tensor_parallel_size", "rollout.memory_fraction", "rollout.cpu_kv_cache_gib"),
-    *("rollout.enforce_eager", "rollout.generation_nodes", "rollout.generation_ranks"),
-)
-BRANCH = (
-    *RESUME,
-    *PICKS_GROUPS,
-    *("objective.", "model.recompute", "model.head", "data.eval_path"),
-    *("batch.max_tokens_per_microbatch", "reward.num_workers"),
-)
-STUDY = tuple(name for name in BRANCH if not name.startswith(("objective.", "data.")))
-SAME_ARM = (
-    *("run.", "parallel.", "checkpoint.", "metrics.", "evaluation.every_steps"),
-    *("batch.max_tokens_per_microbatch", "model.recompute", "model.head", *PICKS_GROUPS),
-    *("rollout.verify_", "reward.num_workers", "reward.sandbox", "reward.python"),
-    "optimizer.offload",
-)
-NO_STEP = ("run.", "checkpoint.", "evaluation.", "metrics.", "supervised", "parallel.timeout_s")
-CARRIED = {
-    *("batch.rollouts_per_prompt", "model.precision", "model.fp8_recipe"),
-    *("rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
-}
-# A report had one arm of runs with different sandboxes; studies and branches refused them.
-SANDBOX = {"reward.sandbox", "reward.python"}
-# A scaling report took evaluated problems, and how far log-probs may differ, for a layout.
-NOT_OF_A_STEP = {"data.eval_path", "rollout.verify_bound"}
-
 
 def such(flag: str) -> set[str]:
     return {name for name in SETTINGS if getattr(role_of(name), flag)}
-
-
-def listed(*prefixes: str) -> set[str]:
-    return {name for name in SETTINGS if name.startswith(prefixes)}
 
 
 def test_every_setting_has_one_role() -> None:
@@ -72,14 +31,29 @@ def test_every_setting_has_one_role() -> None:
             assert sum(isinstance(one, Role) for one in field.metadata) <= 1, f"{section}.{name}"
 
 
-def test_roles_say_what_the_lists_said() -> None:
-    assert such("resume") == listed(*RESUME)
-    assert such("branch") == listed(*BRANCH) | SANDBOX
-    assert such("study") == listed(*STUDY) | SANDBOX
-    assert such("arm") == set(SETTINGS) - listed(*SAME_ARM)
-    assert such("step") == set(SETTINGS) - listed(*NO_STEP) - NOT_OF_A_STEP
-    assert such("carried") == CARRIED
-    assert such("picks_groups") == set(PICKS_GROUPS)
+FREE = {"resume", "branch", "study"}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("run.num_steps", FREE),
+        ("run.seed", set()),
+        ("parallel.context_parallel_size", FREE | {"step"}),
+        ("optimizer.learning_rate", {"arm", "step"}),
+        ("objective.method", {"branch", "arm", "step"}),
+        ("data.train_path", {"arm", "step"}),
+        ("data.eval_path", {"branch", "arm"}),
+        ("rollout.temperature", {"arm", "step", "carried"}),
+        ("rollout.memory_fraction", {"branch", "study", "step", "picks_groups"}),
+        ("rollout.generation_nodes", FREE | {"step", "picks_groups"}),
+        ("reward.sandbox", {"branch", "study", "step"}),
+        ("evaluation.samples_per_prompt", FREE | {"arm"}),
+    ],
+)
+def test_what_a_setting_may_do(name: str, flags: set[str]) -> None:
+    role = role_of(name)
+    assert {flag for flag in Role.__slots__ if getattr(role, flag)} == flags
 
 
 TREE = {

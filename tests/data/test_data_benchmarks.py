@@ -106,7 +106,7 @@ def test_broken_files_are_refused(tmp_path) -> None:
 
 
 def test_a_folder_holds_one_file(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=mentions("aime24", tmp_path, ".jsonl", "not no")):
+    with pytest.raises(ConfigError, match=mentions("aime24", tmp_path, ".jsonl", "none")):
         BENCHMARKS["aime24"].find_files(tmp_path)
     path = put(tmp_path / "aime24", "a.json", [])
     assert BENCHMARKS["aime24"].find_files(tmp_path) == [path]

@@ -92,7 +92,7 @@ gapo (published)  37.9/76.3  17.9/63.3  10.6/56.7  53.4/97.5  76.5/97.5  31.2/64
 gspo              14.0/30.5  15.3/30.5   7.6/30.5  15.3/30.5  15.3/30.5  15.3/30.5  15.3/30.5
 gspo (published)  36.8/76.2  15.3/60.0  9.28/60.0   53.0/100  75.2/97.0  30.9/62.9  37.3/77.3
 ---------------------------------------------------------------------------------------------
-Published rows are the paper's, pass@1/pass@256 where it prints both.
+Published rows are from the paper, as pass@1/pass@256 where it prints both.
 
 pass@1 in %, mean ± 95 % interval over seeds (Student's t)
 -----------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ vs. gspo  +2.47*  +2.70*  +1.35*  +2.70*   +2.70*   +2.70*    +2.70*
 paired     ±2.46   ±2.69   ±1.34   ±2.69    ±2.69    ±2.69     ±2.69
 --------------------------------------------------------------------
 Welch's t-test over seeds: * p < 0.05, ** p < 0.01, *** p < 0.001.
-paired: half width of the 95 % interval (Student's t) over pairs of training seeds, as given.
+paired: half width of the 95 % interval (Student's t), training seeds paired in given order.
 """
 
 
@@ -166,7 +166,7 @@ def test_training_seeds_count_once_however_often_they_are_sampled() -> None:
 def test_a_single_seed_is_not_tested() -> None:
     tables = compare([method("gapo", GAPO), method("gspo", GSPO[:1])], {})
     assert tables[-1].rows[0][2] == "+2.47"
-    assert any("Untested" in note for note in tables[-1].notes)
+    assert any("one seed" in note for note in tables[-1].notes)
 
 
 def test_seeds_may_differ_by_benchmark() -> None:
@@ -175,10 +175,10 @@ def test_seeds_may_differ_by_benchmark() -> None:
     tables = compare([Method("a", [results(values)]), Method("b", [results(values)])], {})
     assert len(tables) == 3  # though the first column has one seed
     assert tables[1].notes == ["Seeds by method: a: 1 or 3 sampling; b: 1 or 3 sampling."]
-    assert any("Untested" in note for note in tables[2].notes)
+    assert any("one seed" in note for note in tables[2].notes)
     only = {"aime25": values["aime25"]}
     tables = compare([Method("a", [results(values)]), Method("b", [results(only)])], {})
-    assert any("Untested" in note for note in tables[2].notes)
+    assert any("one seed" in note for note in tables[2].notes)
     tables = compare([Method(name, [results(only)]) for name in "ab"], {})
     assert len(tables[2].notes) == 1
 
@@ -186,7 +186,7 @@ def test_seeds_may_differ_by_benchmark() -> None:
 def test_an_evaluation_without_figures_is_refused() -> None:
     empty = Method("a", [results({})])
     for methods in ([empty], [method("b", GAPO), empty]):
-        with pytest.raises(ConfigError, match=mentions("--compare", " a ", "whole")):
+        with pytest.raises(ConfigError, match=mentions("--compare", " a ", "complete")):
             compare(methods, {})
 
 
@@ -230,7 +230,7 @@ def test_other_sampling_is_said() -> None:
     other = dataclasses.replace(other, sampling=Sampling(2, 0.6, 1.0, 3092))
     table, *_ = compare([Method("a", [ours]), Method("b", [other])], {})
     assert table.notes == [
-        "Not sampled alike: a: n=2, temperature=1, top-p=1, T_max=3092; "
+        "Sampling settings differ: a: n=2, temperature=1, top-p=1, T_max=3092; "
         "b: n=2, temperature=0.6, top-p=1, T_max=3092."
     ]
 
@@ -258,12 +258,12 @@ def test_published_figures_that_were_sampled_otherwise_say_so() -> None:
     ours = dataclasses.replace(ours, benchmarks={"aime24": {0: seed}})
     table, *_ = compare([Method("gapo", [ours])], read_settings())
     assert table.notes[-1] == (
-        "Not sampled alike: gapo: n=256, temperature=0.3, top-p=0.5, T_max=100; "
+        "Sampling settings differ: gapo: n=256, temperature=0.3, top-p=0.5, T_max=100; "
         "gapo (published): n=256, temperature=1, top-p=1, T_max=3092."
     )
     alike = dataclasses.replace(ours, sampling=Sampling(256, 1.0, 1.0, 3092))
     table, *_ = compare([Method("gapo", [alike])], read_settings())
-    assert "Not sampled alike" not in " ".join(table.notes)
+    assert "Sampling settings differ" not in " ".join(table.notes)
 
 
 def test_best_is_bold() -> None:

@@ -8,7 +8,7 @@ Columns and statistics
 - A loss rebuilt from the log-sum loses its digits under a common offset of the logits:
   test_logprob.py::test_a_common_offset_costs_nothing_beyond_the_logits_own_rounding
 - Logits rounded to bfloat16 decide which sequences are clipped:
-  test_logprob_sequence.py::test_the_log_ratio_of_a_sequence_is_as_exact_as_its_clip_is_narrow
+  test_logprob.py::test_the_log_ratio_of_a_sequence_is_as_exact_as_its_clip_is_narrow
 - Log-probs change with the shape of the batch:
   test_logprob_bits.py::test_a_sequence_keeps_the_bits_of_its_ratio_in_any_packing
 

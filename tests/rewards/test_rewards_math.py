@@ -12,7 +12,7 @@ import pytest
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
 from gapo_megatron.rewards.math import expressions
-from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
+from gapo_megatron.rewards.math.limits import TooMuchWorkError, limited
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
 

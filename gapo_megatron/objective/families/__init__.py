@@ -1,8 +1,8 @@
-"""Loss families, one file each. A new one is a file here, a line of `FAMILIES`, and a preset.
+"""Loss families, one file each. A new one needs a file here, an entry in `FAMILIES` and a preset.
 
-CONTRIBUTING.md lists the tests and tables that know the families by name.
-`config.methods` names a method's family; `policy_loss` looks it up, and does what all have in
-common: log-ratios, clip widths, denominators, checks.
+CONTRIBUTING.md lists the tests and tables that name the families. `config.methods` names the family
+of a method; `policy_loss` calls it, and does what all families share: log-ratios, clip widths,
+denominators, checks.
 """
 
 from gapo_megatron.objective.families.aspo import ASPO

@@ -1,21 +1,23 @@
-"""ASPO: right tokens are weighted by the inverse of their ratio, wrong ones by the ratio.
+"""ASPO weights correct tokens by the inverse of their ratio, wrong ones by the ratio.
 
     q_t = min(r_t, 1 + eps_high) where A_i > 0, max(r_t, 1 - eps_low) where A_i < 0
     l_t = -A_i min(1 / q_t, ratio_max) where A_i > 0, -A_i min(q_t, ratio_max) where A_i < 0
 
-All are [T]. The gradient with respect to log_probs_t is -A_i times that weight, whether ratio_max
-bounds it or not (as in CISPO), and not that of the inverse, whose sign is the other. Exactly none:
-A > 0 above 1 + eps_high, A < 0 below 1 - eps_low, as in PPO. A right token that lags, r < 1, is so
-pulled the harder the further it lags, where PPO pulls it the less.
+All are [T]. The gradient at log_probs_t is -A_i times that weight, also where ratio_max bounds it
+(as in CISPO); the gradient of the inverse itself would have the opposite sign. It is exactly 0 for
+A > 0 above 1 + eps_high and A < 0 below 1 - eps_low, as in PPO. A correct token with r < 1 is
+pulled harder the smaller r is; in PPO it is pulled less.
 
-Without a clip the gradient mass would be |A| / r or |A| r, by sign; what the cap takes is lost too.
+Without a clip the gradient mass would be |A| / r or |A| r, by the sign of A. The part above the cap
+counts as lost.
 
 Source: arXiv 2510.06062 (abstract read; equations from two transcriptions) and the authors' code
-(wizard-III/Archer2.0), which alone gives ratio_max = 3. That code differs in three things. Beyond
-the cap its loss is -3 A log_probs_t: the same gradient, a value of another scale. It averages over
-the tokens of micro-batches of one response: that is `sequence_mean`, as in the transcriptions. And
-it doubles both widths for the fifth of a response's tokens with the largest entropy; left out here:
-the paper's equation, as transcribed, has one width, and the rule would need every token's entropy.
+(wizard-III/Archer2.0), the only source of ratio_max = 3. That code differs in three points. Above
+the cap its loss is -3 A log_probs_t: the same gradient, another scale of the value. It averages
+over the tokens of micro-batches of one response, which is `sequence_mean`, as in the
+transcriptions. It doubles both widths for the fifth of a response's tokens with the largest
+entropy; this is omitted here, because the paper's equation, as transcribed, has one width, and the
+rule would need the entropy of every token.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class MicrobatchTokens:
         )
 
     def per_ratio(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of sequences, [B], shaped like `ratio`."""
+        """Expand values of sequences [B] to the shape of `ratio`."""
         return values[self.sequence_ids] if self.per_token else values
 
     def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
@@ -66,8 +66,9 @@ class MicrobatchTokens:
     def sum_losses(self, losses: torch.Tensor) -> torch.Tensor:
         """[B] float64 with autograd: `losses`, shaped like `ratio`, summed over each sequence.
 
-        Every token carries the loss of a `sequence` ratio; that of a `product` is there once. At
-        equal log-probs -A s then has the gradient -A at every token, whichever ratio it is.
+        Every token carries the loss of a `sequence` ratio; the loss of a `product` ratio counts
+        once per sequence. So at equal log-probs -A s has the gradient -A at every token, for every
+        kind of ratio.
         """
         if self.per_token:
             return self.sum_tokens(losses)
@@ -76,7 +77,7 @@ class MicrobatchTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """A family's loss before any denominator, and what its clip did."""
+    """A family's loss without denominators, and the effect of its clip."""
 
     sums: torch.Tensor
     """[B] float64 with autograd: the loss summed over the tokens of each sequence."""
@@ -84,21 +85,20 @@ class Terms:
     """[B] or [T] float64, with or without autograd."""
     clipped: torch.Tensor
     """Bool, shaped like `ratio`: the clip is active; False where A = 0. With `clip_stops_gradient`
-    these have a gradient of exactly 0, and of the others only those with A = 0. A family that bends
-    the loss instead of cutting it off says which ratios count as clipped; the clip fraction is the
-    share of these."""
+    exactly these and those with A = 0 have a gradient of 0. A family with a smooth bound defines
+    which ratios count as clipped; the clip fraction is their share."""
     gradient_mass: torch.Tensor
-    """Float64, shaped like `ratio`: |d sums / d log_probs| of one token, as without a clip."""
+    """Float64, shaped like `ratio`: |d sums / d log_probs| of one token without a clip."""
     gradient_mass_kept: torch.Tensor
-    """Likewise, with the clip."""
+    """The same with the clip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One way to turn ratios and advantages into a loss."""
+    """A way to turn ratios and advantages into a loss."""
 
     terms: Callable[[MicrobatchTokens], Terms]
-    """Local to the micro-batch: no collective, and nothing waits for the device."""
+    """Local to the micro-batch: no collectives, no synchronisation with the device."""
     clip_stops_gradient: bool
-    """Whether a clipped ratio has a gradient of exactly 0: its backward pass can then be left out.
-    False where the gradient only becomes small."""
+    """Whether the gradient of a clipped ratio is exactly 0, so that its backward pass can be
+    skipped. False if the gradient only becomes small."""

@@ -2,8 +2,8 @@
 
     l_i = max(-A_i s_i, -A_i clip(s_i, 1 - eps_low, 1 + eps_high(c_i)))
 
-Sequence ratio: s_i and l_i are [B], and every token of sequence i carries l_i, so its sum over them
-is |y_i| l_i. Token ratio: both are [T]. The caller divides by the global denominator.
+Sequence ratio: s_i and l_i are [B], and every token of sequence i carries l_i, so their sum is
+|y_i| l_i. Token ratio: both are [T]. The caller divides by the global denominator.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
     S_i = sum_t(log_probs - old_log_probs), L_i tokens, w_i = exp(S_i)
     l_i = max(-A_i w_i, -A_i exp(clip(S_i, -eps_low sqrt(L_i), eps_high sqrt(L_i))))
 
-l is [B] and is there once for each response, so every token has the gradient -A w, undivided by L.
-eps_low and eps_high are the two constants c of the band, in log space. Exactly no gradient, for the
-whole response: A > 0 above its band, A < 0 below it. On the other side nothing bounds w but
-`ratio.MAX_LOG_RATIO`. With `ratio="sequence"` the same gate holds for w = exp(S / L), which every
-token carries: an older form of the third party's code, to first order in the width.
+l is [B] and counts once per response, so every token has the gradient -A w, not divided by L.
+eps_low and eps_high are the two constants c of the band, in log space. The gradient of the whole
+response is exactly 0 for A > 0 above the band and A < 0 below it. On the other side only
+`ratio.MAX_LOG_RATIO` bounds w. With `ratio="sequence"` the same gate applies to w = exp(S / L),
+which every token carries: an older form of the third party's code, to first order in the width.
 
-Source: arXiv 2509.09177, of which the abstracts of its versions and its reviews were read, and a
-third party's code (quantumglass/GRPO-series), which gives the equation, the constants 0.03 and
-advantages divided by their deviation. Not read: the paper's equations 3 to 5, its constants, its
-aggregation. Its first version centres the band on a drift, later ones and the code do not. Reviews
-speak of a dual clip, for A < 0 above the band; the code has none, and its form is not known here.
+Source: arXiv 2509.09177 (abstracts of its versions and reviews were read), and a third party's code
+(quantumglass/GRPO-series), which gives the equation, the constants 0.03 and advantages divided by
+their standard deviation. Not read: the paper's equations 3 to 5, its constants, its aggregation.
+The first version centres the band on a drift; later ones and the code do not. Reviews mention a
+dual clip for A < 0 above the band; the code has none, and its form is unknown.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gapo_megatron.objective.ratio import bounded_exp
 
 
 def _terms(tokens: MicrobatchTokens) -> Terms:
-    assert not tokens.per_token, "FSPO decides on a response as a whole"
+    assert not tokens.per_token, "FSPO clips whole responses"
     ratio, advantages = tokens.ratio(), tokens.advantages
     total = tokens.sum_tokens(tokens.log_ratio.detach())
-    root = _root_length(tokens)
+    root = tokens.counts.clamp(min=1).double().sqrt()  # 1 for a response without tokens
     high, low = tokens.upper * root, -tokens.lower * root
     too_high = (advantages > 0) & (total > high)
     too_low = (advantages < 0) & (total < low)
@@ -45,11 +45,6 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
         gradient_mass=mass,
         gradient_mass_kept=torch.where(clipped, 0, mass),
     )
-
-
-def _root_length(tokens: MicrobatchTokens) -> torch.Tensor:
-    """[B] float64: sqrt(L), 1 for a response without tokens."""
-    return tokens.counts.clamp(min=1).double().sqrt()
 
 
 FSPO = Family(_terms, clip_stops_gradient=True)

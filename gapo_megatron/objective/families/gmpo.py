@@ -8,15 +8,15 @@ Every token of sequence i carries l_i, so its sum over them is |y_i| l_i; with `
 loss is the mean of l_i over sequences. Ratios and clips are per token, [T]: `ratio = "token"`. The
 preset's bounds are exp(-0.4) and exp(0.4).
 
-A token beyond its bound has exactly no gradient, and enters G_i at the bound; all others of the
-sequence have -A_i G_i, one weight in common. A < 0 and a log-ratio far up is not clipped: it raises
-G_i for the whole response (bounded at exp(20), like every ratio). Where A < 0 the clip raises G_i,
-that is the weight of the tokens that it leaves: no loss of gradient mass.
+A token beyond its bound has exactly no gradient, and enters G_i at the bound; all other tokens of
+the sequence have the gradient -A_i G_i. With A < 0 a large log-ratio is not clipped: it raises G_i
+for the whole response (bounded at exp(20), like every ratio). With A < 0 the clip raises G_i, and
+so the weight of the other tokens; this is no loss of gradient mass.
 
-Source: arXiv 2507.20673, as three transcriptions give it; the paper's text was not read. The code
-of the authors, verl and TRL agree on this equation. TRL's documentation states the bounds such that
-asymmetric ones change places where A < 0; its code does not. verl and TRL take the bounds' logs as
-settings, here they are distances from 1.
+Source: arXiv 2507.20673, as given by three transcriptions; the paper's text was not read. The code
+of the authors, verl and TRL agree on this equation. TRL's documentation swaps asymmetric bounds for
+A < 0; its code does not. Settings of verl and TRL are the logs of the bounds; here they are
+distances from 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     assert tokens.per_token, f"gmpo clips token ratios, not ratio {tokens.method.ratio!r}"
     log_ratio = tokens.log_ratio
     advantages = tokens.per_ratio(tokens.advantages)
-    low, high = _log_bounds(tokens)
+    low = tokens.per_ratio(torch.log1p(-tokens.lower))
+    high = tokens.per_ratio(torch.log1p(tokens.upper))
 
     # As in `clipped`: selecting by the condition makes the zero gradient exact.
     too_high = (advantages > 0) & (log_ratio > high)
@@ -57,12 +58,6 @@ def _geometric_mean(log_ratio: torch.Tensor, tokens: MicrobatchTokens) -> torch.
     """[B] float64 with autograd: exp(mean_t log_ratio)."""
     num_sequences = len(tokens.advantages)
     return bounded_exp(segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts))
-
-
-def _log_bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] float64: log(1 - lower) and log(1 + upper)."""
-    low, high = torch.log1p(-tokens.lower), torch.log1p(tokens.upper)
-    return tokens.per_ratio(low), tokens.per_ratio(high)
 
 
 GMPO = Family(_terms, clip_stops_gradient=True)

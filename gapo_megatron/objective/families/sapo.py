@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate in place of the clip, its temperature by the sign of A.
+"""SAPO: a smooth gate instead of a clip, with a temperature by the sign of A.
 
     l_t = -A_i f(s_t),  f(s) = 4 width sigmoid((s - 1) / width)
 
@@ -7,18 +7,18 @@ eps_low. The ratio is not detached: the gradient at log_probs_t is -A_i s_t w(s_
 
     w(s) = f'(s) = 4 p (1 - p) = sech^2((s - 1) / (2 width)),  p = sigmoid((s - 1) / width)
 
-w is 1 at s = 1 for every width, so gradients compare with those of the clipped surrogate; losses do
-not: at s = 1 the loss is -2 width A. s w(s) is largest near s = 2, and w stays above 3/4 down to
-s = 0 at the preset's widths: in practice the gate holds back from above only.
+w is 1 at s = 1 for every width, so gradients are comparable with those of the clipped surrogate.
+Losses are not: at s = 1 the loss is -2 width A. s w(s) is largest near s = 2, and w stays above 3/4
+down to s = 0 at the preset's widths: in practice the gate only acts above 1.
 
-A ratio counts as clipped where w < 1/2: beyond s = 1 + 2 ln(1 + sqrt(2)) width, and as far below 1.
-The rule has no edge there. Only rows with A = 0 have exactly no gradient by the equation; in
-float64 p rounds to 1, and the gradient to 0, about 37 widths above 1.
+A ratio counts as clipped if w < 1/2: above s = 1 + 2 ln(1 + sqrt(2)) width, and as far below 1. The
+loss has no edge there. By the equation only rows with A = 0 have exactly no gradient; in float64 p
+rounds to 1, and the gradient to 0, about 37 widths above 1.
 
-Source: arXiv 2511.20347, as four agreeing transcriptions and the code of TRL and verl give it; the
-paper's text was not read. tau is 1.0 and 1.05. verl and SkyRL hold the log-ratio within +-20, as
-here; TRL and AReaL do not. The paper takes the mean over a sequence's tokens first; AReaL, and by
-default SkyRL, over all tokens.
+Source: arXiv 2511.20347, as given by four agreeing transcriptions and the code of TRL and verl; the
+paper's text was not read. tau is 1.0 and 1.05. verl and SkyRL clamp the log-ratio to +-20, as here;
+TRL and AReaL do not. The paper averages over a sequence's tokens first; AReaL, and SkyRL by
+default, over all tokens.
 """
 
 from __future__ import annotations

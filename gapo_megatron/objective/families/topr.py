@@ -1,21 +1,21 @@
-"""TOPR: right responses are learnt whatever their ratio; that of wrong ones tapers off.
+"""TOPR learns correct responses with any ratio, and tapers the ratio of wrong ones.
 
     A_i > 0    l_t = -A_i log_probs_t
     A_i < 0    l_t = -A_i stop_gradient(clip(w, 1 - eps_low, 1 + eps_high)) log_probs_t
 
-w is the product ratio of the response, [B], which its tokens share; `ratio="token"` gives each its
-own, which is what ROLL and Trinity-RFT ship. The canonical taper 0..1 is eps_low = 1, eps_high = 0.
-No row with A != 0 is without gradient: w only becomes small, as far as exp(-MAX_LOG_RATIO).
+w is the product ratio of the response, [B], which its tokens share; with `ratio="token"` each token
+has its own, as in ROLL and Trinity-RFT. The canonical taper 0..1 is eps_low = 1, eps_high = 0.
+Every row with A != 0 has a gradient: w only becomes small, down to exp(-MAX_LOG_RATIO).
 
-Of wrong responses those count as clipped, and lose gradient mass, whose weight is not their ratio.
-The weight of right ones does not depend on the ratio at all: nothing there is clipped, and their
-gradient mass is |A|. The loss is continuous in the ratio, so there is no edge for rounding. The
-widths are the wrong responses' alone: a width by c would do nothing.
+A wrong response counts as clipped, and loses gradient mass, if its weight is not its ratio. The
+weight of a correct one does not depend on the ratio: it is never clipped, and its gradient mass is
+|A|. The loss is continuous in the ratio, so rounding has no edge to cross. The widths apply to
+wrong responses only, so a width by c would do nothing.
 
 Source: arXiv 2503.14286 (abstract read; equations from transcriptions that agree, such as ROLL's).
-The paper sums over tokens and multiplies by the raw reward less a constant; here, as in all code,
-by A. ROLL takes its sides from the score, not from A. Whether the paper divides log-probs by the
-length was not settled; the transcriptions do not.
+The paper sums over tokens and multiplies by the raw reward minus a constant; here, as in all code,
+by A. ROLL chooses the side by the score, not by A. It is open whether the paper divides log-probs
+by the length; the transcriptions do not.
 """
 
 from __future__ import annotations

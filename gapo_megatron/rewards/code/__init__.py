@@ -1,9 +1,8 @@
 """Verifier of programs: they run in a sandbox, on the tests of their problem.
 
-What a program ought to print or return never enters its sandbox. Outputs are compared here;
-asserts, which hold the expected values, run in a second sandbox and reach the program by messages.
-So a program that ends the tests early, patches the comparison or prints what success looks like
-only makes its own output wrong.
+The expected outputs never enter the program's sandbox. Outputs are compared here; asserts, which
+hold expected values, run in a second sandbox and call the program by messages. So a program that
+exits early, patches the comparison or prints a fake success only makes its own output wrong.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from gapo_megatron.types import Outcome, Verdict
 DEFAULT_LIMITS = Limits()
 
 _MESSAGE_VALUES = 1000
-"""Values that a reply may have beside those expected: a wrong one is compared, not counted."""
+"""Values that a reply may have beyond the expected number: a slightly longer one is just wrong."""
 
 MAX_ASSERTS_S = 60
-"""For the asserts of a problem, beside what they wait for the program."""
+"""Time limit for the asserts of a problem, without the time of the program."""
 
 
 def verify(
@@ -49,15 +48,15 @@ def verify(
 ) -> Verdict:
     """Say whether the program in `response` passes every test of `answer`. Never raises.
 
-    Tests run in order, and the first that fails decides. What the program brings upon itself (an
-    exception, a limit, a broken protocol) is wrong; what it cannot help (tests that cannot be read,
-    a sandbox that does not start or dies) is unknown.
+    Tests run in order up to the first that fails. A failure of the program (an exception, a limit,
+    a broken protocol) is wrong. A failure outside it (unreadable tests, a sandbox that does not
+    start or dies) is unknown. Takes at most `total_s`, the start of two sandboxes, and
+    `MAX_ASSERTS_S`.
 
     Args:
         response: text of the model; see `extract_program`.
         answer: JSON text of the tests; see `read_tests`.
-        limits: of the program, by the names of `Limits`, where they are not its defaults. This
-            takes `total_s` at the most, the start of two sandboxes, and `MAX_ASSERTS_S`.
+        limits: fields of `Limits` that differ from its defaults.
         sandbox: `reward.sandbox`; `unsafe` runs programs with the trainer's rights.
         python: interpreter that runs the programs; a service has its own.
     """
@@ -72,28 +71,31 @@ def verify(
 
 
 def check_answer(answer: str) -> None:
-    """Refuse tests that no program could be judged by: those that cannot be read.
+    """Refuse tests that cannot be read.
 
     Raises:
-        ValueError: says what is amiss.
-        OSError: they are in another file, which cannot be read.
+        ValueError: says what is wrong.
+        OSError: the tests are in another file, which cannot be read.
     """
     read_tests(answer)
 
 
 def check_excerpt(head: bytes, tail: bytes) -> None:
-    """Refuse tests of another file by their ends: gigabytes are not read at every start.
+    """Check only the two ends of tests in another file, which may have gigabytes.
 
     Args:
-        head: the first bytes of the answer.
-        tail: the last ones.
+        head: first bytes of the answer.
+        tail: last bytes of the answer.
 
     Raises:
-        ValueError: it is no JSON object or list.
+        ValueError: the answer is not a JSON object or list.
     """
     ends = head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:1] + tail.rstrip(b" \t\r\n")[-1:]
     if ends not in (b"{}", b"[]"):
-        raise ValueError(f"from {head[:20]!r} to {tail[-20:]!r} is no JSON object or list")
+        raise ValueError(
+            f"{head[:20]!r} ... {tail[-20:]!r} must be a JSON object or list: it must begin and "
+            "end with braces or brackets"
+        )
 
 
 def run_tests(
@@ -117,13 +119,13 @@ def run_tests(
                 return _run_texts(program, tests, start())
             if isinstance(tests, CallTests):
                 return _run_calls(program, tests, start())
-            # Their time is not the program's; more would outlast the pool's patience.
+            # Asserts have a time limit of their own, within the time that the pool allows.
             brief = dataclasses.replace(limits, total_s=min(limits.total_s, MAX_ASSERTS_S))
             return _run_asserts(program, tests, start(), asserts=start(brief, is_second=True))
     except ProgramError as error:
         return _wrong(f"the program {error}")
     except RecursionError:
-        return _wrong("the program returned a value that is nested too deep")
+        return _wrong("the program returned a value that is nested too deeply")
     except SandboxError as error:
         return Verdict(Outcome.UNKNOWN, str(error))
 
@@ -137,11 +139,11 @@ def call_program(
     sandbox: str = "bubblewrap",
     python: str = SYSTEM_PYTHON,
 ) -> list[Any]:
-    """Return what a reference solution returns: the expected values of tests without any.
+    """Return the values of a reference solution, for tests without expected values.
 
     Raises:
         ProgramError: the program failed.
-        SandboxError: the sandbox did.
+        SandboxError: the sandbox failed.
     """
     with start_sandbox(limits, sandbox=sandbox, python=python) as box:
         most = itertools.repeat(limits.max_values())
@@ -166,7 +168,7 @@ def _run_texts(program: str, tests: TextTests, box: Sandbox) -> Verdict:
 def _run_calls(program: str, tests: CallTests, box: Sandbox) -> Verdict:
     tolerance = TOLERANCE if tests.tolerance is None else tests.tolerance
     expected = [encode(output) for output in tests.outputs]
-    # Twice for tuples in place of lists, which name their kind; the rest is the message.
+    # Twice as many, because a tuple in place of a list is encoded with its kind.
     most = [2 * _num_values(value) + _MESSAGE_VALUES for value in expected]
     replies = _calls(program, tests.function, tests.arguments, box, max_values=most)
     for number, (reply, output) in enumerate(zip(replies, expected, strict=True), 1):
@@ -179,7 +181,7 @@ def _run_calls(program: str, tests: CallTests, box: Sandbox) -> Verdict:
 
 
 def _num_values(value: Any) -> int:
-    """Items and collections of an encoded value."""
+    """Number of items and collections in an encoded value."""
     if isinstance(value, dict):
         return 1 + sum(map(_num_values, value.values()))
     return 1 + (sum(map(_num_values, value)) if isinstance(value, list) else 0)
@@ -201,14 +203,14 @@ def _calls(
 
 
 def _run_asserts(program: str, tests: AssertTests, box: Sandbox, *, asserts: Sandbox) -> Verdict:
-    """Pass messages between the two sandboxes, until the asserts are through."""
+    """Relay messages between the two sandboxes until the asserts have finished."""
     box.send({"program": program, "prelude": tests.prelude})
     box.send({"calls": True})
     message: dict[str, Any] = {"check": dataclasses.asdict(tests)}
     num_calls = 0
     while True:
         try:
-            # Their arguments are the problem's, which may be as many as a line holds.
+            # Arguments come from the problem, and may fill a line.
             message = asserts.ask(message, max_values=sys.maxsize)
         except ProgramError as error:
             message = {"error": str(error)}
@@ -221,12 +223,12 @@ def _run_asserts(program: str, tests: AssertTests, box: Sandbox, *, asserts: San
         reply = box.ask(message)
         if "value" not in reply:
             return _wrong(f"call {num_calls}: {reply.get('error')}")
-        message = {"value": reply["value"]}  # whatever else the program wrote beside it
+        message = {"value": reply["value"]}  # without other keys that the program may have added
     failure = message["failure"]
     if message["fault"]:
         return Verdict(Outcome.UNKNOWN, f"the tests cannot be run: they {message['fault']}")
     if message["num_calls"] == 0:
-        # Nothing that the program did made them fail, or pass.
+        # Their result does not depend on the program.
         return Verdict(Outcome.UNKNOWN, f"the tests do not call the program: {failure or 'passed'}")
     return Verdict(Outcome.CORRECT) if failure is None else _wrong(failure)
 

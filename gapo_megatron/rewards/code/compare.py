@@ -1,4 +1,4 @@
-"""Whether a program's outputs are the expected ones, by the rules of the benchmarks."""
+"""Compares a program's outputs with the expected ones, by the rules of the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from decimal import Decimal
 from typing import Any
 
 TOLERANCE = 1e-6
-"""Absolute or relative, where the expected number is not whole. Problems print or ask for six to
-nine digits; a wrong answer is rarely so near."""
+"""Absolute or relative tolerance where the expected number is not whole. Problems print or ask for
+six to nine digits."""
 
 _WHOLE = re.compile(r"-?[0-9]+")
 _NUMBER = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?")
-"""How programs write a number that nobody asked to be written in a special way. What is written
-otherwise is text: `007`, `+5`, `1_000`, digits of another alphabet, `0x1f`, `inf`, `nan`."""
+"""The usual spellings of numbers. Other tokens are compared as text: `007`, `+5`, `1_000`, `0x1f`,
+`inf`, `nan`, digits of other scripts."""
 
 
 def same_text(given: str, expected: str) -> bool:
-    """Compare standard outputs token by token; whitespace separates and does not count otherwise.
+    """Compare standard outputs token by token, ignoring the amount of whitespace.
 
-    Tokens are equal as text or as numbers. Whole numbers have one spelling each, except that "3.0"
-    and "3e0" are 3 too; others are equal within `TOLERANCE`, however they are written.
+    Tokens are equal as text or as numbers. Whole numbers must be exact, but "3.0" and "3e0" equal
+    3. Other numbers are equal within `TOLERANCE`.
     """
     given_tokens, expected_tokens = given.split(), expected.split()
     if len(given_tokens) != len(expected_tokens):
@@ -36,7 +36,7 @@ def _same_token(given: str, expected: str) -> bool:
     if not (_NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)):
         return False
     if _WHOLE.fullmatch(expected):
-        # "3.0" is 3, but 2**53 + 1 is not 2**53.
+        # Exact: "3.0" is 3, but 2**53 + 1 is not 2**53.
         return not _WHOLE.fullmatch(given) and Decimal(given) == Decimal(expected)
     numbers = float(given), float(expected)
     if any(map(math.isinf, numbers)):  # larger than any float
@@ -45,10 +45,10 @@ def _same_token(given: str, expected: str) -> bool:
 
 
 def same_value(given: Any, expected: Any, *, tolerance: float = TOLERANCE) -> bool:
-    """Compare values as `sandbox.inside.values.encode` writes them, which may be hostile.
+    """Compare values encoded by `sandbox.inside.values.encode`; `given` may be hostile.
 
-    They are not decoded: a set or dict of numbers chosen to collide would take hours to build. A
-    tuple equals a list, and a number as a key equals its text, for JSON has neither.
+    Values are not decoded: a set or dict with colliding hashes would take hours to build. A tuple
+    equals a list, and a numeric key equals its text, because JSON has neither.
     """
     if isinstance(expected, float) and isinstance(given, float | int):
         return _close(given, expected, tolerance)
@@ -62,7 +62,7 @@ def same_value(given: Any, expected: Any, *, tolerance: float = TOLERANCE) -> bo
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What kind of collection it is, and its items in an order of their own; or None."""
+    """Kind of the collection and its items in canonical order; None if it is no collection."""
     if isinstance(value, list):
         return ["list", *value]
     if not isinstance(value, dict) or len(value) != 1:

@@ -1,4 +1,4 @@
-"""The tests of a problem, read from the forms in which the public sets hold them (docs/data.md)."""
+"""Reads the tests of a problem from the formats of the public data sets (docs/data.md)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class TextTests:
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Arguments of a function, or of a method of class Solution, and the expected value."""
+    """Arguments of a function, or of a method of class Solution, and expected values."""
 
     function: str
     arguments: tuple[Sequence[Any], ...]
     outputs: tuple[Any, ...]
     tolerance: float | None = None
-    """Tolerance for floats, where the problem states its own."""
+    """Tolerance for floats, if the problem states one."""
     wrapped: bool = False
-    """Each output is a list of one item, which some sets put around a value, and some do not."""
+    """Each output is a list of one item, which in some data sets is only a wrapper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class AssertTests:
 
     code: str
     prelude: str = ""
-    """Code of the problem that asserts and program may use: imports, given helpers."""
+    """Code of the problem for asserts and program: imports, given helpers."""
     entry_point: str = ""
-    """Function that the code's `check` takes; empty where the code names what it calls."""
+    """Function to pass to `check` in the code; empty if the code calls functions by name."""
 
 
 Tests = TextTests | CallTests | AssertTests
@@ -66,11 +66,12 @@ def read_tests(answer: str) -> Tests:
             {"test": CODE, "entry_point": NAME, "prompt": CODE} defines check(candidate)
             {"test_list": [CODE, ...]}                          asserts that name the function;
                                                                 "test_imports", "test_setup_code"
-            {"file": PATH, "offset": BYTES, "length": BYTES}    where one of these is, a byte range
+            {"file": PATH, "offset": BYTES, "length": BYTES}    byte range of a file with one of
+                                                                these
 
     Raises:
-        ValueError: none of these, or without a single test; says what is amiss.
-        OSError: the file of a reference cannot be read.
+        ValueError: another format, or no test; says what is wrong.
+        OSError: the named file cannot be read.
     """
     value = _json(answer)
     if isinstance(value, Mapping) and "file" in value:
@@ -83,15 +84,15 @@ def read_tests(answer: str) -> Tests:
         return AssertTests(_text(value, "functional", needed=True))
     if "test" in value:
         if "entry_point" not in value:
-            raise ValueError("test of the tests goes with entry_point, the function it checks")
+            raise ValueError("tests with the key test also need entry_point, the checked function")
         code, entry_point = _text(value, "test", needed=True), _text(value, "entry_point")
         if not entry_point and _DEFINES_CHECK.search(code) and not _CALLS_CHECK.search(code):
-            raise ValueError("entry_point of the tests is empty, and nothing else calls check")
+            raise ValueError("entry_point is empty, but the code defines check and never calls it")
         return AssertTests(code, _text(value, "prompt"), entry_point)
     if "test_list" in value:
         tests, imports = (_texts(value.get(key, []), key) for key in ("test_list", "test_imports"))
         if not any(map(str.strip, tests)):
-            raise ValueError("test_list of the tests has no test")
+            raise ValueError("test_list is empty")
         setup = [*imports, _text(value, "test_setup_code")]
         return AssertTests("\n".join(tests), "\n".join(filter(None, setup)))
     if "inputs" in value and "outputs" in value:
@@ -101,31 +102,31 @@ def read_tests(answer: str) -> Tests:
             function=_text(value, "fn_name"),
             tolerance=value.get("tolerance"),
         )
-    raise ValueError(f"tests have no known form; their keys are {keys_of(value)}")
+    raise ValueError(f"unknown format of tests, with the keys {keys_of(value)}")
 
 
 def _json(text: str | bytes) -> Any:
-    """Any JSON that Python reads: a test may well expect NaN, or half of a surrogate pair."""
+    """Parse any JSON that Python reads: tests may contain NaN or lone surrogates."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("the tests are nested too deep") from None
+        raise ValueError("the tests are nested too deeply") from None
 
 
 def _read_range(reference: Mapping[str, Any]) -> bytes:
     path, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
     if not (isinstance(path, str) and type(offset) is int and type(length) is int):
-        raise ValueError("a file of tests goes with offset and length, whole numbers of bytes")
+        raise ValueError("tests with the key file also need offset and length, in whole bytes")
     with open_file(path) as file:
         if not 0 <= offset < offset + length <= os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{path} does not have the bytes {offset} to {offset + length}")
+            raise ValueError(f"{path} has no bytes {offset} to {offset + length}")
         return os.pread(file.fileno(), length, offset)
 
 
 def _read_list(tests: list[Any]) -> Tests:
     for test in tests:
         if not isinstance(test, Mapping) or "input" not in test or "output" not in test:
-            raise ValueError("a test of the list has no input or no output")
+            raise ValueError("every test in a list needs input and output")
     functions = {_function_of(test) for test in tests}
     if len(functions) > 1:
         raise ValueError(f"tests name different functions: {sorted(functions)}")
@@ -143,7 +144,7 @@ def _function_of(test: Mapping[str, Any]) -> str:
     if isinstance(metadata, str):
         metadata = _json(metadata)
     if not isinstance(metadata, Mapping):
-        raise ValueError("metadata of a test is no object")
+        raise ValueError("metadata of a test must be an object")
     return _text(metadata, "func_name")
 
 
@@ -155,7 +156,7 @@ def _read_pairs(
     tolerance: Any = None,
 ) -> Tests:
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise ValueError("inputs and outputs of the tests must be lists, an item a test")
+        raise ValueError("inputs and outputs must be lists with one item per test")
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"tests have {len(inputs)} inputs and {len(outputs)} outputs")
     if not function:
@@ -165,7 +166,7 @@ def _read_pairs(
         return TextTests(tuple(map(_lines, inputs)), texts)
     is_number = type(tolerance) in (int, float) and 0 <= tolerance < math.inf
     if tolerance is not None and not is_number:
-        raise ValueError(f"tolerance of the tests ({_shown(tolerance)}) must be a number from 0 on")
+        raise ValueError(f"tolerance of the tests ({_shown(tolerance)}) must be a number >= 0")
     arguments, values = zip(*map(_call, inputs, outputs), strict=True)
     if all(value is None for value in values):
         raise ValueError("every expected value is None: a function that does nothing passes")
@@ -180,13 +181,15 @@ def _lines(value: Any) -> str:
 
 
 def _call(arguments: Any, value: Any) -> tuple[Sequence[Any], Any]:
-    """One test of a function: JSON text, an argument a line, or values as they are."""
+    """Read one test of a function: JSON text with one argument per line, or values."""
     if isinstance(arguments, str):
         if not isinstance(value, str):
-            raise ValueError(f"a test with arguments as text expects {_shown(value)}, no text")
+            raise ValueError(
+                f"a test with arguments as text needs its output as text, not {_shown(value)}"
+            )
         return [_json(line) for line in arguments.split("\n") if line.strip()], _json(value)
     if not isinstance(arguments, list):
-        raise ValueError(f"arguments of a test are {_shown(arguments)}")
+        raise ValueError(f"arguments of a test ({_shown(arguments)}) must be a list or text")
     return arguments, value
 
 
@@ -195,16 +198,16 @@ def _text(tests: Mapping[str, Any], key: str, *, needed: bool = False) -> str:
     if value is None and not needed:
         return ""
     if not isinstance(value, str) or (needed and not value.strip()):
-        raise ValueError(f"{key} of the tests ({_shown(value)}) is no text")
+        raise ValueError(f"{key} of the tests ({_shown(value)}) must be text, and not empty")
     return value
 
 
 def _texts(value: Any, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{what} ({_shown(value)}) must be a list, each item text")
+        raise ValueError(f"{what} ({_shown(value)}) must be a list of texts")
     return value
 
 
 def _shown(value: Any) -> str:
-    """A few characters of a value, which may be nested deeper than can be written."""
+    """A short form of a value, even if it is nested too deeply for `repr`."""
     return reprlib.repr(value)

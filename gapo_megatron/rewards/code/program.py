@@ -1,4 +1,4 @@
-"""The program in a response."""
+"""Extracts the program from a response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gapo_megatron.rewards.response import final_part
 
 _LINE_END = re.compile(r"\r\n?|\n")
 _FENCE = re.compile(r"(\s*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
-"""Indentation, fence, and what is said of the block; with backticks in that it is inline code."""
+"""Indentation, fence and info string; with backticks in the info string it is inline code."""
 _QUOTED = re.compile(r"(?:[ \t]*>)*")
 _FENCE_BEHIND_TEXT = re.compile(r"([^`]*)(`{3,})([\w.+-]+[ \t]*)")
 _NAME = re.compile(r"[\s{]*\.?([\w.+#-]*)")
@@ -19,10 +19,10 @@ _ENDS = {quotes: re.compile(rf"(?:\\.|[^\\])*?{quotes}") for quotes in ('"""', "
 
 
 def extract_program(response: str) -> str | None:
-    """Return the last fenced block of the final part, those marked as Python before others.
+    """Return the last fenced block of the final part, preferring blocks marked as Python.
 
-    Blocks without a mark come next, then those with any other: "code" or "solution" says nothing.
-    A block must be closed: a response cut off inside it holds no program.
+    Then come blocks without a name, then blocks with any other name ("code", "solution"). A block
+    must be closed: a response that was cut off inside it holds no program.
     """
     lines = _LINE_END.split(final_part(response))
     blocks, is_sure = _read(lines)
@@ -42,16 +42,16 @@ class _Block:
     fence: str
     name: str
     margin: re.Pattern[str]
-    """Matches the margin of the quotation that it stands in."""
+    """Matches the quotation marks (`>`) before each line."""
     lines: list[str] = field(default_factory=list)
     quotes: str = ""
-    """Quotes of the multi-line string in which the next line begins, if any."""
+    """Quotes of the multi-line string that is open at the next line; empty if none is."""
 
     def is_python(self) -> bool:
         return bool(_PYTHON.fullmatch(self.name))
 
     def add(self, line: str) -> bool:
-        """Add a line of the program; return whether a fence within it ended the block."""
+        """Add a line of the program; return whether a fence inside the line ended the block."""
         place, is_read = 0, bool(self.name) and not self.is_python()
         while not is_read:
             if self.quotes:
@@ -70,7 +70,7 @@ class _Block:
         return False
 
     def text(self) -> str:
-        """Without the indentation of the fence, as far as the program has it too."""
+        """The program without the indentation that it shares with the fence."""
         first = next(filter(str.strip, self.lines), "")
         most = min(self.indentation, len(first) - len(first.lstrip(" \t")))
         margin = re.compile(rf"[ \t]{{0,{most}}}")
@@ -78,17 +78,17 @@ class _Block:
 
 
 def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Block], bool]:
-    """Read every block that is closed, in one go.
+    """Read every closed block, in linear time.
 
-    A fence is part of the program where it stands in a string, as in a docstring with an example,
-    or is shorter than the one that began the block.
+    A fence is part of the program if it is inside a string, such as a docstring with an example, or
+    shorter than the fence that opened the block.
 
     Args:
-        lines: of the final part.
-        every_fence_ends: whether even those end a block.
+        lines: lines of the final part.
+        every_fence_ends: end a block at such fences, too.
 
     Returns:
-        The blocks, and whether none is left open behind such a fence.
+        The blocks, and whether no block is left open after such a fence.
     """
     blocks, block, is_sure = list[_Block](), None, True
     for quoted_line in lines:
@@ -103,7 +103,7 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
         is_end = mark.startswith(block.fence) and not block.quotes
         if fence and (is_end or (is_like and every_fence_ends)):
             blocks.append(block)
-            # With a name it begins the next one: the end of this one was forgotten.
+            # A fence with a name opens the next block: this one was never closed.
             block = _open(fence, margin) if fence[3].strip() else None
         elif every_fence_ends:
             block.lines.append(line)
@@ -116,8 +116,8 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
 
 
 def _margin_of(line: str) -> re.Pattern[str]:
-    """As many `>` as the line begins with, or fewer, each with the space that belongs to it."""
-    depth = _QUOTED.match(line)[0].count(">")  # type: ignore[index]  # it matches nothing, too
+    """A pattern for at most as many `>` as the line begins with, each with a space after it."""
+    depth = _QUOTED.match(line)[0].count(">")  # type: ignore[index]  # always matches
     return re.compile(rf"^(?:[ \t]*> ?){{0,{depth}}}")
 
 

@@ -1,7 +1,7 @@
-"""Verifier of mathematical answers: our policy around math-verify (docs/rewards.md).
+"""Verifier of mathematical answers, on top of math-verify (docs/rewards.md).
 
-What is boxed last is the answer. `spelling` gives it one spelling, `plain` and `units` decide what
-needs no algebra, `comparison` lists and phrases, and `expressions` asks math-verify for the rest.
+The last box is the answer. `spelling` normalises it; `plain` and `units` compare what needs no
+algebra, `comparison` lists and phrases, and `expressions` uses math-verify for the rest.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import functools
 from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.boxes import boxes, closing_bracket, without_boxes
 from gapo_megatron.rewards.math.comparison import compare, equal_lists, forget, is_read, split
-from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
+from gapo_megatron.rewards.math.limits import TooMuchWorkError, limited
 from gapo_megatron.rewards.math.spelling import clean, in_radians
 from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome, Verdict
 
 MOST_CHARACTERS = 2_000
-"""Characters read of a box, beside ten times the reference's; a longer one is no answer."""
+"""Longest box that is read, beyond ten times the length of the reference."""
 
 MOST_CPU_S = 2.0
-"""Processor time of a verdict; the slowest respelled DeepScaleR reference takes about 1 s."""
+"""CPU seconds per verdict; the slowest respelled DeepScaleR reference takes about 1 s."""
 
 _SOLUTION = "####"
-"""What GSM8K writes between a worked solution and its final answer."""
+"""Mark between a worked solution of GSM8K and its final answer."""
 
 _FAILURES = (
     ArithmeticError,
@@ -36,20 +36,19 @@ _FAILURES = (
     TypeError,
     ValueError,
 )
-"""What sympy and math-verify raise of what they cannot compute."""
+"""Exceptions of sympy and math-verify for what they cannot compute."""
 
 
 def verify(response: str, answer: str) -> Verdict:
     r"""Say whether the last `\boxed` of the final part of `response` equals `answer`.
 
-    Unknown if the reference cannot be read: it could judge nobody. An answer that cannot be read,
-    is far larger than the reference, or cannot be compared within `MOST_CPU_S` where an ordinary
-    expression can, is wrong. May raise or hang where one instruction does: `Pool` makes that
-    unknown too.
+    Unknown if the reference cannot be read. Wrong if the answer cannot be read, is far larger than
+    the reference, or cannot be compared within `MOST_CPU_S` while an ordinary expression can. May
+    raise or hang in a single instruction: `Pool` makes that unknown, too.
 
     Args:
-        response: what the model wrote; thoughts, ended by `</think>`, are no part of the answer.
-        answer: the reference, bare or between dollar signs or in a box.
+        response: text of the model; its thoughts, up to `</think>`, are ignored.
+        answer: the reference: bare, between dollar signs, or boxed.
     """
     try:
         reference = _read_reference(answer)
@@ -72,14 +71,16 @@ def verify(response: str, answer: str) -> Verdict:
         forget()
         reason = f"{type(error).__name__} {error}".strip()
     if _is_workable(reference):
-        return Verdict(Outcome.WRONG, f"no comparing {last[:100]!r} with {answer!r}: {reason}")
-    return Verdict(Outcome.UNKNOWN, f"no comparing with the reference answer {answer!r}: {reason}")
+        reason = f"{last[:100]!r} cannot be compared with {answer!r}: {reason}"
+        return Verdict(Outcome.WRONG, reason)
+    reason = f"nothing can be compared with the reference answer {answer!r}: {reason}"
+    return Verdict(Outcome.UNKNOWN, reason)
 
 
 def _judge(found: list[str | None], reference: str) -> Verdict:
     last = without_boxes(found[-1] or "")
     verdict = compare(clean(last), reference)
-    # An answer of several parts may have been given in as many boxes.
+    # An answer of several parts may be in as many boxes.
     num_parts = len(split(reference))
     if verdict.outcome is not Outcome.CORRECT and 1 < num_parts <= len(found):
         parts = [clean(box or "") for box in found[-num_parts:]]
@@ -94,7 +95,7 @@ def _judge(found: list[str | None], reference: str) -> Verdict:
 
 @functools.lru_cache(maxsize=1024)
 def _is_workable(reference: str) -> bool:
-    """Whether an ordinary expression can be compared with it: else it is to blame, not another."""
+    """Whether an ordinary expression can be compared with it; if not, the reference is to blame."""
     try:
         with limited(MOST_CPU_S):
             return compare("x+\\sqrt{2}", reference).outcome is not Outcome.UNKNOWN
@@ -104,21 +105,21 @@ def _is_workable(reference: str) -> bool:
 
 
 def check_answer(answer: str) -> None:
-    """Refuse a reference that no response could be compared with; nothing is parsed.
+    """Refuse a reference that no response can equal; fast, without parsing.
 
     Raises:
-        ValueError: shows it.
+        ValueError: shows the reference.
     """
     _read_reference(answer)
 
 
 def check_reference(answer: str) -> None:
-    """Refuse a reference that is read by its letters alone, or in two ways: no data to train on.
+    """Refuse a reference that can be compared only as text, or has two readings.
 
     Takes some milliseconds; may raise as `verify` does.
 
     Raises:
-        ValueError: shows it, and the two readings.
+        ValueError: shows the reference and its readings.
     """
     reference = _read_reference(answer)
     if not is_read(reference):
@@ -127,18 +128,18 @@ def check_reference(answer: str) -> None:
         compare(*both).outcome is not Outcome.CORRECT
     ):
         raise ValueError(
-            f"the reference answer {answer!r} is read in two ways: {both[0]!r} or {both[1]!r}"
+            f"the reference answer {answer!r} can be read in two ways: {both[0]!r} or {both[1]!r}"
         )
 
 
 def _read_reference(answer: str) -> str:
-    """The reference, cleaned; ValueError if there is none, or no response could give it."""
+    """Clean the reference; ValueError if it is empty or no response can equal it."""
     if final_part(answer) != answer:
-        raise ValueError(f"the reference answer {answer!r} has the marks of thoughts in it")
+        raise ValueError(f"the reference answer {answer!r} contains <think> or </think>")
     if _SOLUTION in answer:
         raise ValueError(
-            f"it is a worked solution, with {answer[answer.rindex(_SOLUTION) :][:40]!r} at its "
-            "end: put only the final answer there"
+            f"the answer is a worked solution ending in "
+            f"{answer[answer.rindex(_SOLUTION) :][:40]!r}; put only the final answer there"
         )
     is_closed = closing_bracket(f"{{{answer}}}", 0) == len(answer) + 2
     found = boxes(answer) if is_closed else []

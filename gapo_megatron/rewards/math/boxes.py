@@ -1,4 +1,4 @@
-r"""Where the answer is: contents of `\boxed`."""
+r"""Finds boxes (`\boxed`) and matching brackets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
 def boxes(text: str) -> list[str | None]:
-    r"""Contents of every outermost `\boxed{...}` (`\fbox`, `\boxed 5`); None if not closed."""
+    r"""Contents of all outermost boxes (`\boxed{5}`, `\fbox{5}`, `\boxed 5`); None if unclosed."""
     found: list[str | None] = []
     end = 0
     for box in _BOX.finditer(text):
         if box.start() < end:
-            continue  # inside the one before
+            continue  # nested in the previous box
         if not text.startswith("{", box.end()):
             if bare := _BARE.match(text, box.end()):
                 found.append(bare[0])
@@ -29,7 +29,7 @@ def boxes(text: str) -> list[str | None]:
 
 
 def closing_bracket(text: str, start: int) -> int:
-    """Index after the brace, or bracket, that closes the one at `start`; 0 if there is none."""
+    """Index after the bracket that closes the one at `start`; 0 if it is never closed."""
     opening, depth = text[start], 0
     for token in _BRACKET.finditer(text, start):
         depth += (token[0] == opening) - (token[0] == _CLOSING[opening])
@@ -39,13 +39,13 @@ def closing_bracket(text: str, start: int) -> int:
 
 
 def without_boxes(text: str) -> str:
-    """With the content of boxes in their place, so that what stands beside them counts."""
+    """Replace boxes by their contents, so that text beside them counts."""
     for inside in reversed(list(_BOX.finditer(text))):
         text = text[: inside.start()] + " " + text[inside.end() :]
     return text
 
 
 def strip_box(text: str) -> str:
-    """What is in the only box of `text`, else `text`."""
+    """The content of the only box of `text`; `text` if it has none or several."""
     found = boxes(text)
     return found[-1] if len(found) == 1 and found[-1] is not None else text

@@ -1,4 +1,4 @@
-"""Whether two cleaned answers are equal: the order in which it is decided, lists, phrases."""
+"""Compares two cleaned answers: order of the comparisons, labels, lists and phrases."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from gapo_megatron.types import Outcome, Verdict
 
 _CORRECT = Verdict(Outcome.CORRECT)
 _UNREADABLE = Verdict(Outcome.UNKNOWN)
-"""The reference cannot be read: `verify` shows it as it was written."""
+"""The reference cannot be read; `verify` adds it as the user wrote it."""
 _MEANINGLESS_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # 3 1/2 is not 31/2
 _READABLE = re.compile(r"[^\W_]|\\(?:infty|emptyset|mathbb|[a-zA-Z]{3,})")
 
 
-@functools.lru_cache(maxsize=4096)  # the rollouts of a group repeat each other's answers
+@functools.lru_cache(maxsize=4096)  # rollouts of a group repeat answers
 def compare(given: str, reference: str) -> Verdict:
     """Compare two cleaned answers."""
+    # As they are written.
     wrong = Verdict(Outcome.WRONG, f"answered {given!r}, expected {reference!r}")
     if _MEANINGLESS_SPACE.sub("", given) == _MEANINGLESS_SPACE.sub("", reference):
         return _CORRECT
@@ -32,25 +33,27 @@ def compare(given: str, reference: str) -> Verdict:
     verdict = _compare_as_written(given, reference, wrong)
     if verdict.outcome is Outcome.CORRECT:
         return verdict
+    # Without labels: x = 5 is 5.
     for simpler in _without_labels(given, reference):
         found = compare(*simpler)
         if found.outcome is Outcome.CORRECT or (found.outcome is Outcome.UNKNOWN and found.reason):
             return found
+    # The right value beside words that may change it is unknown.
     for mine, other in ((given, reference), (reference, given)):
         value, words = _unlisted(mine)
         pair = (value, other) if mine is given else (other, value)
         if words and compare(*pair).outcome is not Outcome.WRONG:
-            reason = f"the words {words!r} beside the value are on no list: {mine!r}"
+            reason = f"the words {words!r} beside the value {mine!r} are on no list"
             return Verdict(Outcome.UNKNOWN, reason)
     if verdict.outcome is Outcome.UNKNOWN and is_judge(reference):
-        return wrong  # it is the answer that cannot be read
+        return wrong  # the reference can be read, the answer cannot
     return verdict
 
 
 def forget() -> None:
-    """What was kept of earlier comparisons, which one that was broken off may have left half done.
+    """Clear the caches, in which an aborted comparison may have left partial results.
 
-    sympy keeps what it has found out about a value with the value.
+    sympy caches what it has derived about a value.
     """
     compare.cache_clear()
     expressions.forget()
@@ -70,7 +73,7 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
         if (equal := decide(given, reference)) is not None:
             return _CORRECT if equal else wrong
     ours, theirs = split_unit(given), split_unit(reference)
-    is_chain = "=" in given and "=" not in reference  # of which each side has its own unit
+    is_chain = "=" in given and "=" not in reference  # each side may have its own unit
     if (ours[1] or theirs[1]) and ours[0] and theirs[0] and not is_chain:
         return compare(ours[0], theirs[0])
     if _words(given) or _words(reference):
@@ -82,14 +85,14 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
 
 
 def _equal_units(given: str, reference: str) -> bool | None:
-    """False where the units contradict, or the answer has percent behind letters of its own."""
+    """False if the units contradict, or only the answer has percent and its value has letters."""
     (value, ours), (_, theirs) = split_unit(given), split_unit(reference)
     is_own = ours in ("%", "percent") and not theirs and has_letters(value)
     return False if is_own or ratio(ours, theirs) != 1 else None
 
 
 def _equal_choices(given: str, reference: str) -> bool | None:
-    """A reference that has letter and value is met by either, but not by another of the two."""
+    """Letter or value of a reference with both is enough, but neither may contradict it."""
     theirs = plain.labelled(reference)
     if theirs is None:
         return None
@@ -113,12 +116,12 @@ _PREFIX = re.compile(
 
 
 def _stated(given: str, reference: str) -> list[str]:
-    r"""The value of a chain, x = 42 \approx 42.0: its last exact and its rounded side.
+    r"""Values that a chain such as x = 42 \approx 42.0 states: its last exact and its rounded side.
 
-    Nothing where a side is neither a name nor equal to the others: 43 = 42 is no 42.
+    Empty if a side is neither a name nor equal to the others: 43 = 42 does not state 42.
     """
     exact, _, rounded = given.partition("\\approx")
-    # Not at the equals sign of an index.
+    # Split at equals signs, not at those of an index.
     *sides, last = (side.strip() for side in re.split(r"=(?![^{}]*\})", exact))
     for side in sides:
         is_label = not side or is_name(side, reference)
@@ -131,32 +134,35 @@ def _stated(given: str, reference: str) -> list[str]:
         return values
     if not values or not expressions.rounds(last, strip_braces(values[0])):
         return []
-    number = plain.number(reference)  # 2/3 \approx 1 is no 1, though 2/3 \approx 0.667 is 0.667
+    number = plain.number(reference)  # 2/3 \approx 1 does not state 1, but 0.667 as 0.667
     return [last, *values] if number and number.value.denominator > 1 else [last]
 
 
 def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
-    """The two without what only introduces the value: (B) 12, Area = 5, 17 mod 5 = 2."""
+    """Both without text that only introduces the value: (B) 12, Area = 5, 17 mod 5 = 2."""
     simpler = []
+    # The letter of a choice.
     if (choice := plain.labelled(given)) and not (
         plain.labelled(reference) or plain.letter(reference)
     ):
         simpler.append((choice[1], reference))
+    # Words that name the value.
     for mine, other in ((given, reference), (reference, given)):
         match = _PREFIX.fullmatch(mine)
         if match is None or _PREFIX.fullmatch(other):
             continue
         words = match["text"] or match["bare"] or ""
         introduces = names_value(words, is_named=bool(match["sign"]))
-        is_left = match["sign"] == "=" or not words.strip()  # and not the beginning of a sentence
+        is_left = match["sign"] == "=" or not words.strip()  # not the beginning of a sentence
         if introduces and not (is_left and "=" in other):
             rest = match["rest"]
             simpler.append((rest, other) if mine is given else (other, rest))
     (ours, _, our_set), (theirs, _, their_set) = (
         one.partition("\\forall") for one in (given, reference)
     )
-    if their_set and our_set in ("", their_set):  # a domain may be left out, but not changed
+    if their_set and our_set in ("", their_set):  # a domain may be omitted, not changed
         simpler.append((ours, theirs))
+    # The other sides of a chain of equations.
     is_chain = "=" in given or ("\\approx" in given and "\\approx" not in reference)
     if is_chain and ("=" not in reference or given.startswith("=")) and len(split(given)) == 1:
         simpler += [(value, reference) for value in _stated(given, reference)]
@@ -173,7 +179,7 @@ _COMMAND = re.compile(r"(?:\\[a-zA-Z]+|_)\s*(?:\{[^{}\\]*\})?")
 
 
 def _words(text: str) -> bool:
-    """Whether there is more to it than mathematics."""
+    """Whether it contains words besides mathematics."""
     without = TEXT.sub("", text)
     return without != text or any(
         is_word(match[0]) for match in _WORD.finditer(_COMMAND.sub("", without))
@@ -187,7 +193,7 @@ _WORDS_BEHIND = re.compile(
 
 
 def _unlisted(text: str) -> tuple[str, str]:
-    """The value and plain words beside it, of which nobody can say whether they change it."""
+    """The value, and words beside it that may change it; no words if all are known."""
     label = _PREFIX.fullmatch(text)
     words = (label["text"] or label["bare"] or "").strip() if label else ""
     if label and (label["sign"] or words.endswith((":", "="))):
@@ -205,7 +211,7 @@ _PHRASE = re.compile(r"\\text\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|o
 
 
 def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
-    """Words, and the mathematics between them."""
+    """Split into words and the mathematics between them."""
     words: list[str] = []
     parts, end = [], 0
     for match in _PHRASE.finditer(text):
@@ -218,7 +224,7 @@ def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _compare_phrases(given: str, reference: str, wrong: Verdict) -> Verdict:
-    """Words must be the same; what stands between them is compared part by part."""
+    """Words must be the same; the mathematics between them is compared part by part."""
     our_words, ours = _phrase(given)
     their_words, theirs = _phrase(reference)
     if our_words and our_words == their_words and len(ours) == len(theirs):
@@ -231,7 +237,7 @@ def _compare_phrases(given: str, reference: str, wrong: Verdict) -> Verdict:
 
 
 def is_read(reference: str) -> bool:
-    """Whether one of the readers takes it: what is not equal to it then is wrong."""
+    """Whether the reference can be parsed, so that an unequal answer is certainly wrong."""
     parts = split(reference)
     if len(parts) > 1:
         return all(part == "\\ldots" or is_read(part) for part in parts)
@@ -250,7 +256,7 @@ def is_read(reference: str) -> bool:
 
 
 def is_judge(reference: str) -> bool:
-    """Whether it tells right from wrong: it is read, or has mathematics between its words."""
+    """Whether it can be parsed, at least the mathematics between its words."""
     if is_read(reference):
         return True
     words, parts = _phrase(reference)
@@ -267,9 +273,9 @@ _SEPARATOR = re.compile(
 
 
 def split(text: str, *, is_list: bool = False) -> list[str]:
-    """Parts of a list, with or without the braces of a set; tuples and intervals are one part.
+    """Split a list or set into parts; a tuple or interval is one part.
 
-    A comma before three digits belongs to a number, but where `is_list`, or in braces.
+    A comma before three digits belongs to a number, except with `is_list` or in a set.
     """
     if text.startswith("\\{") and text.find("\\}") == len(text) - 2:
         text, is_list = text[2:-2], True
@@ -287,7 +293,7 @@ def split(text: str, *, is_list: bool = False) -> list[str]:
 
 
 def _both_signs(text: str) -> list[str]:
-    if text.count("\\pm") != 1:  # of two, each may have its own sign: that is not read
+    if text.count("\\pm") != 1:  # two signs may be independent, which is ambiguous
         return [text]
     upper = text.replace("\\pm", "+").replace("\\mp", "-")
     return [upper, text.replace("\\pm", "-").replace("\\mp", "+")]
@@ -297,22 +303,23 @@ _LABEL = re.compile(r"\s*([A-Za-z\\][\w\\{}'() ]*?)\s*=")
 
 
 def _labels(parts: Sequence[str]) -> list[str]:
-    """What stands before the equals signs, if every part has one and all are different."""
+    """The left sides of the parts, if all parts are equations with different left sides."""
     labels = [match[1] for part in parts if (match := _LABEL.match(part))]
     return labels if len(set(labels)) == len(parts) else []
 
 
 def equal_lists(given: str, reference: str) -> bool | None:
-    """In any order, unless the reference alone says what is what: x = 1, y = 2 is not 2, 1."""
+    """Compare lists in any order; by position if only the reference has names: x = 1, y = 2."""
     ours, theirs = split(given), split(reference)
     if len(theirs) > len(ours):
         ours = split(given, is_list=True)  # 100,200 where two numbers are expected
+    # One value in two spellings: 3/2 or 1.5.
     for text, (first, *others), single in ((reference, theirs, ours), (given, ours, theirs)):
-        # 3/2 or 1.5: one value in two spellings
         is_one = others and len(single) == 1 and " or " in text
         if is_one and all(compare(other, first).outcome is Outcome.CORRECT for other in others):
             pair = (given, first) if text is reference else (first, reference)
             return compare(*pair).outcome is Outcome.CORRECT
+    # Coordinates of a point on one side, equations with names on the other.
     if (labels := _labels(theirs)) and len(theirs) > len(ours) == 1:
         names, _, point = ours[0].rpartition("=")
         if names.startswith("(") and names.replace(" ", "") != f"({','.join(labels)})":
@@ -324,12 +331,13 @@ def equal_lists(given: str, reference: str) -> bool | None:
             pairs = zip(values, coordinates, strict=True)
             return all(compare(*pair).outcome is Outcome.CORRECT for pair in pairs)
     if len(theirs) < 2 or len(ours) != len(theirs):
-        # To math-verify they are sets, and 60, 60 is 60, 60, 60.
+        # math-verify compares them as sets: 60, 60 would equal 60, 60, 60.
         repeats = len(set(theirs)) < len(theirs) and "=" not in reference
         are_lists = min(len(ours), len(theirs)) > 1 and not RELATION.search(given + reference)
         if len(ours) < len(theirs) and all("," in part for part in ours):
             are_lists = False  # (5,2), (7,2) may be p=5, q=2; p=7, q=2
         return False if repeats or are_lists else None
+    # As many parts: by position or in any order.
     if _labels(theirs) and not _labels(ours):
         outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]
     else:
@@ -340,13 +348,13 @@ def equal_lists(given: str, reference: str) -> bool | None:
 
 
 def _coordinates(text: str) -> list[str]:
-    """Those of a point; of anything else, itself."""
+    """The coordinates of a point; anything else as its only one."""
     is_point = text[:1] in ("(", "[") and text[-1:] in (")", "]")
     return split(text[1:-1], is_list=True) if is_point else [text]
 
 
 def _take_equal(others: list[str], part: str) -> Outcome:
-    """Remove the first of `others` that equals `part`; if there is none, whether that is sure."""
+    """Remove the first of `others` that equals `part`; if none does, WRONG or UNKNOWN."""
     outcome = Outcome.WRONG
     for index, other in enumerate(others):
         found = compare(other, part).outcome

@@ -1,6 +1,6 @@
-"""Expressions, equations, sets: math-verify compares them, after what tells most apart at once.
+"""Compares expressions, equations and sets: by values where possible, else by math-verify.
 
-That is their values. `parsing` has math-verify read them, `sizes` says what would take too long.
+`parsing` reads them with math-verify; `limits` tells what would take too long.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from gapo_megatron.rewards.math import parsing, plain
+from gapo_megatron.rewards.math.limits import TooLargeError, check_size, expands_too_far
 from gapo_megatron.rewards.math.points import (
     has_decimals,
     is_expression,
     same_at_random,
     same_equation,
 )
-from gapo_megatron.rewards.math.sizes import TooLargeError, check_size, expands_too_far
 from gapo_megatron.rewards.math.units import split_unit
 
 
@@ -30,7 +30,8 @@ def equal(given: str, reference: str) -> bool | None:
     """Whether two expressions are equal; None if the reference cannot be read or is too large."""
     given = _with_names_of(given, reference)
     if plain.numeral(reference) and "_" in reference:
-        return False  # a numeral of a base, and the answer is none
+        return False  # the reference is a numeral with a base, the answer is not
+    # Read both and refuse what is too large; an unreadable answer is wrong.
     has_cases = _has_cases(given) or _has_cases(reference)
     theirs = parsing.read(reference, has_cases)
     if theirs is None:
@@ -46,18 +47,20 @@ def equal(given: str, reference: str) -> bool | None:
         check_size(ours)
     except TooLargeError:
         return False
+    # What math-verify would accept: work left to do, false or stated values, sets as points.
     if (_unfinished(ours) and not _unfinished(theirs)) or _is_false(ours):
         return False
     if "=" in given and "=" not in reference and isinstance(ours, sympy.Eq | And):
-        return False  # `comparison` tells from its sides what value it states
+        return False  # `comparison` has tried the sides of the equation
     for text, one, other in ((given, ours, theirs), (reference, theirs, ours)):
-        if text.startswith("\\{") and isinstance(one, sympy.FiniteSet) and _is_point(other):
-            return False  # to math-verify {1, 2} is (1, 2)
+        is_set = text.startswith("\\{") and isinstance(one, sympy.FiniteSet)
+        if is_set and isinstance(other, sympy.Interval | sympy.Tuple):
+            return False  # math-verify equates {1, 2} and (1, 2)
     return _equal_values(ours, theirs)
 
 
 def is_readable(text: str) -> bool:
-    """Whether an expression can be read, and worked with."""
+    """Whether an expression can be read and is not too large."""
     value = parsing.read(text, _has_cases(text))
     try:
         check_size(value)
@@ -67,9 +70,9 @@ def is_readable(text: str) -> bool:
 
 
 def names(text: str, reference: str) -> bool:
-    """Whether an expression may be the name of any value: it has letters that `reference` has not.
+    """Whether an expression may name any value: it has letters that `reference` does not have.
 
-    So may an integral, a limit and a series: to work them out may take for ever.
+    So may an integral, a limit and a series, because evaluating them may take forever.
     """
     has_cases = _has_cases(text + reference)
     value, other = parsing.read(text, has_cases), parsing.read(reference, has_cases)
@@ -82,12 +85,12 @@ def names(text: str, reference: str) -> bool:
 
 
 def _names_in(value: Any) -> set[Any]:
-    """Letters and functions that are no known ones."""
+    """Letters and undefined functions of an expression."""
     return value.free_symbols | {one.func for one in value.atoms(AppliedUndef)}
 
 
 def rounds(exact: str, rounded: str) -> bool:
-    """Whether a number is another one, rounded to the digits that are written."""
+    """Whether `rounded` is `exact`, rounded to its number of digits."""
     value, number = parsing.read(split_unit(exact)[0], False), plain.number(rounded)
     if number is None or not _are_numbers(value):
         return False
@@ -100,13 +103,13 @@ def rounds(exact: str, rounded: str) -> bool:
 
 
 def forget() -> None:
-    """What sympy and this module keep of earlier expressions."""
+    """Clear the caches of sympy and of `parsing`."""
     parsing.read.cache_clear()
     sympy.core.cache.clear_cache()
 
 
 _TWO_READINGS = (
-    # Letters behind a number and a space are a unit or factors; math-verify's bars are long.
+    # Letters after a number and a space: a unit or factors. The denominator of 1/2x. x^y^z.
     (re.compile(r"(.*[\d}])\s+([mgshlLNJWVAKCF]|hr|lb|m[gils]|rs)"), r"\1", r"\1 \\cdot \2"),
     (re.compile(r"(.*?)(\d+)/(\d+)\s*([a-zA-Z].*)"), r"\1\\frac{\2}{\3}\4", r"\1\\frac{\2}{\3\4}"),
     (re.compile(r"(\w+)\^(\w+)\^(\w+)"), r"\1^{\2^{\3}}", r"(\1^{\2})^{\3}"),
@@ -114,7 +117,7 @@ _TWO_READINGS = (
 
 
 def readings(reference: str) -> tuple[str, str] | None:
-    """Two ways to read a cleaned reference, where there are two."""
+    """Two readings of an ambiguous cleaned reference; None if it has only one."""
     for pattern, one, other in _TWO_READINGS:
         if match := pattern.fullmatch(reference):
             return match.expand(one), match.expand(other)
@@ -122,7 +125,7 @@ def readings(reference: str) -> tuple[str, str] | None:
 
 
 def _has_cases(text: str) -> bool:
-    r"""Whether a letter occurs in both cases, R - r, or is another as a small one: I, \Pi."""
+    r"""Whether the case of letters matters: a letter occurs in both, as R - r, or I or \Pi does."""
     letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
     if "I" in letters or re.search(r"\\[A-Z]", text):
         return True
@@ -138,7 +141,7 @@ _NAMED = re.compile(r"\s*([A-Za-z])\s*=\s*(.+)", re.DOTALL)
 
 
 def _with_names_of(given: str, reference: str) -> str:
-    """A definition with the reference's name for its argument: f(t) as f(x), a_k as a_n."""
+    """Rename the argument of a definition as in the reference: f(t) to f(x), a_k to a_n."""
     ours, theirs = _DEFINITION.fullmatch(given), _DEFINITION.fullmatch(reference)
     named = _NAMED.fullmatch(given if ours is None else reference)
     if ours is None:
@@ -147,7 +150,7 @@ def _with_names_of(given: str, reference: str) -> str:
     name, value, argument = ours["name"], ours["value"], ours["of"] or ours["index"]
     if theirs and bool(ours["of"]) == bool(theirs["of"]):
         new = theirs["of"] or theirs["index"]
-        is_index = ours["index"] and argument not in _letters(value)  # v_x = 3 is not v_y
+        is_index = ours["index"] and argument not in _letters(value)  # v_x = 3 is not v_y = 3
         renamed = None if is_index else _renamed(value, argument, new)
         left = f"{name}({new})" if ours["of"] else f"{name}_{{{new}}}"
         return given if renamed is None else f"{left}={renamed}"
@@ -164,7 +167,7 @@ def _letters(text: str) -> set[str]:
 
 
 def _renamed(text: str, old: str, new: str) -> str | None:
-    """`text` with another name for `old`; None if that name is another's already."""
+    """Rename `old` to `new`; None if `new` is already used."""
     if old == new:
         return text
     if new in re.sub(r"\\[a-zA-Z]+", "", text):
@@ -173,12 +176,12 @@ def _renamed(text: str, old: str, new: str) -> str | None:
 
 
 def _unfinished(value: Any) -> bool:
-    """Whether it has what would have to be worked out first, which may take for ever."""
+    """Whether it contains an integral or limit, which may take forever to evaluate."""
     return bool(getattr(value, "has", None)) and value.has(sympy.Integral, sympy.Limit)
 
 
 def _is_false(value: Any) -> bool:
-    """Whether it has an equation of two numbers that are not equal: x = 43 = 42."""
+    """Whether it contains an equation of two different numbers: x = 43 = 42."""
     equations = value._unsorted_args if isinstance(value, And) else [value]
     return any(
         isinstance(one, sympy.Eq) and not one.free_symbols and not _equal_values(one.lhs, one.rhs)
@@ -191,11 +194,12 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
         return True
     if (parts := _parts(ours, theirs)) is not None:
         return all(_equal_values(*pair) for pair in parts)
-    # As math-verify has it: y = 5 is 5, but 5 is not 2y = 5.
+    # As in math-verify: y = 5 is 5, but 5 is not 2y = 5.
     if isinstance(ours, sympy.Eq) and is_expression(theirs):
         return _equal_values(ours.rhs, theirs)
     if isinstance(theirs, sympy.Eq) and theirs.lhs.is_Symbol and is_expression(ours):
         return _equal_values(ours, theirs.rhs)
+    # Numbers by their digits, expressions by values at random points.
     close = _close_numbers(ours, theirs)
     if close is False or (close and has_decimals(ours, theirs)):
         return close
@@ -209,6 +213,7 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
         same = same_at_random(ours, theirs)
         if same is not None:
             return same
+    # Equations by their solutions or zeros, conditions by the numbers that meet them.
     if isinstance(ours, sympy.Eq) and isinstance(theirs, sympy.Eq):
         if ours.lhs == theirs.lhs and all(_is_solved(one) for one in (ours, theirs)):
             return _equal_values(ours.rhs, theirs.rhs)
@@ -223,20 +228,15 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
         math_verify.verify(
             [theirs],
             [ours],
-            timeout_seconds=None,  # the pool's is the limit: an alarm cannot end one instruction
+            timeout_seconds=None,  # `Pool` limits the time: an alarm cannot interrupt C code
             raise_on_error=True,
             allow_set_relation_comp=True,
         )
     )
 
 
-def _is_point(value: Any) -> bool:
-    """Or an interval, which is written the same."""
-    return isinstance(value, sympy.Interval | sympy.Tuple)
-
-
 def _same_conditions(ours: Any, theirs: Any) -> bool:
-    """Whether the same numbers meet two conditions on one letter, 1 < x < 3 and 3 > x > 1."""
+    """Whether two conditions on one letter have the same solutions: 1 < x < 3 and 3 > x > 1."""
     if not all(isinstance(one, And | Relational) for one in (ours, theirs)):
         return False
     if any(isinstance(one, sympy.Eq) for one in (ours, theirs)):
@@ -252,12 +252,12 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _close_numbers(given: Any, reference: Any) -> bool | None:
-    """As `_close`; None unless both are numbers. To math-verify, what is small enough is zero."""
+    """Compare to six digits; None unless both are numbers. math-verify takes small ones for 0."""
     if not _are_numbers(given, reference):
         return None
     given, reference = given.doit(), reference.doit()
     error, size = abs((given - reference).evalf()), abs(reference.evalf())
-    if error.is_Float and error._prec == 1:  # nothing is left of its digits
+    if error.is_Float and error._prec == 1:  # no significant digit is left
         return None
     if not (error.is_finite and size.is_finite and error.is_real and size.is_real):
         return None
@@ -265,7 +265,7 @@ def _close_numbers(given: Any, reference: Any) -> bool | None:
 
 
 def _same_number(given: Any, reference: Any) -> bool | None:
-    """To 25 digits and more, which no two expressions share by chance; None if it cannot be had."""
+    """Compare to at least 25 digits; None if they cannot be computed."""
     given, reference = given.doit(), reference.doit()
     if given.is_Rational and reference.is_Rational:
         return bool(given == reference)
@@ -276,7 +276,7 @@ def _same_number(given: Any, reference: Any) -> bool | None:
 
 
 def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs that must be equal, of what has parts in an order: tuples, intervals, matrices."""
+    """Pairs of parts that must be equal, for tuples, intervals and matrices; else None."""
     if isinstance(ours, sympy.MatrixBase) is not isinstance(theirs, sympy.MatrixBase):
         columns = _column(ours), _column(theirs)
         if columns[0] and columns[1] and len(columns[0]) == len(columns[1]):
@@ -295,7 +295,7 @@ def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _column(value: Any) -> list[Any]:
-    """Entries of a vector, written as a column or as a point, which may look like an interval."""
+    """Entries of a vector, written as column or point; a point may be parsed as an interval."""
     if isinstance(value, sympy.MatrixBase):
         return list(value) if value.shape[1] == 1 else []
     if isinstance(value, sympy.Interval):
@@ -304,7 +304,7 @@ def _column(value: Any) -> list[Any]:
 
 
 def _is_solved(equation: Any) -> bool:
-    """Whether it says what a letter, or a function, is."""
+    """Whether its left side is only a letter or function."""
     left = equation.lhs
     is_name = left.is_Symbol or isinstance(left, AppliedUndef)
     return is_name and not (left.is_Symbol and equation.rhs.has(left))

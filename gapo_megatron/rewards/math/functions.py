@@ -1,10 +1,10 @@
-r"""Where the argument of a function ends.
+r"""Finds where the argument of a function ends.
 
-math-verify takes `\ln 2 \cdot 3` for `\ln 6`, and `\sin A \sin B` for the sine of a product. By the
-conventions of printed mathematics the argument is a bracketed group; or else a coefficient
-(numbers, `\pi`, roots and fractions of numbers) with the letters, the group, the root, the fraction
-or the function behind it. Any operator ends it, and behind a letter a power of e. A stroke belongs
-to the argument before a number (`\sin \pi/3`) except to a logarithm's (`\ln x/2` is half of it).
+math-verify reads `\ln 2 \cdot 3` as `\ln 6`, and `\sin A \sin B` as the sine of a product. In
+printed mathematics the argument is a bracketed group, or a coefficient (numbers, `\pi`, roots and
+fractions of numbers) followed by letters, a group, a root, a fraction or a function. It ends at any
+operator, and at a power of e after a letter. A slash before a number belongs to the argument
+(`\sin \pi/3`), except of a logarithm (`\ln x/2` is half of `\ln x`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ GREEK = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
     "|upsilon|phi|chi|psi|omega"
 )
+"""Greek letters for variables: without pi."""
 _LETTER = rf"\s*(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z])){_BEHIND}"
 _LETTERS = re.compile(rf"{_LETTER}(?:(?!\s*e\s*\^){_LETTER})*")
 _COMMAND = re.compile(rf"\s*\\(?:frac\s*{_NESTED}|sqrt\s*(?:\[[^\]]*\])?|binom\s*{_NESTED})\s*")
@@ -38,10 +39,10 @@ _OVER_NUMBER = re.compile(r"\s*/\s*\d+(?![\d.]*\s*(?:[a-zA-Z(]|\\(?:pi|frac|sqrt
 
 
 def bracketed(text: str) -> str:
-    r"""`text` with the arguments of its functions in parentheses: `\ln(2) \cdot 3`."""
+    r"""Put the arguments of functions in parentheses: `\ln(2) \cdot 3`."""
     if "\\" not in text or "\\int" in text:
-        return text  # dx ends an argument there
-    for head in reversed(list(_HEAD.finditer(text))):
+        return text  # in an integral dx ends an argument
+    for head in reversed(functions(text)):
         end = argument_end(text, head)
         argument = text[head.end() : end].strip()
         if not argument:
@@ -54,12 +55,12 @@ def bracketed(text: str) -> str:
 
 
 def functions(text: str) -> list[re.Match[str]]:
-    """The functions in it, each with its exponent and index, from left to right."""
+    """Matches of all functions with their exponent and index, from left to right."""
     return list(_HEAD.finditer(text))
 
 
 def argument_end(text: str, head: re.Match[str]) -> int:
-    """Index behind the argument of a function of `functions`."""
+    """Index after the argument of a function, a match of `functions`."""
     if (end := _group_end(text, head.end())) is not None:
         return end
     end = start = head.end() + (text[head.end() : head.end() + 1] in ("-", "+"))
@@ -71,7 +72,8 @@ def argument_end(text: str, head: re.Match[str]) -> int:
         end = argument_end(text, inner) if end == start else end
     elif command := _COMMAND.match(text, end):
         group = closing_bracket(text, command.end()) if text.startswith("{", command.end()) else 0
-        end = _behind(text, group) if group else end
+        if group and (postfix := _POSTFIX.match(text, group)):
+            end = postfix.end()
     elif (group_end := _group_end(text, end)) is not None:
         end = group_end
     over = _OVER_NUMBER.match(text, end) if head[1] not in ("log", "ln") and end > start else None
@@ -86,11 +88,6 @@ def _group_end(text: str, start: int) -> int | None:
     end = text.find("|", place + 1) + 1 if opening[1] == "|" else closing_bracket(text, place)
     degrees = re.compile(r"\s*\0").match(text, end) if end else None
     return degrees.end() if degrees else end or None
-
-
-def _behind(text: str, start: int) -> int:
-    postfix = _POSTFIX.match(text, start)
-    return postfix.end() if postfix else start
 
 
 __all__ = ["GREEK", "NAMES", "argument_end", "bracketed", "functions"]

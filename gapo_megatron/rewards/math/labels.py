@@ -1,6 +1,6 @@
-"""What may stand before a value: words of a list that name it, and the other sides of an equation.
+"""Recognises labels before a value: known words that name it, and other sides of an equation.
 
-Any other word may change the value (wrong, half, all except), and any other sign: it is no label.
+Any other word or sign may change the value (wrong, half, all except), so it is no label.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ measuredangle mod oplus otimes prod rceil rfloor sqrt star sum text times to tri
 """
 
 _VALUE_ENDINGS = frozenset(_ENDINGS.split())
-"""The last word before a value, but for a colon or an equals sign."""
+"""Words of which one must be last before a value, unless a colon or an equals sign is."""
 _VALUE_WORDS = NOUNS | _VALUE_ENDINGS | frozenset(_WORDS.split())
 _MODIFIERS = MODIFIERS | NUMERIC
 _KNOWN = frozenset((*_COMMANDS.split(), *GREEK.split("|"), *FUNCTIONS.split("|"), "binom", "pi"))
@@ -48,7 +48,7 @@ _OF_LETTERS = re.compile(r"(?:(?<=\bof)|(?<=angle)) (?:[A-Z]{1,4}|[a-z])\b")  # 
 
 
 def names_value(text: str, *, is_named: bool) -> bool:
-    """Whether words only introduce the value behind them; `is_named` if a sign stands between."""
+    """Whether words only introduce the value after them; `is_named` if a sign is in between."""
     words = [word.strip(".,:=()").lower() for word in _OF_LETTERS.sub("", text).split()]
     if not is_named and words and text.rstrip()[-1] not in ":=" and words[-1] not in _VALUE_ENDINGS:
         return False
@@ -82,9 +82,9 @@ _OPERATOR = re.compile(r"\\(?:cup|cap|circ|star|ast|oplus|otimes|diamond)(?![a-z
 def is_name(text: str, reference: str) -> bool:
     """Whether a side of an equation names a value: AB, P(A), Area, m + n, x^2.
 
-    Which of them was asked for is not known here, so -x = 42 and x^2 = 42 also say 42.
+    The question is not known here, so -x = 42 and x^2 = 42 also state 42.
     """
-    if text in ("e", "i", "\\gamma", "\\Gamma"):  # alone no known numbers
+    if text in ("e", "i", "\\gamma", "\\Gamma"):  # alone on a side they are variables
         return True
     text = _ARGUMENT.sub(
         lambda match: match[1] or match[2] or "\\Omega ", _DECORATION.sub("", text)
@@ -99,7 +99,7 @@ def is_name(text: str, reference: str) -> bool:
 
 
 def _name(match: re.Match[str]) -> str:
-    """A letter for words of the list and for an index; nothing that is read for other words."""
+    """Replace known words and an index by a letter, and other words by an unreadable sign."""
     words = match[1] or match[2]
     if words is None:
         return "_{\\Omega}"
@@ -109,7 +109,7 @@ def _name(match: re.Match[str]) -> str:
 
 
 def is_word(letters: str) -> bool:
-    """Four letters or more that are read aloud: a product of variables has few vowels."""
+    """Whether letters are a word and no product of variables: with vowels, in lower case."""
     vowels = set("aeiou").intersection(letters)
     return bool(vowels) and letters[1:].islower() and len(set(letters)) > 2
 

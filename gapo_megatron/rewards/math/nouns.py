@@ -1,8 +1,8 @@
-"""Words of what is counted: behind a number they may be left out, for they do not change it.
+"""Nouns that are counted, and other words after a number that do not change its value.
 
-Taken from GSM8K's solutions (what stands behind the last number, twice or more) and from what
-DeepScaleR's problems ask for after "how many". A word that can change a value (hundreds,
-eighths, zeros, dozens, quarters) is none, wherever else it occurs.
+They come from GSM8K's solutions (words after the last number, twice or more) and from DeepScaleR's
+problems (words after "how many"). Words that may change a value (hundreds, eighths, zeros, dozens,
+quarters) are never in a list.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _ENDINGS = "altogether approximately away deep high left leftover long old remai
 
 NOUNS = frozenset(_NOUNS.split())
 MODIFIERS = frozenset(_MODIFIERS.split())
-"""Before such a noun."""
+"""Words before a noun."""
 NUMERIC = frozenset(_NUMERIC.split())
-"""Before a noun of numbers, and no measure: 3 positive roots, but not 3 positive metres."""
+"""Words before a noun, not before a unit: 3 positive roots, but not 3 positive metres."""
 LINKS = frozenset(_LINKS.split())
-"""Between two of them: miles per hour, eggs a day, cups of water."""
+"""Words between two nouns or units: miles per hour, eggs a day, cups of water."""
 ENDINGS = frozenset(_ENDINGS.split())
-"""Behind them, or alone: 5 left. `total` is also a modifier, `each` also a link."""
+"""Words after a noun, or alone: 5 left. `total` is also a modifier, `each` also a link."""
 _FUNCTIONS = frozenset(NAMES.split("|"))
 
 CHANGES_VALUE = re.compile(
@@ -79,18 +79,18 @@ CHANGES_VALUE = re.compile(
     r"|zeros?|one|two|three|four|five|six|seven|eight|nine|ten)\b",
     re.IGNORECASE,
 )
-"""Words that make another value of it, 3 eighths: where they are, it is wrong, and not unknown."""
+"""Words that change a value, as in 3 eighths: with them a verdict is wrong, not unknown."""
 
 
 def plural(noun: str) -> str:
-    """As a rule; what is irregular stands in the lists."""
+    """The regular plural; the lists have the irregular ones."""
     if re.search(r"[^aeiou]y$", noun):
         return f"{noun[:-1]}ies"
     return f"{noun}es" if re.search(r"(?:[sxz]|[cs]h)$", noun) else f"{noun}s"
 
 
 def is_noun(word: str) -> bool:
-    """Whether the list has it or its plural; logs are wood, and log is a function."""
+    """Whether the list has the word or its plural; `logs` may be wood, but `log` is a function."""
     return word in NOUNS or (word not in _FUNCTIONS and plural(word) in NOUNS)
 
 

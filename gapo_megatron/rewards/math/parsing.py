@@ -1,6 +1,6 @@
-"""Text to sympy's objects: math-verify reads all of it or nothing, and within what it does right.
+"""Parses text to sympy objects by math-verify: all of the text or nothing.
 
-That is without its own units, extraction and letters.
+Its own extraction, units and reading of letters are switched off or prepared for.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gapo_megatron.rewards.math.spelling import FUNCTIONS, THOUSANDS, brace
 from gapo_megatron.rewards.math.units import RADIANS
 
 MOST_DEPTH = 20
-"""Brackets inside each other: parsing time grows fast with it. DeepScaleR's references reach 6."""
+"""Deepest nesting of brackets: parsing time grows fast with it. DeepScaleR's references reach 6."""
 
 MOST_TOKENS = 300
-"""Numbers, commands, other signs: the parser takes seconds for 1,000. The references reach 103."""
+"""Most numbers, commands and other signs: 1,000 take seconds to parse. The references reach 103."""
 
 MOST_BARS = 12
-"""Any of them may open or close, and the parser tries each. The references reach 4."""
+"""Most bars: each may open or close, and the parser tries both. The references reach 4."""
 
 _AS_IT_IS = NormalizationConfig(
     basic_latex=True,
@@ -57,7 +57,8 @@ _BUILDER = re.compile(
 
 @functools.lru_cache(maxsize=4096)
 def read(text: str, has_cases: bool) -> Any:
-    """The sympy object of all of `text`; None if there is none."""
+    """Parse all of `text`; None if it cannot be parsed."""
+    # Conditions, alone or in a set, joined by words: their sets of solutions.
     if (builder := _BUILDER.fullmatch(text)) and RELATION.search(builder[2]):
         text = builder[2]
     for joint, join in ((_OR, sympy.Union), (_BOTH, sympy.Intersection)):
@@ -79,7 +80,7 @@ def read(text: str, has_cases: bool) -> Any:
 
 
 def as_set(value: Any) -> Any:
-    """The numbers that meet a condition on one letter; None if that cannot be told."""
+    """The set of solutions of a condition on one letter; None if it cannot be found."""
     if isinstance(value, sympy.Set):
         return value
     if isinstance(value, sympy.Eq) and isinstance(value.rhs, sympy.Set):
@@ -96,9 +97,9 @@ def as_set(value: Any) -> Any:
 
 
 def _half_line(value: Any) -> Any:
-    """The numbers that are larger, or smaller, than one; None for other conditions.
+    """The solutions of a comparison of a letter with a number; None for other conditions.
 
-    sympy's solver takes a hundred times as long.
+    A hundred times as fast as sympy's solver.
     """
     if not isinstance(value, Relational) or isinstance(value, sympy.Eq | sympy.Ne):
         return None
@@ -113,10 +114,11 @@ def _half_line(value: Any) -> Any:
 
 
 def _prepare(text: str) -> str | None:
-    """What math-verify reads as it should; None if there is something it would leave out."""
+    """Rewrite what math-verify would misread; None if it would ignore a part."""
+    # One spelling, as the parser expects it.
     text = _join_thousands(text).removesuffix("%")  # 50% is 50
     text = _SEMICOLON.sub(r"\1,\2", text)
-    text = text.replace("\\pi (", "\\pi(").replace("\\pi(", "\\pi \\cdot (")  # no function
+    text = text.replace("\\pi (", "\\pi(").replace("\\pi(", "\\pi \\cdot (")  # not a function
     if not RADIANS.search(text):  # 60° is 60
         text = _DEGREES.sub(" ", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
@@ -125,6 +127,7 @@ def _prepare(text: str) -> str | None:
     text = _MIXED.sub(_mixed, text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     text = _EXPONENT_T.sub(r"^\1 T", text)
+    # Nothing that the parser ignores or takes long for.
     bars = text.count("|")
     if _REFUSED.search(text) or bars % 2 or bars > MOST_BARS:  # x|_{x=0} is no absolute value
         return None
@@ -143,13 +146,13 @@ def _prepare(text: str) -> str | None:
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|[^\s\d]")
 _EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}|\w))")
 _SEMICOLON = re.compile(r"([(\[][^()\[\],;]*);([^()\[\],;]*[)\]])")
-# Without the space it is a transposition, which is left out where there is no matrix.
+# Without the space it would be a transposition, which is ignored except of a matrix.
 _EXPONENT_T = re.compile(r"(?<!matrix\})\^(\{?)T")
 _MIXED = re.compile(r"(?<![\w.^}])(\d+)\s*(\\frac\s*\{(\d+)\}\s*\{(\d+)\})")
 
 
 def _mixed(match: re.Match[str]) -> str:
-    """3 3/4 as the sum that it is; with roots, or 3 4/3, it is a product."""
+    """A mixed number 3 3/4 as a sum; 3 4/3 is a product."""
     return f"({match[1]}+{match[2]})" if int(match[3]) < int(match[4]) else match[0]
 
 
@@ -166,10 +169,10 @@ _VARIABLES = frozenset((*"rstuvwxyzRSTUVWXYZ", "\\theta", "\\phi"))
 
 
 def _with_plain_letters(text: str) -> str:
-    r"""With I, e_1 and a factor d as the letters that they are to the writer.
+    r"""Mark I, e_1 and a factor d as variables.
 
-    math-verify takes I for the imaginary unit, the e of e_1 for a number, 8dt for 8 times dt and
-    d\sqrt2 for dsqrt. d stays a differential in integrals and derivatives, and beside another one.
+    math-verify reads I as the imaginary unit, e in e_1 as a number, 8dt as 8 times a differential
+    and d\sqrt2 as dsqrt. d stays a differential in integrals, derivatives and beside another one.
     """
     found = {match["of"] for match in _OWN_LETTER.finditer(text)}
     has_differentials = _CALCULUS.search(text) or len(_VARIABLES & found) > 1
@@ -185,7 +188,7 @@ _COMMA = re.compile(rf"\\?[{{}}]|[()\[\]]|{THOUSANDS.pattern}")
 
 
 def _join_thousands(text: str) -> str:
-    """Numbers without separators, but between parentheses, where a comma ends an element."""
+    """Remove separators of thousands, except in parentheses, where a comma ends an element."""
     parts, depth, end = [], 0, 0
     for token in _COMMA.finditer(text):
         depth += (token[0] in ("(", "[", "\\{")) - (token[0] in (")", "]", "\\}"))
@@ -199,21 +202,23 @@ _IMAGINARY = sympy.Symbol("i", real=True)
 
 
 def _parse(text: str, has_cases: bool) -> Any:
+    # Plain numbers need no parser, which is slow.
     plain_number = plain.number(text)
     if plain_number and not (plain_number.unit or plain_number.is_percent):
-        value = plain_number.value * plain_number.magnitude  # at once: the parser takes its time
+        value = plain_number.value * plain_number.magnitude
         exact = sympy.Rational(value.numerator, value.denominator)
         return exact.evalf() if plain_number.is_decimal else exact
     prepared = _prepare(text)
     if prepared is None:
         return None
+    # All of it, or the last side of a chain of equations.
     try:
         value = _latex(prepared, has_cases)
-        if "!!" in prepared and "!)" not in prepared:  # in (3!)! nothing is left out
+        if "!!" in prepared and "!)" not in prepared:  # (3!)! is read as it should
             value = value.replace(
                 _is_twice_factorial, lambda n: sympy.factorial2(n.args[0].args[0])
             )
-    except Exception:  # of a syntax error latex2sympy raises just that, of a bad value anything
+    except Exception:  # latex2sympy raises a bare Exception for a syntax error
         parts = prepared.split("=")
         if len(parts) < 3 or "," in prepared or ";" in prepared:
             return None
@@ -221,12 +226,13 @@ def _parse(text: str, has_cases: bool) -> Any:
             values = [_latex(part, has_cases) for part in parts[1:]]
         except Exception:
             return None
-        value = values[-1]  # a chain of equations: the last is meant, if it says one thing
+        value = values[-1]  # the last side, if the others equal it
         numbers = [one.evalf() for one in values if not getattr(one, "free_symbols", True)]
         if any(abs(one - numbers[-1]) > abs(numbers[-1]) * 1e-6 for one in numbers):
             return None
     if value is None or value in (sympy.nan, sympy.zoo):
         return None
+    # i as the imaginary unit, and dy/dx as a letter.
     if isinstance(value, sympy.Basic | sympy.MatrixBase) and value.has(_IMAGINARY):
         with contextlib.suppress(ValueError, TypeError):  # an interval up to i
             if isinstance(value, sympy.Eq):
@@ -240,17 +246,17 @@ def _parse(text: str, has_cases: bool) -> Any:
 
 
 def _is_twice_factorial(value: Any) -> bool:
-    """Whether it is n!!, which math-verify takes for (n!)!."""
+    """Whether it is n!!, which math-verify reads as (n!)!."""
     return isinstance(value, sympy.factorial) and isinstance(value.args[0], sympy.factorial)
 
 
 def _is_of_letter(value: Any) -> bool:
-    """Whether it is dy/dx: to sympy y depends on nothing, and that is zero."""
+    """Whether it is dy/dx, which sympy evaluates to 0 because y depends on nothing."""
     return isinstance(value, sympy.Derivative) and value.expr.is_Symbol
 
 
 def _latex(text: str, has_cases: bool) -> Any:
-    # Both sides with real letters, or no letter is equal to itself.
+    # Letters are real on both sides: sympy distinguishes real letters from others.
     return parse_latex(normalize_latex(text, _AS_IT_IS), lowercase_symbols=not has_cases)
 
 

@@ -1,4 +1,4 @@
-"""What needs no algebra: numbers with units, numerals of a base, times of day, words, choices."""
+"""Comparisons without algebra: numbers with units, numerals with a base, times, words, choices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Number(NamedTuple):
 
     value: Fraction
     is_decimal: bool
-    """Written with a point: it may be rounded."""
+    """Whether it is written with a point, so that it may be rounded."""
     is_percent: bool
     magnitude: int
-    """1,000 where the unit begins with thousand; else 1."""
+    """1,000 if the unit begins with thousand, and so on; else 1."""
     unit: str
 
 
@@ -47,12 +47,12 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_MOST_DIGITS = 400  # of an exponent's power of ten; longer numbers are left to sympy
+_MOST_DIGITS = 400  # longer numbers and larger powers of ten are left to sympy
 
 
 @functools.lru_cache(maxsize=4096)
 def number(text: str) -> Number | None:
-    """A plain number: integer, decimal, fraction, mixed, power of ten; with a unit or percent."""
+    """Read an integer, decimal, fraction, mixed number or power of ten, with unit or percent."""
     if len(text) > _MOST_DIGITS:
         return None
     match, unit = _NUMBER.fullmatch(text), ""
@@ -64,6 +64,7 @@ def number(text: str) -> Number | None:
     part = match.groupdict()
     magnitude, unit = split_magnitude(unit)
     percent = bool(part["percent"]) or unit in ("percent", "%")
+    # A decimal with an exponent or repeated digits, else a fraction with a whole part.
     if part["decimal"]:
         power = int((part["power"] or part["exponent"] or "0").strip("{ }"))
         if abs(power) > _MOST_DIGITS:
@@ -91,7 +92,7 @@ def number(text: str) -> Number | None:
 
 
 def equal_numbers(given: str, reference: str) -> bool | None:
-    """Exact; to six digits where one of the two is a decimal. 50% is 50 and is 0.5."""
+    """Compare exactly, or to six digits if one of them is a decimal. 50% equals 50 and 0.5."""
     one, other = number(given), number(reference)
     if one is None or other is None:
         return None
@@ -100,7 +101,7 @@ def equal_numbers(given: str, reference: str) -> bool | None:
         return False
     values = {one.value * one.magnitude * scale / other.magnitude}
     if one.magnitude == scale == 1:
-        values.add(one.value)  # the reference's may be left out, as a unit
+        values.add(one.value)  # the answer may omit the reference's, as it may omit a unit
     if one.is_percent is not other.is_percent:
         values.add(one.value / 100 if one.is_percent else one.value * 100)
     if not (one.is_decimal or other.is_decimal):
@@ -109,7 +110,7 @@ def equal_numbers(given: str, reference: str) -> bool | None:
 
 
 def _close(given: Fraction, reference: Fraction) -> bool:
-    """Relative below one, absolute above: 1e-20 is not 2e-20, 1000000.5 is not 1000000."""
+    """To 1e-6, relative below one and absolute above: 1000000.5 is not 1000000."""
     return abs(given - reference) <= min(Fraction(1), abs(reference)) / 10**6
 
 
@@ -123,7 +124,7 @@ _DOLLARS = re.compile(r"\\?\$\s*(\d[\d,.]*\d|\d)")
 
 
 def quantities(text: str) -> list[tuple[Fraction, str]] | None:
-    """Numbers with words behind each, at least two: 6 feet 3 inches, 2 boys and 4 girls."""
+    """Read at least two numbers with words after each: 6 feet 3 inches, 2 boys and 4 girls."""
     if not re.search(r"[a-zA-Z]{2}|\\text", text):
         return None
     bare = _DOLLARS.sub(r"\1 dollars", _bare(text))
@@ -139,40 +140,42 @@ def quantities(text: str) -> list[tuple[Fraction, str]] | None:
     return found if len(found) > 1 and end == len(bare) and all(u for _, u in found) else None
 
 
-def total(parts: list[tuple[Fraction, str]]) -> tuple[Fraction, Unit] | None:
-    """Their sum, where all measure the same in different sizes."""
+def _total(parts: list[tuple[Fraction, str]]) -> tuple[Fraction, Unit] | None:
+    """The sum of quantities of one dimension in different units; else None."""
     units = [read_unit(unit) for _, unit in parts]
     known = [unit for unit in units if unit]
     if len(known) < len(units) or len({unit.dimensions for unit in known}) > 1:
         return None
     if len({unit.size for unit in known}) < len(known):
-        return None  # twice the same: two answers
+        return None  # the same unit twice: two answers
     return sum(
         (value * unit.size for (value, _), unit in zip(parts, known, strict=True)), Fraction(0)
     ), known[0]
 
 
 def equal_quantities(given: str, reference: str) -> bool | None:
-    """Number by number and word by word; of what adds up, the sum."""
+    """Compare quantities by their sum if they have one, else by numbers and words."""
     theirs, ours = quantities(reference), quantities(given)
     if theirs is None and ours is None:
         return None
+    # Sums: 6 feet 3 inches is 75 inches.
     sums = []
     for text, parts in ((given, ours), (reference, theirs)):
         one = number(text)
         if parts is None and one and (unit := read_unit(one.unit)):
             sums.append((one.value * one.magnitude * unit.size, unit))
-        elif parts is not None and (added := total(parts)):
+        elif parts is not None and (added := _total(parts)):
             sums.append(added)
     if len(sums) == 2:
         return sums[0][0] == sums[1][0] and sums[0][1].dimensions == sums[1][1].dimensions
+    # Numbers alone on one side.
     if theirs is None or ours is None:
         named, bare = (ours, reference) if theirs is None else (theirs, given)
         bare = THOUSANDS.sub("", bare).replace(" and ", ",").replace(";", ",")
         numbers = [number(part.strip()) for part in bare.split(",")]
         if named is None or not all(numbers) or not all(is_unit(words) for _, words in named):
             return None
-        values = [one.value for one in numbers if one]  # without words: in that order
+        values = [one.value for one in numbers if one]  # without words the order counts
         return values == [value for value, _ in named]
     if len(theirs) != len(ours):
         return False
@@ -189,11 +192,11 @@ _NUMERAL = re.compile(
 )
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
           "ten": 10, "twelve": 12, "sixteen": 16}  # fmt: skip
-_LARGEST_BASE = 36  # that has digits, 0 to Z
+_LARGEST_BASE = 36  # with the digits 0 to Z
 
 
 def numeral(text: str) -> tuple[str, int | None] | None:
-    """Digits and base of 1011_2; no base where none is written."""
+    """Read digits and base of 1011_2; the base is None if it is not written."""
     match = _NUMERAL.fullmatch(TEXT.sub(r"\1", text).replace(" ", ""))
     if match is None:
         return None
@@ -208,7 +211,7 @@ def numeral(text: str) -> tuple[str, int | None] | None:
 
 
 def equal_numerals(given: str, reference: str) -> bool | None:
-    """Digit by digit; a base may be left out, but must not be another."""
+    """Compare digits; the base may be omitted but must not differ."""
     one, other = numeral(given), numeral(reference)
     if one is None or other is None or one[1] == other[1] is None:
         return None
@@ -223,7 +226,7 @@ _TIME = re.compile(
 
 
 def _time(text: str) -> tuple[tuple[int, int, int], str] | None:
-    """Hour of twelve, minute and second; half of the day where it is known."""
+    """Read (hour of twelve, minute, second) and "a", "p" or "" for the half of the day."""
     match = _TIME.fullmatch(_bare(text))
     if match is None or not (match["minute"] or match["half"] or match["word"]):
         return None
@@ -240,7 +243,7 @@ def _time(text: str) -> tuple[tuple[int, int, int], str] | None:
 
 
 def equal_times(given: str, reference: str) -> bool | None:
-    """Times of day, with or without a.m. and p.m.; bare 1:20 may be a ratio."""
+    """Compare times of day, with or without a.m. and p.m.; a bare 1:20 may be a ratio."""
     ours, theirs = _time(given), _time(reference)
     is_time = theirs and (theirs[1] or ":0" in reference.replace(" ", ""))
     if not is_time or theirs is None:
@@ -260,7 +263,7 @@ _LABELLED = re.compile(
 
 
 def letter(text: str) -> str | None:
-    r"""The letter of a choice that stands alone: B, (B), \text{B.}."""
+    r"""The letter of a choice without a value: B, (B), \text{B.}."""
     match = _LETTER.fullmatch(text)
     return match[1] if match else None
 
@@ -279,37 +282,37 @@ _ALL_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
 
 def is_worded(text: str) -> bool:
-    """Whether it is words, or a time of day."""
+    """Whether it consists of words, or is a time of day."""
     return bool(_ALL_WORDS.fullmatch(_bare(text)) or _time(text))
 
 
 def equal_words(given: str, reference: str) -> bool | None:
-    """Words without regard to case; the letter of a choice."""
+    """Compare words, ignoring case, and letters of choices."""
     one, other = _bare(given), _bare(reference)
     ours, theirs = letter(given), letter(reference)
     if theirs and not ours and theirs.isupper():
         if (choice := labelled(given) or labelled(one)) and not _names_another(choice[1]):
             return choice[0] == theirs
-        if "\\text" in reference:  # no variable
+        if "\\text" in reference:  # not a variable
             return False
-    if theirs and ours:  # of a choice in either case
+    if theirs and ours:  # case matters except for a choice
         return ours == theirs or ("A" <= theirs <= "E" and ours.upper() == theirs)
     if not _ALL_WORDS.fullmatch(other):
         return None
     if one.casefold().replace("-", " ").split() == other.casefold().replace("-", " ").split():
         return True
-    # Short and bare it may be a product: ab is ba.
+    # Short and without \text it may be a product: ab equals ba.
     return False if "\\" in reference or len(other) > 4 else None
 
 
 def _names_another(text: str) -> bool:
-    """Whether what stands behind the letter of a choice is another letter: (A) or (B)."""
+    """Whether the text after the letter of a choice is another letter: (A) or (B)."""
     is_joined = text.startswith((",", ";", "&", "/", "and ", "or "))
     return bool(is_joined or letter(text))
 
 
 def _bare(text: str) -> str:
-    """Words out of their text, with single spaces."""
+    r"""Unwrap \text{...} and normalise spaces."""
     return " ".join(TEXT.sub(r" \1 ", text).split())
 
 
@@ -326,5 +329,4 @@ __all__ = [
     "number",
     "numeral",
     "quantities",
-    "total",
 ]

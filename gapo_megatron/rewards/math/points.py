@@ -1,4 +1,4 @@
-"""Whether expressions and equations are equal, told by their values at some points."""
+"""Compares expressions and equations by their values at random points."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.polys.polyerrors import CoercionFailed
 
-from gapo_megatron.rewards.math.sizes import expands_too_far
+from gapo_megatron.rewards.math.limits import expands_too_far
 
 
 def has_decimals(*values: Any) -> bool:
-    """Whether a number in one of them was written with a point."""
+    """Whether one of the values contains a decimal."""
     return any(atom.is_Float for value in values for atom in value.atoms())
 
 
 def is_expression(value: Any) -> bool:
-    """Whether it has a value: no equation, set or matrix."""
+    """Whether it is an expression: no equation, set or matrix."""
     return isinstance(value, sympy.Expr) and not value.is_Matrix
 
 
@@ -29,7 +29,7 @@ _STEPS = (
 
 
 def same_at_random(ours: Any, theirs: Any) -> bool | None:
-    """By values at some points: False if they differ; None if that does not tell."""
+    """Compare values at random points; None if that does not decide."""
     letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
     if not letters:
         return None
@@ -52,14 +52,14 @@ def same_at_random(ours: Any, theirs: Any) -> bool | None:
 
 
 def _is_branched(value: Any, point: dict[Any, Any]) -> bool:
-    """Whether a root or logarithm of something negative is in it, whose sign is a convention."""
+    """Whether it has a root or logarithm of a negative number, whose branch is a convention."""
     inside = [one.base for one in value.atoms(sympy.Pow) if not one.exp.is_integer]
     inside += [one.args[0] for one in value.atoms(sympy.log)]
     return any(not one.subs(point).evalf().is_nonnegative for one in inside)
 
 
 def same_equation(ours: Any, theirs: Any) -> bool | None:
-    """True where one is a multiple of the other; False where solving cannot tell them apart."""
+    """Compare equations: True if one is a multiple of the other; None if undecided."""
     if not all(is_expression(side) for one in (ours, theirs) for side in (one.lhs, one.rhs)):
         return None
     one, other = ours.lhs - ours.rhs, theirs.lhs - theirs.rhs
@@ -80,17 +80,17 @@ def same_equation(ours: Any, theirs: Any) -> bool | None:
             return True
     if (same := _same_zeros(one, other)) is not None:
         return same
-    # Both without a solution are the same to math-verify.
+    # math-verify equates any two equations without a solution.
     return None if len(one.free_symbols) > 1 or sympy.solve(theirs) else False
 
 
 def _same_zeros(one: Any, other: Any) -> bool | None:
-    """Whether two polynomials of the same letters are zero at the same points.
+    """Whether two polynomials in the same letters have the same real zeros.
 
-    Told by their roots in each letter, with the others at random. None if they are no polynomials
-    with rational coefficients, or too large ones, or differ in complex roots alone.
+    Compares their roots in each letter, with random values for the others. None if they are not
+    polynomials with rational coefficients, are too large, or differ only in complex roots.
     """
-    if has_decimals(one, other):  # which may be rounded
+    if has_decimals(one, other):  # they may be rounded
         return None
     letters = sorted(one.free_symbols, key=str)
     rng = random.Random(0)

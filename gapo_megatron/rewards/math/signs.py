@@ -1,4 +1,4 @@
-"""Unicode signs in LaTeX, where that keeps what they mean; what has no LaTeX is left and unread."""
+"""Replaces Unicode signs by LaTeX of the same meaning; others stay and cannot be read."""
 
 # ruff: noqa: RUF001 (signs that look like others are the subject)
 from __future__ import annotations
@@ -7,6 +7,7 @@ import re
 import unicodedata
 
 from gapo_megatron.rewards.math.boxes import closing_bracket
+from gapo_megatron.rewards.math.functions import GREEK
 
 _LATEX = {
     "\u2212\u2013\u2011\u2010": "-", "\u00d7\u2715": "\\times ", "·⋅\u2219\u2062": "\\cdot ",
@@ -18,47 +19,42 @@ _LATEX = {
     "\u2033\u201d": "''", "\u02da\u00ba": "°", "℃": "°C", "℉": "°F", "ℓ": "l", "ℝ": "\\mathbb{R}",
     "ℚ": "\\mathbb{Q}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℂ": "\\mathbb{C}",
     "\u060c\u3001\u2063": ",", "\u066b": ".", "\u3002": ".", "ϕ": "\\phi ", "ϵ": "\\epsilon ",
-    # Without width: they neither are seen nor mean anything.
+    # Invisible signs without meaning.
     "\u200b\u200c\u200d\u2060\u2061\ufeff\u200e\u200f": "",
 }  # fmt: skip
-_GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi pi rho sigma tau"
-    " upsilon phi chi psi omega Gamma Delta Theta Lamda Xi Pi Sigma Upsilon Phi Psi Omega"
-)
+_CAPITALS = "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
+_GREEK = {"CAPITAL": _CAPITALS.split(), "SMALL": [*GREEK.split("|"), "pi"]}
 _TABLE = str.maketrans(
-    {
-        **{sign: latex for signs, latex in _LATEX.items() for sign in signs},
-        **{
-            unicodedata.lookup(
-                f"GREEK {'CAPITAL' if name[0].isupper() else 'SMALL'} LETTER {name.upper()}"
-            ): f"\\{name.replace('amda', 'ambda')} "
-            for name in _GREEK.split()
-        },
+    {sign: latex for signs, latex in _LATEX.items() for sign in signs}
+    | {  # Unicode spells it lamda
+        unicodedata.lookup(f"GREEK {case} LETTER {name.upper().replace('MBD', 'MD')}"): f"\\{name} "
+        for case, names in _GREEK.items()
+        for name in names
     }
 )
 _SAME = ("<font>", "<wide>", "<narrow>", "<noBreak>")
-"""Decompositions that change nothing but the look: not circles, not squares, not roman numerals."""
+"""Decompositions that change only the look: no circles, squares or roman numerals."""
 
 _ROOTS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
 _RADICAND = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[a-zA-Z]")
 
 
 def fold(text: str) -> str:
-    r"""`text` with x⁴, 3¾, ٤٢, √12 as x^4, 3\frac{3}{4}, 42, \sqrt{12}.
+    r"""Write x⁴, 3¾, ٤٢, √12 as x^4, 3\frac{3}{4}, 42, \sqrt{12}.
 
-    A root takes the number, the letter, the command or the brackets that follow it.
+    A root extends over the number, letter, command or brackets after it.
     """
     if text.isascii():
         return text
     text = "".join(map(_folded, _fold_scripts(text)))
-    while (place := max(map(text.rfind, _ROOTS))) >= 0:  # from the innermost on
+    while (place := max(map(text.rfind, _ROOTS))) >= 0:  # from right to left: inner roots first
         behind = text[place + 1 :].lstrip()
         text = text[:place] + _ROOTS[text[place]] + _with_radicand(behind)
     return text
 
 
 def _fold_scripts(text: str) -> str:
-    """Runs of raised or lowered signs as one exponent or index."""
+    """Write runs of superscripts or subscripts as one exponent or index."""
     parts: list[str] = []
     script = ""
     for sign in text:
@@ -90,7 +86,7 @@ def _folded(sign: str) -> str:
 
 
 def _with_radicand(text: str) -> str:
-    """`text` with braces around what a root before it is taken of."""
+    """Put braces around the radicand at the start of `text`."""
     end = closing_bracket(text, 0) if text.startswith(("(", "[", "{")) else 0
     if end:
         return f"{{{text[1 : end - 1]}}}{text[end:]}"

@@ -1,4 +1,4 @@
-"""One spelling for what LaTeX, Unicode and plain text write in several."""
+"""Normalises the spellings of LaTeX, Unicode and plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gapo_megatron.rewards.math.boxes import closing_bracket, strip_box
 from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import fold
 
-# A backslash behind another ends a row of a matrix.
+# Not after another backslash: two end a row of a matrix.
 _SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits"
@@ -40,7 +40,7 @@ _PLAIN_SIGNS = {
 FUNCTIONS = f"{NAMES}|gcd|lcm|max|min|det"
 _FUNCTIONS = frozenset(FUNCTIONS.split("|"))
 TEXT = re.compile(r"\\text\{([^{}]*)\}")
-"""Words in a cleaned text."""
+"""Words in cleaned text."""
 
 _NESTED = r"[^{}]*(?:\{[^{}]*\}[^{}]*)*"
 _IN_FONT = re.compile(
@@ -50,7 +50,7 @@ _IN_FONT = re.compile(
 )
 _TEXT_FONTS = ("text", "textrm", "textnormal", "textsf", "textsc", "mbox", "hbox")
 _OVER = re.compile(rf"\{{({_NESTED})\\(over|choose)(?![a-zA-Z])({_NESTED})\}}")
-# Two backslashes before a name may also be a command, escaped twice.
+# Two backslashes before a name may be a command that was escaped twice.
 _ROW_END = re.compile(r"\\\\(?![a-zA-Z]{2,}(?![a-zA-Z]|\s*=)|[{}])\s*&?\s*(=?)")
 _ANGLED = re.compile(r"\\langle(?![a-zA-Z])([^\[\]]*?)\\rangle(?![a-zA-Z])")
 _ORDINAL = re.compile(
@@ -69,25 +69,28 @@ _SET_IN_WORDS = re.compile(
 )
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])")
 THOUSANDS = re.compile(r"(?<=\d)(?<!\^\d),(?=\d{3}(?!\d))")
-"""A comma in a number, or between two."""
+"""A comma that may separate thousands, or two numbers."""
 _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 
 
 def clean(text: str) -> str:
-    """The text in one spelling, without what has no meaning."""
+    """Normalise an answer: one spelling, without what has no meaning."""
+    # Boxes, Unicode, spaces and layout.
     text = strip_box(text) if "boxed" in text or "fbox" in text else text
     text = _NO_MEANING.sub("", " ".join(_SPACE.sub(" ", fold(text)).split()))
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
     if "\\over" in text or "\\choose" in text:
         text = _OVER.sub(_from_between, f"{{{text}}}")
     text = strip_braces(text)
+    # Commands.
     if "\\" in text:
-        if "\\begin" not in text:  # a row that begins with = goes on, another is a part
+        if "\\begin" not in text:  # a row that begins with = continues; another is a part
             text = _ROW_END.sub(lambda end: end[1] or ", ", text)
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1], text)
         text = _IN_FONT.sub(_without_font, _ANGLED.sub(r"(\1)", text))
     for sign, latex in _PLAIN_SIGNS.items():
         text = text.replace(sign, latex)
+    # Numbers, angles and words.
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
     text = _FOR_ALL.sub(_domain, text)
@@ -100,12 +103,12 @@ def clean(text: str) -> str:
     text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
     joined, in_numbers = THOUSANDS.subn("", text)
     if ", " in text and text.count(", ") + in_numbers == text.count(","):
-        text = joined  # 1,000, 2,000: what ends a part has a space behind it
+        text = joined  # 1,000, 2,000: commas between parts have a space after them
     return strip_braces(" ".join(text.split()).lstrip(" ,;").rstrip(" .,;"))
 
 
 def strip_braces(text: str) -> str:
-    """What stands in braces around all of it."""
+    """Remove braces around all of the text."""
     text = text.strip()
     while text.startswith("{") and closing_bracket(text, 0) == len(text):
         text = text[1:-1].strip()
@@ -118,25 +121,25 @@ def _from_between(match: re.Match[str]) -> str:
 
 
 def _domain(match: re.Match[str]) -> str:
-    r"""Nothing for what holds for all numbers anyway; else `\forall` and the set."""
+    r"""Empty for all real numbers, which are the default; else `\forall` and the set."""
     is_all = match["set"] in (None, "R")
     return "" if is_all else f"\\forall{match['domain'].replace(' ', '')}"
 
 
 def _without_font(match: re.Match[str]) -> str:
-    """Letters and mathematics look no different, functions are commands; words are text."""
+    """Unwrap letters and mathematics from a font; functions become commands, words text."""
     if match["letter"]:
         return match["letter"]
     inside = _IN_FONT.sub(_without_font, match["inside"])
     word = inside.strip()
     before = match.string[: match.start()].rstrip(" ")
-    if re.search(r"\\[a-zA-Z]+$", before):  # the letters of a command are not one with others
+    if re.search(r"\\[a-zA-Z]+$", before):  # keep a command apart from the letters after it
         inside = f" {inside}"
     if before.endswith(("_", "_{")):
         return word if before.endswith("{") else f"{{{word}}}"
     if word in ("e", "i"):
         return word
-    if word in _FUNCTIONS:  # but behind a number it is a unit: 30 min, 5 sec
+    if word in _FUNCTIONS:  # after a number it is a unit: 30 min, 5 sec
         is_unit = word in ("min", "sec") and (before[-1:].isdigit() or before.endswith("}"))
         return f"\\text{{{word}}}" if is_unit else f"\\{word} "
     is_in_brackets = before.endswith("(") and match.string.startswith(")", match.end())
@@ -156,7 +159,7 @@ _VALUES = re.compile(rf"(?<!\S)({_ONE}(?:,\s*{_ONE})*,?)(?!\S)")
 
 
 def _without_text(inside: str) -> str:
-    r"""Numbers, signs and lists in it are no words: `\text{3 out of 4}` is `3\text{ out of }4`."""
+    r"""Move numbers, signs and lists out of it: `\text{3 out of 4}` to `3\text{ out of }4`."""
     is_word = any(map(str.isalpha, inside))
     if not is_word or inside.strip(" ,").lower() in ("and", "or"):
         return f" {inside.lower()} "
@@ -177,14 +180,14 @@ _DEGREES = re.compile(
 
 
 def in_radians(text: str) -> str:
-    """An angle in degrees, cleaned and without a sign of them; nothing if it is none."""
+    """An angle in degrees, cleaned and converted to radians; empty if it is no angle."""
     parts = _DEGREES.split(fold(text).strip(" .$"))
     is_angle = len(parts) == 2 and parts[0].strip() and not parts[1].strip()
     return f"({clean(parts[0])})\\cdot \\frac{{\\pi}}{{180}}" if is_angle else ""
 
 
 def _clean_degrees(text: str) -> str:
-    """Angles in functions in radians; elsewhere a degree is a unit."""
+    """Convert degrees to radians in arguments of functions; elsewhere they stay a unit."""
     text = _DEGREES.sub("\0", text)
     if "\0" not in text:
         return text
@@ -205,8 +208,8 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\\?.", re.DOTALL)
 
 
 def brace(text: str) -> str:
-    r"""Write braces around arguments as TeX reads them: `2^\frac13` is `2^{\frac{1}{3}}`."""
-    for head in reversed(list(_TAKES.finditer(text))):  # so that arguments within have theirs
+    r"""Write braces around arguments as TeX reads them: `2^\frac13` as `2^{\frac{1}{3}}`."""
+    for head in reversed(list(_TAKES.finditer(text))):  # inner arguments first
         index, end = _index(text, head.end()) if head[0] == "\\sqrt" else ("", head.end())
         parts = [head[0], index]
         for _ in range(_ARGUMENTS.get(head[0], 1)):
@@ -217,14 +220,14 @@ def brace(text: str) -> str:
 
 
 def _index(text: str, start: int) -> tuple[str, int]:
-    """Which root, in square brackets, and where that ends."""
+    """The index of a root in square brackets, and its end."""
     place = _next(text, start)
     end = closing_bracket(text, place) if text.startswith("[", place) else 0
     return (text[place:end], end) if end else ("", start)
 
 
 def _argument(text: str, start: int) -> tuple[str, int]:
-    """A group, a command with its arguments or a sign, in braces, and where that ends."""
+    """A group, a command with its arguments, or a sign: in braces, and its end."""
     place = _next(text, start)
     if place == len(text) or text[place] in "})]":
         return "", start
@@ -243,7 +246,7 @@ def _argument(text: str, start: int) -> tuple[str, int]:
 
 
 def _next(text: str, start: int) -> int:
-    """Where the next sign is that is no space."""
+    """Index of the next sign that is no space."""
     return len(text) - len(text[start:].lstrip())
 
 

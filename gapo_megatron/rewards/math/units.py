@@ -1,7 +1,7 @@
-"""Units behind values: where a value ends, and what its unit measures.
+"""Splits values from units, and reads what units measure.
 
-What stands behind a value is a unit if the lists here have it, word by word. Anything else is part
-of the value: neither `3 eighths` nor `3 blorks` is 3.
+Text after a value is a unit only if the lists here have every word of it. Anything else belongs to
+the value: neither `3 eighths` nor `3 blorks` is 3.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from gapo_megatron.rewards.math.nouns import ENDINGS, LINKS, MODIFIERS, NUMERIC, is_noun, plural
 
-# Base quantities: of each the names, with their size in the first. Prefixed forms are written out,
-# so that no product of letters passes for a unit.
+# Dimension -> size relative to its first unit -> names. Prefixed forms are listed, so that no
+# product of letters counts as a unit.
 _TABLE: dict[str, dict[str, str]] = {
     "length": {
         "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter "
@@ -62,14 +62,14 @@ _UNITS = {
     for spelling in ((name, plural(name)) if len(name) > 1 else (name,))
 }
 _MEANINGS = {"'": ("foot", "minute"), "''": ("inch", "second"), "°": ("degree", "°c", "°f")}
-"""Signs of several units: what the other side's unit tells, and never another."""
+"""Signs with several meanings; the unit of the other side decides."""
 
 _SPEEDS = {
     "mph": "mi/h", "kmh": "km/h", "kmph": "km/h", "kph": "km/h", "mps": "m/s", "fps": "ft/s",
     "sqcm": "cm^2", "sqm": "m^2", "sqft": "ft^2", "cc": "cm^3", "kwh": "kilowatt h",
 }  # fmt: skip
 _ONLY_IN_TEXT = {"in", "min", "rad", "ton"}
-# Others are products of letters: mg, rs.
+# Units of two letters outside of \text; others are products of letters: mg, rs.
 _BARE_OF_TWO = {"cm", "ft", "in", "kg", "km", "lb", "mm", "oz", "yd", "mL", "KB", "MB", "GB"}
 MAGNITUDES = {
     **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "万": 10**4, "亿": 10**8},
@@ -78,7 +78,7 @@ MAGNITUDES = {
 
 
 class Unit(NamedTuple):
-    """What a unit measures: sizes multiply, dimensions add."""
+    """Size and dimensions of a unit."""
 
     size: Fraction
     dimensions: tuple[tuple[str, int], ...]
@@ -87,22 +87,24 @@ class Unit(NamedTuple):
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _WRAPPED = rf"(?:\\mu\s*)?\\text\s*\{{[^{{}}]*\}}{_POWER}"
 _FRACTION = rf"\\frac\s*\{{\s*{_WRAPPED}\s*\}}\s*\{{\s*{_WRAPPED}\s*\}}"
-_PIECE = (
-    rf"\s*(?:(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})"
-    # A single letter outside of text is a factor, but in km/h; and two behind a letter, \pi hr.
-    rf"|(?:(?<=[\d%)}}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{{3}}|[ckm]m\b))[a-zA-Z]{{2,}}\b\.?{_POWER}(?:\s*(?:/|per)\s*[a-zA-Z]+\b\.?{_POWER})?"
-    r"|%(?!\s*%)|°(?:\s*[CF](?![a-zA-Z]))?|(?<=\d\s)\\Omega(?![a-zA-Z])|[€£¥¢万亿元]|\\?\$|'{1,2}(?!'))"
-)
+_IN_TEXT = rf"(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})"  # \text{m}, /\text{s}
+# A word outside of \text: directly after a number, or of three letters. A single letter is a
+# factor, except in km/h, and so are two after a letter: \pi hr.
+_START = r"(?:(?<=[\d%)}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{3}|[ckm]m\b))"
+_BARE = rf"{_START}[a-zA-Z]{{2,}}\b\.?{_POWER}(?:\s*(?:/|per)\s*[a-zA-Z]+\b\.?{_POWER})?"
+_DEGREE = r"°(?:\s*[CF](?![a-zA-Z]))?"
+_SIGN = r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[€£¥¢万亿元]|\\?\$|'{1,2}(?!')"
+_PIECE = rf"\s*(?:{_IN_TEXT}|{_BARE}|{_DEGREE}|{_SIGN})"
 _EACH = re.compile(_PIECE)
 _TAIL = re.compile(rf"(?:{_PIECE})+\s*$")
-_MOST_PIECES = 12  # more are no unit, and each might be one behind the rest
+_MOST_PIECES = 12  # of one unit; each is tried as its beginning
 _VALUE_END = re.compile(r"[\w)}\].!|%]$")
 
 
 def split_unit(text: str, *, with_magnitude: bool = False) -> tuple[str, str]:
-    """The value and the unit behind it, in plain letters; no unit where none is.
+    """Split into value and unit, in plain letters; the unit is empty if there is none.
 
-    A unit begins with `million` and the like only `with_magnitude`.
+    A unit may begin with `million` and the like only `with_magnitude`.
     """
     tail = _TAIL.search(text)
     pieces = list(_EACH.finditer(text, tail.start())) if tail else []
@@ -120,16 +122,16 @@ def split_unit(text: str, *, with_magnitude: bool = False) -> tuple[str, str]:
     return text, ""
 
 
-RADIANS = re.compile(r"(?<!\}\{)\\pi(?![a-zA-Z])")  # but 180/pi
+RADIANS = re.compile(r"(?<!\}\{)\\pi(?![a-zA-Z])")  # but not 180/pi
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d")
 _SHORT = re.compile(r"[a-zA-Z]{2}(?![a-zA-Z])")
 
 
 def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
-    r"""Whether this unit may stand behind this value: x' is no foot, r^2\text{ h} no hour."""
+    r"""Whether the unit may follow the value: x' is no foot, r^2\text{ h} no hour."""
     if unit in ("'", "''"):
         return bool(_PLAIN_NUMBER.fullmatch(value))
-    if unit == "°":  # an angle of \pi degrees is none of \pi
+    if unit == "°":  # \pi degrees are not \pi
         return not value[-1].isalpha() and not RADIANS.search(value)
     if unit.startswith("%"):
         return not value.endswith("%")
@@ -140,12 +142,12 @@ def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
 
 
 def has_letters(value: str) -> bool:
-    """Whether letters but e are in it, behind the last equals sign, or it is a ratio."""
+    """Whether it is a ratio, or has letters other than e after its last equals sign."""
     return bool(re.search(r"[a-df-zA-Z:]", re.sub(r"\\[a-zA-Z]+", "", value.rpartition("=")[2])))
 
 
 def split_magnitude(unit: str) -> tuple[int, str]:
-    """1,000 and the rest, where the unit begins with thousand; else 1."""
+    """Split `thousand grams` into 1,000 and `grams`; without a magnitude the number is 1."""
     magnitude, words = 1, unit.split()
     while words and words[0].lower() in MAGNITUDES:
         magnitude *= MAGNITUDES[words.pop(0).lower()]
@@ -153,7 +155,7 @@ def split_magnitude(unit: str) -> tuple[int, str]:
 
 
 def is_unit(text: str) -> bool:
-    """Whether the lists have all of it: measures, or nouns that are counted."""
+    """Whether the lists have all of it, as a unit of measurement or as counted nouns."""
     return text in _MEANINGS or read_unit(text) is not None or _is_counted(text)
 
 
@@ -163,10 +165,10 @@ _COUNTED = re.compile(rf"{_ITEM}(?:[LB]+{_ITEM})*[EBT]*|[EBT]+")
 
 @functools.lru_cache(maxsize=1024)
 def _is_counted(text: str) -> bool:
-    """Nouns with what may stand around one: different ways, eggs per day, miles in total."""
+    """Whether it is nouns with known words around them: different ways, eggs per day."""
     kinds = ""
     text = re.sub("^of (?:the )?", "", text.replace("in total", "total"))
-    text = re.sub("(?:square|cube) root", "?", text)  # changes the value, as do no other roots
+    text = re.sub("(?:square|cube) root", "?", text)  # unlike other roots it changes the value
     for written in re.findall(r"[^\s.()]+", text):
         word = written.lower()
         lists = {"M": word in MODIFIERS, "L": word in LINKS, "E": word in ENDINGS}
@@ -177,7 +179,7 @@ def _is_counted(text: str) -> bool:
 
 
 def _plain(unit: str) -> str:
-    r"""Plain letters of a unit such as \text{ cm}^2 or \frac{\text{m}}{\text{s}}."""
+    r"""Write a unit such as \text{ cm}^2 or \frac{\text{m}}{\text{s}} in plain letters."""
     unit = re.sub(r"\\frac\s*\{(.*)\}\s*\{(.*)\}", r"\1/\2", unit)
     unit = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", unit).replace("\\cdot", " ")
     unit = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", unit).replace("\\$", "$")
@@ -195,13 +197,15 @@ _TEMPERATURE = re.compile(r"(?:°|\bdegrees?)\s*([cf])(?:elsius|ahrenheit)?\b", 
 
 @functools.lru_cache(maxsize=1024)
 def read_unit(text: str) -> Unit | None:
-    """What the unit measures; None where it is no unit of measurement, or not known."""
+    """Read size and dimensions of a unit; None if it is unknown or no unit of measurement."""
+    # One spelling of powers, temperatures and speeds.
     size, dimensions = Fraction(1), dict[str, int]()
     sign, power_before = 1, 1
     text = _RAISED.sub(lambda unit: f"{unit[1]}^{2 if unit[2] == 'squared' else 3}", text)
     text = _TEMPERATURE.sub(r"°\1", text)
     for old, new in _SPEEDS.items():
         text = re.sub(rf"\b{old}\b", new, text, flags=re.IGNORECASE)
+    # Factor by factor: sizes multiply, dimensions add.
     for match in _PART.finditer(text):
         divides, name, exponent, other = match.groups()
         if divides:
@@ -232,12 +236,12 @@ def read_unit(text: str) -> Unit | None:
 
 
 def _find(name: str) -> tuple[str, Fraction] | None:
-    """By its letters; in any case where it has two or more: M is no metre."""
+    """Find a unit by name, ignoring case for two and more letters: M is no metre."""
     return _UNITS.get(name) or (_UNITS.get(name.lower()) if len(name) > 1 or name == "L" else None)
 
 
 def ratio(one: str, other: str) -> Fraction | None:
-    """How many of the other unit it is; 1 where one is not known, None where they contradict."""
+    """Size of `one` in units of `other`; 1 if one of them is unknown, None if they contradict."""
     first, second = (
         [read_unit(name) for name in _MEANINGS.get(unit, (unit,))] for unit in (one, other)
     )

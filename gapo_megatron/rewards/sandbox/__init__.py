@@ -1,7 +1,4 @@
-"""A sandbox for programs that nobody has read: walls around a process of ours.
-
-What is isolated, how, and what is not: docs/sandbox.md.
-"""
+"""Sandbox for programs written by the model. docs/sandbox.md says what is isolated, and how."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from gapo_megatron.rewards.sandbox.service import QUEUE_TIMEOUT_S, ServiceSandbo
 
 
 def start_sandbox(limits: Limits, *, sandbox: str, python: str, is_second: bool = False) -> Sandbox:
-    """Start a sandbox, to be used in this thread; the first message waits until it answers.
+    """Start a sandbox, to be used in this thread. The first message waits until it is ready.
 
     Args:
-        limits: of the program.
+        limits: limits of the program.
         sandbox: `reward.sandbox` of the config.
         python: interpreter of the programs; a service has its own.
-        is_second: of the same program, which has one already. The first would wait for it, so a
-            service does not make it queue.
+        is_second: whether the same program already has a sandbox. It waits for this one, so a
+            service must not make this one queue behind other programs.
 
     Raises:
-        SandboxError: it does not start. So does the first message.
+        SandboxError: the sandbox does not start; the first message may raise it too.
     """
     kind, place = split_setting(sandbox)
     if kind == "service":
@@ -37,7 +34,7 @@ def start_sandbox(limits: Limits, *, sandbox: str, python: str, is_second: bool 
 
 
 def start_timeout_s(sandbox: str) -> float:
-    """Wall-clock seconds that the two sandboxes of a program may take to start, with the queue."""
+    """Most wall-clock seconds for the two sandboxes of a program to start, including a queue."""
     queue_s = QUEUE_TIMEOUT_S if split_setting(sandbox)[0] == "service" else 0.0
     return queue_s + 2 * START_TIMEOUT_S
 

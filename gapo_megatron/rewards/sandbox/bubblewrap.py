@@ -1,4 +1,4 @@
-"""The walls that bubblewrap puts up, as its command line."""
+"""The command line with which bubblewrap isolates a program."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64"
 
 
 def walls(limits: Limits, *, python: str) -> list[str]:
-    """The command that runs what follows it behind walls.
+    """The command that isolates the command after it.
 
     Args:
-        limits: of the program; here, of its /tmp.
-        python: interpreter of the programs, which they are to see.
+        limits: limits of the program; `disk_mib` is the size of its /tmp.
+        python: interpreter of the programs, which is mounted.
 
     Raises:
-        SandboxError: `python` does not run or would be hidden, or bubblewrap is not here.
+        SandboxError: `python` does not run or would be hidden, or bubblewrap is not installed.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
@@ -36,7 +36,7 @@ def walls(limits: Limits, *, python: str) -> list[str]:
             for name in ("null", "full", "random", "urandom")
             for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")
         ),
-        # Reads the same; to map /dev/zero would be shared memory that no limit counts.
+        # It reads the same, but mapping the real /dev/zero gives shared memory without a limit.
         *("--dev-bind", "/dev/full", "/dev/zero"),
         *("--symlink", "/proc/self/fd", "/dev/fd"),
         *("--symlink", "/proc/self/fd/0", "/dev/stdin"),
@@ -58,10 +58,12 @@ def _mounts(python: str) -> list[str]:
         elif os.path.isdir(path):
             mounts += ["--ro-bind", path, path]
     if hidden := [path for path in (python, *prefixes) if path.startswith("/tmp/")]:
-        raise SandboxError(f"{hidden[0]}: programs have a /tmp of their own, which hides it")
+        raise SandboxError(
+            f"{hidden[0]} must not be in /tmp: programs have a private /tmp, which hides it"
+        )
     links = {os.path.realpath(python)}
     for path in (python, interpreter.executable):
-        while os.path.islink(path):  # as the interpreter of a virtual environment is
+        while os.path.islink(path):  # such as the interpreter of a virtual environment
             links.add(path)
             path = os.path.join(os.path.dirname(path), os.readlink(path))
     outside = [path for path in links if not any(path.startswith(f"{p}/") for p in prefixes)]

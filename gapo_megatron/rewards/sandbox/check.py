@@ -1,4 +1,4 @@
-"""Whether this machine, or the service, can isolate programs: asked before any model is built."""
+"""Checks that this machine or service can isolate programs, before any model is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(path):
     with open(path, "w") as file:
         file.write("x")
 
-def is_outside(folder):  # what lies in the memory of /tmp is counted, and emptied, with it
+def is_outside(folder):  # folders on the file system of /tmp are limited and emptied with it
     return os.path.isdir(folder) and os.stat(folder).st_dev != os.stat("/tmp").st_dev
 
 def has_capabilities():
@@ -66,41 +66,42 @@ print(json.dumps([name for name, stands in walls.items() if stands]))
 _FILES_CAN_BE_READ: dict[Kind, str] = {
     "bubblewrap": 'any(map(os.path.exists, ("/etc/passwd", "/home", "/root")))',
     "service": 'any(map(os.path.exists, ("/etc/passwd", "/home", "/root")))',
-    # An image has those itself; what else is mounted is the machine's.
+    # An image has such files of its own; any other mount comes from the machine.
     "apptainer": 'any(m not in ("/", "/proc", "/tmp", "/var/tmp") and not '
     'm.startswith(("/dev", "/etc/")) for m in mounts())',
 }
 
 _NEEDS: dict[Kind, str] = {
-    "bubblewrap": "It needs Linux 5.14 or later, bubblewrap (the package `bubblewrap`) and user "
-    "namespaces for ordinary users",
-    "apptainer": "It needs Linux 5.14 or later, Apptainer 1.1 or later, user namespaces for "
-    "ordinary users, and an image with a Python and /usr/bin/env",
-    "service": "It needs tools/serve_sandboxes.py on that machine, and its secret here",
-    "unsafe": "It needs a Python",
+    "bubblewrap": "This needs Linux 5.14 or later, bubblewrap (the package `bubblewrap`) and "
+    "unprivileged user namespaces",
+    "apptainer": "This needs Linux 5.14 or later, Apptainer 1.1 or later, unprivileged user "
+    "namespaces, and an image with Python and /usr/bin/env",
+    "service": "This needs tools/serve_sandboxes.py running on that machine, and its secret on "
+    "this one",
+    "unsafe": "This needs a Python interpreter",
 }
 
 
 def check_sandbox(*, sandbox: str, python: str, limits: Limits) -> None:
-    """Start a sandbox and try its walls from inside.
+    """Start a sandbox and test its isolation from inside.
 
     Args:
-        sandbox: `reward.sandbox` of the config; `unsafe` only warns, and loudly.
+        sandbox: `reward.sandbox` of the config; `unsafe` only warns.
         python: `reward.python` of the config.
-        limits: that programs will have.
+        limits: limits of the programs.
 
     Raises:
-        ConfigError: programs cannot be isolated here; says what failed and what to do.
+        ConfigError: programs cannot be isolated here; says what failed and what is needed.
     """
     kind, _ = split_setting(sandbox)
     if kind == "unsafe":
         warnings.warn(
             "reward.sandbox ('unsafe'): PROGRAMS WRITTEN BY THE MODEL WILL RUN WITH YOUR RIGHTS. "
-            "They can read, change and delete every file of yours and use the network.",
+            "They can read, change and delete all your files and use the network.",
             stacklevel=2,
         )
-    asked = limits  # of a service no more than the programs will ask for
-    if kind != "service":  # time enough on a busy machine
+    asked = limits  # a service may refuse more
+    if kind != "service":  # more time, for a busy machine
         asked = dataclasses.replace(limits, cpu_s=20, wall_s=60, total_s=max(60, limits.total_s))
     try:
         with start_sandbox(asked, sandbox=sandbox, python=python) as box:
@@ -117,7 +118,7 @@ def check_sandbox(*, sandbox: str, python: str, limits: Limits) -> None:
 
 def _probe(kind: Kind, limits: Limits) -> str:
     if kind == "unsafe":
-        return "print([])"  # without walls, trying them would leave its marks
+        return "print([])"  # without isolation the probe would change the machine
     probe = _PROBE.replace("FILES_CAN_BE_READ", _FILES_CAN_BE_READ[kind])
     for name, value in dataclasses.asdict(limits).items():
         probe = probe.replace(name.upper(), str(value))
@@ -126,12 +127,12 @@ def _probe(kind: Kind, limits: Limits) -> str:
 
 def _explain(sandbox: str, python: str, reason: str) -> str:
     kind, _ = split_setting(sandbox)
-    settings, place = f"reward.sandbox ({sandbox!r})", "there"
+    settings, place = f"reward.sandbox ({sandbox!r})", "by the service"
     if kind != "service":
         settings, place = f"{settings}, reward.python ({python!r})", "on this machine"
     return (
         f"{settings}: programs cannot be isolated {place}: {reason}. {_NEEDS[kind]}; "
-        "docs/sandbox.md says how to try each. Without them reward.kind='code' cannot run"
+        "docs/sandbox.md says how to test each. reward.kind='code' cannot run without it"
     )
 
 

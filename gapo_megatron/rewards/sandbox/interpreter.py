@@ -1,4 +1,4 @@
-"""The interpreter of the programs, and how our process inside the sandbox comes to run on it."""
+"""The interpreter of the programs, and how our runner process starts on it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 from gapo_megatron.rewards.sandbox.base import START_TIMEOUT_S, Limits, SandboxError
 
 NOBODY = 65534
-"""User and group of programs when the trainer is root, whom the kernel lets exceed limits."""
+"""User and group of programs when the trainer is root, who may exceed limits."""
 
 ENVIRONMENT = {
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same verdict every time
+    "PYTHONHASHSEED": "0",  # reproducible verdicts
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
 
 PIPE_BYTES = 2**16
-"""What the kernel keeps of a pipe that nobody reads."""
+"""Capacity of a pipe."""
 
 _INSIDE = (
     "processes",
@@ -34,9 +34,9 @@ _INSIDE = (
         for name in ["channel", "values", "seccomp", "program", "asserts", "serve"]
     ),
 )
-"""Our modules in the sandbox, of `rewards`; each imports only those before it."""
+"""Modules of `rewards` that run in the sandbox; each imports only those before it."""
 
-# They come on standard input: a sandbox need not see, or be able to read, the folder they lie in.
+# They are sent on standard input, so the sandbox needs no access to their folder.
 _START = """
 import binascii, marshal, sys, types, zlib
 line = sys.stdin.buffer.readline()
@@ -56,21 +56,21 @@ print(json.dumps([sys.executable, [sys.prefix, sys.base_prefix], line]))
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """What an interpreter says of itself, asked once."""
+    """Properties of an interpreter, queried once."""
 
     executable: str
     prefixes: list[str]
     line: bytes
-    """What `start_command` waits for: our modules, compiled, for that is a third of the time they
-    take to start. Fits into a pipe, so that nobody waits to write it."""
+    """First input of `start_command`: our modules, already compiled, which saves a third of the
+    start-up time. Fits into a pipe, so that writing it never blocks."""
 
 
 @functools.cache
 def ask_interpreter(*command: str, as_nobody: bool = False) -> Interpreter:
-    """Ask the interpreter that `command` starts.
+    """Start the interpreter `command` and query its properties.
 
     Raises:
-        SandboxError: it does not run, or is none.
+        SandboxError: it does not run, or is not a Python interpreter.
     """
     rewards = Path(__file__).parents[1]
     paths = {name: f"{name.replace('.', '/')}.py" for name in _INSIDE}
@@ -98,26 +98,28 @@ def ask_interpreter(*command: str, as_nobody: bool = False) -> Interpreter:
         executable, prefixes, line = json.loads(answer.stdout)
     except (ValueError, RecursionError):
         shown = ascii(answer.stdout[:60])
-        raise SandboxError(f"{command[-1]} is no Python: it answered {shown}") from None
+        raise SandboxError(
+            f"{command[-1]} is not a Python interpreter: it printed {shown}"
+        ) from None
     assert len(line) < PIPE_BYTES, len(line)
     return Interpreter(executable, prefixes, line.encode())
 
 
 def start_command(limits: Limits, *, python: str) -> list[str]:
-    """Command line of our process; it begins by reading `Interpreter.line`."""
+    """Command line of our runner process, which first reads `Interpreter.line`."""
     limits_text = json.dumps(dataclasses.asdict(limits))
-    # Not `-m`, which loads more than this needs.
+    # Not `-m`, which imports more modules.
     return [python, "-s", "-B", "-X", "utf8", "-c", _START, limits_text]
 
 
 def host_environment() -> dict[str, str]:
-    """Environment outside the walls: where programs are, and nothing else of the trainer's."""
+    """Environment of the sandbox command itself: the trainer's PATH and nothing else."""
     return {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 @functools.cache
 def drop_root() -> dict[str, Any]:
-    """Arguments of Popen. Root of a container that is an ordinary user outside stays as it is."""
+    """Arguments of Popen that drop root. Root of a user namespace has no rights outside: kept."""
     mapping = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
     if os.geteuid() != 0 or mapping[:3] != ["0", "0", str(2**32 - 1)]:
         return {}

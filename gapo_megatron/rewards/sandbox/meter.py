@@ -1,4 +1,4 @@
-"""What a program has used of its time, seen from outside: a busy machine takes none of it."""
+"""Measures the time that a program uses, from outside, independently of the machine's load."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import random
 from gapo_megatron.rewards.processes import can_run, cpu_seconds, descendants
 
 _LOOK_S = (0.1, 0.4)
-"""Seconds between two looks: at random, so that no program computes at the looks alone."""
+"""Seconds between two samples; random, so that a program cannot compute between them only."""
 
 
 class Meter:
-    """Wall-clock time in which the processes of a sandbox wait, CPU time in which they compute.
+    """Counts wall-clock time while the processes of a sandbox wait, and CPU time while they run.
 
-    Looks tell which. Where a process can run, what counts is the CPU time since the last look, and
-    no more than the wall-clock time. None can be kept from running but by the machine: a program
-    may not change its priority (`seccomp`), and one that lowers its group's counts as asleep.
+    It samples them. If a process is runnable, the CPU time since the last sample counts, at most
+    the wall-clock time. A runnable process waits for a CPU only because the machine is busy: a
+    program cannot change its priority (`seccomp`), and a lowered autogroup counts as waiting.
     """
 
     def __init__(self, pid: int) -> None:
-        """Begin with nothing.
+        """Start at zero.
 
         Args:
-            pid: the process that we started, ancestor of all others of the sandbox.
+            pid: the process that we started, ancestor of all others in the sandbox.
         """
         self._pid = pid
         self._cpu_s = 0.0
         self._waited_s = 0.0
         self.next_look_s = random.uniform(*_LOOK_S)
-        """Seconds of waiting until the next look."""
+        """Seconds of waiting until the next sample."""
 
     def wait(self, seconds: float) -> None:
-        """The judge has waited so long for the sandbox."""
+        """Record that the judge has waited this long for the sandbox."""
         self._waited_s += seconds
         self.next_look_s = max(0.0, self.next_look_s - seconds)
 
     def look(self) -> float:
-        """Seconds that the sandbox used of those waited since the last look.
+        """Sample; return the seconds that the sandbox used of those waited since the last sample.
 
-        To be called while the judge waits: between two tests no process of the program is there.
+        Call it while the judge waits: between two tests the program has no process.
         """
         processes = [str(self._pid), *descendants(self._pid)]
         seconds = sum(map(cpu_seconds, processes))

@@ -1,4 +1,4 @@
-"""A sandbox of this machine: a process of ours behind walls, and pipes to it."""
+"""A sandbox on this machine: an isolated runner process, connected by pipes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from gapo_megatron.rewards.sandbox.interpreter import (
 from gapo_megatron.rewards.sandbox.meter import Meter
 
 END_TIMEOUT_S = 5.0
-"""For a process to end after its channel has."""
+"""Time for the runner process to end after its channel was closed."""
 
 
 class ProcessSandbox(Sandbox):
-    """To be used in the thread that made it: the kernel ends the sandbox together with that."""
+    """Use it in the thread that creates it: the kernel ends the sandbox with that thread."""
 
     def __init__(
         self,
@@ -46,29 +46,29 @@ class ProcessSandbox(Sandbox):
         image: str = "",
         client: int | None = None,
     ) -> None:
-        """Start it; the first line waits until it answers.
+        """Start the process; the first line waits until it is ready.
 
         Args:
-            limits: of the program.
+            limits: limits of the program.
             kind: `unsafe` is the bare interpreter.
-            python: interpreter of the programs; where there is an image, the one in it.
-            image: of `apptainer`.
-            client: number of a socket; when its other side hangs up, nobody asks any more.
+            python: interpreter of the programs, inside the image if there is one.
+            image: image for `apptainer`.
+            client: socket of a client; when it hangs up, the sandbox gives up.
 
         Raises:
-            SandboxError: it does not start. So does the first line.
+            SandboxError: it does not start; the first line may raise it too.
         """
         self._limits = limits
         self._client = client
         self._received = bytearray()
         self._left_s: float = START_TIMEOUT_S
-        """Seconds left for all tests of the program, as its meter counts them."""
+        """Seconds left for all tests of the program, as counted by its meter."""
         walls: list[str] = []
         if kind == "bubblewrap":
             walls = bubblewrap.walls(limits, python=python)
         elif kind == "apptainer":
             walls = apptainer.walls(image)
-        inside = walls if kind == "apptainer" else []  # bubblewrap's is one of this machine
+        inside = walls if kind == "apptainer" else []  # bubblewrap uses one of this machine
         interpreter = ask_interpreter(*inside, python, as_nobody=bool(inside))
         self._folder = tempfile.TemporaryDirectory() if kind == "unsafe" else None
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_LEFT_TO_TRAINER)
@@ -89,17 +89,17 @@ class ProcessSandbox(Sandbox):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # the first line says why
+        with contextlib.suppress(BrokenPipeError):  # reported by the first line
             self._process.stdin.write(interpreter.line)
         os.set_blocking(self._process.stdin.fileno(), False)
         self._meter = Meter(self._process.pid)
         self._is_ready = False
 
     def await_start(self) -> None:
-        """Return when our process answers.
+        """Wait until the runner process is ready.
 
         Raises:
-            SandboxError: it does not; says why.
+            SandboxError: it does not start; says why.
         """
         self._is_ready = True
         try:
@@ -127,10 +127,10 @@ class ProcessSandbox(Sandbox):
         return self._read_line(self._limits.wall_s)
 
     def close(self) -> None:
-        # Without us our process ends, and whatever there is of the program; then bubblewrap, or
-        # Apptainer with the process that shows a .sif as a folder. Each waits for those it started.
-        # Killed at once, ours would be left to the machine's first process, which in a container
-        # may wait for nobody; and without a namespace nobody else knows what the program started.
+        # When its input is closed, the runner kills the program and exits; then bubblewrap or
+        # Apptainer (with its .sif mount) exit. Each waits for its children. Killing them at once
+        # would leave zombies to the machine's process 1, which in a container may never reap them.
+        # Without a namespace, only the runner knows the program's processes.
         streams = [self._process.stdin, self._process.stdout, self._process.stderr]
         for stream in streams[:2]:
             with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ class ProcessSandbox(Sandbox):
         try:
             self._process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # Its first process dies with bubblewrap or Apptainer, its namespace with that.
+            # The runner dies with bubblewrap or Apptainer, and its namespace with the runner.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         streams[2].close()  # type: ignore[union-attr]
@@ -161,7 +161,7 @@ class ProcessSandbox(Sandbox):
         return bytes(line)
 
     def _wait(self, number: int, event: int, left_s: float) -> float:
-        """Wait for the sandbox; what is left then of `left_s`, the seconds of one test."""
+        """Wait for the sandbox; return what is left of `left_s`, the seconds of one test."""
         poll = select.poll()
         poll.register(number, event)
         if self._client is not None:
@@ -171,7 +171,7 @@ class ProcessSandbox(Sandbox):
             happened = dict(poll.poll(1000 * self._meter.next_look_s))
             self._meter.wait(time.monotonic() - start)
             if self._client in happened:
-                raise SandboxError("the client has gone")
+                raise SandboxError("the client has disconnected")
             if happened:
                 return left_s
             used_s = self._meter.look()
@@ -182,19 +182,19 @@ class ProcessSandbox(Sandbox):
                 raise ProgramError(f"took longer than {getattr(self._limits, limit)} s")
 
     def _ended(self) -> None:
-        """Say whose end it was: our process ends with 0 after the program, and only then."""
+        """Raise the error that fits the exit code: 0 means that the program ended."""
         try:
             code = self._process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise ProgramError("closed its channel") from None
         if code == 0:
-            raise ProgramError("broke off")
+            raise ProgramError("exited early")
         if code == OUT_OF_MEMORY:
             raise SandboxError("the machine ran out of memory")
         raise SandboxError(f"the sandbox ended with code {code}: {self._complaint()}")
 
     def _complaint(self) -> str:
-        """The last line that bubblewrap, Apptainer or our process wrote, if any."""
+        """The last line on stderr of bubblewrap, Apptainer or the runner, if any."""
         assert self._process.stderr
         number = self._process.stderr.fileno()
         os.set_blocking(number, False)

@@ -1,9 +1,9 @@
-"""Proofs between a client and the sandbox service: both have the secret, and no line was changed.
+"""Authentication between a client and the sandbox service, and integrity of their lines.
 
-Both sides choose a random number. From the secret and the two comes the key of the connection, and
-every line carries a code made with it of all lines before, in either direction: a line that is
-changed, repeated, left out, moved to another connection or sent back to who wrote it is found out.
-What is not hidden is the text itself: a program and its tests can be read on the network.
+Both sides choose a random number. The secret and both numbers give the key of the connection. Every
+line carries a code over all lines so far, in both directions, so a line that is changed, repeated,
+dropped, moved to another connection or reflected is detected. Nothing is encrypted: programs and
+tests can be read on the network.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import hmac
 from gapo_megatron.io.authentication import NotAuthenticError, authentication_code
 
 PROTOCOL = b"gapo_megatron_sandbox/2"
-"""The server's first word."""
+"""First word of the server's greeting."""
 
 CODE_BYTES = 64
-"""Of a code, as text."""
+"""Length of a code as text."""
 
 
 class Seal:
-    """The codes of one connection; both ends make one, and use it for every line in turn."""
+    """The codes of one connection; each end has one and uses it for every line, in order."""
 
     def __init__(self, secret: bytes, greetings: bytes, *, is_server: bool) -> None:
-        """Begin.
+        """Derive the key of the connection.
 
         Args:
             secret: shared by both ends.
-            greetings: the first lines of both ends, each with a random number of its own.
-            is_server: which end this is.
+            greetings: first lines of both ends, each with its random number.
+            is_server: whether this is the server's end.
         """
         self._key = hmac.digest(secret, b"lines " + greetings, hashlib.sha256)
         self._code = b""
         self._own, self._other = (b"s", b"c") if is_server else (b"c", b"s")
 
     def sealed(self, line: bytes) -> bytes:
-        """A line without its end, with its code before it."""
+        """Put the code before a line; without newline."""
         return self._next(self._own, line) + b" " + line
 
     def opened(self, sealed: bytes) -> bytes:
-        """The line that the other end has sealed.
+        """Check and remove the code of a line from the other end.
 
         Raises:
-            NotAuthenticError: it has not, or not as its next one.
+            NotAuthenticError: the other end did not write this line next.
         """
         code, _, line = sealed.partition(b" ")
         if not hmac.compare_digest(code, self._next(self._other, line)):
@@ -58,5 +58,5 @@ class Seal:
 
 
 def proof(secret: bytes, greeting: bytes, wish: bytes) -> bytes:
-    """A client's code, which only who has the secret can write; the secret stays where it is."""
+    """The code with which a client proves that it knows the secret."""
     return authentication_code(secret, b"client " + greeting + b" " + wish)

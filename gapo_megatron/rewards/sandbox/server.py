@@ -1,8 +1,8 @@
-"""A service that runs programs for judges on other machines, behind bubblewrap on this one.
+"""A service that runs programs for other machines, isolated by bubblewrap on this one.
 
-What goes over a connection: `service`. One program has one place; a second sandbox, of its asserts,
-has one of as many others. Whoever gets no place waits, first come, first served. Who has not
-proved yet that it may waits in one thread, which never waits for any of them.
+`service` describes the protocol. There are `num_programs` places for programs, and as many for
+second sandboxes, which run asserts. Clients queue for a place, first come, first served. One
+thread handles all clients that have not authenticated yet, and never blocks on one of them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from gapo_megatron.rewards.sandbox.service import (
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 256
-"""At a time: who connects and has not proved yet that it has the secret. One more takes the place
-of another, so that they cannot keep a client out by staying, and take no more of this machine."""
+"""Most unauthenticated connections at a time. A further one replaces one of them, so that they can
+neither lock clients out nor use up this machine."""
 
 GREETING_TIMEOUT_S = 10.0
-"""For a client to prove that it has the secret: half of what it waits for our first line."""
+"""Time for a client to authenticate: half of the time that it waits for our first line."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Stranger:
-    """A connection that has not proved yet that it may."""
+    """A connection that has not authenticated yet."""
 
     socket: socket.socket
     host: str
@@ -57,13 +57,13 @@ class _Stranger:
     greeting: bytes
     """Our first line, without its end."""
     until: float
-    """When it is sent away."""
+    """Time at which it is disconnected."""
     answer: bytes = b""
-    """What it has said of its first line."""
+    """The part of its first line that has been received."""
 
 
 class Server:
-    """Listens from when it is made; `serve` lets clients in."""
+    """Listens once it is created; `serve` accepts clients."""
 
     def __init__(
         self, *, host: str, port: int, python: str, num_programs: int, largest: Limits
@@ -72,14 +72,14 @@ class Server:
 
         Args:
             host: address of the interface to listen on.
-            port: 0 for any that is free; see `port`.
+            port: 0 for any free port; see `port`.
             python: interpreter of the programs.
-            num_programs: at a time.
-            largest: limits that a client may ask for.
+            num_programs: number of programs at a time.
+            largest: largest limits that a client may request.
 
         Raises:
-            OSError: the address cannot be had.
-            SandboxError: there is no secret.
+            OSError: the address cannot be bound.
+            SandboxError: see `read_secret`.
         """
         self._secret = read_secret()
         self._python, self._largest = python, largest
@@ -89,9 +89,9 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: list[_Stranger] = []
-        """In the order in which they came."""
-        # The kernel ends a sandbox together with its thread, and these stay. Second sandboxes have
-        # places of their own, as many: a program that has one place never waits for the other.
+        """Oldest first."""
+        # The kernel ends a sandbox with its thread, so threads are kept. Second sandboxes have as
+        # many threads of their own: a running program never waits for its second sandbox.
         self._places, self._second_places = (
             ThreadPoolExecutor(num_programs, thread_name_prefix=name)
             for name in ("program", "second")
@@ -99,17 +99,17 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def serve(self) -> NoReturn:
-        """Let clients in, for ever."""
+        """Accept clients forever."""
         while True:
             waits = bool(self._strangers)
             left_s = max(0.0, self._strangers[0].until - time.monotonic()) if waits else None
             ready = [key.data for key, _ in self._selector.select(left_s)]
-            for stranger in filter(None, ready):  # first: whose line has come is not sent away
+            for stranger in filter(None, ready):  # before any of them is disconnected
                 self._hear(stranger)
             if None in ready:
                 self._accept()
@@ -117,12 +117,12 @@ class Server:
                 self._send_away(self._strangers[0])
 
     def _accept(self) -> None:
-        """Take whoever has connected for a stranger."""
+        """Accept a connection as unauthenticated."""
         try:
             client, (host, port, *_) = self._listener.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError | ConnectionError):  # too many open files
-                logger.warning("let nobody in: %s", error)
+                logger.warning("cannot accept connections: %s", error)
                 if self._strangers:
                     self._send_away(self._least_welcome())
                 else:
@@ -136,12 +136,12 @@ class Server:
         stranger = _Stranger(client, host, f"{host}:{port}", greeting, until)
         self._strangers.append(stranger)
         self._selector.register(client, selectors.EVENT_READ, stranger)
-        with contextlib.suppress(OSError):  # it has gone
+        with contextlib.suppress(OSError):  # it has disconnected
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.send(greeting + b"\n")
 
     def _least_welcome(self) -> _Stranger:
-        """The one that came first of the host from which most have come."""
+        """The oldest connection of the host that has most of them."""
         crowd = Counter(one.host for one in self._strangers)
         return max(self._strangers, key=lambda one: crowd[one.host])
 
@@ -154,7 +154,7 @@ class Server:
         self._selector.unregister(stranger.socket)
 
     def _hear(self, stranger: _Stranger) -> None:
-        """Read on in a stranger's first line; let it in when that is whole, or say why not."""
+        """Receive from a stranger; once its first line is complete, admit or refuse it."""
         try:
             received = stranger.socket.recv(2**16)
         except BlockingIOError:
@@ -165,7 +165,7 @@ class Server:
         if not received:
             self._send_away(stranger)
             return
-        # It says nothing more before it is answered.
+        # A client sends one line and then waits for the reply.
         if not received.endswith(b"\n") and len(stranger.answer) < MAX_GREETING_BYTES:
             return
         answer = stranger.answer.rstrip(b"\n")
@@ -184,29 +184,29 @@ class Server:
         seal = Seal(self._secret, stranger.greeting + b" " + wish, is_server=True)
         try:
             places.submit(self._serve, stranger.socket, limits, seal).add_done_callback(_raise)
-        except RuntimeError as error:  # no new thread: one that is there serves it once it is free
+        except RuntimeError as error:  # no new thread: an existing one will serve it
             logger.warning("%s has to wait: %s", stranger.name, error)
 
     def _read_wish(self, greeting: bytes, answer: bytes) -> tuple[Limits, bool]:
-        """The limits, and whether it is the second sandbox of a program.
+        """Check a client's first line; return its limits and whether it is a second sandbox.
 
         Raises:
-            ValueError: says why not.
+            ValueError: the reason to refuse it.
         """
         code, _, wish = answer.partition(b" ")
         if not hmac.compare_digest(code, proof(self._secret, greeting, wish)):
             raise ValueError(
-                "the secret is another than this service's, or the client of another version"
+                "the secret differs from this service's, or the client has another version"
             )
-        fields = parse_json(wish, where="the greeting", is_data=True)  # NaN is named below
+        fields = parse_json(wish, where="the greeting", is_data=True)  # NaN is refused below
         largest = dataclasses.asdict(self._largest)
         try:
             asked, is_second = fields["limits"], fields["is_second"]
             odd = largest.keys() ^ asked.keys()
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the service is of another version: {error}") from None
+            raise ValueError(f"the service has another version: {error}") from None
         if odd:
-            raise ValueError(f"the service is of another version: limits differ in {sorted(odd)}")
+            raise ValueError(f"the service has another version: limits differ in {sorted(odd)}")
         if not isinstance(is_second, bool):
             raise ValueError(f"is_second ({reprlib.repr(is_second)}) must be true or false")
         for name, most in largest.items():
@@ -227,9 +227,9 @@ class Server:
         return Limits(**asked), is_second
 
     def _serve(self, client: socket.socket, limits: Limits, seal: Seal) -> None:
-        """Run one sandbox for one client, until either has ended."""
-        with contextlib.suppress(OSError), client, client.makefile("rb") as lines:  # it may go
-            # A judge that says nothing for longer than that has gone, and its machine with it.
+        """Run one sandbox for one client, until either ends."""
+        with contextlib.suppress(OSError), client, client.makefile("rb") as lines:
+            # A client that is silent for longer has crashed with its machine.
             client.settimeout(limits.total_s + START_TIMEOUT_S)
             try:
                 with ProcessSandbox(
@@ -241,7 +241,7 @@ class Server:
             except SandboxError as error:
                 client.sendall(seal.sealed(_failure(error)) + b"\n")
             except NotAuthenticError:
-                logger.warning("a line of a client was changed on its way: hung up")
+                logger.warning("a client's line was modified in transit: disconnected")
 
 
 def _relay(
@@ -252,11 +252,11 @@ def _relay(
     *,
     limits: Limits,
 ) -> None:
-    """Carry lines to and fro until the client ends the connection.
+    """Relay lines until the client closes the connection.
 
-    It always does so first: to close on what it still sends could cost it our last answer.
+    The client always closes first: closing while it still sends could lose our last reply.
     """
-    max_bytes = 6 * limits.disk_mib * 2**20 + 2**16  # what is longer finds no room in there
+    max_bytes = 6 * limits.disk_mib * 2**20 + 2**16  # longer input does not fit into /tmp
     failure = b""
     for sealed in iter(partial(lines.readline, max_bytes + CODE_BYTES), b""):
         if not sealed.endswith(b"\n"):
@@ -279,7 +279,7 @@ def _failure(error: ProgramError | SandboxError) -> bytes:
 
 
 def _raise(future: Future[None]) -> None:
-    """So that a mistake of ours is logged, as it is in a thread."""
+    """Let an unexpected exception be logged."""
     future.result()
 
 

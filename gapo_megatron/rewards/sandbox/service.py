@@ -1,9 +1,9 @@
-"""A sandbox of another machine, by way of a service there (`server`).
+"""Client of a sandbox service on another machine (`server`).
 
-One connection is one sandbox. The server speaks first, with a random number; the client's first
-line is a code that proves that it has the shared secret, a random number of its own, and what it
-wants. Every line after that has a code of its own before it (`seal`), so that the server's first
-one proves that it has the secret too: nothing of a program or its tests is sent before.
+One connection is one sandbox. The server starts with a random number. The client's first line has
+an authentication code made with the shared secret, a random number of its own, and its request.
+Every later line has a code before it (`seal`), so the server's first reply proves that it has the
+secret, too. No program and no test is sent before that.
 
     PROTOCOL NUMBER                       ->
                                           <-  CODE {"limits": {}, "is_second": false, "number": ""}
@@ -12,7 +12,7 @@ one proves that it has the secret too: nothing of a program or its tests is sent
                                           <-  <       asks for its next line:
     =LINE   or   pREASON   or   sREASON   ->  the program failed, or the sandbox did
 
-The server keeps the program's time: waiting for a place, or for the network, is none of it.
+The server measures the program's time, without the queue and the network.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gapo_megatron.rewards.sandbox.base import (
 from gapo_megatron.rewards.sandbox.seal import CODE_BYTES, PROTOCOL, Seal, proof
 
 CONNECT_TIMEOUT_S = 20.0
-"""For a connection and the first line of the server."""
+"""Time for a connection and for the first line of the server."""
 
 QUEUE_TIMEOUT_S = 600.0
-"""For a place at the server."""
+"""Time to wait in the server's queue."""
 
 SECRET_PATH = "~/.config/gapo_megatron/sandbox-secret"
-"""The same on both machines, as it is where they share the home folder."""
+"""File with the secret, on both machines; a shared home folder has it on both."""
 
 MAX_GREETING_BYTES = 4096
 
@@ -54,10 +54,10 @@ class ServiceSandbox(Sandbox):
     """The client's end of a connection."""
 
     def __init__(self, limits: Limits, *, address: str, is_second: bool) -> None:
-        """The first line connects, and waits for a place: a second sandbox after the first one.
+        """Prepare; the first line connects and waits in the server's queue.
 
         Args:
-            limits: of the program; the server refuses larger ones than its own.
+            limits: limits of the program; the server refuses larger ones than its own.
             address: host:port.
             is_second: see `start_sandbox`.
         """
@@ -73,7 +73,7 @@ class ServiceSandbox(Sandbox):
 
     def read_line(self) -> bytes:
         self._send(READ)
-        # Longer than the server waits for the program: whoever is late now is the service.
+        # Longer than the server waits for the program: a timeout here is the service's fault.
         return self._receive(LINE, self._limits.wall_s + 2 * START_TIMEOUT_S)
 
     def close(self) -> None:
@@ -99,8 +99,8 @@ class ServiceSandbox(Sandbox):
         greeting = self._receive_bare(CONNECT_TIMEOUT_S)
         if greeting.partition(b" ")[0] != PROTOCOL:
             raise SandboxError(
-                f"{self._service} does not speak {PROTOCOL.decode()} (it says {greeting[:40]!r}): "
-                "it is another program, or of another version"
+                f"{self._service} does not speak {PROTOCOL.decode()} (it sent {greeting[:40]!r}): "
+                "another program, or a service of another version"
             )
         self._send_bare(proof(secret, greeting, text) + b" " + text)
         self._seal = Seal(secret, greeting + b" " + text, is_server=False)
@@ -110,17 +110,17 @@ class ServiceSandbox(Sandbox):
         self._send_bare(self._seal.sealed(line))
 
     def _receive(self, expected: bytes, timeout_s: float) -> bytes:
-        """What follows the expected letter in the next line."""
+        """Receive a line and return what follows the expected letter."""
         sealed = self._receive_bare(timeout_s)
-        if sealed.startswith(SANDBOX_FAILED):  # it has not let us in
+        if sealed.startswith(SANDBOX_FAILED):  # refused before authentication
             reason = sealed[1:].decode(errors="replace")[:200]
-            raise SandboxError(f"{self._service} refuses, and proves nothing: {reason}")
+            raise SandboxError(f"{self._service} refuses this client (unauthenticated): {reason}")
         try:
             answer = self._seal.opened(sealed)
         except NotAuthenticError:
             raise SandboxError(
-                f"{self._service} has not proved that it has this machine's secret "
-                f"({SECRET_PATH}): somebody else listens there, or changes what it says"
+                f"{self._service} could not be authenticated with the secret of this machine "
+                f"({SECRET_PATH}): another program listens there, or the traffic was modified"
             ) from None
         letter, rest = answer[:1], answer[1:]
         if letter == PROGRAM_FAILED:
@@ -137,18 +137,18 @@ class ServiceSandbox(Sandbox):
         try:
             self._socket.sendall(line + b"\n")
         except OSError as error:
-            raise SandboxError(f"{self._service} was lost: {error}") from None
+            raise SandboxError(f"the connection to {self._service} was lost: {error}") from None
 
     def _receive_bare(self, timeout_s: float) -> bytes:
-        """The next line, without its end."""
+        """Receive a line, without its newline."""
         assert self._socket
         self._socket.settimeout(timeout_s)
         try:
             line = self._lines.readline(self._limits.line_bytes() + CODE_BYTES + 2**16)
         except OSError as error:
-            raise SandboxError(f"{self._service} was lost: {error}") from None
+            raise SandboxError(f"the connection to {self._service} was lost: {error}") from None
         if not line.endswith(b"\n"):
-            raise SandboxError(f"{self._service} was lost: it ended the connection")
+            raise SandboxError(f"the connection to {self._service} was lost: the service closed it")
         return line[:-1]
 
 
@@ -156,7 +156,7 @@ def read_secret() -> bytes:
     """Read the shared secret.
 
     Raises:
-        SandboxError: there is none, or others can read it.
+        SandboxError: the file is missing or empty, or other users can read it.
     """
     path = Path(SECRET_PATH).expanduser()
     try:
@@ -164,21 +164,21 @@ def read_secret() -> bytes:
         mode = path.stat().st_mode
     except OSError as error:
         raise SandboxError(
-            f"the secret of the sandbox service is not here: {error}; copy the file from the "
-            "service's machine"
+            f"the secret of the sandbox service cannot be read: {error}; copy the file from the "
+            "machine of the service"
         ) from None
     if mode & 0o077:
-        raise SandboxError(f"{path} (mode {mode & 0o777:o}) can be read by others: chmod 600")
+        raise SandboxError(f"{path} (mode {mode & 0o777:o}) can be read by other users: chmod 600")
     if not secret:
-        raise SandboxError(f"{path} is empty: remove it, and the service writes another")
+        raise SandboxError(f"{path} is empty: remove it, and the service writes a new one")
     return secret
 
 
 def make_secret() -> None:
-    """Write a secret, unless there is one.
+    """Write a new secret, unless the file exists.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
     path = Path(SECRET_PATH).expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
-"""Runs inside the sandbox as its first process, and runs the program there.
+"""The runner: the first process inside the sandbox, which runs the program.
 
-It imports the standard library alone, and the interpreter need not be the trainer's. Lines of JSON
-come in on standard input and go out on standard output:
+It imports only the standard library, because the interpreter need not be the trainer's. Lines of
+JSON come in on standard input, and replies go out on standard output:
 
-    {"program": TEXT, "prelude": TEXT}   once: what the next lines are about
-    {"stdin": TEXT}                      a process each -> {"stdout": TEXT, "failure": TEXT}
-    {"calls": true}                      one process, which from then on speaks for itself:
+    {"program": TEXT, "prelude": TEXT}   once: the program for the next lines
+    {"stdin": TEXT}                      runs it in a new process -> {"stdout", "failure": TEXT}
+    {"calls": true}                      starts one process, which reads all further lines:
     {"function": [NAME, ...], "args": [...], "kwargs": {...}} -> {"value": V} or {"error": TEXT}
-    {"check": {"code", "prelude", "entry_point"}}     the asserts, in a sandbox of their own
-        -> {"function": ...} whenever they call the program, {"num_calls", "failure"} at last
+    {"check": {"code", "prelude", "entry_point"}}     runs asserts, in a sandbox of their own
+        -> {"function": ...} for each call of the program, finally {"num_calls", "failure"}
 
-As process 1 of its namespace it can neither be killed nor read by the program; it counts the
-memory and CPU time of all the program's processes and ends them after every test.
+As process 1 of its namespace it can be neither killed nor read by the program. It counts the memory
+and CPU time of all processes of the program and kills them after every test.
 """

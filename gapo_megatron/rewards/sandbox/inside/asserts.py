@@ -22,7 +22,7 @@ _NEW_SOLUTION = ast.dump(ast.parse("Solution()", mode="eval").body)
 
 
 class _UnreadableError(BaseException):
-    """The tests are at fault, whatever the program does."""
+    """The tests cannot be run; no fault of the program."""
 
 
 def _equal_nodes(one: Any, other: Any) -> bool:
@@ -30,7 +30,7 @@ def _equal_nodes(one: Any, other: Any) -> bool:
 
 
 class _Remote:
-    """A name of the program, as the asserts see it: calling it asks the judge."""
+    """Stands for a name of the program in the asserts; a call is sent to the judge."""
 
     def __init__(self, names: list[str], session: _Session) -> None:
         self._names, self._session = names, session
@@ -47,7 +47,7 @@ class _Remote:
 
 
 class _Session(dict[str, Any]):
-    """Globals of the asserts: the usual imports, the code of the problem, names of the program."""
+    """Globals of the asserts: usual imports, code of the problem, and names of the program."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(
@@ -63,7 +63,7 @@ class _Session(dict[str, Any]):
         self._theirs: set[str] = set()
 
     def run(self, *, prelude: str, code: str, entry_point: str) -> None:
-        """Run the tests; whatever they raise is raised here."""
+        """Run the tests, and raise what they raise."""
         usual = common_names()
         self.update(usual)
         exec(compile(prelude, "prelude.py", "exec"), self)
@@ -71,10 +71,10 @@ class _Session(dict[str, Any]):
         tree = ast.parse(code, "tests.py")
         free = _free_names(tree) - own - vars(builtins).keys()
         self._theirs = {entry_point} if entry_point else _choose(tree, free, usual)
-        if nobodys := free - self._theirs - usual.keys():
-            self.give_up(f"use {min(nobodys)}, which neither they nor the problem define")
+        if undefined := free - self._theirs - usual.keys():
+            self.give_up(f"use {min(undefined)}, which neither they nor the problem define")
         if line := _dropped_value(tree, self._theirs):
-            self.give_up(f"drop in line {line} what the program returns: only that can be judged")
+            self.give_up(f"ignore in line {line} the value that the program returns")
         for name in self._theirs:
             self.pop(name, None)
         exec(compile(tree, "tests.py", "exec"), self)
@@ -94,18 +94,18 @@ class _Session(dict[str, Any]):
                 "kwargs": {name: encode(value) for name, value in kwargs.items()},
             }
         except TypeError as error:
-            self.give_up(f"call the program with what cannot be sent: {error}")
+            self.give_up(f"call the program with an argument that cannot be sent: {error}")
         self.num_calls += 1
         self._channel.send(request)
         return decode(self._channel.receive()["value"])
 
     def give_up(self, fault: str) -> NoReturn:
-        self.fault = self.fault or fault  # whoever catches the exception
+        self.fault = self.fault or fault  # known even if the tests catch the exception
         raise _UnreadableError(fault)
 
 
 def _free_names(tree: ast.AST) -> set[str]:
-    """What the tests use and never define."""
+    """Names that the tests use and never define."""
     used, defined = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -122,10 +122,10 @@ def _free_names(tree: ast.AST) -> set[str]:
 
 
 def _choose(tree: ast.AST, free: set[str], usual: dict[str, Any]) -> set[str]:
-    """Which of the free names are the program's.
+    """Choose the free names that the program must define.
 
-    Those that the tests call, or hand to a function of their own. A usual import is the program's
-    only where nothing else could be: its `gcd`, but never its `Counter` around what `f` returned.
+    These are the names that the tests call or pass to a function of their own. A usual import, such
+    as `gcd`, belongs to the program only if it is the only such name.
     """
     called = set()
     for node in ast.walk(tree):
@@ -138,8 +138,8 @@ def _choose(tree: ast.AST, free: set[str], usual: dict[str, Any]) -> set[str]:
 
 
 def _dropped_value(tree: ast.AST, theirs: set[str]) -> int:
-    """The line of a call of the program for its effect alone, or 0."""
-    names = theirs | {"candidate"}  # what `check` calls it, in every set
+    """The line of a call of the program whose value is ignored; 0 if there is none."""
+    names = theirs | {"candidate"}  # parameter of `check` in every data set
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and ast.dump(node.value) == _NEW_SOLUTION:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -150,14 +150,14 @@ def _dropped_value(tree: ast.AST, theirs: set[str]) -> int:
 
 
 def _root(node: ast.AST) -> str:
-    """The name with which a chain of calls and attributes begins."""
+    """The first name of a chain of calls and attributes."""
     while isinstance(node, (ast.Call, ast.Attribute)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def check(tests: dict[str, str], channel: Channel, limits: dict[str, int]) -> NoReturn:
-    """Run the asserts of a problem against the program, which is elsewhere."""
+    """Run the asserts of a problem against the program in the other sandbox."""
     confine(limits, cpu_s=limits["total_s"])
     session = _Session(channel)
     failure = None

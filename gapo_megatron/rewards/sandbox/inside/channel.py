@@ -8,7 +8,7 @@ import select
 from typing import Any
 
 OUT_OF_MEMORY = 77
-"""Exit code: the machine's memory ran out, which may not be the program's doing."""
+"""Exit code when the machine's memory ran out, which need not be the program's fault."""
 
 
 class Channel:
@@ -19,14 +19,14 @@ class Channel:
         self._writing = writing
 
     def receive(self) -> Any:
-        """The next message; ends the process when there is no judge any more."""
+        """Return the next message; exit when the judge has closed the channel."""
         line = self._lines.readline()
         if not line:
             os._exit(0)
         return json.loads(line)
 
     def is_closed(self) -> bool:
-        """Whether there is no judge any more."""
+        """Whether the judge has closed the channel."""
         poll = select.poll()
         poll.register(self._lines, 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))

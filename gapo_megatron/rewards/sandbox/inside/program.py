@@ -1,4 +1,4 @@
-"""The processes in which a program runs."""
+"""The processes that run a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gapo_megatron.rewards.sandbox.inside.channel import Channel
 from gapo_megatron.rewards.sandbox.inside.values import ListNode, TreeNode, decode, encode
 
 MAX_OPEN_FILES = 64
-MAX_SIGNALS = 64  # that wait to be delivered, and timers that send them
+MAX_SIGNALS = 64  # pending signals and timers
 SIGNALS_LEFT_TO_JUDGE = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 RECURSION_LIMIT = 600_000  # LiveCodeBench's
 STACK_BYTES = 64 * 2**20
@@ -30,16 +30,15 @@ COMMON_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
 )
-"""What judges of programming contests import for every program, with all that is in them; where two
-have a name, the later has it. From `string` on it is the list of LeetCode and LiveCodeBench, in
-their order."""
+"""Modules that judges of programming contests star-import for every program; later ones win. From
+`string` on it is the list of LeetCode and LiveCodeBench, in their order."""
 
 MODULES = (*COMMON_MODULES, "hashlib")
-"""What they import by its name, with the one more that those of HumanEval do."""
+"""Modules that they also import by name; HumanEval adds hashlib."""
 
 
 class _ModuleAndMember(types.ModuleType):
-    """A module, and what it has by its own name: `bisect.insort(a, x)` and `bisect(a, x)`."""
+    """A module that is also its member of the same name: `bisect.insort(a, x)`, `bisect(a, x)`."""
 
     def __init__(self, module: types.ModuleType) -> None:
         super().__init__(module.__name__)
@@ -60,7 +59,7 @@ class _ModuleAndMember(types.ModuleType):
 
 @functools.cache
 def common_names() -> dict[str, Any]:
-    """The names that every program finds beside the built-in ones, and what they are."""
+    """Names that every program finds besides the builtins, with their values."""
     names: dict[str, Any] = {}
     for name in COMMON_MODULES:
         exec(f"from {name} import *", names)
@@ -71,10 +70,10 @@ def common_names() -> dict[str, Any]:
 
 
 def confine(limits: dict[str, int], *, cpu_s: int) -> None:
-    """Set the limits of one process of the program; it cannot raise them."""
+    """Set the limits of a process of the program, which it cannot raise."""
     output, memory = limits["output_mib"] * 2**20, limits["memory_mib"] * 2**20
     bounds = {
-        resource.RLIMIT_CPU: cpu_s + 1,  # the sum over all processes comes first
+        resource.RLIMIT_CPU: cpu_s + 1,  # `serve` checks the sum over all processes first
         resource.RLIMIT_FSIZE: output,
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CORE: 0,
@@ -82,7 +81,7 @@ def confine(limits: dict[str, int], *, cpu_s: int) -> None:
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_STACK: min(STACK_BYTES, memory),
     }
-    if os.getppid() == 1:  # outside a user namespace all that the user has would count
+    if os.getppid() == 1:  # without a user namespace all processes of the user would count
         bounds[resource.RLIMIT_NPROC] = limits["num_processes"]
         bounds[resource.RLIMIT_SIGPENDING] = MAX_SIGNALS
     for number, bound in bounds.items():
@@ -90,11 +89,11 @@ def confine(limits: dict[str, int], *, cpu_s: int) -> None:
         bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(number, (bound, bound))
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    os.setsid()  # from here on `serve` must be able to look into it
-    # Where the machine runs out of memory the kernel ends this process, and not the trainer.
+    os.setsid()  # from here on `serve` must be able to inspect it
+    # If the machine runs out of memory, the kernel kills this process and not the trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    # A scheduler sends them to every process of a job, whatever namespace that is in.
+    # Slurm sends these to every process of a job, in any namespace.
     signal.pthread_sigmask(signal.SIG_SETMASK, SIGNALS_LEFT_TO_JUDGE)
 
 
@@ -102,10 +101,9 @@ def _load(program: dict[str, str], name: str) -> dict[str, Any]:
     """Run the program as a module."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    sys.argv[:] = ["program.py"]  # which `argv` alone is too
+    sys.argv[:] = ["program.py"]  # in place: `argv` was star-imported
     sys.setrecursionlimit(RECURSION_LIMIT)
-    # Beside the built-in names, which they do not replace: only what the program defines itself
-    # can be called as its own.
+    # Into the builtins, not the module: tests may call only what the program itself defines.
     vars(builtins).update(common_names(), ListNode=ListNode, TreeNode=TreeNode)
     exec(program["prelude"], module.__dict__)
     exec(compile(program["program"], "program.py", "exec"), module.__dict__)
@@ -113,7 +111,7 @@ def _load(program: dict[str, str], name: str) -> dict[str, Any]:
 
 
 def become_program(program: dict[str, str], files: list[FileIO], limits: dict[str, int]) -> None:
-    """Be the program for one test, with its standard input, output and error."""
+    """Run the program for one test in this process, with its standard input, output and error."""
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)
         file.close()
@@ -123,7 +121,7 @@ def become_program(program: dict[str, str], files: list[FileIO], limits: dict[st
 
 
 def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int]) -> NoReturn:
-    """Be the program for all tests of its functions."""
+    """Run the program in this process and answer calls of its functions."""
     confine(limits, cpu_s=limits["total_s"])
     namespace = None
     while True:
@@ -136,14 +134,14 @@ def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int
             args = [decode(value) for value in request["args"]]
             kwargs = {name: decode(value) for name, value in request["kwargs"].items()}
             channel.send({"value": encode(function(*args, **kwargs))})
-        except BaseException as error:  # the program may raise SystemExit too
+        except BaseException as error:  # such as SystemExit
             channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
 
 
 def _limit_call(cpu_s: int) -> None:
-    """End this process once it has used so many CPU seconds from now on, or one more.
+    """Kill this process after this many CPU seconds from now, or one more.
 
-    The program can undo this, and then has until `wall_s`.
+    The program can undo this; then `wall_s` is the limit.
     """
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]  # `confine` has set it
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -152,7 +150,7 @@ def _limit_call(cpu_s: int) -> None:
 
 
 def _find(names: list[str], namespace: dict[str, Any]) -> Callable[..., Any]:
-    """A function by its name, or a method of a new object by the names of class and method."""
+    """Find a function by name, or a method of a new object by the names of class and method."""
     solution = namespace.get("Solution")
     if len(names) == 1 and hasattr(solution, names[0]):
         names = ["Solution", *names]

@@ -1,16 +1,20 @@
-"""System calls that no program of a test needs, as a filter for the kernel (seccomp).
+"""A seccomp filter against system calls that no tested program needs.
 
-Namespaces leave some doors: memory that no limit counts (memfd, System V segments, anonymous shared
-memory, which one mapped page of it holds, larger buffers of socket pairs and what is passed or
-spliced through them, huge pages, large pages that a pipe holds, access lists of files, memory
-policies of their pages, rules of Landlock, hash tables of futexes, buffers of /proc as long as the
-path of nested folders), what the kernel counts for the whole machine or for all of a user's
-processes (asynchronous I/O, keys, inotify, file locks), sockets of families that no namespace
-covers (vsock), user namespaces inside the sandbox with all of the kernel's mount code behind them,
-the limits and the priority of process 1, which is the same user's, and the time of children whose
-end nobody waits for. The filter shuts those; it does not try to list what is allowed. Of sockets it
-leaves connected pairs of streams, which asyncio and multiprocessing need: without an address they
-reach nobody else, and `serve` counts them.
+Namespaces do not cover everything:
+
+- memory that no limit counts: memfd, System V segments, anonymous shared memory (kept by one mapped
+  page), large buffers of socket pairs and data passed or spliced through them, huge pages, large
+  pages in a pipe, access lists of files, memory policies, Landlock rules, futex hash tables,
+  buffers of /proc as long as the path of nested folders;
+- what the kernel counts per machine or per user: asynchronous I/O, keys, inotify, file locks;
+- socket families without a namespace (vsock);
+- user namespaces inside the sandbox, which open the kernel's mount code;
+- limits and priority of process 1, which has the same user, and CPU time of children that are
+  never waited for.
+
+The filter denies these; it is not a list of what is allowed. It leaves connected pairs of stream
+sockets, which asyncio and multiprocessing need: without an address they reach nothing outside, and
+`serve` counts them.
 """
 
 from __future__ import annotations
@@ -126,7 +130,7 @@ def _refuse_bits(number: int, bits: int) -> list[_Instruction]:
 
 
 DENIED_IN_PART: dict[str, tuple[tuple[int, int], list[_Instruction]]] = {
-    # Of AF_UNIX and SOCK_STREAM, with any flag.
+    # Only AF_UNIX with SOCK_STREAM is allowed, with any flag.
     "socketpair": (
         (53, 199),
         [
@@ -134,12 +138,12 @@ DENIED_IN_PART: dict[str, tuple[tuple[int, int], list[_Instruction]]] = {
             *(_argument(1), (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 1, 0, 1), _REFUSED, _ALLOWED),
         ],
     ),
-    # Every CLONE_NEW* flag.
+    # No CLONE_NEW* flag.
     "clone": ((56, 220), _refuse_bits(0, 0x7E020000)),
-    # Its own limits a process may lower; a CPU limit on process 1 would end the sandbox.
+    # A process may lower only its own limits: a CPU limit on process 1 would end the sandbox.
     "prlimit64": ((302, 261), [_argument(0), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED]),
-    # Of SIGCHLD, but to ask: a child's time is the parent's when that waits for it, and nobody's
-    # when the parent has said that it never will.
+    # SIGCHLD may be queried, not set: the CPU time of a child counts when the parent waits for it,
+    # and would count nowhere if the parent ignored SIGCHLD.
     "rt_sigaction": (
         (13, 134),
         [
@@ -148,7 +152,7 @@ DENIED_IN_PART: dict[str, tuple[tuple[int, int], list[_Instruction]]] = {
             *(_argument(1, is_upper_half=True), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED),
         ],
     ),
-    # With MAP_HUGETLB, or with both MAP_SHARED and MAP_ANONYMOUS.
+    # Not with MAP_HUGETLB, nor with both MAP_SHARED and MAP_ANONYMOUS.
     "mmap": (
         (9, 222),
         [
@@ -156,13 +160,12 @@ DENIED_IN_PART: dict[str, tuple[tuple[int, int], list[_Instruction]]] = {
             *((_AND, 0, 0, 0x21), (_JUMP_EQUAL, 0, 1, 0x21), _REFUSED, _ALLOWED),
         ],
     ),
-    # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW; F_SETLEASE, F_NOTIFY.
+    # Not F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY.
     "fcntl": ((72, 25), _refuse_values(1, 6, 7, 37, 38, 1024, 1026)),
-    # Further filters and hash tables of futexes are memory of the kernel; a process that may share
-    # its core with nobody takes two.
+    # Further filters and futex hash tables take kernel memory; core scheduling takes a second core.
     "prctl": ((157, 167), _refuse_values(0, _PR_SET_SECCOMP, _PR_SCHED_CORE, _PR_FUTEX_HASH)),
 }
-"""The numbers of a system call, and what decides on its arguments."""
+"""System call -> its numbers, and the instructions that decide by its arguments."""
 
 
 class _Program(ctypes.Structure):
@@ -172,10 +175,10 @@ class _Program(ctypes.Structure):
 
 
 def install_filter() -> None:
-    """Put this process, and all that it starts, under the filter for good.
+    """Install the filter for this process and all its children, irrevocably.
 
     Raises:
-        OSError: the kernel does not take it.
+        OSError: the kernel refuses it.
     """
     code = compile_filter(os.uname().machine)
     program = _Program(len(code) // 8, code)
@@ -191,7 +194,7 @@ def compile_filter(machine: str) -> bytes:
     """Return the filter of an architecture: an array of struct sock_filter.
 
     Raises:
-        KeyError: an architecture whose numbers are not here.
+        KeyError: unknown architecture.
     """
     audit, column = _ARCHITECTURES[machine]
     program = [
@@ -201,7 +204,7 @@ def compile_filter(machine: str) -> bytes:
         (_LOAD, 0, 0, _NUMBER),
         (_JUMP_FROM, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        # Its flags lie in memory that a filter cannot read; without it libc uses clone.
+        # A filter cannot read the flags of clone3 in memory; libc falls back to clone.
         (_JUMP_EQUAL, 0, 1, CLONE3),
         (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
     ]

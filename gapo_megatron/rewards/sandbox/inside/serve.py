@@ -1,4 +1,4 @@
-"""The first process of the sandbox: takes messages, starts the program, watches and ends it."""
+"""The first process of the sandbox: reads messages; starts, watches and kills the program."""
 
 from __future__ import annotations
 
@@ -36,24 +36,26 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # prctl(2)
 
 
 def main() -> Callable[[], None]:
-    """Serve the judge; return in a process of the program what it is to do there."""
+    """Serve the judge. In a forked process, return the function that runs the program there."""
+    # Shut this process off: no inherited files, signals or output; unreadable for the program.
     limits = json.loads(sys.argv[1])
     os.environ["HOME"] = FOLDER
-    os.closerange(3, 1024)  # what whoever started us left open
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nor may we have been told to ignore children
+    os.closerange(3, 1024)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may have been inherited as ignored
     libc = ctypes.CDLL(None)
     if os.getpid() == 1:
         install_filter()
     else:
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever loses its parent becomes ours
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become our children
     channel = Channel(os.dup(0), os.dup(1))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *SIGNALS_LEFT_TO_JUDGE})
-    common_names()  # imported here once, not in every process
+    common_names()  # import once, not in every process
     channel.send({"ready": True})
+    # One message after the other; a call or check takes over the channel until the end.
     program: dict[str, str] = {}
     is_first = True
     while True:
@@ -83,14 +85,14 @@ def main() -> Callable[[], None]:
                 return lambda: serve_calls(program, channel, limits)
             failure = _watch(pid, channel, limits, cpu_s=limits["total_s"])
             if failure:
-                # The channel is the program's too, which may have stuffed it.
+                # The program shares the channel, and may have filled it.
                 with contextlib.suppress(OSError):
                     channel.send({"error": failure})
             os._exit(0)
 
 
 def _open_files(text: str) -> list[FileIO]:
-    """Standard input, output and error of one test: files without a name."""
+    """Unnamed files for the standard input, output and error of one test."""
     flags = os.O_TMPFILE | os.O_RDWR
     files = [FileIO(os.open(FOLDER, flags, 0o600), "r+") for _ in range(3)]
     data = memoryview(text.encode("utf-8", "surrogatepass"))
@@ -101,9 +103,10 @@ def _open_files(text: str) -> list[FileIO]:
 
 
 def _watch(pid: int, channel: Channel, limits: dict[str, int], *, cpu_s: float) -> str:
-    """Wait for a process, end all that it left behind, and say how it failed, or ""."""
+    """Wait for a process, kill what it left behind, and say how it failed; "" if it did not."""
     before, oom_kills = _cpu_reaped(), _num_oom_kills()
     failure, status = "", None
+    # Until it ends: reap children, and check the limits of all its processes together.
     while status is None:
         signal.sigtimedwait({signal.SIGCHLD}, WATCH_INTERVAL_S)
         with contextlib.suppress(ChildProcessError):
@@ -113,31 +116,32 @@ def _watch(pid: int, channel: Channel, limits: dict[str, int], *, cpu_s: float) 
         if status is None and not failure:
             failure = _excess(limits, cpu_s=cpu_s, before=before)
             if channel.is_closed():
-                failure = "is no longer asked for"  # the judge keeps the time
+                failure = "was abandoned by the judge"  # it measures the wall-clock time
             if failure:
                 os.kill(pid, signal.SIGKILL)
     _end_all()
-    if not failure:  # what the last look missed
+    if not failure:  # CPU time since the last check
         failure = _excess_of_cpu(_cpu_reaped() - before, cpu_s)
     if failure or status == 0:
         return failure
+    # It ended by itself, with an error.
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL and _num_oom_kills() > oom_kills:
         os._exit(OUT_OF_MEMORY)
-    if code == -signal.SIGXCPU:  # of a call, `serve_calls`
+    if code == -signal.SIGXCPU:  # the limit of a call, see `serve_calls`
         return _excess_of_cpu(math.inf, limits["cpu_s"])
     return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
 
 
 def _excess(limits: dict[str, int], *, cpu_s: float, before: float) -> str:
-    """Which limit all processes together exceed, or ""."""
+    """Name the limit that all processes together exceed; "" if none."""
     processes = _processes()
     bound = limits["memory_mib"] * 2**20
     if sum(map(_resident_bytes, processes)) > bound and sum(map(_own_bytes, processes)) > bound:
         return f"used more than {limits['memory_mib']} MiB of memory"
     if failure := _excess_of_cpu(_cpu_reaped() - before + sum(map(cpu_seconds, processes)), cpu_s):
         return failure
-    if os.getpid() != 1:  # its folder is one of the machine's
+    if os.getpid() != 1:  # without a sandbox the folder is on the machine's disk
         return ""
     disk = os.statvfs(FOLDER)
     if (disk.f_blocks - disk.f_bfree) * disk.f_frsize > limits["disk_mib"] * 2**20:
@@ -156,20 +160,20 @@ def _excess_of_cpu(seconds: float, cpu_s: float) -> str:
 
 
 def _processes() -> list[str]:
-    """All that the program started: whoever loses its parent becomes our child."""
+    """All processes of the program; orphans become our children."""
     if os.getpid() == 1:
         return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     return descendants(os.getpid())
 
 
 def _resident_bytes(process: str) -> int:
-    """Pages, also those in swap space, and the tables of addresses, which can be larger.
+    """Bytes of resident and swapped pages and of page tables.
 
-    Quick to ask, but counts a page once for every process that shares it. Each thread shows the
-    memory of all, but those that have ended: the first may, before others.
+    Fast, but counts a shared page once per process. Every live thread reports the memory of the
+    whole process; the first thread may have ended before others.
     """
     most = 0
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{process}/task"):
             path = f"/proc/{process}/task/{thread}/status"
             most = max(most, _sum_bytes(path, b"VmRSS:", b"VmSwap:", b"VmPTE:"))
@@ -177,7 +181,7 @@ def _resident_bytes(process: str) -> int:
 
 
 def _own_bytes(process: str) -> int:
-    """Counts a shared page by its share; a process that denies the answer has all it can see."""
+    """The same with shared pages divided among their processes; resident bytes if not readable."""
     try:
         shares = _sum_bytes(f"/proc/{process}/smaps_rollup", b"Pss:", b"SwapPss:")
         return shares + _sum_bytes(f"/proc/{process}/status", b"VmPTE:")
@@ -186,15 +190,15 @@ def _own_bytes(process: str) -> int:
 
 
 def _sum_bytes(path: str, *names: bytes) -> int:
-    """Sum of the lines with one of these names, which the kernel writes in KiB."""
+    """Sum of the lines with these names, which are in KiB."""
     with open(path, "rb") as file:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(names))
 
 
 def _num_mappings(process: str) -> int:
-    """Of its memory, too many if it denies the answer; 0 if it has ended meanwhile.
+    """Memory mappings of a process: too many if not readable, 0 if it has ended.
 
-    Each is a record in the kernel's memory, and may keep a file open that has no descriptor.
+    Each takes kernel memory, and may keep a file open without a descriptor.
     """
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -202,7 +206,7 @@ def _num_mappings(process: str) -> int:
                 with open(f"/proc/{process}/task/{thread}/maps", "rb") as file:
                     found = sum(1 for _ in itertools.islice(file, MAX_MAPPINGS + 1))
             except PermissionError:
-                # Until `confine` a process cannot be looked into, and has our session.
+                # Before `confine` a process is not readable, and in our session.
                 return 0 if os.getsid(int(process)) == os.getsid(0) else MAX_MAPPINGS + 1
             except OSError:
                 continue  # this thread has ended
@@ -212,13 +216,13 @@ def _num_mappings(process: str) -> int:
 
 
 def _num_sockets() -> int:
-    """Of the sandbox's own network. Each has a buffer in the kernel's memory."""
+    """Sockets in the sandbox's network namespace; each has a buffer in kernel memory."""
     with open("/proc/net/unix", "rb") as file:
-        return sum(1 for _ in file) - 1  # the line of headings
+        return sum(1 for _ in file) - 1  # without the heading
 
 
 def _num_oom_kills() -> int:
-    """Processes of the whole machine that the kernel ended for want of memory."""
+    """Processes of the machine that the kernel killed for lack of memory."""
     with open("/proc/vmstat") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
 
@@ -229,7 +233,7 @@ def _cpu_reaped() -> float:
 
 
 def _end_all() -> None:
-    """End all that the program started, and wait for it: for the time it took, too."""
+    """Kill all processes of the program and wait for them, so that their CPU time counts."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for process in [-1] if os.getpid() == 1 else map(int, _processes()):
@@ -239,12 +243,12 @@ def _end_all() -> None:
 
 
 def _clean() -> None:
-    """So that no test finds what another left: files and links, for the filter refuses folders."""
+    """Remove files and links that a test left; the filter allows no folders."""
     if os.getpid() == 1:
         os.chmod(FOLDER, 0o700)
         for entry in list(os.scandir(FOLDER)):
             os.unlink(entry.path)
-        for entry in list(os.scandir("/dev")):  # can be written to under Apptainer
+        for entry in list(os.scandir("/dev")):  # writable under Apptainer
             if entry.name not in DEVICES:
                 os.unlink(entry.path)
 
@@ -255,7 +259,7 @@ def _text(file: FileIO) -> str:
 
 
 def _why(failure: str, files: list[FileIO]) -> str:
-    """The failure and the last line that the program wrote about it."""
+    """The failure, with the last line on the program's standard error."""
     end = files[2].seek(0, os.SEEK_END)
     files[2].seek(max(0, end - MAX_STDERR_BYTES))
     lines = files[2].read().decode("utf-8", "replace").split("\n")

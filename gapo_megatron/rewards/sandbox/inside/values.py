@@ -1,4 +1,4 @@
-"""Values between a program and its judge, as JSON."""
+"""Values of a program encoded as JSON, and back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TreeNode:
 
 
 def encode(value: Any) -> Any:
-    """Write a plain Python value as JSON; an object with one key names what JSON lacks.
+    """Encode a plain Python value as JSON; types that JSON lacks become {KIND: CONTENT}.
 
     Raises:
-        TypeError: of any other type.
-        RecursionError: nested too deep, or in itself.
+        TypeError: any other type.
+        RecursionError: nested too deeply, or cyclic.
     """
     if value is None or isinstance(value, (bool, float, str)):
         return value
@@ -47,10 +47,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` wrote.
+    """Decode what `encode` wrote.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: it did not write this.
+        ValueError, TypeError, KeyError, RecursionError: `encode` did not write it.
     """
     if isinstance(value, list):
         return [decode(item) for item in value]
@@ -72,7 +72,7 @@ def decode(value: Any) -> Any:
 
 
 def list_node(values: list[Any]) -> ListNode | None:
-    """A linked list of the values."""
+    """Build a linked list of the values."""
     head = None
     for value in reversed(values):
         head = ListNode(value, head)
@@ -80,7 +80,7 @@ def list_node(values: list[Any]) -> ListNode | None:
 
 
 def tree_node(values: list[Any]) -> TreeNode | None:
-    """A binary tree from its values level by level, None where a child is missing."""
+    """Build a binary tree from its values level by level, with None for a missing child."""
     if not values or values[0] is None:
         return None
     rest = iter(values[1:])

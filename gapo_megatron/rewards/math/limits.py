@@ -1,32 +1,65 @@
-"""What would take too long or too much memory to compute, told before anything is computed."""
+"""Limits of the work for one verdict: CPU time, and sizes that are checked before computing."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import sympy
 
 MOST_BITS = 2**20
-"""Bits of a value that is computed exactly: 300,000 digits."""
+"""Most bits of a value that is computed exactly: 300,000 digits."""
 
 MOST_TERMS = 10_000
-"""Terms of a sum or product."""
-
+"""Most terms of a sum or product."""
 
 MOST_EXPANDED = 200
-"""Terms of an expression that is multiplied out: simplifying twice as many takes two seconds."""
+"""Most terms of an expanded expression: simplifying twice as many takes two seconds."""
 
 _LETTER_BITS = math.log2(3)
-_FRACTION_BITS = 8  # times as many has a power of the fractions that letters are replaced by
+_FRACTION_BITS = 8  # letters are replaced by fractions, whose powers have 8 times as many bits
+
+
+class TooMuchWorkError(BaseException):
+    """The time is over. Not an Exception: parsers and solvers would catch it and continue."""
+
+
+@contextlib.contextmanager
+def limited(cpu_s: float) -> Iterator[None]:
+    """Raise TooMuchWorkError in the body after this much CPU time.
+
+    CPU time, because a busy machine must not change a verdict. Signals reach only the main thread:
+    in other threads, and during a single long instruction, there is no limit. `check_size` bounds
+    what such instructions compute.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, _stop)
+    # Repeatedly, in case a callback swallows the first exception.
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise TooMuchWorkError
 
 
 class TooLargeError(Exception):
-    """The value is."""
+    """A value is too large to compute."""
 
 
 def check_size(value: Any) -> None:
-    """Refuse what takes too long or too much memory to compute, before anything is."""
+    """Raise TooLargeError for a value that takes too long or too much memory; computes nothing."""
     if isinstance(value, sympy.MatrixBase):
         for entry in value:
             _bits(entry)
@@ -35,7 +68,7 @@ def check_size(value: Any) -> None:
 
 
 def _bits(value: Any) -> float:
-    """About how many bits its value has, from above, where letters are numbers up to 3."""
+    """An upper bound of the bits of a value, with letters for numbers up to 3."""
     if value.is_Symbol:
         return _LETTER_BITS
     if isinstance(value, sympy.Rational):
@@ -66,14 +99,14 @@ def _bits(value: Any) -> float:
 
 
 def expands_too_far(value: Any) -> bool:
-    """Whether multiplying out would make more than `MOST_EXPANDED` terms of it, or of a part."""
+    """Whether expanding it, or a part of it, gives more than `MOST_EXPANDED` terms."""
     return _terms(value) > MOST_EXPANDED
 
 
 def _terms(value: Any) -> int:
-    """About how many terms it has once it is multiplied out, or its largest part has; from above.
+    """An upper bound of the terms of the expanded value or of its largest part.
 
-    At most one more than `MOST_EXPANDED`.
+    At most `MOST_EXPANDED` + 1.
     """
     counts = [_terms(one) for one in getattr(value, "args", ()) if isinstance(one, sympy.Basic)]
     largest = max(counts, default=1)
@@ -85,16 +118,24 @@ def _terms(value: Any) -> int:
         largest = math.prod(counts)
     elif isinstance(value, sympy.Pow) and value.exp.is_Integer and value.base.free_symbols:
         power = abs(int(value.exp))
-        most = min(power, MOST_EXPANDED)  # with more it is too far in any case
+        most = min(power, MOST_EXPANDED)  # more is too far in any case
         largest = math.comb(most + counts[0] - 1, most)
     return min(largest, MOST_EXPANDED + 1)
 
 
 def _size(value: Any, bits: float) -> float:
-    """An upper bound of what a number of so many bits counts."""
+    """An upper bound of a number with this many bits."""
     if value.is_Rational or value.is_Float:
         return float(min(abs(value), 2**64))
     return float(2.0 ** min(bits, 64))
 
 
-__all__ = ["MOST_BITS", "MOST_TERMS", "TooLargeError", "check_size", "expands_too_far"]
+__all__ = [
+    "MOST_BITS",
+    "MOST_TERMS",
+    "TooLargeError",
+    "TooMuchWorkError",
+    "check_size",
+    "expands_too_far",
+    "limited",
+]

@@ -30,8 +30,8 @@ _LOCAL_SPEC = {
 }
 
 
-class Home(NamedTuple):
-    """Location of a parameter, or of half of one, on disk."""
+class Slot(NamedTuple):
+    """Slot of a parameter, or of half of one, on disk."""
 
     key: str
     lead: tuple[int, ...]
@@ -52,9 +52,9 @@ def written_key(rule: Rule) -> str:
     return _stacked(of_norm or rule.megatron)
 
 
-def written_home(rule: Rule, place: Place) -> Home:
-    """The location at which `write_megatron` stores a parameter."""
-    return Home(written_key(rule), tuple(number for number in place if number is not None))
+def written_slot(rule: Rule, place: Place) -> Slot:
+    """The slot at which `write_megatron` stores a parameter."""
+    return Slot(written_key(rule), tuple(number for number in place if number is not None))
 
 
 def written_shape(rule: Rule) -> Shape:
@@ -103,9 +103,9 @@ def extra_states(rules: Sequence[Rule]) -> list[str]:
     ]
 
 
-def find_homes(
+def find_slots(
     rules: Sequence[Rule], shapes: Mapping[str, Shape], *, source: str
-) -> dict[tuple[str, Place], tuple[Home, ...]]:
+) -> dict[tuple[str, Place], tuple[Slot, ...]]:
     """Match the keys of a folder with a model's parameters.
 
     Args:
@@ -114,7 +114,7 @@ def find_homes(
         source: folder, for errors.
 
     Returns:
-        By (`Rule.megatron`, place): one home, or two for the halves of a gated linear. Tied copies
+        By (`Rule.megatron`, place): one slot, or two for the halves of a gated linear. Tied copies
         are left out.
 
     Raises:
@@ -123,19 +123,19 @@ def find_homes(
     """
     spellings = {key: rule for rule in rules if not rule.tied for key in _spellings(rule)}
     # Every key belongs to a parameter, and no parameter has two (but the halves of a gated linear).
-    found: dict[tuple[str, Place], dict[str, Home]] = {}
+    found: dict[tuple[str, Place], dict[str, Slot]] = {}
     extra = []
     for key, shape in shapes.items():
-        homes = _homes_of(key, shape, spellings, source)
-        if not homes:
+        slots = _slots_of(key, shape, spellings, source)
+        if not slots:
             extra.append(key)
-        for name, place, half, home in homes:
+        for name, place, half, slot in slots:
             at = found.setdefault((name, place), {})
             if half in at or (at and "" in (half, *at)):
                 raise ConversionError(
                     f"{source}: {key} and {next(iter(at.values())).key} hold the same parameter"
                 )
-            at[half] = home
+            at[half] = slot
     if extra:
         raise ConversionError(
             f"{source}: keys of no parameter in the model that config.json describes: "
@@ -157,10 +157,10 @@ def find_homes(
     }
 
 
-def _homes_of(
+def _slots_of(
     key: str, shape: Shape, spellings: Mapping[str, Rule], source: str
-) -> list[tuple[str, Place, str, Home]]:
-    """All parameters that a key holds: (`Rule.megatron`, place, half, home)."""
+) -> list[tuple[str, Place, str, Slot]]:
+    """All parameters that a key holds: (`Rule.megatron`, place, half, slot)."""
     stacked, layer = _take_number(key, _LAYERS)
     stacked, expert = _take_number(stacked, "mlp.experts.experts.")
     half = next((half for half in _HALVES if stacked.endswith(half)), "")
@@ -185,13 +185,13 @@ def _homes_of(
         range(limit or 1) if given is None else range(given, min(given + 1, limit or 0))
         for given, limit in zip((layer, expert), limits, strict=True)
     ]
-    homes = []
+    slots = []
     for at in itertools.product(*numbers):
         pairs = zip(at, limits, strict=True)
         place = Place(*(n if limit is not None else None for n, limit in pairs))
         lead = tuple(n for n, here in zip(at, is_stack, strict=True) if here)
-        homes.append((rule.megatron, place, half, Home(key, lead)))
-    return homes
+        slots.append((rule.megatron, place, half, Slot(key, lead)))
+    return slots
 
 
 def _spellings(rule: Rule) -> set[str]:

@@ -103,7 +103,7 @@ def read_headers(hf_dir: str | Path) -> dict[str, Header]:
     files = find_files(root)
     headers = {file: read_header(root / file) for file in set(files.values())}
     for file, header in headers.items():
-        listed = {name for name, home in files.items() if home == file}
+        listed = {name for name, holder in files.items() if holder == file}
         if odd := sorted(header.keys() ^ listed):
             raise ConversionError(f"{root / file} and {INDEX} disagree about: {', '.join(odd[:8])}")
     return {name: headers[file][name] for name, file in files.items()}

@@ -1,7 +1,7 @@
 """Read and write Megatron folders: megatron-core checkpoints of the format `torch_dist`.
 
 Tensors are in the format of torch.distributed.checkpoint, which cuts a tensor into chunks and
-records their locations in `.metadata`. Megatron-core adds its keys (`disk_keys.py`), common.pt with
+records their slots in `.metadata`. Megatron-core adds its keys (`disk_keys.py`), common.pt with
 everything that is not a tensor, and metadata.json, written last. No process group is needed.
 """
 
@@ -66,7 +66,7 @@ class MegatronFolder:
         root: the folder that holds `.metadata`.
         entries: every tensor of the model by its key on disk.
         ignored: all other keys: optimizer tensors and objects (random states, `_extra_state`).
-        homes: keys of every parameter, by (`Rule.megatron`, place); see `disk_keys.find_homes`.
+        slots: keys of every parameter, by (`Rule.megatron`, place); see `disk_keys.find_slots`.
         hf_dir, records, manifest: see `Found`.
     """
 
@@ -92,8 +92,8 @@ class MegatronFolder:
         }
         self.ignored = sorted(metadata.state_dict_metadata.keys() - tensors.keys())
         shapes = {key: tuple(entry.size) for key, entry in tensors.items()}
-        self.homes = disk_keys.find_homes(rules, shapes, source=str(self.root))
-        num_stacked = {home.key: len(home.lead) for at in self.homes.values() for home in at}
+        self.slots = disk_keys.find_slots(rules, shapes, source=str(self.root))
+        num_stacked = {slot.key: len(slot.lead) for at in self.slots.values() for slot in at}
         self._chunks = {
             key: Chunks(self.root, key, entry, metadata.storage_data, num_stacked[key])
             for key, entry in tensors.items()
@@ -114,16 +114,16 @@ class MegatronFolder:
         Raises:
             ConversionError: a file cannot be read; names file and key.
         """
-        homes = self.homes[rule.megatron, place]
-        if len(homes) == 1:
-            return self._chunks[homes[0].key].read(homes[0].lead, rule.full_shape)
-        halves = zip(homes, rule.hf_shapes, strict=True)
-        return torch.cat([self._chunks[home.key].read(home.lead, of) for home, of in halves])
+        slots = self.slots[rule.megatron, place]
+        if len(slots) == 1:
+            return self._chunks[slots[0].key].read(slots[0].lead, rule.full_shape)
+        halves = zip(slots, rule.hf_shapes, strict=True)
+        return torch.cat([self._chunks[slot.key].read(slot.lead, of) for slot, of in halves])
 
     def files(self, rule: Rule, place: Place) -> set[str]:
         """Names of the files that hold a parameter."""
-        homes = self.homes[rule.megatron, place]
-        return {file for home in homes for file in self._chunks[home.key].files(home.lead)}
+        slots = self.slots[rule.megatron, place]
+        return {file for slot in slots for file in self._chunks[slot.key].files(slot.lead)}
 
 
 def write_megatron(
@@ -215,12 +215,12 @@ def _check_listed(root: Path, chunks: Mapping[str, Chunks], manifest: Manifest) 
 
 def _write_item(rule: Rule, place: Place, dtype: torch.dtype) -> WriteItem:
     """Describe a parameter as a chunk of the tensor in which it is stacked."""
-    home = disk_keys.written_home(rule, place)
-    offsets = torch.Size([*home.lead, *(0 for _ in rule.full_shape)])
-    chunk = ChunkStorageMetadata(offsets, torch.Size([*(1 for _ in home.lead), *rule.full_shape]))
+    slot = disk_keys.written_slot(rule, place)
+    offsets = torch.Size([*slot.lead, *(0 for _ in rule.full_shape)])
+    chunk = ChunkStorageMetadata(offsets, torch.Size([*(1 for _ in slot.lead), *rule.full_shape]))
     size = torch.Size(disk_keys.written_shape(rule))
     data = TensorWriteData(chunk, TensorProperties(dtype=dtype), size)
-    return WriteItem(MetadataIndex(home.key, offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(slot.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _extra_state_items(rules: Sequence[Rule]) -> list[WriteItem]:

@@ -202,13 +202,15 @@ def write_hf_weights(
         for future in as_completed(futures):  # the first failure ends all
             future.result()
     if len(shards) > 1:
-        homes = {
+        weight_map = {
             name: file
             for file, units in zip(names, shards, strict=True)
             for unit in units
             for name in unit.layout
         }
-        _write_index(output_dir, homes, sum(unit.num_bytes for units in shards for unit in units))
+        _write_index(
+            output_dir, weight_map, sum(unit.num_bytes for units in shards for unit in units)
+        )
 
 
 def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
@@ -307,13 +309,13 @@ def _write_stream(
         total_bytes += tensor.nbytes
         dtypes.add(tensor.dtype)
     flush()
-    homes: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _shard_name(number, len(shards))
         (folder / f"{number}.part").rename(folder / file)
-        homes |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        _write_index(folder, homes, total_bytes)
+        _write_index(folder, weight_map, total_bytes)
     return dtypes
 
 
@@ -321,8 +323,8 @@ def _shard_name(number: int, of: int) -> str:
     return SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
-def _write_index(folder: Path, homes: Mapping[str, str], num_bytes: int) -> None:
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": homes}
+def _write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ from gapo_megatron.config.methods import Method
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective.clipping import upper_clip
-from gapo_megatron.objective.families import FAMILIES, MicrobatchTokens, Terms
+from gapo_megatron.objective.families import FAMILIES, LossInputs, Terms
 from gapo_megatron.objective.off_policy_mask import is_off_policy
 from gapo_megatron.objective.ratio import bound, bounded_exp
 from gapo_megatron.objective.segments import segment_counts, segment_mean
@@ -183,12 +183,12 @@ def _tokens(
     num_correct: torch.Tensor,
     group_size: int | torch.Tensor,
     method: Method,
-) -> MicrobatchTokens:
+) -> LossInputs:
     """Log-ratios and clip widths, in float64: what a family starts from."""
     advantages = advantages.detach().double()
     if not isinstance(group_size, torch.Tensor):  # filled on the device: a copy would wait
         group_size = torch.full_like(num_correct, group_size)
-    return MicrobatchTokens(
+    return LossInputs(
         log_probs,
         log_ratio=log_probs.double() - old_log_probs.detach().double(),
         sequence_ids=sequence_ids,
@@ -202,7 +202,7 @@ def _tokens(
     )
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     """The family's terms, without the sequences that the off-policy mask drops."""
     terms = FAMILIES[tokens.method.family].terms(tokens)
     if tokens.method.off_policy_mask is None:
@@ -217,7 +217,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-def _divide(terms: Terms, tokens: MicrobatchTokens, denominators: torch.Tensor) -> PolicyLoss:
+def _divide(terms: Terms, tokens: LossInputs, denominators: torch.Tensor) -> PolicyLoss:
     """Divide the terms of a family by the denominators [B]."""
     if tokens.per_token:
         share = 1 / denominators[tokens.sequence_ids]

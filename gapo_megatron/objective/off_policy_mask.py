@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families import MicrobatchTokens
+from gapo_megatron.objective.families import LossInputs
 from gapo_megatron.objective.segments import segment_mean
 
 
-def is_off_policy(tokens: MicrobatchTokens) -> torch.Tensor:
+def is_off_policy(tokens: LossInputs) -> torch.Tensor:
     """[B] bool: M_i = 0. Does not synchronise with the device."""
     assert tokens.method.off_policy_mask is not None
     log_ratio, num_sequences = tokens.log_ratio.detach(), len(tokens.advantages)

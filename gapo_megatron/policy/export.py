@@ -27,7 +27,7 @@ Layers = Sequence[Sequence[Sequence[int]]]
 """Global numbers of the layers of every virtual stage of every pipeline rank."""
 
 
-class Home(NamedTuple):
+class Location(NamedTuple):
     """One of the architecture's parameters on this rank."""
 
     stage: PolicyModel
@@ -36,14 +36,14 @@ class Home(NamedTuple):
     parameter: Tensor
 
 
-def find_homes(
+def find_locations(
     stages: Sequence[PolicyModel],
     layers: Sequence[Sequence[int]],
     rules: Sequence[Rule],
     *,
     first_expert: int,
     adapter: Adapter,
-) -> dict[str, Home]:
+) -> dict[str, Location]:
     """Find the architecture's parameters on this rank, by the rules' names with global numbers.
 
     The names do not depend on the layer spec that built the stages.
@@ -55,7 +55,7 @@ def find_homes(
         first_expert: global number of this rank's first expert.
         adapter: attached to the stages; its own parameters are left out.
     """
-    homes = {}
+    locations = {}
     for stage, numbers in zip(stages, layers, strict=True):
         for name, parameter in stage.named_parameters():
             if (base_name := adapter.base_name(name)) is None:
@@ -65,8 +65,8 @@ def find_homes(
                 place = place._replace(layer=numbers[place.layer])
             if place.expert is not None:
                 place = place._replace(expert=place.expert + first_expert)
-            homes[rule.megatron_name(place)] = Home(stage, name, parameter)
-    return homes
+            locations[rule.megatron_name(place)] = Location(stage, name, parameter)
+    return locations
 
 
 class _Sharing(NamedTuple):

@@ -27,7 +27,7 @@ from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_mega
 from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
-from gapo_megatron.policy.export import Home, find_homes, whole_parameters
+from gapo_megatron.policy.export import Location, find_locations, whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
@@ -87,8 +87,8 @@ class Policy:
         self._rules = model[0].module.rules
         self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
         self._adapter = adapter
-        self._homes = self._find_homes(self.stages, adapter)
-        self._parameters = {name: home.parameter for name, home in self._homes.items()}
+        self._locations = self._find_locations(self.stages, adapter)
+        self._parameters = {name: location.parameter for name, location in self._locations.items()}
         weights = [weight for stage in self.stages for weight in stage.parameters()]
         self._trained = [weight for weight in weights if weight.requires_grad]
         self._reference: list[Tensor] | None = None
@@ -362,12 +362,14 @@ class Policy:
         Adapters are merged into the weights.
         """
         self._weight_offload.to_device()
-        for name, home in self._find_homes(stages, FULL_WEIGHTS).items():
-            home.parameter.detach().copy_(self._merged(name))
+        for name, location in self._find_locations(stages, FULL_WEIGHTS).items():
+            location.parameter.detach().copy_(self._merged(name))
 
-    def _find_homes(self, stages: Sequence[PolicyModel], adapter: Adapter) -> dict[str, Home]:
+    def _find_locations(
+        self, stages: Sequence[PolicyModel], adapter: Adapter
+    ) -> dict[str, Location]:
         experts_per_rank = (num_experts(self.hf_config) or 0) // self.groups.ep_size
-        return find_homes(
+        return find_locations(
             stages,
             self._layers[self.groups.pp_rank],
             self._rules,
@@ -377,7 +379,7 @@ class Policy:
 
     def _merged(self, name: str) -> Tensor:
         """The shard to export for a parameter, by the rules' name."""
-        stage, own_name, parameter = self._homes[name]
+        stage, own_name, parameter = self._locations[name]
         return self._adapter.merge(stage, own_name, parameter.detach())
 
     def _snapshot(self) -> list[Tensor]:

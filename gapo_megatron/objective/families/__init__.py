@@ -6,7 +6,7 @@ denominators, checks.
 """
 
 from gapo_megatron.objective.families.aspo import ASPO
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 from gapo_megatron.objective.families.cispo import CISPO
 from gapo_megatron.objective.families.clipped import CLIPPED
 from gapo_megatron.objective.families.dcpo import DCPO
@@ -29,4 +29,4 @@ FAMILIES: dict[str, Family] = {
 }
 """Loss families by `Method.family`."""
 
-__all__ = ["FAMILIES", "Family", "MicrobatchTokens", "Terms"]
+__all__ = ["FAMILIES", "Family", "LossInputs", "Terms"]

@@ -26,12 +26,12 @@ import torch
 
 from gapo_megatron.objective.families.base import (
     Family,
-    MicrobatchTokens,
+    LossInputs,
     Terms,
 )
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     assert tokens.per_token, "ASPO weighs single tokens"
     ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
     high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)

@@ -13,7 +13,7 @@ from gapo_megatron.objective.segments import segment_mean, segment_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicrobatchTokens:
+class LossInputs:
     """T response tokens of the B sequences of one packed micro-batch."""
 
     log_probs: torch.Tensor
@@ -97,7 +97,7 @@ class Terms:
 class Family:
     """A way to turn ratios and advantages into a loss."""
 
-    terms: Callable[[MicrobatchTokens], Terms]
+    terms: Callable[[LossInputs], Terms]
     """Local to the micro-batch: no collectives, no synchronisation with the device."""
     clip_stops_gradient: bool
     """Whether the gradient of a clipped ratio is exactly 0, so that its backward pass can be

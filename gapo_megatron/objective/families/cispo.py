@@ -12,12 +12,12 @@ import torch
 
 from gapo_megatron.objective.families.base import (
     Family,
-    MicrobatchTokens,
+    LossInputs,
     Terms,
 )
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     ratio = tokens.ratio().detach()
     advantages, upper = tokens.per_ratio(tokens.advantages), tokens.per_ratio(tokens.upper)
     lower = tokens.per_ratio(tokens.lower)

@@ -12,12 +12,12 @@ import torch
 
 from gapo_megatron.objective.families.base import (
     Family,
-    MicrobatchTokens,
+    LossInputs,
     Terms,
 )
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     ratio = tokens.ratio()
     advantages = tokens.per_ratio(tokens.advantages)
     high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
     low, high = _bounds(tokens)
     is_wrong = advantages < 0
@@ -48,7 +48,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-def _bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(tokens: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """[T] float64 each, detached: lo in 1/2..1 and hi in 1..ratio_max, also if q is 0."""
     assert tokens.per_token, "DCPO's bounds depend on the probability of a token"
     old = (tokens.log_probs.double() - tokens.log_ratio).detach().exp()

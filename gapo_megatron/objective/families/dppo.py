@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     ratio = tokens.ratio().detach()
     advantages = tokens.per_ratio(tokens.advantages)
     growth = _growth(tokens)
@@ -42,7 +42,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-def _growth(tokens: MicrobatchTokens) -> torch.Tensor:
+def _growth(tokens: LossInputs) -> torch.Tensor:
     """[T] float64, detached: p - q, exactly 0 at equal log-probs."""
     assert tokens.per_token, "DPPO compares the probabilities of single tokens"
     log_probs = tokens.log_probs.detach().double()

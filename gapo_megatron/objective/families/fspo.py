@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 from gapo_megatron.objective.ratio import bounded_exp
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     assert not tokens.per_token, "FSPO clips whole responses"
     ratio, advantages = tokens.ratio(), tokens.advantages
     total = tokens.sum_tokens(tokens.log_ratio.detach())

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 from gapo_megatron.objective.ratio import bounded_exp
 from gapo_megatron.objective.segments import segment_mean
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     assert tokens.per_token, f"gmpo clips token ratios, not ratio {tokens.method.ratio!r}"
     log_ratio = tokens.log_ratio
     advantages = tokens.per_ratio(tokens.advantages)
@@ -54,7 +54,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-def _geometric_mean(log_ratio: torch.Tensor, tokens: MicrobatchTokens) -> torch.Tensor:
+def _geometric_mean(log_ratio: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
     """[B] float64 with autograd: exp(mean_t log_ratio)."""
     num_sequences = len(tokens.advantages)
     return bounded_exp(segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts))

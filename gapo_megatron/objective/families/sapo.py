@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     ratio = tokens.ratio()
     advantages = tokens.per_ratio(tokens.advantages)
     width = tokens.per_ratio(torch.where(tokens.advantages > 0, tokens.upper, tokens.lower))

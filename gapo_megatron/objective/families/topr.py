@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 
 
-def _terms(tokens: MicrobatchTokens) -> Terms:
+def _terms(tokens: LossInputs) -> Terms:
     ratio = tokens.ratio().detach()
     advantages, upper = tokens.per_ratio(tokens.advantages), tokens.per_ratio(tokens.upper)
     lower = tokens.per_ratio(tokens.lower)

@@ -319,8 +319,8 @@ def _new_dtype(
 def _num_padding_rows(megatron: MegatronFolder, rules: Sequence[Rule]) -> int:
     """Padding rows of the embedding, beyond the vocabulary of config.json."""
     embedding = next(rule for rule in rules if rule.vocab_padded)
-    (home,) = megatron.homes[embedding.megatron, Place()]
-    return megatron.entries[home.key].shape[0] - embedding.full_shape[0]
+    (slot,) = megatron.slots[embedding.megatron, Place()]
+    return megatron.entries[slot.key].shape[0] - embedding.full_shape[0]
 
 
 def _num_bytes(rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> int:

@@ -118,7 +118,7 @@ def kept_dtypes(source: HfFolder | MegatronFolder, rules: Sequence[Rule]) -> dic
         if isinstance(source, HfFolder):
             names = [name for place in rule.places for name in rule.hf_names(place)]
         else:
-            names = [home.key for at in rule.places for home in source.homes[rule.megatron, at]]
+            names = [slot.key for at in rule.places for slot in source.slots[rule.megatron, at]]
         first = dtypes[rule.megatron] = source.entries[names[0]].dtype
         for name in names:
             entry = source.entries[name]

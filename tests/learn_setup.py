@@ -80,10 +80,8 @@ def minibatches(rollouts: Rollouts) -> list[Rollouts]:
 
 def with_columns(rollouts: Rollouts, **columns: Sequence[Any]) -> Rollouts:
     """The same responses with other arrays in some columns, one for each row; counted anew."""
-    held = {
-        name: [arrays.get(i) for i in rollouts.rows_here]
-        for name, arrays in rollouts.tokens.items()
-    }
+    rows = range(len(rollouts))
+    held = {name: [arrays.get(row) for row in rows] for name, arrays in rollouts.tokens.items()}
     counted: Rollouts = Rollouts.of(**(held | columns))
     return counted.changed(**{name: rollouts.table[name] for name in _JUDGED})
 

@@ -297,7 +297,7 @@ def test_a_gradient_too_late_is_an_error_and_not_lost(policy: Policy) -> None:
         yield
 
     reduction.not_last = never
-    with pytest.raises(RuntimeError, match="bucket .* had started"):
+    with pytest.raises(RuntimeError, match=r"bucket .* had started"):
         update(policy, microbatches, WeightedLoss(BATCH, microbatches))
     # And what it has begun is not taken for the next update's.
     with pytest.raises(RuntimeError, match="bucket 0"):

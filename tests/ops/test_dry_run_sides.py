@@ -107,7 +107,7 @@ def test_how_far_generation_runs_ahead_is_said(most: int, parts: tuple[object, .
             {"rollout": {"tensor_parallel_size": 16}},
             ["rollout.tensor_parallel_size (16)", "8 of 32"],
         ),
-        ({"rollout": {"generation_nodes": 4}}, ["rollout.generation_nodes (4)", "4 node(s)"]),
+        ({"rollout": {"generation_nodes": 4}}, ["rollout.generation_nodes (4)", "nodes (4)"]),
     ],
 )
 def test_a_layout_must_divide_its_own_side(

@@ -40,6 +40,7 @@ PACKAGES = (
     "numpy",
     "pydantic",
     "rich",
+    "safetensors",
     "scipy",
     "sympy",
     "torch",

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -273,19 +272,18 @@ def test_one_hardware_queue_only_where_layers_are_cut(
 
     def look(*_, **__):
         seen.append(os.environ.get(name))
-        return nullcontext(SimpleNamespace(steps=list))
+        return None
 
     # `train` imports run.run for its Run, `sft` run.supervised for its function run.
     inner = {"train": "run", "sft": "supervised"}[program]
-    stand_in = SimpleNamespace(Run=SimpleNamespace(start=look), run=look)
+    stand_in = SimpleNamespace(Run=SimpleNamespace(start=look), GenerationSide=int, run=look)
     monkeypatch.setitem(sys.modules, f"gapo_megatron.run.{inner}", stand_in)
     monkeypatch.setattr(f"gapo_megatron.run.{inner}", stand_in, raising=False)
     for check in (
         *("check_before_imports", "check_paths", "check_replaceable", "check_shapes"),
-        "check_engine_here",
+        *("check_engine_here", "check_model_folder"),
     ):
         monkeypatch.setattr(module, check, lambda *_, **__: None, raising=False)
-    monkeypatch.setattr(module, "check_model_folder", lambda *_, **__: None)
     monkeypatch.setattr(os, "environ", given.copy())
     tree = {
         "run": {"output_dir": str(tmp_path), "num_steps": 1},

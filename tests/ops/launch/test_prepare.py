@@ -62,7 +62,7 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
             ("world size", 3, "parallel.tensor_model_parallel_size", 2),
         ),
         ("rollout.tensor_parallel_size=2", ("rollout.tensor_parallel_size", 2, "world size", 3)),
-        ("rollout.generation_nodes=3", ("rollout.generation_nodes", 3, "3 node(s)")),
+        ("rollout.generation_nodes=3", ("rollout.generation_nodes (3)", "nodes (3)")),
     ],
 )
 def test_a_config_that_cannot_run_exits_2_and_leaves_nothing(

@@ -77,11 +77,6 @@ class Posted:
 
     messages: list[tuple[Work, torch.Tensor]]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all messages."""
-        return sum(len(buffer) for _, buffer in self.messages)
-
     def is_done(self) -> bool:
         """Whether all have been sent. Never waits."""
         return all(work.is_completed() for work, _ in self.messages)

@@ -202,7 +202,7 @@ class Rollouts:
         return bool(self.table["num_carried_tokens"].any())
 
     @property
-    def num_response_tokens(self) -> torch.Tensor:
+    def num_sampled_tokens(self) -> torch.Tensor:
         """[B] int64: sampled tokens, the |y_i| of every mean and denominator."""
         return torch.from_numpy(self.table["num_sampled_tokens"].astype(np.int64))
 

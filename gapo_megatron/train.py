@@ -49,7 +49,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
             run.evaluate_if_due(step)
             rollouts = run.collect(step)  # prompts -> responses -> verdicts, as they end
             batch = run.make_batch(rollouts)  # c, k and A of every sequence; who computes what
-            run.save_ahead_if_due()  # a batch that was sampled ahead belongs to the checkpoint
+            run.save_ahead_if_due()  # the last step's checkpoint, if it has to hold this batch
             learned = run.learn(batch)  # without A = 0; old log-probs; an update per mini-batch
             synced = run.sync(step, batch)  # weights into the engine, verified by log-probs
             run.sample_ahead(step)  # on generation ranks, meanwhile

@@ -156,7 +156,7 @@ class Microbatch:
     num_correct: torch.Tensor = None  # type: ignore[assignment]
     """[S] int64, like the two that follow."""
     group_size: torch.Tensor = None  # type: ignore[assignment]
-    num_response_tokens: torch.Tensor = None  # type: ignore[assignment]
+    num_sampled_tokens: torch.Tensor = None  # type: ignore[assignment]
     is_carried: torch.Tensor = None  # type: ignore[assignment]
     """[S] bool: earlier steps sampled the sequence's first tokens."""
     rollout_log_probs: torch.Tensor = None  # type: ignore[assignment]

@@ -196,7 +196,7 @@ class ScriptedEngine:
 
     def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         self._require_awake("score")
-        counts = rollouts.num_response_tokens.tolist()
+        counts = rollouts.num_sampled_tokens.tolist()
         return [np.full(count, self._log_prob, np.float32) for count in counts]
 
     def update_weights(

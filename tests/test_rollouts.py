@@ -57,9 +57,9 @@ def test_tokens_elsewhere_are_a_key_error_that_names_the_sequence(whole: Rollout
     batch = make_batch(part(whole), METHODS["gapo"])
     assert isinstance(batch, Batch) and batch.rows_here == [*HELD] and len(batch) == 6
     assert readable(batch) == at(whole, {row: row for row in HELD})
-    lengths = batch.num_response_tokens, batch.num_fed_tokens
+    lengths = batch.num_sampled_tokens, batch.num_fed_tokens
     assert [one.tolist() for one in lengths] == [
-        whole.num_response_tokens.tolist(),
+        whole.num_sampled_tokens.tolist(),
         whole.num_fed_tokens.tolist(),
     ]
     for name in COLUMNS:
@@ -76,8 +76,8 @@ def test_a_response_without_a_mask_is_sampled_throughout(whole: Rollouts) -> Non
             assert whole.is_sampled(row) is whole.response_masks[row]
         else:
             assert whole.is_sampled(row).tolist() == [True] * len(whole.response_ids[row])
-        assert whole.is_sampled(row).sum() == whole.num_response_tokens[row]
-    assert whole.num_sampled == int(whole.num_response_tokens.sum())
+        assert whole.is_sampled(row).sum() == whole.num_sampled_tokens[row]
+    assert whole.num_sampled == int(whole.num_sampled_tokens.sum())
 
 
 def test_rows_are_taken_in_any_order_and_numbered_anew(whole: Rollouts) -> None:

@@ -146,7 +146,7 @@ class TimedEngine:
 
     def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         self._require_awake("score")
-        return [np.zeros(n, np.float32) for n in rollouts.num_response_tokens.tolist()]
+        return [np.zeros(n, np.float32) for n in rollouts.num_sampled_tokens.tolist()]
 
     def update_weights(
         self,

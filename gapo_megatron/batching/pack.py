@@ -46,7 +46,7 @@ def unpack(
         if packed is not None
     ]
     on_host = to_host([packed for _, packed in scored])
-    num_rows = batch.num_response_tokens.tolist()
+    num_rows = batch.num_sampled_tokens.tolist()
     for (indices, _), packed in zip(scored, on_host, strict=True):
         parts = packed.split([num_rows[i] for i in indices])
         by_sequence |= zip(indices, parts, strict=True)
@@ -60,6 +60,7 @@ def pack(
     align: int = 1,
     sequence_align: int = 1,
     vocab_size: int | None = None,
+    for_loss: bool = True,
     device: torch.device | str,
 ) -> Microbatch:
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
@@ -76,6 +77,7 @@ def pack(
         sequence_align: every sequence is padded at its end to a multiple of it, for context
             parallel ranks to share; causal attention does not see what comes after.
         vocab_size: the model's vocabulary size; None: tokens are not checked.
+        for_loss: also pack what the loss reads, if `batch` is a `Batch`.
         device: where the tensors go.
 
     Returns:
@@ -123,7 +125,7 @@ def pack(
         "labels": labels,
         "sequence_ids": sequence_ids,
     }
-    if isinstance(batch, Batch):
+    if for_loss and isinstance(batch, Batch):
         arrays |= _loss_arrays(batch, indices)
     tensors: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
     return Microbatch(
@@ -158,7 +160,7 @@ def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
         "advantages": batch.advantages.numpy()[index],
         "num_correct": batch.num_correct.numpy()[index],
         "group_size": batch.group_size.numpy()[index],
-        "num_response_tokens": table["num_sampled_tokens"].astype(np.int64),
+        "num_sampled_tokens": table["num_sampled_tokens"].astype(np.int64),
         "is_carried": table["num_carried_tokens"] > 0,
         "rollout_log_probs": log_probs[is_sampled],
     }

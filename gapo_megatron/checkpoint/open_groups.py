@@ -39,10 +39,13 @@ def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
     if not path.exists():
         return []
     with files.reading(path) as content:
-        return [
+        groups = [
             _to_group(_to_prompt(one["prompt"]), one["rollouts"])
             for one in files.plain(content["groups"], list)
         ]
+        if len({*map(len, groups)} - {0}) != 1 or not all(groups):
+            raise ValueError(f"groups of {sorted({*map(len, groups)})} responses")
+        return groups
 
 
 def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
@@ -84,8 +87,17 @@ def _to_prompt(fields: dict[str, Any]) -> Prompt:
     for text in (prompt.id, prompt.answer, prompt.level):
         files.plain(text, str)
     for number in files.plain(prompt.token_ids, tuple):
-        files.plain(number, int)
+        _int32(number)
+    if not prompt.token_ids:
+        raise ValueError("a prompt without tokens")
     return prompt
+
+
+def _int32(value: Any) -> int:
+    number: int = files.plain(value, int)
+    if not 0 <= number < 2**31:
+        raise ValueError(f"{number} in place of a number below 2**31")
+    return number
 
 
 def _to_group(prompt: Prompt, rollouts: Sequence[dict[str, Any]]) -> tuple[Episode, ...]:
@@ -97,12 +109,14 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     old, oldest_version = fields["old_log_probs"], 0
     if old is not None:
         old = files.column(old, torch.float32, length=len(token_ids)).numpy()
-        oldest_version = files.plain(fields["oldest_version"], int)
+        oldest_version = _int32(fields["oldest_version"])
     elif len(token_ids):
         raise ValueError("tokens without old log-probs")
     mask = fields.get("response_mask")  # one written before there were masks has none
     if mask is not None:
         mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
+        if not mask.any():
+            raise ValueError("a response without a token of the model")
     return Episode(
         prompt,
         sample,

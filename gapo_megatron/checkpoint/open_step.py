@@ -44,6 +44,9 @@ class OpenStep:
     """Metrics of the evaluation before the step; empty without one."""
     progress: Progress = field(default_factory=Progress)
     """This rank's progress with the updates."""
+    is_ahead: bool = False
+    """Whether the batch was sampled ahead: before its first update the checkpoint is one between
+    steps, with the batch in a file of its own."""
 
     def gathered(self, channel: Channel) -> Self:
         """The same with all tokens of the batch on rank 0 of the channel, which saves them.
@@ -140,6 +143,10 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     lengths = [*map(len, responses)]
     if len(prompts) != len(lengths) or [*map(len, log_probs)] != lengths:
         raise ValueError("prompts, responses and log-probs differ in number or length")
+    if not lengths or not all(map(len, [*prompts, *responses])):
+        raise ValueError("no sequences, or an empty prompt or response")
+    if not columns["advantages"].isfinite().all():
+        raise ValueError("advantages that are not finite")
     if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
         raise ValueError("response masks that are not those of the responses")
     if carried and not all(

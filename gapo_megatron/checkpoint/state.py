@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass
 class State:
-    """Where a run is, between two steps or within one; the loop changes it, checkpoints store it.
+    """Where a run is, between two steps or within one: what the loop resumes from.
 
     A step is open from the moment its batch is made until it is logged. Before, a stop discards its
     rollouts; from then on it keeps them, and the updates that are done.
@@ -45,8 +45,6 @@ class State:
     open_step: OpenStep | None = None
     """Batch of the step under way and results so far; None between steps and while it samples. When
     saved, rank 0 has all tokens; after a load every rank has them."""
-    samples_ahead: bool = False
-    """Whether batches may be sampled before the weights of their step exist."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """Metrics of the evaluation before the step under way; empty without one. Stored with the open
     step."""
@@ -63,21 +61,18 @@ class State:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the open step is the next one, sampled ahead, and no update of it is done."""
-        return (
-            self.samples_ahead
-            and self.open_step is not None
-            and not self.open_step.progress.num_updates
-        )
+        """Whether the open step's batch was sampled ahead, and no update on it is done."""
+        step = self.open_step
+        return step is not None and step.is_ahead and not step.progress.num_updates
 
     @property
     def num_open_updates(self) -> int | None:
         """Updates that the open step has done; None where none is open."""
         return None if self.open_step is None else self.open_step.progress.num_updates
 
-    def open(self, batch: Batch) -> None:
-        """Open the step under way."""
-        self.open_step = OpenStep(batch, dict(batch.metrics), self.evaluated)
+    def open(self, batch: Batch, *, is_ahead: bool) -> None:
+        """Open the step under way; `is_ahead`: older weights may have sampled its batch."""
+        self.open_step = OpenStep(batch, dict(batch.metrics), self.evaluated, is_ahead=is_ahead)
         num_tokens, self.num_given_back = self.num_given_back, 0
         self.give_back(num_tokens)
 
@@ -122,8 +117,8 @@ class State:
                 _SOURCE.validate_json(json.dumps(source), strict=True)
             except ValidationError as error:
                 raise ValueError(first_flaw(error)) from None
-            self.open_step = OpenStep.from_shared(shared)
-            self.source, self.samples_ahead = source, True
+            self.open_step = replace(OpenStep.from_shared(shared), is_ahead=True)
+            self.source = source
 
     @classmethod
     def load(cls, folder: Path, *, step: int) -> State:

@@ -41,8 +41,8 @@ _MAX_BYTES = 2**30
 """Largest pickle that is read; a `.metadata` has some 300 bytes per tensor."""
 # Names in what libraries write: nobody here uses these objects, and their stand-ins are harmless.
 _METADATA = re.compile(
-    r"torch\.distributed\.(checkpoint|_shard)\.[\w.]+|torch\.serialization\._get_layout"
-    r"|megatron\.core\.[\w.]+|types\.SimpleNamespace|pathlib\.(_local\.)?\w*Path"
+    r"torch\.distributed\.(checkpoint|_shard)\.([a-z_]\w*\.)*_?[A-Z]\w*"
+    r"|torch\.serialization\._get_layout|megatron\.core\.([a-z_]\w*\.)+_?[A-Z]\w*|types\.SimpleNamespace|pathlib\.(_local\.)?\w*Path"
     r"|signal\.Signals|_io\.BytesIO"
     r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"
 )
@@ -179,13 +179,15 @@ class _DataUnpickler(CheckedUnpickler):
         if not self._known.fullmatch(full):
             raise _foreign(self._path, [full])
         if full == "torch.storage._load_from_bytes":
-            return self._load_storage
+            return lambda content: self._load_storage(content)  # a pickle can change what it gets
         bases: tuple[type, ...] = (_StandIn,)
         if full == "argparse.Namespace":
             bases = (argparse.Namespace,)
         elif module == "collections":
             bases = (_StandIn, dict)
-        return self._classes.setdefault(full, type(name, bases, {}))
+        if full not in self._classes:
+            self._classes[full] = type(name, bases, {})
+        return self._classes[full]
 
     def persistent_load(self, _: Any) -> None:
         """The storage of a tensor in common.pt; no such tensor is used."""

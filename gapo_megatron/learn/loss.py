@@ -75,7 +75,7 @@ class MinibatchLoss:
             advantages=given.advantages,
             num_correct=given.num_correct,
             group_size=self.config.batch.rollouts_per_prompt,
-            num_response_tokens=given.num_response_tokens,
+            num_response_tokens=given.num_sampled_tokens,
             is_carried=given.is_carried,
         )
         sums["loss"] = result.loss.detach()

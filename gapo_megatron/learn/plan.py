@@ -34,7 +34,7 @@ def plan_step(
     steps = plan(
         sequence_lengths(batch),
         batch.advantages,
-        num_response_tokens=batch.num_response_tokens,
+        num_response_tokens=batch.num_sampled_tokens,
         valid=batch.valid,
         num_minibatches=settings.num_minibatches,
         max_tokens_per_microbatch=settings.max_tokens_per_microbatch,

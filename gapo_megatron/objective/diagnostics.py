@@ -229,7 +229,7 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
         values.numpy() for values in (batch.valid, batch.num_correct, batch.group_size)
     )
     has_advantage, is_positive = (batch.advantages != 0).numpy(), (batch.advantages > 0).numpy()
-    all_tokens = batch.num_response_tokens.numpy().astype(np.float64)
+    all_tokens = batch.num_sampled_tokens.numpy().astype(np.float64)
     surprisal = -batch.table["log_prob_sum"]
     # A > 0 means correct, and in a group with c = k all are correct with A = 0.
     correct = is_positive | (num_correct == size)

@@ -161,6 +161,7 @@ class Policy:
             align=self.sequence_multiple,
             sequence_align=num_chunks(self.groups.cp_size),
             vocab_size=self.hf_config.vocab_size,
+            for_loss=self.groups.is_last_stage,
             device="cpu",
         )
         num_shards = self.groups.tp_size if self.config.parallel.sequence_parallel else 1

@@ -109,7 +109,6 @@ class Run:
         stopwatch.recent = attempt.stage_seconds()
         trainer = start.Trainer(config, inputs, world, attempt, policy, state, stopwatch)
         generation = start.start_generation(trainer, pool, startup)
-        state.samples_ahead = generation.samples_ahead
         stopwatch.lap(num_tokens=0)  # the steps begin here
         writer = MetricsWriter(
             config.run.output_dir,
@@ -124,6 +123,7 @@ class Run:
         )
         if resumed is not None:
             generation.resume(resumed.open_groups)
+            resumed.open_groups = ()  # generation has them now
             checkpoints.note_resumed(resumed)
         return cls(
             config=config,
@@ -231,7 +231,10 @@ class Run:
         state, config = self.state, self.config
         if rollouts is not None:
             batch = self._planned(make_batch(rollouts, config.objective.resolve()))
-            state.open(self.generation.bring_tokens(batch))
+            num_rollouts = config.batch.rollouts_per_prompt
+            metrics = rollouts.metrics | count_by_correct(batch, group_size=num_rollouts)
+            batch = self.generation.bring_tokens(replace(batch, metrics=metrics))
+            state.open(batch, is_ahead=self.generation.samples_ahead)
         assert state.open_step is not None, "a step without rollouts has its batch"
         if state.open_step.batch.plan is None:  # a checkpoint's
             batch = self._planned(state.open_step.batch)
@@ -316,7 +319,7 @@ class Run:
         metrics = open_step.metrics | learned | self.state.window.add(learned)
         if synced is not None:
             metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
-        num_tokens = int(batch.num_response_tokens.sum())
+        num_tokens = int(batch.num_sampled_tokens.sum())
         self.writer.log(step, metrics, self.stopwatch.lap(num_tokens=num_tokens))
         self.state.finish_step()
 
@@ -327,7 +330,7 @@ class Run:
         """
         step = self.state.step
         if self.checkpoints.is_due(step):
-            self._save_waits = self.state.samples_ahead and step < self.config.run.num_steps
+            self._save_waits = self.generation.samples_ahead and step < self.config.run.num_steps
             if not self._save_waits:
                 self.checkpoints.save(self.state)
 
@@ -344,7 +347,7 @@ class Run:
     def _stop(self) -> None:
         """Save where the run is, with its open step if there is one. Collective."""
         num_tokens = self.generation.discard_ahead()
-        if self.state.samples_ahead:  # else the same samples come again
+        if self.generation.samples_ahead:  # else the same samples come again
             self.state.give_back(num_tokens)
         self.writer.close()
         self.checkpoints.save_if_moved(self.state)
@@ -383,7 +386,7 @@ class Run:
         return self.attempt.must_stop(self.stopwatch.expect(*stages, "checkpoint"))
 
     def _planned(self, batch: Batch) -> Batch:
-        """The batch with its packing plan and metrics per c."""
+        """The batch with its packing plan."""
         settings = self.config.batch
         with self.stopwatch("plan"):
             plan = plan_step(
@@ -392,5 +395,4 @@ class Run:
                 needs_every_sequence=self.config.objective.needs_every_sequence,
                 data_parallel_size=self.policy.groups.dp_size,
             )
-        metrics = count_by_correct(batch, group_size=settings.rollouts_per_prompt)
-        return replace(batch, plan=plan, metrics=batch.metrics | metrics)
+        return replace(batch, plan=plan)

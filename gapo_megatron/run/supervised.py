@@ -84,7 +84,7 @@ def _supervised_step(
         data_parallel_size=groups.dp_size,
     )
     microbatches = [policy.pack(batch, indices) for indices in packing[groups.dp_rank]]
-    scale = 1.0 / int(batch.num_response_tokens.sum())
+    scale = 1.0 / int(batch.num_sampled_tokens.sum())
 
     def negative_log_likelihood(
         scored: Scored,

@@ -279,7 +279,7 @@ def test_any_plan_gives_the_same_loss_and_gradient(pairs, seed, ranks, budget, n
     old_weight = torch.randn(11, 11, generator=generator).double()
     weight = old_weight + 0.01 * torch.randn(11, 11, generator=generator).double()
     arguments = {
-        "num_response_tokens": batch.num_response_tokens,
+        "num_response_tokens": batch.num_sampled_tokens,
         "valid": batch.valid,
         "num_minibatches": 1,
     }

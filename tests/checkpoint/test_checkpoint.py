@@ -256,7 +256,7 @@ WINDOW = [[[1, 8.0, 0.5, -1]], []]
 
 
 def write_state(folder: Path) -> None:
-    state = State(step=3, source=SOURCE)
+    state = State(step=3, source=SOURCE, num_given_back=7)
     state.window.load_state_dict(WINDOW)
     state.write_shared(folder)
 
@@ -268,6 +268,7 @@ def test_the_trainer_state_comes_back_as_it_was(tmp_path):
     for _ in range(2):
         state = State.load(tmp_path, step=3)
         assert (state.step, state.source, state.window.state_dict()) == (3, SOURCE, WINDOW)
+        assert state.num_given_back == 7
         document.pop("step", None)  # before it said the step
         path.write_text(json.dumps(document))
 
@@ -633,6 +634,16 @@ def saved_groups() -> dict[str, Any]:
         lambda content: content["groups"][0]["prompt"].update(id=4),
         lambda content: content["groups"][0]["prompt"].update(token_ids=[1]),
         lambda content: content["groups"][0]["prompt"].update(more=4),
+        lambda content: content["groups"][0]["prompt"].update(token_ids=()),
+        lambda content: content["groups"][0]["prompt"].update(token_ids=(2**40,)),
+        lambda content: content["groups"][0]["rollouts"].clear(),
+        lambda content: content["groups"].append(
+            content["groups"][0] | {"rollouts": 2 * content["groups"][0]["rollouts"]}
+        ),
+        lambda content: content["groups"][0]["rollouts"][0].update(oldest_version=2**40),
+        lambda content: content["groups"][0]["rollouts"][0].update(
+            response_mask=torch.zeros(2, dtype=torch.bool)
+        ),
         lambda content: content["groups"][0]["rollouts"][0].pop("finished"),
         lambda content: content["groups"][0]["rollouts"][0].update(truncated=None),
         lambda content: content["groups"][0]["rollouts"][0].update(token_ids=torch.ones(2)),
@@ -692,6 +703,10 @@ def change_count(table: torch.Tensor, kind: str) -> None:
         ("batch.pt", lambda shared, _: shared["batch"].update(valid=torch.ones(1))),
         ("batch.pt", lambda shared, _: shared["batch"].update(advantages=torch.ones(2).double())),
         ("batch.pt", lambda shared, _: shared["batch"].update(prompt_ids=[])),
+        (
+            "batch.pt",
+            lambda shared, _: shared["batch"].update(advantages=torch.tensor([torch.nan]).double()),
+        ),
         ("batch.pt", lambda shared, _: shared["batch"].update(response_ids=[[1]])),
         ("batch.pt", lambda shared, _: shared["batch"]["carried_log_probs"].append(torch.ones(2))),
         ("batch.pt", lambda shared, _: shared.update(facts=[[1]])),

@@ -83,7 +83,8 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
 def make_state(step: int, **fields: Any) -> State:
     """Where a run is after `step` steps; fields are those of `State`."""
     source = {"epoch": 1, "remaining": [step], "dataset": "d"}
-    state = State(**{"step": step, "source": source, "source_before": source} | fields)
+    given = {"step": step, "source": source, "source_before": source, "num_given_back": 7}
+    state = State(**given | fields)
     state.window.load_state_dict([[[1, 2, 0.1, -1]]])
     return state
 

@@ -141,7 +141,7 @@ class WeightedLoss:
         self.seen.append(log_probs.detach())
         microbatch = self.microbatches[scored.index]
         advantages = microbatch.advantages.float()[microbatch.sequence_ids]
-        loss = -(advantages * log_probs).sum() / self.batch.num_response_tokens.sum()
+        loss = -(advantages * log_probs).sum() / self.batch.num_sampled_tokens.sum()
         return loss, {"loss": loss.detach()}
 
 
@@ -180,7 +180,7 @@ class ClippedLoss:
             advantages=advantages,
             num_correct=torch.ones_like(advantages, dtype=torch.int64),
             group_size=4,
-            num_tokens_global=int(self.batch.num_response_tokens.sum()),
+            num_tokens_global=int(self.batch.num_sampled_tokens.sum()),
             method=METHODS["gapo"],
         )
         assert result.clipped.tolist() == [index in self.clipped for index in microbatch.indices]

@@ -47,8 +47,8 @@ def make_batch() -> Batch:
 
 
 def save_ahead(run_dir: Path, policy: Policy, config: Config) -> Path:
-    open_step = OpenStep(make_batch(), {"reward/mean": 0.1}, {"eval/pass@1": 1 / 3})
-    state = make_state(2, open_step=open_step, source=AFTER, samples_ahead=True)
+    open_step = OpenStep(make_batch(), {"reward/mean": 0.1}, {"eval/pass@1": 1 / 3}, is_ahead=True)
+    state = make_state(2, open_step=open_step, source=AFTER)
     attempt = make_attempt(run_dir)
     return checkpoint.save(run_dir, state, policy=policy, config=config, attempt=attempt)
 

@@ -182,7 +182,7 @@ def expected(hf_dir: Path) -> Expected:
         adam.zero_grad()
         # Our objective and nothing beside it: no loss that balances the experts.
         per_sequence = torch.stack([x.sum() for x in reference_log_probs(model, BATCH)])
-        (-(BATCH.advantages * per_sequence).sum() / BATCH.num_response_tokens.sum()).backward()
+        (-(BATCH.advantages * per_sequence).sum() / BATCH.num_sampled_tokens.sum()).backward()
         if step == 0:
             result.gradients = by_hf_name({n: p.grad for n, p in model.named_parameters()})
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -134,7 +134,7 @@ def test_log_probs_and_gradients_are_four_times_closer_to_float64_than_in_bf16(
         found = torch.cat(log_probs(policy, pack_all(BATCH, SPLIT)))
         error = (found - torch.cat(expected).detach()).abs().mean()
         sums = torch.stack([x.sum() for x in expected])
-        (-(BATCH.advantages * sums).sum() / BATCH.num_response_tokens.sum()).backward()
+        (-(BATCH.advantages * sums).sum() / BATCH.num_sampled_tokens.sum()).backward()
         right = {name: parameter.grad for name, parameter in reference.named_parameters()}
         found_gradients = train_and_watch(policy)
         pairs = [(found_gradients[name].double(), right[name]) for name in found_gradients]

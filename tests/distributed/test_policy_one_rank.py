@@ -242,7 +242,7 @@ def test_log_probs_gradients_and_updates_are_those_of_transformers(
     for result in results:
         adam.zero_grad()
         per_sequence = torch.stack([x.sum() for x in reference_log_probs(model, BATCH)])
-        loss = -(BATCH.advantages.float() * per_sequence).sum() / BATCH.num_response_tokens.sum()
+        loss = -(BATCH.advantages.float() * per_sequence).sum() / BATCH.num_sampled_tokens.sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)  # fp32 rounding

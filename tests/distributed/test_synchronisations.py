@@ -86,7 +86,7 @@ def plan_of(batch: Batch, *, num_minibatches: int, num_microbatches: int, dp_siz
         ranks = [
             tuple(parts[i * num_microbatches : (i + 1) * num_microbatches]) for i in range(dp_size)
         ]
-        num_tokens = int(batch.num_response_tokens[share].sum())
+        num_tokens = int(batch.num_sampled_tokens[share].sum())
         minibatches.append(Minibatch(tuple(ranks), num_tokens, len(share)))
     return Plan(tuple(minibatches))
 

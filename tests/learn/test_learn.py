@@ -182,7 +182,7 @@ def test_skipped_shares_are_those_counted_by_hand(folder: Path) -> None:
     config = make_config(folder)
     batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
     assert batch.plan is not None
-    lengths, response_lengths = batch.num_fed_tokens, batch.num_response_tokens
+    lengths, response_lengths = batch.num_fed_tokens, batch.num_sampled_tokens
     clipped = report.updates[0].clipped | report.updates[1].clipped
     counts = {"forward": 0, "old_pass": 0, "backward": 0, "head_backward": 0}
     kinds = []

@@ -112,7 +112,7 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
     result = train(policy, clipped)
     # Of three with sequences; the empty one has nothing to go through.
     assert len(passes) == num_backward
-    lengths = BATCH.num_response_tokens.tolist()
+    lengths = BATCH.num_sampled_tokens.tolist()
     assert [outputs["active_rows"].item() for outputs in result.outputs] == [
         sum(lengths[i] for i in microbatch.indices if i not in clipped)
         for microbatch in MICROBATCHES

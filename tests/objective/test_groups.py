@@ -137,7 +137,7 @@ def test_batch_lies_flat_group_after_group():
     prompts = [batch.prompt_ids[i] for i in range(6)]
     assert all(ids.tolist() == [7, 8, 9] and ids.dtype == np.int32 for ids in prompts)
     assert [len(batch.rollout_log_probs[i]) for i in range(6)] == [1, 2, 1, 1, 1, 3]
-    assert batch.num_response_tokens.tolist() == [1, 2, 1, 1, 1, 3]
+    assert batch.num_sampled_tokens.tolist() == [1, 2, 1, 1, 1, 3]
     assert batch.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
     assert batch.num_correct.tolist() == [1, 1, 1, 3, 3, 3]
     assert batch.group_size.tolist() == [2, 2, 2, 3, 3, 3]
@@ -200,9 +200,9 @@ def test_masks_reach_the_batch_and_its_counts():
         0: [True, False, True]
     }
     assert batch.is_sampled(1).tolist() == [True, True]
-    assert batch.num_response_tokens.tolist() == [2, 2]
+    assert batch.num_sampled_tokens.tolist() == [2, 2]
     plain = batch_of([(first, second)], ["cw"])
-    assert not plain.response_masks and plain.num_response_tokens.tolist() == [3, 2]
+    assert not plain.response_masks and plain.num_sampled_tokens.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("mask", [(True,), (True, True, True), (False, False)])

@@ -349,7 +349,7 @@ def test_discarded_tokens_count_in_their_step_or_the_next(
     script = Script(stop=stop)
     run = make_run(script)
     monkeypatch.setattr(run.generation, "discard_ahead", lambda: 7)
-    run.state.samples_ahead = True
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
     train(run)
     state = script.saved[-1]
     name = "rollout/given_back_tokens"
@@ -369,7 +369,7 @@ def test_a_checkpoint_between_steps_holds_the_batch_that_was_sampled_ahead(
     """It is written once that batch is there, and before the first update on it."""
     script = Script()
     run = make_run(script)
-    run.state.samples_ahead = True
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
     train(run)
     assert [event for event in script.events if event[:4] in ("coll", "save")] == [
         *("collect 0", "collect 1", "collect 2", "save 2 ahead", "collect 3", "save 4"),
@@ -377,14 +377,27 @@ def test_a_checkpoint_between_steps_holds_the_batch_that_was_sampled_ahead(
     ahead, last = script.saved
     assert last.open_step is None
     assert [remaining(ahead.source_before), remaining(ahead.source)] == [2, 0]
-    # A stop meanwhile: the batch that is there is kept, in one checkpoint.
-    script = Script(stop="log 1")
+
+
+@pytest.mark.parametrize("stop", ["log 1", "log 2"])
+def test_a_stop_keeps_the_batch_that_was_sampled_ahead(
+    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    """In one checkpoint, with the tokens that were discarded; but not before an evaluation."""
+    script = Script(stop=stop)
     run = make_run(script)
-    run.state.samples_ahead = True
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
     monkeypatch.setattr(run.generation, "has_batch", lambda step: True)
+    monkeypatch.setattr(run.generation, "discard_ahead", lambda: 7)
     monkeypatch.setattr(run.attempt, "patience", lambda _: lambda elapsed_s: False)
     train(run)
-    assert script.events[-4:] == ["collect 2", "sleep", "save 2 ahead", "stopped"]
+    (*_, state) = script.saved
+    if stop == "log 2":  # an evaluation is due
+        assert script.events[-3:] == ["log 2", "save 3", "stopped"]
+        assert state.num_given_back == 7
+        return
+    assert script.events[-5:] == ["log 1", "collect 2", "sleep", "save 2 ahead", "stopped"]
+    assert state.open_step.metrics["rollout/given_back_tokens"] == 7
 
 
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
@@ -464,7 +477,7 @@ def test_a_batch_is_not_waited_for_where_the_time_is_up(
     """That of a checkpoint, sampled ahead: the job would end meanwhile."""
     script = Script(stop="log 1")
     run = make_run(script)
-    run.state.samples_ahead = True
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
     train(run)
     assert script.events[-3:] == ["log 1", "save 2", "stopped"]
 

@@ -91,8 +91,8 @@ class _Trained:
         state = point.state()
         checkpoint.begin_branch(point, config, make_attempt(folder / "other"))
         found = checkpoint.load_latest("other", policy=self.policy, config=config)
-        assert found is not None and stored(found) == stored(state)
-        return self._state(found)
+        assert found is not None and (found.step, found.source) == (state.step, state.source)
+        return self._state(state)  # the window is that of another objective after a change of it
 
     def start(self, folder: Path) -> dict[str, Any]:
         """As a run whose `model.megatron_dir` it is."""

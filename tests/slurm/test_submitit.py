@@ -266,7 +266,7 @@ def test_an_array_that_slurm_refuses_does_not_hide_those_before(
     more = "[[runs]]\nrun.seed = 7\nresources.partition = 'nowhere'\n"
     study = write_study(tmp_path, num_runs=1, num_steps=2, tasks=1, more=more)
     output = done(submit(str(study)), exit_code=1)
-    assert re.search(r"\b1 of 2 arrays\b", output)
+    assert re.search(r"\barray 2 of 2\b", output)
     assert "seed_7-nowhere" in output
     assert re.search("invalid partition", output)
     (job,) = jobs_of(tmp_path / "runs" / "seed_0")
@@ -282,7 +282,7 @@ def test_what_is_under_way_is_not_submitted_again(
     until_step(tmp_path / "runs" / "seed_0", 3)
     write_study(tmp_path, num_runs=2, num_steps=20, tasks=1)
     output = done(submit(str(study)))
-    assert re.search(r"\b1 runs\b.*\brunning\b", output)
+    assert re.search(r"\b1 of 2 runs\b.*\brunning\b", output)
     jobs = [jobs_of(tmp_path / "runs" / f"seed_{seed}") for seed in range(2)]
     assert [len(one) for one in jobs] == [1, 1]
     hold.unlink()

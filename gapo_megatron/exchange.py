@@ -205,6 +205,7 @@ def deal(
     received = receive(columns, holder, mine, channel=channel, tag=tag)
     posted.wait()
     own = [i for i in mine if holder[i] == channel.rank]
+    # A sequence without elements in a column (a mask, mostly) need not be held in it.
     return {
         name: {i: held[i] for i in own if columns[name].lengths[i] or i in held} | received[name]
         for name, held in arrays.items()

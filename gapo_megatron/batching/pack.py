@@ -16,14 +16,6 @@ from gapo_megatron.types import Microbatch
 NO_SEQUENCES = Rollouts.of([], [])
 
 
-def sequence_lengths(batch: Rollouts) -> torch.Tensor:
-    """Tokens fed to the model per sequence, [B] int64: prompt + response - 1.
-
-    The last response token is predicted, never read: it needs no forward pass.
-    """
-    return batch.num_fed_tokens
-
-
 def unpack(
     batch: Rollouts,
     microbatches: Sequence[Sequence[int]],

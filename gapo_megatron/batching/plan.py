@@ -36,7 +36,7 @@ def plan(
     same number of micro-batches, the smallest found that keeps within the budget, and at least one.
 
     Args:
-        lengths: [B] int64 tokens fed to the model per sequence (`sequence_lengths`).
+        lengths: [B] int64 tokens fed to the model per sequence (`Rollouts.num_fed_tokens`).
         advantages: [B].
         num_minibatches: optimizer steps; divides B.
         max_tokens_per_microbatch: token budget of one micro-batch, before alignment.

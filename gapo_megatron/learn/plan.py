@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.batching import plan
 from gapo_megatron.config import VERIFIED_SEQUENCES, BatchConfig
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Plan
@@ -32,7 +32,7 @@ def plan_step(
         ConfigError: as `batching.plan`.
     """
     steps = plan(
-        sequence_lengths(batch),
+        batch.num_fed_tokens,
         batch.advantages,
         num_response_tokens=batch.num_sampled_tokens,
         valid=batch.valid,
@@ -103,7 +103,7 @@ def plan_scoring(
         ConfigError: a sequence exceeds the budget (named).
     """
     (packing,) = plan(
-        sequence_lengths(rollouts),
+        rollouts.num_fed_tokens,
         torch.zeros(len(rollouts), dtype=torch.float64),
         valid=chosen,
         num_minibatches=1,

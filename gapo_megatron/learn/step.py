@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import metrics, rounding
@@ -104,7 +103,7 @@ def learn(
             for one in plan.minibatches
         ]
         reference = _score(policy, packed, config, progress)
-    lengths = sequence_lengths(batch).numpy()
+    lengths = batch.num_fed_tokens.numpy()
     has_bounds = config.objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
         if i and must_stop():

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapo_megatron.batching import pack, sequence_lengths, unpack
+from gapo_megatron.batching import pack, unpack
 from gapo_megatron.errors import DataError
 from gapo_megatron.rollouts import Batch, Rollouts
 from tests.batches import readable
@@ -63,7 +63,7 @@ def test_every_row_predicts_its_label(pairs, align, data):
     assert row == len(packed.labels) == len(packed.row_index) == len(packed.sequence_ids)
 
     num_real = bounds[len(chosen)]
-    assert num_real == int(sequence_lengths(batch)[list(chosen)].sum())
+    assert num_real == int(batch.num_fed_tokens[list(chosen)].sum())
     assert len(tokens) % align == 0
     assert len(tokens) - num_real < align or (not chosen and len(tokens) == align)
     if len(tokens) > num_real:

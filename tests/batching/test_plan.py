@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapo_megatron.batching import pack, plan, sequence_lengths
+from gapo_megatron.batching import pack, plan
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.rollouts import Batch, Rollouts
@@ -283,7 +283,7 @@ def test_any_plan_gives_the_same_loss_and_gradient(pairs, seed, ranks, budget, n
         "valid": batch.valid,
         "num_minibatches": 1,
     }
-    lengths = sequence_lengths(batch)
+    lengths = batch.num_fed_tokens
     whole = plan(
         lengths,
         batch.advantages,

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.checkpoint.save import write_state
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.hf.torch_dist import MegatronFolder
@@ -65,7 +64,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 # Four tensor parallel ranks need four groups of heads. The other kind of output layer, too.
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4}
 BATCH = make_batch(3, vocab_size=VOCAB_SIZE)
-NUM_TOKENS = int(sequence_lengths(BATCH).sum())
+NUM_TOKENS = int(BATCH.num_fed_tokens.sum())
 
 
 def models_of(layout: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +216,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             return {"loss/policy": 0.25}
 
         def save(run_dir: object, state: State, **_: object) -> None:
-            script.saved.append(state)
+            script.saved.append(copy.deepcopy(state))  # later changes are not on disk
             kind = " ahead" if state.is_ahead else " open" if state.open_step else ""
             script.did(f"save {state.step}{kind}")
 
@@ -501,6 +502,33 @@ def test_a_finished_run_says_so_and_builds_nothing(
             program.train(make_config(tmp_path))
         assert agreed == [answer] and script.events.pop() == "finished"
         assert f"all {NUM_STEPS} steps are done" in caplog.text
+
+
+def test_open_groups_of_a_checkpoint_are_held_by_generation_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All their tokens are on every rank: kept in the state they would take memory to the end."""
+    opened, resumed = [group(PROBLEMS[0])], list[Any]()
+    attempt = cast(Any, ScriptedAttempt(Script()))
+    attempt.stage_seconds = dict
+    world = SimpleNamespace(bridge=None, rank=0, gloo_group=None, device=torch.device("cpu"))
+    for name, value in {
+        "check_inputs": SimpleNamespace(source=None),
+        "join": (world, attempt),
+        "is_finished_everywhere": False,
+        "begin_branch": None,
+        "start_pool": None,
+        "build_policy": None,
+        "resume": State(step=1, open_groups=opened),
+        "start_generation": SimpleNamespace(resume=resumed.extend),
+        "sizes": {},
+    }.items():
+        monkeypatch.setattr(start, name, lambda *_, value=value, **__: value)
+    writer = SimpleNamespace(log_startup=lambda *_, **__: None)
+    monkeypatch.setattr(module, "MetricsWriter", lambda *_, **__: writer)
+    run = Run.start(make_config(tmp_path))
+    assert isinstance(run, Run) and resumed == opened
+    assert not run.state.open_groups
 
 
 def test_two_sides_hear_of_each_other_from_their_meeting_on(

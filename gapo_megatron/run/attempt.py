@@ -2,7 +2,7 @@
 
 A launcher (slurm/launch.sh) gives every start a folder on the shared disk and names it in the
 environment; docs/slurm.md lists its files. Without a launcher there is no folder: OWNER still
-guards the run, and SIGTERM and SIGINT, which a launcher keeps for itself, stop it too.
+guards the run, and SIGTERM and SIGINT, which a launcher handles itself, stop it too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""They stop a run without a launcher; the second one shows the stacks and ends it at once."""
+"""Signals that stop a run without a launcher; the second prints the stacks and exits at once."""
 STAGE_SECONDS_NAME = "stage_seconds.json"
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 60.0
@@ -48,9 +48,9 @@ class Attempt:
     Attributes:
         name: unique among the starts of a run: `<job id>.<restart>` under Slurm.
         run_dir: the run's output folder.
-        folder: where launcher and ranks talk; None without a launcher.
-        on_alive: called whenever this rank says that it makes progress.
-        leads: whether this rank writes for all: it owns the run folder, and decides when to stop.
+        folder: shared by launcher and ranks; None without a launcher.
+        on_alive: called whenever this rank reports progress.
+        leads: whether this rank owns the run folder, writes to it and decides when to stop.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Attempt:
         self._asked = ""
         self._has_worked = False
         self._next_look = 0.0
-        # The watch ends a wait, and shows where, before this group's own limit would.
+        # The watch ends a stuck wait with its stacks, before this group's own timeout would.
         self._group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=hang_timeout_s + _GRACE_S)
         )
@@ -92,14 +92,14 @@ class Attempt:
     ) -> Self:
         """Read the launcher's environment, take or check ownership, watch for signals and hangs.
 
-        SIGQUIT shows the stacks of all threads, and the run goes on.
+        SIGQUIT prints the stacks of all threads and does not stop the run.
 
         Args:
             run_dir: the run's output folder; exists, shared by all ranks.
             hang_timeout_s: longest time between two calls of `alive` before this process prints
                 the stacks of its threads and ends with exit code 1.
-            stop_margin_s: time kept free before the end of the job, and the longest that work under
-                way may go on after a request to stop.
+            stop_margin_s: time kept free before the end of the job, and the longest time that
+                unfinished work may still take after a request to stop.
             may_lead: whether rank 0 leads. False on ranks that only generate: the training side
                 owns the run folder.
 
@@ -127,7 +127,7 @@ class Attempt:
         for number in STOP_SIGNALS:
             signal.signal(number, attempt._on_signal)
         if attempt.folder is not None:
-            # A rank that its launcher ends, because another one failed, shows where it was.
+            # A rank that its launcher ends because another rank failed prints its stacks.
             faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
         else:
             attempt._watch_end_signals()
@@ -138,16 +138,16 @@ class Attempt:
         return attempt
 
     def alive(self) -> None:
-        """Say that this rank makes progress; the time to a hang counts from here."""
+        """Report progress of this rank; `hang_timeout_s` counts from here."""
         self.restart_watch()
         self.on_alive()
 
     def restart_watch(self) -> None:
-        """Let the time to a hang count from here: this rank waits, for ranks that make progress."""
+        """Count `hang_timeout_s` from here: this rank waits for ranks that make progress."""
         end_after(self._hang_timeout_s)
 
     def agree(self, value: bool) -> bool:
-        """Rank 0's value: files of a shared disk may look different to the others.
+        """Return rank 0's value: a shared disk may look different on other nodes.
 
         Collectives: a broadcast over all ranks.
         """
@@ -156,7 +156,7 @@ class Attempt:
         return values[0]
 
     def enter(self, stage: str) -> None:
-        """Begin a stage: say `alive`; rank 0 also writes its name into the attempt's folder."""
+        """Begin a stage: call `alive`; rank 0 also writes its name into the attempt's folder."""
         self.alive()
         if self.folder is not None and self.leads:
             with naming(self.folder / "stage"):
@@ -165,18 +165,18 @@ class Attempt:
     def stop_asked(self) -> bool:
         """Whether this rank has seen a request to stop. No collective; a `stat` a second at most.
 
-        Also says `alive`: what polls this in a loop makes progress.
+        Also calls `alive`: a loop that polls this makes progress.
         """
         self.alive()
         now = time.monotonic()
         if not self._asked and self.folder is not None and now >= self._next_look:
             self._next_look = now + _LOOK_EVERY_S
             if (self.folder / "stop").exists():
-                self._asked = "the launcher asks for it"
+                self._asked = "the launcher asked for it"
         return bool(self._asked)
 
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
-        """When to abort work that cannot be saved half done: a function of its elapsed seconds.
+        """Return when to abort work that cannot be saved half done, given its elapsed seconds.
 
         Once a stop is asked for: abort if redoing the work is cheaper than finishing it, or if
         finishing does not fit into the stop margin.
@@ -196,18 +196,18 @@ class Attempt:
     def must_stop(self, needed: Expectation) -> bool:
         """Whether to save and end now, decided by rank 0 for all.
 
-        True when a stop was asked for, and when the job's time limit leaves less than what is
-        needed at the longest, plus the margin. The first call lets a part begin that may just fit.
+        True when a stop was asked for, and when the job's time limit leaves less than the longest
+        expected time plus the margin. Before any work, the shortest expected time counts.
 
         Args:
-            needed: time until the next call and for the save after it; rank 0's counts.
+            needed: time until the next call, plus the save after it; rank 0's value is used.
 
         Collectives: a broadcast over all ranks.
 
         Raises:
             FencedError: on rank 0, when a newer attempt has taken the run.
-            ConfigError: on rank 0, when the time limit is too short from the start: stopping and
-                the restarts would never end.
+            ConfigError: on rank 0, when the time limit is too short for any work: the job would
+                restart forever.
         """
         self.alive()
         reasons = [""]
@@ -220,14 +220,14 @@ class Attempt:
         return bool(reasons[0])
 
     def keep_stage_seconds(self, recent: Mapping[str, list[float]]) -> None:
-        """Keep what stages take for the next attempt, whose first ones are not measured yet."""
+        """Save the times of stages for the next attempt, which has not measured any yet."""
         if self.leads:
             write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
 
     def stage_seconds(self) -> dict[str, list[float]]:
-        """Stage times that `keep_stage_seconds` kept last; empty in a new run.
+        """Stage times that `keep_stage_seconds` saved last; empty in a new run.
 
-        They are advice: damaged, they are measured anew.
+        A damaged file is ignored with a warning: the times are measured again.
         """
         path = self.run_dir / STAGE_SECONDS_NAME
         try:
@@ -235,18 +235,18 @@ class Attempt:
         except FileNotFoundError:
             return {}
         except ConfigError as error:
-            logger.warning("%s; stages are measured anew", error)
+            logger.warning("%s; stage times are measured again", error)
             return {}
         if not _are_stage_seconds(recent):
-            logger.warning("%s has no seconds by stage; stages are measured anew", path)
+            logger.warning("%s has no seconds by stage; stage times are measured again", path)
             return {}
         return dict(recent)
 
     def require_ownership(self) -> None:
         """Raise FencedError if a newer attempt has taken the run folder. No collective.
 
-        Slurm cannot reach the processes of a node that lost its network: they live on while the job
-        runs elsewhere, and must not write.
+        Slurm cannot end the processes of a node that lost its network: they keep running while the
+        job restarts elsewhere, and must not write.
 
         Raises:
             FencedError: names the owner.
@@ -261,26 +261,26 @@ class Attempt:
         if owner != self.name:
             raise FencedError(
                 f"{self.run_dir} belongs to attempt {owner or '(none: OWNER is gone)'}; this is "
-                f"attempt {self.name}, which writes nothing more"
+                f"attempt {self.name}, which stops writing"
             )
 
     def end(self, outcome: Literal["finished", "stopped"]) -> None:
         """Tell the launcher that the program ends as it should. Call it last, on every rank.
 
-        What is left is to take libraries and their threads down. Should that hang, the process ends
-        after a minute all the same; the outcome stands.
+        Only libraries and their threads are left to shut down. If that hangs, the process exits
+        after a minute; the outcome stays as written.
 
-        Collectives: a barrier over all ranks: rank 0 keeps the store through which the others may
-        still be building a group, and any rank may owe them a message.
+        Collectives: a barrier over all ranks: rank 0 hosts the store through which others may
+        still be building a group, and any rank may have messages left to send.
         """
-        self.alive()  # rank 0 may still be writing what the others need not wait for
+        self.alive()  # rank 0 may still be writing files that the others do not wait for
         dist.barrier(group=self._group)
         end_after(_GRACE_S)
         if not self.leads:
             return
         if outcome == "stopped":
             reason = self._asked or "another rank was asked to"
-            logger.info("stopped (%s); start again to go on", reason)
+            logger.info("stopped (%s); start the run again to continue it", reason)
         if self.folder is not None:
             write_atomically(self.folder / "outcome", outcome)
 
@@ -294,8 +294,9 @@ class Attempt:
         if left_s >= needed_s + self._stop_margin_s:
             return ""
         reason = (
-            f"the job ends in {left_s:.0f} s; the next part and a save took {needed_s:.0f} s "
-            f"lately ({STAGE_SECONDS_NAME}), and run.stop_margin_s is {self._stop_margin_s:g}"
+            f"the job ends in {left_s:.0f} s, but the next stage and a save recently took "
+            f"{needed_s:.0f} s ({STAGE_SECONDS_NAME}) and run.stop_margin_s is "
+            f"{self._stop_margin_s:g} s"
         )
         if not self._has_worked:
             raise ConfigError(f"the job's time limit is too short for any work: {reason}")
@@ -306,7 +307,7 @@ class Attempt:
 
     def _on_end_signal(self, number: int, frame: Any) -> None:
         self._on_signal(number, frame)
-        # From here on no thread of Python's is needed to end this process.
+        # The next signal ends this process by the system's default, without a Python thread.
         for one in END_SIGNALS:
             signal.signal(one, signal.SIG_DFL)
             faulthandler.register(one, file=stderr(), all_threads=True, chain=True)
@@ -314,8 +315,8 @@ class Attempt:
     def _watch_end_signals(self) -> None:
         """Obey the first and the second end signal, also while the main thread is in a C call.
 
-        Python's handlers run in the main thread alone, between two of its own instructions: not
-        while it is in a collective or waits for the store. So a thread hears of signals too.
+        Python runs signal handlers only in the main thread, between two bytecode instructions: not
+        during a collective or a wait for the store. So a second thread reads signals from a pipe.
         """
         heard, told = os.pipe()
         os.set_blocking(told, False)
@@ -330,18 +331,18 @@ class Attempt:
 
 
 def _hear_end_signals(heard: int) -> None:
-    """Announce the first end signal, end this process at the second one; never returns.
+    """Announce the first end signal and exit at the second; never returns.
 
     Args:
-        heard: where the number of each signal arrives, as a byte.
+        heard: file descriptor on which the number of each signal arrives, as a byte.
     """
     is_first = True
     while True:
         number = os.read(heard, 1)[0]
         if number not in END_SIGNALS:
             continue
-        rule = "saves and ends; a second one ends at once" if is_first else "ends at once"
-        with contextlib.suppress(OSError):  # it is not read any more
+        rule = "saves and exits; a second one exits at once" if is_first else "exits at once"
+        with contextlib.suppress(OSError):  # nothing reads stderr any more
             os.write(2, f"{signal.Signals(number).name}: {rule}\n".encode())
         # torchrun sends one SIGTERM when another rank has failed, then SIGKILL: no stacks there.
         if not is_first or (number == signal.SIGTERM and processes.is_under_torchrun()):

@@ -1,7 +1,7 @@
 """The bridge between the ranks that train and the ranks that only generate.
 
-Each side has a default process group of its own, and knows nothing of the other's ranks but by what
-is here. Nothing here decides anything: who orders what is in the two sides' own files.
+Each side has its own default process group and reaches the other side's ranks only through this
+file. The bridge only transports; `generation_ranks.py` and `generation_side.py` decide.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from gapo_megatron.run.presence import Presence
 T = TypeVar("T")
 
 _BEAT_EVERY_S = 0.1
-"""Beats in between are not posted."""
+"""Shortest time between two beats that are posted."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.25
-"""Pauses of a wait: a twentieth of what it has taken, within these; longer ones of many ranks."""
+"""Bounds of the polling interval: a twentieth of the time waited, longer with many ranks."""
 
 
 class Bridge:
     """One rank's end of the bridge.
 
-    The job's ranks are numbered through: trainers 0 to T - 1, then the G that generate.
+    Job ranks 0 to T - 1 train; the G ranks after them only generate.
 
-    Three ways lead over it: a mailbox in the store through which all ranks met, for orders and
-    answers; `messages`, for tokens from rank to rank; and a route from trainer 0 to all ranks that
+    It has three channels: a mailbox in the job's rendezvous store, for orders and answers;
+    `messages`, for tokens from rank to rank; and a broadcast from trainer 0 to all ranks that
     generate, for weights.
 
     **A frozen rank is noticed by the other side.** A rank's watch (`run.attempt.Attempt`) ends the
-    process unless it is restarted in time. Waiting for the other side is no progress by itself, so:
+    process unless it is restarted in time. Waiting for the other side is not progress, so:
 
     - `wait` restarts the watch only when the first rank of the other side has sent a beat since.
       That rank sends beats where it makes progress (`Attempt.alive`), never while it waits: if both
       sides wait for each other, both are silent, and their watches end them.
-    - A side's ranks are seen through its first one: it takes part in their collectives, so if one
-      of them is frozen, the first comes to a stop, and so do the beats.
-    - The mailbox is in the memory of job rank 0 (or of torchrun). If that is frozen as a whole,
-      its methods and `beat` do not return; the watch is outside Python, and ends this process.
-    - The groups' operations end by themselves after `parallel.timeout_s`; the watch is shorter.
+    - A side's first rank stands for all: it takes part in their collectives, so if one of them is
+      frozen, the first rank stops too, and so do its beats.
+    - The mailbox is in the memory of job rank 0 (or of torchrun). If that process is frozen, the
+      mailbox's methods and `beat` do not return; the watch, outside Python, ends this process.
+    - The groups' operations time out after `parallel.timeout_s`; the watch is shorter.
 
     Attributes:
         mail: the mailbox.
         num_training: ranks that train, T.
         num_generation: ranks that only generate, G.
-        is_generation: whether this rank is one of those.
+        is_generation: whether this rank only generates.
         messages: gloo group of all ranks of the job, for buffers in host memory.
     """
 
@@ -75,9 +75,9 @@ class Bridge:
             rank: this process's rank in the job.
             num_training: ranks that train.
             num_generation: ranks that only generate.
-            device: weights are on it.
+            device: where this rank holds weights.
             timeout_s: longest that an operation of the groups may wait.
-            secret: of this launch, the same on every rank; seals the messages.
+            secret: this launch's secret, the same on every rank; authenticates the messages.
 
         Collectives: creation of three groups: all ranks of the job; twice trainer 0 and all ranks
         that generate.
@@ -114,9 +114,9 @@ class Bridge:
     # --- progress ---------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Say to the other side that this one makes progress. Never waits; not while waiting.
+        """Report progress to the other side. Never waits; must not be called while waiting.
 
-        The first rank of a side is heard, on the others it does nothing.
+        Only the first rank of a side posts; on the others this does nothing.
         """
         now = time.monotonic()
         if self._is_first and now >= self._next_beat_s:
@@ -128,17 +128,17 @@ class Bridge:
         return self._beats.add(str(not self.is_generation), 0)
 
     def wait(self, find: Callable[[], T | None], *, alive: Callable[[], object]) -> T:
-        """Look again and again until there is something, while the other side makes progress.
+        """Poll `find` until it returns a value, while the other side makes progress.
 
         Args:
-            find: looks for it, by `mail.look` for instance, without restarting the watch; None: not
-                yet.
+            find: for instance `mail.look`, without restarting the watch; returns None for "not
+                yet".
             alive: `Attempt.restart_watch`, which sends no beat; called at the beginning, and
-                whenever the other side has sent one. While that is silent the watch runs on.
+                whenever the other side has sent a beat. Without beats the watch runs out.
         """
         alive()
         start_s, beats = time.monotonic(), self.beats_seen()
-        # All ranks may wait at once, and one store answers them.
+        # All ranks may wait at once, and a single store answers them.
         shortest_s = _SHORTEST_LOOK_S * max(1, (self.num_training + self.num_generation) // 8)
         while (found := find()) is None:
             waited_s = time.monotonic() - start_s
@@ -153,10 +153,10 @@ class Bridge:
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send weights to every rank that generates. On every trainer; rank 0 sends.
 
-        The receivers should be waiting for them: else this waits, at most `parallel.timeout_s`.
+        Waits for the receivers, at most `parallel.timeout_s`.
 
         Args:
-            weights: `Policy.iterate_hf_weights`, consumed to its end on every trainer.
+            weights: `Policy.iterate_hf_weights`, consumed completely on every trainer.
 
         Collectives: those of `weights`, over the trainers; on rank 0 those of `broadcast.send`.
 
@@ -172,7 +172,7 @@ class Bridge:
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that the trainers send. On every rank that generates.
 
-        To be run through to the end. Tensors may be held (`broadcast.receive`).
+        Consume it completely. Tensors may be held (`broadcast.receive`).
 
         Collectives: those of `broadcast.receive`.
 
@@ -185,22 +185,22 @@ class Bridge:
     # --- the end ---------------------------------------------------------------------------------
 
     def watch_ranks(self) -> None:
-        """End this process, with an error that names the rank, as soon as one of the job is gone.
+        """End this process, naming the rank in an error, once another rank of the job is gone.
 
-        Not where a launcher ends the ranks: they would end before it has their stacks. On every
-        rank or on none; no collective.
+        Not under a launcher that ends the ranks itself: they would exit before it has their
+        stacks. Call it on every rank or on none; no collective.
         """
         self._presence = Presence(self.messages, num_training=self.num_training)
 
     def close(self) -> None:
-        """Leave when nothing is under way any more. Call it last, on every rank of both sides.
+        """Leave the bridge once no message is pending. Call it last, on every rank of both sides.
 
-        Job rank 0 keeps the store: no rank leaves before all are here. Only `beat` may still be
+        Job rank 0 hosts the store: no rank leaves before all are here. Only `beat` may still be
         called, and does nothing.
 
         Collectives: a barrier over all ranks of the job.
         """
-        self._is_first = False  # no beats: behind the barrier rank 0 may take the mailbox with it
+        self._is_first = False  # no beats: after the barrier rank 0 may exit, with the mailbox
         self.messages.barrier()
         if self._presence is not None:
             self._presence.leave()

@@ -26,7 +26,7 @@ from gapo_megatron.types import Episode, Prompt
 
 @dataclass
 class Colocated:
-    """A `Generation` whose engine is in this process; the rollouter draws, samples and judges."""
+    """A `Generation` with its engine in this process; the rollouter draws, samples and judges."""
 
     config: Config
     engine: Engine
@@ -42,12 +42,12 @@ class Colocated:
 
     @property
     def source_state(self) -> Mapping[str, Any]:
-        """Data position, also of a batch that was aborted."""
+        """Data position, aborted batches included."""
         return self.source.state_dict()
 
     @property
     def stages(self) -> Sequence[str]:
-        """Rollouts and their judgement, as often as dynamic sampling may ask for them."""
+        """Sampling and judging, as often as dynamic sampling may repeat them."""
         num_rounds = 1 + self.config.batch.dynamic_sampling_rounds
         return [*["rollout", "reward"] * num_rounds, "carry"]
 
@@ -104,7 +104,7 @@ class Colocated:
         return self.rollouter.gather_open_groups()
 
     def sample_ahead(self) -> None:
-        """Nothing: the engine's memory is the policy's while it learns."""
+        """Do nothing: the policy uses the engine's memory while it learns."""
 
     def has_batch(self, step: int) -> bool:
         """Nothing is sampled ahead."""
@@ -119,5 +119,5 @@ class Colocated:
         self.engine.sleep()
 
     def close(self) -> None:
-        """End the workers that judge."""
+        """End the verifier workers."""
         self.pool.close()

@@ -1,4 +1,4 @@
-"""Checks of a run that need no torch: they take a blink, before seconds of imports."""
+"""Checks of a run that need no torch: they fail at once, before seconds of imports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gapo_megatron.run.restart import adopt_export, check_not_lost
 
 
 def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
-    """Refuse what can be checked without torch; `Run.start` checks the rest.
+    """Refuse a run whose errors show without torch; `Run.start` checks the rest.
 
     Raises:
-        ConfigError: names what cannot be used, is gone, or does not fit the model.
+        ConfigError: names the setting or file that is missing, unusable or does not fit the model.
     """
     check_paths(config)
     check_writable(config.run.output_dir, is_first=is_first())
@@ -37,11 +37,11 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
 
 
 def _check_export(config: Config) -> None:
-    """Refuse a run whose exported model would replace anything but the run's last one."""
+    """Refuse a run whose exported model would replace anything but its own earlier export."""
     run_dir = Path(config.run.output_dir)
     export = run_dir / "hf"
     adopt_export(run_dir)
-    # A version that did not mark it made it, if the run was finished.
+    # An unmarked export of a finished run is from an older version of this package.
     is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
     check_replaceable(
         export, field="run.output_dir/hf", inputs=input_paths(config), is_ours=is_ours

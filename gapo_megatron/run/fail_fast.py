@@ -1,4 +1,4 @@
-"""The outermost frame of a program: what an error becomes. The standard library alone."""
+"""Outermost frame of a program: errors become messages and exit codes. Standard library only."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from gapo_megatron.run import processes
 logger = logging.getLogger(__name__)
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-# What may be otherwise in a moment, or on another node.
+# Errors that a retry, or another node, may not have.
 _PASSING = (
     *(*_DISK, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ENOTCONN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 )
-# What torch's store, gloo and NCCL say when the process at the other end has ended.
+# Messages of torch's store, gloo and NCCL when the process at the other end has exited.
 _LOST = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset|refused)|connectfullmesh|broken pipe"
     r"|remote process exited",
     re.IGNORECASE,
 )
 WATCH_THREAD = "presence"
-"""Name of the thread that knows which rank is gone, and ends this process (`run/presence.py`)."""
+"""Name of the thread that learns which rank is gone and ends this process (`run/presence.py`)."""
 _NAMED_WITHIN_S = 2.0
-"""So long a rank that has lost another one waits for that thread."""
+"""How long a rank that lost a peer waits for that thread to name it."""
 _MAX_FRAMES = 6
 _MAX_QUOTED = 160
 
@@ -49,22 +49,21 @@ _MAX_QUOTED = 160
 def fail_fast() -> Iterator[None]:
     """Wrap a program's `main`: an error ends this process at once, without any collective.
 
-    Peers may be waiting in a collective this rank will never join; tearing the process group down
-    would hang here too. The launcher sees the exit code and ends the peers.
+    Peers may be waiting in a collective that this rank will never join; destroying the process
+    group would hang here too. The launcher sees the exit code and ends the peers.
 
-    Exit codes: 2 for what another attempt would meet again (a ConfigError, DataError or
-    ConversionError, unless a disk that is full or fails led to it), 3 for a FencedError, 1 for any
-    other error, 130 for Ctrl-C. Errors a user can act on print one message, and so do a disk that
-    is full or fails at a file, and the loss of a peer; anything else prints its traceback. The
-    launcher finds the error in the attempt's folder, where the earliest of all ranks explains the
-    others.
+    Exit codes: 2 for errors that a restart would repeat (a ConfigError, DataError or
+    ConversionError, unless a full or failing disk caused it), 3 for a FencedError, 1 for any other
+    error, 130 for Ctrl-C. Errors a user can act on, a full or failing disk and the loss of a peer
+    print one message; anything else prints its traceback. The error is also written to the
+    attempt's folder, where the launcher takes the earliest of all ranks as the cause.
     """
     try:
         with naming_transformer_engine():
             yield
     except SystemExit:
         raise
-    except BaseException as error:  # the boundary of the program: nothing is above this frame
+    except BaseException as error:  # the outermost frame of the program
         if _is_lost_peer(error) and any(one.name == WATCH_THREAD for one in threading.enumerate()):
             time.sleep(_NAMED_WITHIN_S)
         exit_code = _exit_code(error)
@@ -79,7 +78,7 @@ def fail_fast() -> Iterator[None]:
 
 
 def end_after(timeout_s: float) -> None:
-    """End this process, its stacks shown, unless this is called again in time.
+    """End this process, with its stacks printed, unless this is called again in time.
 
     The watch runs outside Python: it also ends a process that is stuck in a C call.
     """
@@ -87,7 +86,7 @@ def end_after(timeout_s: float) -> None:
 
 
 def stderr() -> TextIO:
-    """The process's own, whatever `sys.stderr` is now: faulthandler needs a file descriptor."""
+    """The process's own stderr: faulthandler needs a file descriptor; `sys.stderr` may lack it."""
     assert sys.__stderr__ is not None
     return sys.__stderr__
 
@@ -102,7 +101,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _is_passing(error: BaseException | None) -> bool:
-    """Whether the machine's state led to an error; one raised `from None` has its context too."""
+    """Whether a state of the machine caused an error; also reads the context of `from None`."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _PASSING:
             return True
@@ -112,7 +111,7 @@ def _is_passing(error: BaseException | None) -> bool:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether an error of a collective, or of the store, says that the other end is gone."""
-    # Neither an error of this package nor of Python's own sockets, to anywhere.
+    # Excludes errors of this package and of Python's own sockets.
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, GapoError)
     return is_torchs and bool(_LOST.search(str(error)))
 
@@ -127,7 +126,7 @@ def _message(error: BaseException, where: str) -> str:
     if _is_lost_peer(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_MAX_QUOTED]
         return (
-            f"error{where}: lost the connection to another rank: it has ended, and its own output "
+            f"error{where}: lost the connection to another rank, which has exited; its own output "
             f"says why, unless it was killed ({said}; in {_innermost_frames(error)})"
         )
     return f"uncaught error{where}:\n{traceback.format_exc().rstrip()}"
@@ -140,9 +139,9 @@ def _innermost_frames(error: BaseException) -> str:
 
 
 def _record_failure(error: BaseException, *, exit_code: int, trace: str) -> None:
-    """Leave what went wrong in the attempt's folder, where the launcher looks for the first one.
+    """Write the error to the attempt's folder, where the launcher looks for the earliest.
 
-    Does nothing without a launcher. A disk that takes nothing more must not hide the error itself.
+    Does nothing without a launcher. A full disk must not hide the error itself.
     """
     folder = processes.attempt_folder()
     if folder is None:

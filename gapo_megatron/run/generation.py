@@ -1,6 +1,6 @@
-"""Interface of generation: on the trainer's own ranks in turns, or on ranks that only generate.
+"""Interface of generation: colocated with the trainer, or on ranks that only generate.
 
-`run/colocated.py` is the first, `run/generation_ranks.py` the second; the loop does not know which.
+`run/colocated.py` is the first, `run/generation_ranks.py` the second; the loop serves both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Generation(Protocol):
     """Generation as the loop sees it. Every method is collective over the trainer's ranks.
 
     One step calls `collect`, `carry`, `bring_tokens`, `sync` and `sample_ahead`, in this order;
-    `evaluate` comes between steps. Long work counts into the run's stopwatch, and a stop may abort
+    `evaluate` comes between steps. Long work is timed by the run's stopwatch, and a stop may abort
     it.
     """
 
@@ -29,11 +29,11 @@ class Generation(Protocol):
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether the next batch may be there before the weights have moved."""
+        """Whether the next batch may be sampled before the weights are updated."""
 
     @property
     def stages(self) -> Sequence[str]:
-        """Stages of the stopwatch that `collect` and `carry` take."""
+        """Stages of the stopwatch that `collect` and `carry` run."""
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Metrics of the held-out problems at the weights of `step`; None: aborted by a stop."""
@@ -41,17 +41,17 @@ class Generation(Protocol):
     def collect(self, step: int) -> Rollouts | None:
         """The judged rollouts of `step`; None: aborted by a stop, and the prompts are drawn again.
 
-        The trainer has its memory afterwards.
+        Afterwards the device memory is the trainer's.
         """
 
     def carry(self, step: int) -> None:
-        """Keep the old log-probs of what was sampled and is still open (`learn.carry`)."""
+        """Keep old log-probs of responses that are still unfinished (`learn.carry`)."""
 
     def bring_tokens(self, batch: Batch) -> Batch:
-        """Bring this rank's share of the tokens of the planned batch that was collected last."""
+        """Fetch this rank's share of the tokens of the planned batch that was collected last."""
 
     def sync(self, probe: Rollouts, *, policy_version: int) -> WeightCheck | None:
-        """Send the policy's weights to the engines, proved by log-probs; None: not due yet.
+        """Send the policy's weights to the engines and verify log-probs; None: not due yet.
 
         Raises:
             WeightSyncError: an engine does not compute what the policy computes.
@@ -64,19 +64,19 @@ class Generation(Protocol):
         """Groups with unfinished responses, for a checkpoint: with all tokens, on rank 0 alone."""
 
     def sample_ahead(self) -> None:
-        """Order the next batches, where `rollout.max_staleness` allows it. Never waits."""
+        """Order the next batches if `rollout.max_staleness` allows it. Never waits."""
 
     def has_batch(self, step: int) -> bool:
-        """Whether the batch of `step` is there, sampled ahead: `collect` does not wait for it."""
+        """Whether the batch of `step` was sampled ahead: `collect` does not wait for it."""
 
     def discard_ahead(self) -> int:
-        """Abort what is sampled ahead, for a stop; returns the number of discarded tokens."""
+        """Abort batches being sampled ahead, for a stop; returns the number of discarded tokens."""
 
     def leave_memory(self) -> None:
-        """Leave the devices' memory to the policy. Nothing happens where it has it already."""
+        """Release the engine's device memory to the policy, if the engine still holds any."""
 
     def close(self) -> None:
-        """End what runs beside this process. Called once, when nothing is left to do."""
+        """End worker processes and the generation side. Called once, at the end."""
 
 
 def evaluation_path(config: Config, step: int) -> Path:

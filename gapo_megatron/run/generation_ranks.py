@@ -1,8 +1,8 @@
-"""The trainer's end of a run whose last ranks only generate: it orders and receives.
+"""Trainer end of a run whose last ranks only generate: it orders batches and receives them.
 
 `run/generation_side.py` is the other end. With `rollout.max_staleness` k = 0 a batch is ordered
 once its weights have been sent: generation and training alternate. With k >= 1 weights are sent
-after every k-th step, and then every batch up to k steps ahead is ordered: it is sampled meanwhile.
+after every k-th step, then every batch up to k steps ahead is ordered and sampled during training.
 Which weights sample which batch depends on k alone, never on timing: runs are reproducible.
 """
 
@@ -48,9 +48,9 @@ class GenerationRanks:
     gloo_group: dist.ProcessGroup
     """All ranks of the trainer."""
     source_state: Mapping[str, Any]
-    """Place in the data of the next batch that was not collected yet; see `Generation`."""
+    """Data position of the next batch that is not collected yet; see `Generation`."""
     next_step: int
-    """First step whose batch is not ordered yet, nor there already."""
+    """First step whose batch is neither ordered nor collected yet."""
     stages: Sequence[str] = ("wait",)
     version: int = -1
     """Version of the weights that were sent last."""
@@ -58,16 +58,16 @@ class GenerationRanks:
     _samples: dict[int, int] = field(default_factory=dict)
     """Number of the order of each batch that is not collected yet, by step."""
     _num_synced: int = 0
-    """Orders up to the last one of weights: all of them have been executed."""
+    """Number of the last order of weights: all orders up to it have been executed."""
     _num_erased: int = 0
-    """Orders whose messages are no longer there."""
+    """Orders whose messages have been erased."""
     _num_given_back: int = 0
-    """Tokens of batches that were aborted."""
+    """Number of tokens of aborted batches."""
     _collected: int = -1
     """Number of the order of the batch that was collected last."""
 
     def __post_init__(self) -> None:
-        """Tell the generation side where to begin. Collective."""
+        """Send the generation side its first data position. Collective."""
         self._ranks = DataParallelRanks.gather(self.policy.groups, self.gloo_group)
         dp_ranks, scorers = self._ranks.dp_ranks, self._ranks.scorers
         begin = Order("begin", source_state=self.source_state, dp_ranks=dp_ranks, scorers=scorers)
@@ -75,7 +75,7 @@ class GenerationRanks:
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether a batch may be sampled by older weights."""
+        """Whether a batch may be sampled by older weights: `Generation.samples_ahead`."""
         return self.config.rollout.max_staleness > 0
 
     def evaluate(self, step: int) -> dict[str, float] | None:
@@ -119,14 +119,14 @@ class GenerationRanks:
                 channel=self.bridge.messages,
                 tag=self._collected,
             )
-        # The lowest wanting rank owns a sequence: a checkpoint gathers the tokens from there.
+        # A checkpoint gathers a sequence from the lowest rank that receives it.
         holder = table["holder"].copy()
         for rank in reversed(range(len(wanted))):
             holder[wanted[rank]] = rank
         return batch.changed(holder=holder).with_tokens(tokens)
 
     def sync(self, probe: Rollouts, *, policy_version: int) -> WeightCheck | None:
-        """Send the weights once the generation side has come to them: `Generation.sync`."""
+        """Send the weights once the generation side has reached their order: `Generation.sync`."""
         if not self._is_due(policy_version):
             return None
         with self.stopwatch("sync"):
@@ -157,7 +157,7 @@ class GenerationRanks:
             self.next_step = step + 1
 
     def has_batch(self, step: int) -> bool:
-        """Whether it was ordered before the weights that were sent last: `Generation.has_batch`."""
+        """Whether the batch was ordered before the last weights: `Generation.has_batch`."""
         number = self._samples.get(step, self._num_synced)
         is_there = number < self._num_synced
         return is_there and not unpack(self._wait(f"answer/{number}"))["is_aborted"]
@@ -172,7 +172,7 @@ class GenerationRanks:
         num_tokens, self._num_given_back = self._num_given_back, 0
         if num_tokens and self.attempt.leads:
             logger.info(
-                "%d tokens that were sampled ahead are discarded; their problems are drawn again",
+                "discarded %d tokens that were sampled ahead; their problems are drawn again",
                 num_tokens,
             )
         return num_tokens
@@ -195,7 +195,7 @@ class GenerationRanks:
         return version % max(every, 1) == 0 or version == last or self.next_step <= version
 
     def _order(self, order: Order) -> int:
-        """Post the next order; its number."""
+        """Post the next order; returns its number."""
         number = self._num_orders
         self._num_orders += 1
         if self.attempt.leads:
@@ -203,7 +203,7 @@ class GenerationRanks:
         return number
 
     def _wait(self, name: str) -> bytes:
-        """Wait for a message, for as long as the generation side makes progress."""
+        """Wait for a message while the generation side makes progress."""
         found = self.bridge.wait(
             lambda: self.bridge.mail.look(name), alive=self.attempt.restart_watch
         )
@@ -211,7 +211,7 @@ class GenerationRanks:
         return found
 
     def _from_first(self, *names: str) -> list[bytes]:
-        """Large messages, read and erased by trainer 0, which hands them to the others.
+        """Read and erase large messages on trainer 0 and broadcast them to all trainers.
 
         They are posted before the answer that the caller has waited for. Collective.
         """
@@ -222,11 +222,11 @@ class GenerationRanks:
         return contents
 
     def _erase(self, *, before: int) -> None:
-        """Erase what all ranks have read: the mailbox must not grow from step to step.
+        """Erase messages that all ranks have read, so that the mailbox does not grow.
 
         Args:
-            before: number of an order of weights before the last one: between the two every rank
-                of either side has come past all messages of earlier orders.
+            before: number of an order of weights that another such order has followed: every rank
+                of both sides has read all messages of earlier orders by then.
         """
         if self.attempt.leads:
             for number in range(self._num_erased, before):

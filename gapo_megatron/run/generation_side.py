@@ -1,8 +1,8 @@
 """Ranks that only generate: they execute the trainer's orders with the code that runs colocated.
 
 `run/generation_ranks.py` is the trainer's end, which decides. These ranks draw the problems that a
-colocated run would draw, sample, judge, send the tokens to the trainers that compute them, and post
-an answer.
+colocated run would draw, sample, judge, send the tokens to the trainers that need them, and post an
+answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_WEIGHTS = 1
 
 @dataclass
 class StopSignal:
-    """As `Attempt.patience`; also aborts what the trainer no longer wants."""
+    """Like `Attempt.patience`; also aborts batches that the trainer has cancelled."""
 
     attempt: Attempt
     bridge: Bridge
@@ -49,7 +49,7 @@ class StopSignal:
     _is_unwanted: bool = False
 
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
-        """Whether to abort: a function of the elapsed seconds."""
+        """Return whether to abort, as a function of the elapsed seconds."""
         should_abort = self.attempt.patience(expected)
 
         def answer(elapsed_s: float) -> bool:
@@ -57,7 +57,7 @@ class StopSignal:
             if now >= self._next_look_s:
                 self._next_look_s = now + _LOOK_EVERY_S
                 self._is_unwanted = self._is_unwanted or self.bridge.mail.look(STOP) is not None
-            # Asked first: it says that this rank is alive.
+            # In this order: `should_abort` also reports that this rank is alive.
             return should_abort(elapsed_s) or self._is_unwanted
 
         return answer
@@ -65,7 +65,7 @@ class StopSignal:
 
 @dataclass
 class GenerationSide:
-    """One rank that only generates: engine, rollouter and verifiers, and the orders they obey."""
+    """A rank that only generates: executes the trainer's orders with its engine and verifiers."""
 
     config: Config
     bridge: Bridge
@@ -78,18 +78,18 @@ class GenerationSide:
     is_first: bool
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _ranks: DataParallelRanks | None = None
-    """Which trainer computes what."""
+    """Data-parallel ranks of the trainers, by which sequences are dealt."""
     _posted: list[exchange.Posted] = field(default_factory=list)
-    """Tokens on their way to the trainers."""
+    """Pending sends of tokens to the trainers."""
 
     def __post_init__(self) -> None:
         self._patient = StopSignal(self.attempt, self.bridge)
 
     def serve(self) -> None:
-        """Execute orders until the trainer ends the run, and end with it.
+        """Execute orders until the trainer ends the run, then return.
 
-        Collectives: over this side those of what is ordered; with the trainers the broadcast of the
-        weights, and the end.
+        Collectives: over this side those of each order; with the trainers the broadcast of weights
+        and `Bridge.close`.
 
         Raises:
             WeightSyncError: the engine does not compute what the policy computes.
@@ -124,7 +124,7 @@ class GenerationSide:
             probe, log_probs = unpack_probe(self._wait(f"probe/{number}"))
             check = verify_weights(self.engine, probe, log_probs)
         if number == _FIRST_WEIGHTS:
-            self.stopwatch.lap(num_tokens=0)  # the start is over
+            self.stopwatch.lap(num_tokens=0)  # discard the time of the start
         self._post(
             f"answer/{number}",
             pack({"mean_abs_diff": check.mean_abs_diff, "max_abs_diff": check.max_abs_diff}),
@@ -144,7 +144,7 @@ class GenerationSide:
         self._post(f"answer/{number}", pack(metrics))
 
     def _sample(self, number: int, order: Order) -> None:
-        """Sample and judge a batch; all trainers get the table, and each the tokens it computes."""
+        """Sample and judge a batch; every trainer gets the table, and the tokens it computes."""
         rollouts = self.rollouter.collect(
             order.step, attempt=self._patient, stopwatch=self.stopwatch
         )
@@ -164,9 +164,9 @@ class GenerationSide:
         self._post(f"answer/{number}", pack(answer))
 
     def _send(self, rollouts: Rollouts, *, tag: int) -> bytes:
-        """Begin to send the tokens, as the trainers' own plan deals them; returns the table."""
+        """Start sending tokens by the trainers' own plan; returns the table, encoded."""
         assert self._ranks is not None
-        # In the channel this side's ranks follow the trainers.
+        # In this group the ranks of this side come after the trainers.
         holder = rollouts.table["holder"] + self.bridge.num_training
         rollouts = rollouts.changed(holder=holder)
         batch = make_batch(rollouts, self.config.objective.resolve())
@@ -188,7 +188,7 @@ class GenerationSide:
         return rollouts.table.tobytes()
 
     def _lap(self) -> dict[str, float]:
-        """Seconds of this side since the last batch, and how full its engines were."""
+        """Stage times of this side since the last batch, and the occupancy of its engines."""
         seconds = self.stopwatch.lap(num_tokens=0)
         clocks = {
             f"generation/{name.removeprefix('time/')}": value
@@ -198,7 +198,7 @@ class GenerationSide:
         return clocks | {name: value for name, value in seconds.items() if name == _IDLE}
 
     def _wait(self, name: str) -> bytes:
-        """Wait for a message, for as long as the trainer makes progress."""
+        """Wait for a message while the trainer makes progress."""
         wait, attempt = self.bridge.wait, self.attempt
         return wait(lambda: self.bridge.mail.look(name), alive=attempt.restart_watch)
 

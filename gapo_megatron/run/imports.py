@@ -1,4 +1,4 @@
-"""Faster imports: no garbage collection meanwhile. Needs only the standard library."""
+"""Faster imports, without garbage collection. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Import torch, transformers, Megatron-core and vLLM in here: it takes a fifth less time.
+    """Import torch, transformers, Megatron-core and vLLM in this block: a fifth less time.
 
-    Modules make hundreds of thousands of objects that stay. Python searches them for cyclic garbage
-    again and again, and there is none; what is there afterwards is left out of later searches, too.
+    Imports create hundreds of thousands of permanent objects. Python would scan them repeatedly for
+    cyclic garbage and find none; later collections skip them too (`gc.freeze`).
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if len(sys.modules) > num_modules:  # a second training in this process imports nothing
+        if len(sys.modules) > num_modules:  # a second run in this process imports nothing
             gc.freeze()
-            # At the end all is searched once more: what libraries have in cycles would be left, and
-            # Triton says of every object that it has leaked. A vLLM that ends does the same.
+            # Unfrozen at exit, as vLLM does: cycles inside libraries would never be collected, and
+            # Triton would report each of their objects as leaked.
             atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()

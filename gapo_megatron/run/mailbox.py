@@ -1,8 +1,8 @@
-"""Messages through the store at which all ranks of a job meet, sealed with a secret of the launch.
+"""Messages through the job's rendezvous store, authenticated with a secret of the launch.
 
 The store has no authentication: every process that reaches its port can write, change and
-remove its content. So every message carries a code over its name and its value, made with a secret
-that the ranks get from a file only their user can read. A message without such a code is ignored.
+remove its content. So every message carries an HMAC of its name and value; the key is in a file
+that only the ranks' user can read. A message without a valid code is refused.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from gapo_megatron.io.authentication import (
 from gapo_megatron.io.files import naming
 
 _ABSENT = "\0absent"
-"""No value: what a name that has none answers."""
+"""Stored value of a name that has no message."""
 _FILE_KEY = "gapo_megatron/secret"
-"""In the store: the number in the name of the secret's file."""
+"""Key in the store for the number in the secret's file name."""
 _SECRET_NAME = re.compile(r"\.mailbox_[0-9a-f]{32}")
 _MAX_STORED_BYTES = 8 * 2**20
-"""Longest value of torch's TCPStore, which closes the connection of who sends a longer one."""
+"""Longest value of torch's TCPStore; it closes a connection that sends a longer value."""
 
 
 @contextmanager
 def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[bytes]:
     """A new secret of this launch, the same on every rank; never sent over the network.
 
-    Rank 0 writes it into a file of mode 600, tells the others in the store which, and removes it
-    after the block. So the block must not end on rank 0 before all have entered theirs: it creates
-    a group of all ranks, for instance. A file that a killed rank 0 has left is removed first.
+    Rank 0 writes it to a file of mode 600, announces the file's number in the store, and removes
+    the file after the block. So the block must synchronize all ranks, for instance by creating a
+    group of them. A file left by a killed rank 0 is removed first.
 
     Args:
         store: the store that all ranks of the job use.
@@ -48,7 +48,7 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
         rank: this process's rank in the job.
 
     Raises:
-        MachineError: the file cannot be written, or is not there; names it.
+        MachineError: the file cannot be written or is missing; names it.
     """
     if rank == 0:
         number = random_number()
@@ -56,7 +56,7 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
         _remove_old_secrets(folder)
         try:
             secret = secrets.token_bytes(32)
-            # A name that no node has looked up yet: NFS remembers for a while what was absent.
+            # A new file name each time: NFS caches for a while that a name was missing.
             with naming(path), open(path, "xb", opener=_open_for_this_user) as file:
                 file.write(secret)
             store.set(_FILE_KEY, number.decode())
@@ -68,7 +68,7 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
         if not re.fullmatch(rb"[0-9a-f]{32}", number):
             raise MachineError(
                 f"{_FILE_KEY} in the store at MASTER_ADDR:MASTER_PORT ({shown(number)}) must be 32 "
-                "hexadecimal digits: rank 0 has not written it"
+                "hexadecimal digits; another process has written it"
             )
         path = _secret_path(folder, number)
         with naming(path):
@@ -77,7 +77,7 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
 
 
 def _remove_old_secrets(folder: Path) -> None:
-    """Remove what a rank 0 of this folder left when it was killed before all had met."""
+    """Remove secrets left by a rank 0 that was killed before all ranks had read them."""
     with naming(folder):
         for path in list(folder.iterdir()):
             if _SECRET_NAME.fullmatch(path.name):
@@ -93,42 +93,42 @@ def _secret_path(folder: Path, number: bytes) -> Path:
 
 
 class Mailbox:
-    """Values by name, which all ranks of a job can leave and see.
+    """Values by name, which all ranks of a job can post and read.
 
-    A name is used once in a launch: where there are many of a kind, it has a number (`order/7`).
-    So an old message put back, or one under another's name, is no message.
+    Each name is used once in a launch; repeated messages are numbered (`order/7`). So a message
+    that is replayed, or copied to another name, fails its check.
     """
 
     def __init__(self, store: dist.Store, secret: bytes) -> None:
-        """Use a `store` of the mailbox's own (a `PrefixStore`); `secret` is this launch's."""
+        """Use `store`, a `PrefixStore` for this mailbox only, and this launch's `secret`."""
         self._store = store
         self._secret = secret
 
     def post(self, name: str, value: bytes) -> None:
-        """Leave a value under a name that has had none; it is in the store when this returns.
+        """Post a value under a new name; it is in the store when this returns.
 
         Raises:
-            ConfigError: the value, with its code, is longer than the store takes.
+            ConfigError: value and code are longer than the store allows.
         """
         sealed = seal_message(self._secret, name, value)
         if len(sealed) > _MAX_STORED_BYTES:
             raise ConfigError(
                 f"message {name} ({len(sealed)} bytes) must be at most {_MAX_STORED_BYTES} bytes, "
-                "the longest value of torch's store: it grows with the responses of a step "
+                "the limit of torch's store; it grows with the responses of a step "
                 "(batch.rollout_prompts, batch.rollouts_per_prompt)"
             )
-        self._store.set(name, sealed)  # type: ignore[arg-type]  # its stub knows text alone
+        self._store.set(name, sealed)  # type: ignore[arg-type]  # its stub accepts str only
         # `set` does not wait for the store, which may serve another connection first.
         self._store.check([name])
 
     def look(self, name: str) -> bytes | None:
-        """The value of a name; None: there is none now. Never waits for one.
+        """The value of a name, or None if it has none yet. Never waits.
 
         Raises:
             MachineError: the value was not posted under this name in this launch.
         """
-        # One request, so that nobody can erase the value between two. It changes nothing: what it
-        # would put in place is what it compares with.
+        # A single request, so that no rank can erase the value in between. It changes nothing: the
+        # new value equals the value that it compares with.
         sealed: bytes = self._store.compare_set(name, _ABSENT, _ABSENT)
         if sealed == _ABSENT.encode():
             return None
@@ -137,25 +137,25 @@ class Mailbox:
         except NotAuthenticError:
             raise MachineError(
                 f"message {name} in the store at MASTER_ADDR:MASTER_PORT ({shown(sealed)}) must "
-                "carry the code of this launch: it was damaged, or somebody else wrote it; "
-                "nothing of it was used"
+                "carry the code of this launch: it was damaged, or another process wrote it; "
+                "it was not used"
             ) from None
 
     def take(self, name: str) -> bytes:
-        """The value of a name that must have one by now; erases it.
+        """Return and erase the value of a name that must have been posted.
 
         Raises:
-            MachineError: as of `look`, or it is gone.
+            MachineError: see `look`; or the value is missing.
         """
         value = self.look(name)
         if value is None:
             raise MachineError(
-                f"message {name} in the store at MASTER_ADDR:MASTER_PORT must be there until it is "
-                "read: somebody else removed it"
+                f"message {name} in the store at MASTER_ADDR:MASTER_PORT must exist until it is "
+                "read: another process removed it"
             )
         self.erase(name)
         return value
 
     def erase(self, name: str) -> None:
-        """Remove a value, if there is one: what all have read would stay to the end of the job."""
+        """Remove a value, if any: the store would keep it to the end of the job."""
         self._store.delete_key(name)

@@ -1,15 +1,14 @@
-"""Memory of devices and hosts through a step, and a warning where it creeps.
+"""Memory of devices and hosts during a step, with a warning if it creeps up.
 
-A step is told its moments; at its end all ranks send their figures in one collective:
+It is read at three moments of a step, and gathered from all ranks in one collective at its end:
 
     after_sleep   the engine has released its memory, no pass has begun
-    update_peak   the most since then: carried log-probs, old pass, updates, rounding
+    update_peak   the peak since then: carried log-probs, old pass, updates, rounding
     after_wake    the engine has the new weights and its KV cache
 
-Of a device, `free` is what nobody has, not even torch's allocator: what the driver says. `reserved`
-is what that allocator has, `allocated` what tensors have of it. Both count the pools of a vLLM on
-this device, whose memory is gone while it sleeps though torch does not know: compare them with
-themselves.
+`free` is the driver's free memory of the device. `reserved` is held by torch's allocator,
+`allocated` is the part in use by tensors. Both still count vLLM's pools on this device while vLLM
+sleeps and has released them, so compare these two only between steps.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("after_sleep", "update_peak", "after_wake")
 WINDOW = 20
-"""Steps that a growth is looked for in."""
+"""Steps of the window in which growth is detected."""
 _END = 5
-"""Steps at either end of a window; a growth is measured between the medians of both ends."""
+"""Steps at each end of a window; growth is the difference of the two ends' medians."""
 _LEAST_TAU = 0.8
 _FEW, _MUCH_GIB = 5, 0.75
-"""Steps, and GiB that each takes more than the one before: that does not wait for a window."""
+"""Consecutive steps, and GiB of growth at each of them, that warn before a window is full."""
 _LEAST_DEVICE_GIB, _LEAST_HOST_GIB = 1 / 32, 1 / 4
-"""Growth over a window that is worth a warning."""
+"""GiB of growth over a window that warn."""
 _GIB = 2**30
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device; see above."""
+    """Memory of a device in bytes; see the module."""
 
     allocated: int
     reserved: int
@@ -49,11 +48,11 @@ class DeviceMemory(NamedTuple):
 
 
 Read = Callable[[bool], DeviceMemory | None]
-"""Reads memory: the peak since the last reading if True, else the present. None: no device."""
+"""Reads memory: the peak since the last reading if True, else now. None without a device."""
 
 
 def device_reader(device: torch.device) -> Read:
-    """A function that reads a GPU's memory; every reading begins a new peak."""
+    """Return a function that reads a GPU's memory; every reading resets the peak."""
 
     def read(peak: bool) -> DeviceMemory | None:
         if device.type != "cuda":
@@ -73,19 +72,19 @@ def device_reader(device: torch.device) -> Read:
 
 
 def resident_bytes() -> int:
-    """Host memory of this process, page-locked memory included; its workers have their own."""
+    """Resident bytes of this process, pinned memory included, worker processes excluded."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Growth:
-    """Tells a figure that grows step after step from one that goes up and down, or jumps once.
+    """Detects a value that grows steadily, as opposed to one that varies or jumps once.
 
-    Kendall's tau of the last `WINDOW` values: of their pairs, the share that grow less the share
-    that fall. It is 1 where each is above all before, 0.5 where one jump is all there is, and
-    within 0.5 of 0 where values only vary. A growth is a tau of 0.8 and more, where the median of
-    the last five values is `least` above that of the first five; or five values, each 0.75 GiB and
-    more above all before: then a window may be more than is left.
+    Uses Kendall's tau of the last `WINDOW` values: the share of pairs that rise minus the share
+    that fall. It is 1 for steady growth, 0.5 for a single jump, and within 0.5 of 0 for values that
+    only vary. Growth means: tau is at least 0.8, and the median of the last five values is at least
+    `least` above that of the first five. Or: five values in a row, each at least 0.75 GiB above all
+    before; memory may then run out before the window is full.
     """
 
     def __init__(self, least: float) -> None:
@@ -93,11 +92,11 @@ class Growth:
         self._values: list[float] = []
 
     def add(self, value: float) -> tuple[float, float] | None:
-        """Take the value of one more step.
+        """Add the value of a step.
 
         Returns:
-            The medians at both ends of a growth, or its ends; None where there is none. The next
-            growth is looked for in the steps to come.
+            Values before and after the growth (medians of the window's ends, or single values), or
+            None without growth. After a growth, detection restarts with the next step.
         """
         self._values = [*self._values, value][-WINDOW:]
         before, few = self._values[:-_FEW], self._values[-_FEW:]
@@ -116,7 +115,7 @@ class Growth:
 
 
 class StepMemory:
-    """Recorder of a step's memory.
+    """Records the memory use of steps.
 
     Args:
         device: this rank's device.
@@ -129,9 +128,9 @@ class StepMemory:
         self._used, self._resident = Growth(_LEAST_DEVICE_GIB), Growth(_LEAST_HOST_GIB)
 
     def note(self, moment: str) -> None:
-        """Read the device at one of `MOMENTS`; every rank at the same ones.
+        """Read the device at one of `MOMENTS`; every rank must read at the same ones.
 
-        The peak is that since `after_sleep`, and left out where the step had none: a resumed one.
+        `update_peak` is measured since `after_sleep`; a resumed step without it has none.
         """
         is_peak = moment == "update_peak"
         if is_peak and "after_sleep" not in self._seen:
@@ -146,10 +145,10 @@ class StepMemory:
             group: all ranks, for tensors on the CPU; None: the default group, where it is gloo.
 
         Returns:
-            The same on every rank, in GiB: `memory/host_rss_gib`, the most, and
-            `memory/host_rss_rank`, whose; for each moment of a device `memory/{moment}/free_gib`,
-            the least, `memory/{moment}/rank`, whose, and `.../allocated_gib`, `.../reserved_gib`,
-            the most of any rank.
+            The same on every rank, in GiB: `memory/host_rss_gib`, the maximum over ranks, and
+            `memory/host_rss_rank`, its rank; for each moment of a device
+            `memory/{moment}/free_gib`, the minimum, `memory/{moment}/rank`, its rank, and
+            `.../allocated_gib`, `.../reserved_gib`, the maxima.
 
         Collectives: one all-gather of at most ten numbers.
         """
@@ -178,14 +177,13 @@ class StepMemory:
         free = values.get("memory/after_sleep/free_gib")
         if free is not None and (found := self._used.add(-free)) and is_first:
             logger.warning(
-                "memory/after_sleep/free_gib fell from %.2f to %.2f GiB within %d steps, on rank "
-                "%d last: something keeps device memory from step to step (docs/debugging.md, "
-                "Memory that creeps)",
+                "memory/after_sleep/free_gib fell from %.2f to %.2f GiB within %d steps, last on "
+                "rank %d: device memory is likely leaking (docs/debugging.md, Memory that creeps)",
                 -found[0], -found[1], WINDOW, values["memory/after_sleep/rank"],
             )  # fmt: skip
         if (found := self._resident.add(values["memory/host_rss_gib"])) and is_first:
             logger.warning(
-                "memory/host_rss_gib grew from %.2f to %.2f GiB within %d steps, on rank %d "
-                "last (docs/debugging.md, Memory that creeps)",
+                "memory/host_rss_gib grew from %.2f to %.2f GiB within %d steps, last on "
+                "rank %d (docs/debugging.md, Memory that creeps)",
                 *found, WINDOW, values["memory/host_rss_rank"],
             )  # fmt: skip

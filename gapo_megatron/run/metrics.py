@@ -1,6 +1,6 @@
-"""Reports of a run: files to compute with, a line per step to watch, curves when asked for.
+"""Reports of a run: files to analyse, a console line per step, optional curves.
 
-- metrics.jsonl: a line per step, only values that a repeated or resumed run gives again.
+- metrics.jsonl: a line per step, only values that a repeated or resumed run reproduces.
 - timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
 - tensorboard/: both, as curves; Weights & Biases likewise when configured.
 """
@@ -51,8 +51,7 @@ class MetricsWriter:
     """All sinks of a run. Rank 0 writes; on other ranks (`enabled=False`) every call does nothing.
 
     Every line is on disk when `log` returns. After a resume the files hold exactly the lines of the
-    steps before `resume_step`: a line of a later step, or one cut by the kill, is dropped and comes
-    again.
+    steps before `resume_step`: later or incomplete lines are dropped and written again.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class MetricsWriter:
 
         Raises:
             ConfigError: a configured sink's library is not installed.
-            DataError: metrics of a step that does not come again are damaged.
-            MachineError: the disk is full or fails; what was there before is as it was.
+            DataError: metrics of a step that is not repeated are damaged.
+            MachineError: the disk is full or fails; existing files are unchanged.
         """
         check_sinks(config.metrics)
         self._enabled = enabled
@@ -95,13 +94,13 @@ class MetricsWriter:
 
         Args:
             step: index of the step, from 0. A second line of the same step (an evaluation) is fine.
-            metrics: reproducible values only; tensors of one element are accepted. What is not
-                finite is written as null, with a warning the first time.
-            timings: from `Stopwatch.lap`; without them the console shows an evaluation's pass@k,
-                and nothing else.
+            metrics: reproducible values only; tensors of one element are accepted. A value that is
+                not finite is written as null, with a warning the first time.
+            timings: from `Stopwatch.lap`; without them the console shows only an evaluation's
+                pass@k.
 
         Raises:
-            MachineError: the disk is full or fails; a line cut off by it is dropped by a resume.
+            MachineError: the disk is full or fails; a resume drops the incomplete line.
         """
         if not self._enabled:
             return
@@ -126,10 +125,9 @@ class MetricsWriter:
     def log_startup(
         self, step: int, seconds: Mapping[str, Value], *, sizes: Mapping[str, int]
     ) -> None:
-        """One line of timings, `startup/<part>_s`, before the first step of this process.
+        """Log `startup/<part>_s` as a line of timings, before the first step of this process.
 
-        With the numbers of ranks (`perf/...`) of the steps that follow: another start may have
-        others.
+        It also has the numbers of ranks (`perf/...`), which may differ between starts.
         """
         if not self._enabled:
             return
@@ -159,7 +157,7 @@ class MetricsWriter:
         self.close()
 
     def _finite(self, values: Mapping[str, Value]) -> dict[str, Value | None]:
-        """Plain numbers; None where JSON has no number, which must not happen silently."""
+        """Plain numbers; None, with a warning, for values that JSON cannot hold."""
         finite: dict[str, Value | None] = {}
         for key, value in values.items():
             number = value if isinstance(value, int) else float(value)
@@ -181,16 +179,16 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
     """Open a JSONL file for appending after dropping lines of step `resume_step` and later.
 
     Raises:
-        DataError: as of `lines_before`.
-        MachineError: it is a link into a folder that is not there.
+        DataError: see `lines_before`.
+        MachineError: `path` links into a missing folder.
     """
     kept, damage = lines_before(path, resume_step=resume_step)
     for error in damage:
         logger.warning("%s; dropped", error)
-    target = real(path)  # of a link, what it leads to
+    target = real(path)  # the target of a link
     if not target.parent.is_dir():
-        raise MachineError(f"{path} is a link to {target}, whose folder is not there")
-    write_atomically(target, b"".join(kept))  # a kill in between loses no line
+        raise MachineError(f"{path} is a link to {target}, whose folder does not exist")
+    write_atomically(target, b"".join(kept))  # a kill here loses no line
     return open(target, "a", encoding="utf-8")
 
 
@@ -199,12 +197,12 @@ def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) ->
         return None
     from torch.utils.tensorboard import SummaryWriter  # 3 s of import, only where it is used
 
-    # Also at step 0: a run killed before its first checkpoint begins anew.
+    # Also at step 0: a run killed before its first checkpoint starts again.
     return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
 
 
 def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
-    """All of a step as one event: with an event for each, two hundred take 35 ms."""
+    """Write all values of a step as one event: two hundred single events take 35 ms."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     scalars = [Summary.Value(tag=key, simple_value=value) for key, value in values.items()]
@@ -215,8 +213,8 @@ def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
 def _open_wandb(run_dir: Path, config: Config) -> Any:
     """One W&B run per output folder: a resumed run continues its curves.
 
-    W&B ignores the steps it has seen already: it keeps what the attempt before wrote, which equals
-    metrics.jsonl only where a repeated step is exact to the bit.
+    W&B ignores steps it has already received: it keeps the values of the earlier attempt, which
+    equal metrics.jsonl only if repeated steps are bitwise identical.
     """
     if not config.metrics.wandb_project:
         return None
@@ -227,7 +225,7 @@ def _open_wandb(run_dir: Path, config: Config) -> Any:
         write_atomically(id_path, wandb.util.generate_id())
     run_id = read_text(id_path).strip()
     if not re.fullmatch(r"[\w-]+", run_id):
-        raise ConfigError(f"{id_path} ({run_id!r}) is no id of W&B; remove it to begin a new run")
+        raise ConfigError(f"{id_path} ({run_id!r}) is not a W&B run id; remove it to start anew")
     return wandb.init(
         project=config.metrics.wandb_project,
         name=run_dir.name,

@@ -1,16 +1,16 @@
 """Messages between the two sides of a run: orders of the trainer, answers of the generation side.
 
-Orders are numbered, and executed one after the other. All texts are JSON. `mailbox.Mailbox` seals
-each of them under its name, which is used once in a launch.
+Orders are numbered and executed in sequence. Messages are JSON, except the table.
+`mailbox.Mailbox` authenticates each of them under its name, which is used once in a launch.
 
     order/N    by trainer 0       an `Order`
-    ready/N    by generation 0    it has come to this order of weights, which are sent then
-    probe/N    by trainer 0       sequences and the trainer's log-probs, to prove the weights by
+    ready/N    by generation 0    it has reached this order of weights; they are sent then
+    probe/N    by trainer 0       sequences and the trainer's log-probs, to verify the weights
     answer/N   by generation 0    the order is executed; its result
-    batch/N    by generation 0    metrics, clocks, and the place in the data, before the answer
-    table/N    by generation 0    of the same batch: the table, as bytes of `rollouts.ROW`
-    run        by trainer 0       before all others: the run `begins`, or is `finished` already
-    stop       by trainer 0       abort what is sampled ahead
+    batch/N    by generation 0    metrics, stage times and data position, before the answer
+    table/N    by generation 0    the same batch's table, as bytes of `rollouts.ROW`
+    run        by trainer 0       before all others: the run `begins`, or is already `finished`
+    stop       by trainer 0       abort batches being sampled ahead
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Order:
     """The next task of the generation side."""
 
     task: Literal["begin", "weights", "evaluate", "sample", "end"]
-    """`begin` comes first: the place in the data. `weights`: receive those of a version."""
+    """`begin` comes first and sets the data position. `weights`: receive those of a version."""
     step: int = 0
-    """Step to evaluate before, or to sample for; version of the weights."""
+    """Step to evaluate before or to sample for; or version of the weights."""
     source_state: Mapping[str, Any] | None = None
-    """Of `begin`: where to draw problems from."""
+    """Of `begin`: data position of the next problems."""
     dp_ranks: Sequence[int] = ()
     """Of `begin`, with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
     scorers: Sequence[int] = ()
@@ -62,7 +62,7 @@ def unpack(content: bytes) -> Any:
 
 
 def pack_probe(probe: Rollouts, log_probs: Sequence[np.ndarray]) -> bytes:
-    """Sequences without masks, and float32 log-probs of their response tokens, exactly."""
+    """Encode sequences, without masks, and float32 log-probs of their response tokens, exactly."""
     rows = range(len(probe))
     columns = (
         [probe.prompt_ids[i] for i in rows],

@@ -31,18 +31,18 @@ from gapo_megatron.run.processes import Placement
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
-"""How much longer than its own limit a wait of torch's may take: some are tried twice, and a port
-that accepts but never answers has none."""
+"""Extra time beyond torch's own timeouts: torch retries some waits, and has no timeout for a port
+that accepts a connection and never answers."""
 _MOST_DIFFERENCES = 5
-"""Differences that a message names at most."""
+"""Largest number of differences in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """This process among its peers; the process group is up.
 
-    Peers are the ranks that train and generate in turns; or, where some only generate, those of
-    this process's side: training or generation, each with a default process group of its own.
+    Peers are the colocated ranks; or, if some ranks only generate, the ranks of this process's
+    side (training or generation), each side with its own default process group.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class World:
     gloo_group: dist.ProcessGroup
     """All ranks of this side, for Python objects."""
     bridge: Bridge | None
-    """The way to the other side; None: every rank trains and generates."""
+    """Connection to the other side; None: every rank trains and generates."""
 
 
 def start(
@@ -67,22 +67,22 @@ def start(
     rollout: RolloutConfig | None = None,
     run_dir: Path | None = None,
 ) -> World:
-    """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
+    """Set up logging, the process group and the variables vLLM reads. Call it once, first.
 
     Args:
-        timeout_s: a collective that waits longer ends the process; so does the wait for the peers.
-        alike: values that the ranks of one run have in common, by name: two runs with one port
-            must not become one. Compared as text.
-        rollout: says how many ranks only generate; None: no rank does.
-        run_dir: the run's folder, shared by all ranks; needed where some only generate.
+        timeout_s: a collective, or the wait for the peers, that takes longer ends the process.
+        alike: values by name that all ranks of a run share, compared as text: two runs on the same
+            port must not be mixed.
+        rollout: sets how many ranks only generate; None: no rank does.
+        run_dir: the run's folder, shared by all ranks; needed if some ranks only generate.
 
     Collectives: creation of the default process group and of a gloo group, by all ranks of a side;
     those of `Bridge` by the ranks of both.
 
     Raises:
         ConfigError: the environment contradicts itself (names the variables), or ranks differ in
-            `alike` (names both ranks, and in what).
-        MachineError: the port is taken, the peers do not come, they are those of another launch, or
+            `alike` (names both ranks and the differences).
+        MachineError: the port is taken, peers do not connect or belong to another launch, or
             `run_dir` fails.
     """
     placement = processes.placement()
@@ -96,12 +96,12 @@ def start(
         split = {"ranks that only generate": side.num_generation} if side.num_generation else {}
         store = _meet(placement, timeout_s, {**(alike or {}), **split})
     else:
-        # In memory: a lone process opens no port and leaves no file.
+        # In memory: a single process opens no port and leaves no file.
         store = dist.HashStore()
     gloo_group = _join_side(store, side, device, timeout_s)
     bridge = None
     if side.num_generation:
-        assert run_dir is not None, "the two sides' secret is in the run's folder"
+        assert run_dir is not None, "the secret of both sides is in the run folder"
         bridge = _build_bridge(store, placement, side, device, timeout_s, run_dir=run_dir)
     faulthandler.cancel_dump_traceback_later()
     if side.rank == 0:
@@ -120,25 +120,25 @@ def start(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Ranks that share a default process group, and this process among them."""
+    """Ranks that share a default process group, and this process's rank."""
 
     name: str
     """`training` or `generation`; empty where all ranks do both."""
     rank: int
     world_size: int
     num_generation: int
-    """Ranks of the generation side, on either side."""
+    """Ranks that only generate; the same on both sides."""
 
 
 def _choose_side(placement: Placement, rollout: RolloutConfig | None) -> _Side:
-    """This process's side: the last ranks of the job generate, if any only do that."""
+    """This process's side: the last ranks of the job are those that only generate, if any."""
     rank, world_size = placement.rank, placement.world_size
     num_generation = 0
     if rollout is not None and rollout.has_generation_side:
         num_generation = num_generation_ranks(
             rollout,
             world_size=world_size,
-            # Needed for whole nodes alone; elsewhere they may have unequally many ranks.
+            # Read only for whole nodes; otherwise nodes may have different numbers of ranks.
             ranks_per_node=processes.ranks_per_node() if rollout.generation_nodes else world_size,
         )
     num_training = world_size - num_generation
@@ -152,7 +152,7 @@ def _choose_side(placement: Placement, rollout: RolloutConfig | None) -> _Side:
 def _join_side(
     store: dist.Store, side: _Side, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Make the default process group of a side, and its group of gloo. Collective over the side."""
+    """Create the default process group of a side, and its gloo group. Collective over the side."""
     timeout = timedelta(seconds=timeout_s)
     end_after(timeout_s + _GRACE_S)
     dist.init_process_group(
@@ -160,13 +160,13 @@ def _join_side(
         rank=side.rank,
         world_size=side.world_size,
         timeout=timeout,
-        # As torch itself does: its keys and ours do not meet.
+        # As torch does itself: its keys and ours do not collide.
         store=dist.PrefixStore(f"default_pg{side.name and '_'}{side.name}", store),
     )
     if device.type == "cuda":
-        # Not by `device_id` above: then every group made later, of gloo too, splits the world's
-        # communicator at once, which all ranks must call in one order, whichever they belong to.
-        # From the first collective on, this group's barriers are on this device.
+        # Not by `device_id` above: every later group, gloo groups included, would then split the
+        # world's communicator at once, which all ranks would have to call in the same order.
+        # The first collective binds the barriers of this group to this device.
         dist.barrier(device_ids=[device.index])
     return dist.new_group(backend="gloo", timeout=timeout)
 
@@ -180,7 +180,7 @@ def _build_bridge(
     *,
     run_dir: Path,
 ) -> Bridge:
-    """Make the bridge. Collectives: those of `Bridge`, by the ranks of both sides."""
+    """Create the bridge. Collectives: those of `Bridge`, by the ranks of both sides."""
     with shared_secret(store, run_dir, rank=placement.rank) as secret:
         bridge = Bridge(
             store,
@@ -197,7 +197,7 @@ def _build_bridge(
 
 
 def share_of_cores() -> int:
-    """Cores of this process over the ranks that run on the same ones.
+    """Cores of this process divided by the number of ranks that share them.
 
     Collectives: one gather of objects over all ranks.
     """
@@ -208,7 +208,7 @@ def share_of_cores() -> int:
 
 
 def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT, once it is sure to be that of this run."""
+    """The store at MASTER_ADDR:MASTER_PORT, after a check that it belongs to this run."""
     rank, timeout = placement.rank, timedelta(seconds=timeout_s)
     where = f"{placement.master_addr}:{placement.master_port} (MASTER_ADDR, MASTER_PORT)"
     end_after(timeout_s + _GRACE_S)
@@ -220,12 +220,12 @@ def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> d
         reason = str(error).partition("\n")[0]
         if "EADDRINUSE" in reason:
             raise MachineError(
-                f"rank 0 cannot wait at {where} for the others: the port is taken, perhaps by "
-                "another run; each needs one of its own"
+                f"rank 0 cannot listen at {where}: the port is taken, perhaps by another run; "
+                "every run needs its own port"
             ) from None
         raise MachineError(
-            f"rank {rank} has not met the others at {where}; they may have up to "
-            f"parallel.timeout_s ({timeout_s:g} s): {type(error).__name__}: {reason}"
+            f"rank {rank} did not reach the other ranks at {where} within parallel.timeout_s "
+            f"({timeout_s:g} s): {type(error).__name__}: {reason}"
         ) from None
     return store
 
@@ -233,18 +233,18 @@ def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> d
 def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: str) -> None:
     """Check that rank 0 belongs to the same run, and that no other process has this rank.
 
-    Before there is a group: a stranger joins none, and the run that it met goes on.
+    Called before any group exists: a process of another run fails here without disturbing this run.
 
     Args:
-        store: the store that all these ranks use, in the belief that they are one run's.
+        store: the store at which these ranks have met.
         rank: this process's rank.
         alike: see `start`.
-        where: the store is, for errors.
+        where: address of the store, for errors.
 
     Raises:
-        ConfigError: names both processes and what they differ in.
-        MachineError: likewise, but their launchers are two; or the store holds what no rank of a
-            run writes. At another port it may work.
+        ConfigError: names both processes and their differences.
+        MachineError: likewise, for processes of two launches; or another program has written to
+            the store. Another port may work.
     """
     settings = {"launch": processes.this_launch(), **alike}
     mine = {
@@ -257,18 +257,18 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
     if held != mine:
         _require_same_run(rank, mine, rank, held, where)
         raise ConfigError(
-            f"{mine['process']} and {held['process']} at {where} are both rank {rank}: a run was "
-            "started twice, or a RANK given twice"
+            f"{mine['process']} and {held['process']} at {where} are both rank {rank}: the run was "
+            "started twice, or two processes have the same RANK"
         )
 
 
 def _rank_key(rank: int) -> str:
-    """Where in the store a rank says what run it is of."""
+    """Key in the store under which a rank describes its run."""
     return f"gapo_megatron/{rank}"
 
 
 def _read_rank(text: bytes, rank: int, where: str) -> dict[str, Any]:
-    """What `recognize` wrote into the store for a rank.
+    """Read the description that `recognize` wrote for a rank.
 
     Raises:
         MachineError: another program wrote it.
@@ -282,7 +282,7 @@ def _read_rank(text: bytes, rank: int, where: str) -> dict[str, Any]:
         and "launch" in held["alike"]
     ):
         raise MachineError(
-            f"{name} ({shown(held)}) must be what rank {rank} of a run writes: another program "
+            f"{name} ({shown(held)}) must be the description of rank {rank}: another program "
             "uses this port"
         )
     return held
@@ -305,7 +305,7 @@ def _require_same_run(
         f"rank {rank} ({mine['process']}, launch {here['launch'] or 'by hand'}) met rank "
         f"{other_rank} ({other['process']}, launch {there['launch'] or 'by hand'}) of another run "
         f"at {where}: they differ in {', '.join(named)}{f' and {more} more' if more else ''}; give "
-        "every rank of a run the same config, and every run a port of its own"
+        "every rank of a run the same config, and every run its own port"
     )
 
 
@@ -331,12 +331,12 @@ def _free_port() -> int:
 
 
 def configure_logging(rank: int, num_ranks: int, *, is_generation: bool = False) -> None:
-    """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front.
+    """Log to stderr, with the rank as prefix: rank 0 from INFO, the others from WARNING.
 
     Args:
         rank: rank on this side.
         num_ranks: ranks of this side.
-        is_generation: whether this side only generates; its ranks are told apart.
+        is_generation: whether this side only generates; the prefix says so.
     """
     prefix = f"[rank {rank}] " if num_ranks > 1 else ""
     if is_generation:
@@ -352,10 +352,10 @@ def configure_logging(rank: int, num_ranks: int, *, is_generation: bool = False)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, alike on every rank.
+    """Seed the global generators of Python, NumPy and torch, the same on every rank.
 
-    Randomness that must differ between ranks is Megatron-core's tracker's, or is seeded per
-    request (rollouts) by whoever draws.
+    Randomness that must differ between ranks comes from Megatron-core's RNG tracker, or from a
+    seed per request (rollouts).
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,8 +1,8 @@
-"""Environment variables: those that place this process, and those that libraries read.
+"""Environment variables of launchers, and those that libraries read.
 
-Who started it (torchrun, Slurm, or a user by hand), its rank, the launcher's folder and the end of
-the job. Nothing else in `run/` or below reads or sets environment variables of a launcher. The
-standard library alone: a command line is read, and a dry run made, before torch is imported.
+They give the launcher (torchrun, Slurm, or none), the rank, the launcher's folder and the end of
+the job. Nothing else in `run/` or below reads or sets environment variables of a launcher.
+Standard library only: command lines and dry runs use it before torch is imported.
 
 `read_placement` and `launch_name` are pure functions of a mapping, so every launcher is tested
 without one.
@@ -23,7 +23,7 @@ from gapo_megatron.errors import ConfigError
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
 
-# What Megatron-core says at every step or build: nothing that a user could act on.
+# Megatron-core's warnings at every step or build; a user can do nothing about them.
 _MEGATRON_WARNINGS = (
     "Warning: tp_group is None",
     "full scope is deprecated",
@@ -35,7 +35,7 @@ _MEGATRON_WARNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Place of this process, as the environment states it; no master when it is alone."""
+    """Rank of this process and master address, from the environment; no master if it is alone."""
 
     rank: int = 0
     world_size: int = 1
@@ -57,7 +57,7 @@ class Launcher:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, its imports among them."""
+    """Seconds since this process was started, imports included."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot: proc_pid_stat(5), field 22
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
@@ -73,7 +73,7 @@ def placement() -> Placement:
 
 
 def world_size() -> int:
-    """Processes this launch would have, without starting anything: what a dry run reckons with.
+    """Processes of this launch, read without starting anything; used by a dry run.
 
     Raises:
         ConfigError: see `read_placement`.
@@ -91,9 +91,9 @@ def ranks_per_node() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which alone judges what is in a shared folder.
+    """Whether this is rank 0, the only rank that inspects a shared folder.
 
-    Files of a shared disk may look different to the others.
+    A shared disk may look different on other nodes.
 
     Raises:
         ConfigError: see `read_placement`.
@@ -102,12 +102,12 @@ def is_first() -> bool:
 
 
 def stated_rank() -> str:
-    """This process's rank as a launcher states it, for messages; empty without one."""
+    """This process's rank as its launcher gives it, for messages; empty without a launcher."""
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
 
 
 def launcher() -> Launcher:
-    """Variables that this process's launcher has set; the defaults without a launcher."""
+    """Variables set by this process's launcher; the defaults without a launcher."""
     end = os.environ.get("GAPO_JOB_END")
     return Launcher(
         attempt=os.environ.get("GAPO_ATTEMPT", ""),
@@ -117,7 +117,7 @@ def launcher() -> Launcher:
 
 
 def attempt_folder() -> Path | None:
-    """Folder in which launcher and ranks leave files for each other; None without a launcher."""
+    """Folder in which launcher and ranks exchange files; None without a launcher."""
     folder = os.environ.get("GAPO_ATTEMPT_DIR")
     return Path(folder) if folder else None
 
@@ -133,7 +133,7 @@ def is_under_torchrun() -> bool:
 
 
 def columns_are_set() -> bool:
-    """Whether the user says how wide output is."""
+    """Whether the user has set the width of the output (COLUMNS)."""
     return os.environ.get("COLUMNS", "").isdigit()
 
 
@@ -143,11 +143,11 @@ def visible_gpus() -> str:
 
 
 def quiet_libraries() -> None:
-    """Silence what Megatron-core and vLLM say that no user could act on.
+    """Silence messages of Megatron-core and vLLM that no user could act on.
 
-    Every program calls it before it imports them: importing Megatron-core warns of every optional
-    GPU package that is absent, vLLM of every CPU setting. What the policy and the engine chose,
-    they log themselves. A VLLM_LOGGING_LEVEL that the user has set stays.
+    Every program calls it before it imports them: Megatron-core warns on import of every missing
+    optional GPU package, vLLM of every CPU setting. Policy and engine log their own choices. A
+    VLLM_LOGGING_LEVEL set by the user stays.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     for message in _MEGATRON_WARNINGS:
@@ -156,11 +156,11 @@ def quiet_libraries() -> None:
 
 
 def choose_cuda_queues(*, ranks_per_layer: int) -> None:
-    """Give the GPU one hardware queue where layers are cut over ranks. Before torch is imported.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 if layers are split over ranks. Call it before torch.
 
-    Then their communication starts before the computation that it overlaps with, as Megatron-core
-    wants it. Elsewhere, one queue would only keep what could run side by side in line: gradients on
-    their way, messages of the pipeline, copies. What the user has set stays.
+    A single hardware queue makes communication start before the computation that it overlaps with,
+    as Megatron-core requires. Without split layers it would only serialise gradient reductions,
+    pipeline messages and copies. A value set by the user stays.
 
     Args:
         ranks_per_layer: ranks that share a layer by tensor and context parallelism.
@@ -170,11 +170,11 @@ def choose_cuda_queues(*, ranks_per_layer: int) -> None:
 
 
 def tell_vllm(placement: Placement, *, master_port: int) -> None:
-    """Set what vLLM's external launcher reads when its engine is built in this process.
+    """Set the variables that vLLM's external launcher reads when it builds its engine.
 
     Args:
         placement: placement of this process.
-        master_port: the port of `placement`, or a free one where it names none.
+        master_port: the port of `placement`, or a free port if it has none.
     """
     os.environ.update(
         {
@@ -184,14 +184,14 @@ def tell_vllm(placement: Placement, *, master_port: int) -> None:
             "MASTER_ADDR": placement.master_addr or "127.0.0.1",
             "MASTER_PORT": str(master_port),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # vLLM would pin this process to cores of its own choice, the trainer's threads too.
+            # Otherwise vLLM pins this process, the trainer's threads included, to cores it chooses.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
     )
 
 
 def read_placement(env: Mapping[str, str]) -> Placement:
-    """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
+    """Read the placement from torchrun's variables, else Slurm's; else a single process.
 
     Raises:
         ConfigError: variables are missing, malformed or contradict each other; names them.
@@ -200,7 +200,7 @@ def read_placement(env: Mapping[str, str]) -> Placement:
     in_slurm_step = bool(env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID"))
     if given:
         placement = _from_torchrun(env)
-        # torchrun started by srun has ranks of its own; exported by hand they must be Slurm's.
+        # torchrun under srun numbers its own ranks; ranks exported by hand must match Slurm's.
         if in_slurm_step and not env.get("TORCHELASTIC_RUN_ID"):
             _require_agreement(env, placement)
     elif in_slurm_step:
@@ -220,11 +220,11 @@ def read_placement(env: Mapping[str, str]) -> Placement:
 def read_ranks_per_node(env: Mapping[str, str]) -> int:
     """Ranks on each node, from torchrun's variables, else those of Slurm's step, else all of them.
 
-    Needed where whole nodes have a task of their own, which are the last of the ranks then.
+    Needed if whole nodes only generate: theirs are the last ranks.
 
     Raises:
-        ConfigError: nodes have unequally many ranks, or those of a node are not neighbours; names
-            variable, value and rule.
+        ConfigError: nodes have different numbers of ranks, or the ranks of a node are not
+            consecutive; names variable, value and rule.
     """
     placement = read_placement(env)
     counts = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
@@ -237,9 +237,8 @@ def read_ranks_per_node(env: Mapping[str, str]) -> int:
         size = placement.world_size
     if size < 1 or placement.local_rank != placement.rank % size:
         raise ConfigError(
-            f"rank {placement.rank} is number {placement.local_rank} of the {size} on its node: "
-            "generation nodes need the ranks of a node next to each other (Slurm: "
-            "--distribution=block)"
+            f"rank {placement.rank} has local rank {placement.local_rank} of {size} on its node: "
+            "generation nodes need consecutive ranks on each node (Slurm: --distribution=block)"
         )
     return size
 
@@ -253,17 +252,17 @@ def _tasks_per_node(name: str, value: str) -> int:
         raise ConfigError(f"{name} ({value!r}) is not a Slurm list of tasks per node")
     if len(sizes) > 1:
         raise ConfigError(
-            f"{name} ({value}) must be one number for all nodes: generation nodes need equally "
+            f"{name} ({value}) must be the same for all nodes: generation nodes need equally "
             "many ranks on each"
         )
     return sizes.pop()
 
 
 def launch_name(env: Mapping[str, str]) -> str:
-    """Name that a launcher gives to all ranks of one launch, and to no other; may be empty."""
+    """Name that a launcher gives to all ranks of this launch only; may be empty."""
     if attempt := env.get("GAPO_ATTEMPT"):
         return attempt
-    if run_id := env.get("TORCHELASTIC_RUN_ID"):  # each node's torchrun may be a step of its own
+    if run_id := env.get("TORCHELASTIC_RUN_ID"):  # each node's torchrun may be a separate step
         return run_id
     step = env.get("SLURM_STEP_ID")
     return f"{env.get('SLURM_JOB_ID')}.{step}" if step else ""
@@ -315,7 +314,7 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
         world_size=_integer(env, sizes[0]),
         local_rank=_integer(env, "SLURM_LOCALID"),
         master_addr=env.get("MASTER_ADDR") or first_host(env[nodes[0]]),
-        # Below Linux's ephemeral ports (32768+), and apart for jobs that share a node.
+        # Below Linux's ephemeral ports (32768+), and different for jobs that share a node.
         master_port=_integer(env, "MASTER_PORT")
         if port
         else 20000 + (_integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 10000,

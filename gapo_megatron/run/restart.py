@@ -1,10 +1,10 @@
-"""A run folder whose checkpoints are gone: its run would begin anew, and replace what it has made.
+"""Refuse a run folder whose checkpoints are gone: the run would start over and replace its files.
 
-A run that was killed before its first checkpoint has lost nothing, and does begin anew by itself.
-So it matters whether there ever was one. That there was shows what is written after one alone:
+A run that was killed before its first checkpoint does start over by itself. So the check looks for
+files that are written only after a first checkpoint:
 
 - stage_seconds.json, finished.json and the exported model;
-- a line of metrics, or an evaluation, of the step at which the first one was due, or later;
+- a line of metrics, or an evaluation, of the step after which the first was due, or later;
 - refused checkpoints.
 """
 
@@ -32,35 +32,35 @@ AFTER_A_SAVE = "stage_seconds.json"
 
 
 def adopt_export(run_dir: Path) -> None:
-    """Let a run continue in a copy of its folder: its exported model was made elsewhere.
+    """Let a run continue in a copy of its folder and replace the exported model copied with it.
 
-    finished.json and the export's marker name the same place: they were copied together. A model
-    that was brought here by itself stays somebody else's.
+    The copy is recognised because finished.json and the export's marker name the same folder. A
+    model that was copied here alone is not adopted.
     """
     former = finished_at(run_dir)
     if former is None or former == real(run_dir):
         return
     if adopt(run_dir / "hf", made_by="train", made_at=former / "hf"):
         logger.warning(
-            "run.output_dir (%s) is a copy of %s: the run goes on here, and its exported model is "
-            "replaced when it ends",
+            "run.output_dir (%s) is a copy of %s: the run continues here and replaces its exported "
+            "model at the end",
             run_dir,
             former,
         )
 
 
 def check_not_lost(config: Config) -> None:
-    """Refuse to begin a run anew in a folder where it has had checkpoints. Imports no torch.
+    """Refuse to start a run over in a folder that has had checkpoints. Imports no torch.
 
     Raises:
-        ConfigError: names the folder and what is in it; or `checkpoints` is no folder, such as a
-            link to a disk that is not mounted.
+        ConfigError: names the folder and its remaining files; or `checkpoints` is not a folder, for
+            instance a link to a disk that is not mounted.
         CheckpointError: `checkpoints` cannot be read.
     """
     run_dir = Path(config.run.output_dir)
     folder = checkpoints_dir(run_dir)
     if os.path.lexists(folder) and not folder.is_dir():
-        target = f" to {os.readlink(folder)}, which is not there" if folder.is_symlink() else ""
+        target = f" to {os.readlink(folder)}, which does not exist" if folder.is_symlink() else ""
         raise ConfigError(
             f"run.output_dir ({run_dir}): {folder} is a {'link' if target else 'file'}{target}; "
             "it must be the folder of the run's checkpoints (is a disk not mounted?)"
@@ -69,14 +69,14 @@ def check_not_lost(config: Config) -> None:
         return
     if signs := list(_signs(config, run_dir, folder)):
         raise ConfigError(
-            f"run.output_dir ({run_dir}): there are no checkpoints in {folder}, but there have "
-            f"been: {', '.join(signs)}. Put them back to go on; to start over, name another folder "
-            f"or move this one away"
+            f"run.output_dir ({run_dir}): there are no checkpoints in {folder}, but the run has "
+            f"had some: {', '.join(signs)}. Restore them to continue; to start over, set another "
+            f"folder or move this one away"
         )
 
 
 def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
-    """Signs in the run folder that there was a checkpoint: files and steps that follow one."""
+    """Files and steps in the run folder that exist only after a first checkpoint."""
     if has_finished(run_dir):
         yield "finished.json"
     for name in ("hf", AFTER_A_SAVE):
@@ -86,7 +86,7 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
         yield from sorted(path.name for path in folder.glob(".damaged_step_*"))
     first = _first_due(run_dir, config)
     if (step := last_step(run_dir / METRICS_NAME)) is not None and step >= first:
-        yield f"{METRICS_NAME} has step {step}, and the first was due after {first}"
+        yield f"{METRICS_NAME} has step {step}, and the first checkpoint was due after step {first}"
     evaluations = run_dir / "evaluations"
     names = [path.name for path in evaluations.iterdir()] if evaluations.is_dir() else []
     matches = [re.fullmatch(r"step_([0-9]+)\.json", name) for name in names]
@@ -95,8 +95,8 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
 
 
 def _first_due(run_dir: Path, config: Config) -> int:
-    """Steps after which the run was to save first, by the settings that it was started with."""
-    with contextlib.suppress(ConfigError):  # none there, or an older version's
+    """Step after which the first checkpoint was due, by the run's own settings."""
+    with contextlib.suppress(ConfigError):  # no config there, or an older version's
         config = load_config(run_dir / CONFIG_NAME)
     steps = (config.checkpoint.every_steps or config.run.num_steps, *config.checkpoint.keep_steps)
     return min(config.run.num_steps, *steps)

@@ -1,6 +1,6 @@
-"""One run's life: `Run` is what the loop of `gapo_megatron.train` works on.
+"""A run from start to end: `Run` has the stages that the loop of `gapo_megatron.train` calls.
 
-Importing it takes seconds: torch, transformers, Megatron-core and vLLM come with it.
+Importing this module takes seconds: it imports torch, transformers, Megatron-core and vLLM.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Stopped(Exception):
 
 @dataclass
 class Run:
-    """A started run: what the stages of a step work on, and what keeps the run going.
+    """A started run: the stages of a step, and the objects that they work on.
 
     A context manager. After the last step it exports the model; after a `Stopped` it saves its
-    state. Any other error passes: nothing is written, and no collective is called.
+    state. Any other error propagates: nothing is written, and no collective is called.
     """
 
     config: Config
     state: State
-    """Where the run is: what a checkpoint stores beside the policy."""
+    """Position of the run: stored in a checkpoint beside the policy."""
     attempt: Attempt
     policy: Policy
     generation: Generation
@@ -64,9 +64,9 @@ class Run:
     stopwatch: Stopwatch
     memory: StepMemory
     gloo_group: dist.ProcessGroup | None
-    """All ranks of the trainer, for what is on the host."""
+    """Gloo group of all ranks of the trainer, for objects and tensors on the host."""
     _save_waits: bool = False
-    """Whether a checkpoint is due that has to hold the next batch."""
+    """Whether a checkpoint is due that must contain the next batch."""
     _is_stopping: bool = False
 
     @classmethod
@@ -75,17 +75,17 @@ class Run:
 
         Args:
             config: the run's settings; `early_checks.check_before_imports` has passed them.
-            keep_weights: False: run it for its timings only, without checkpoints and model.
+            keep_weights: False: run for timings only, without checkpoints and exported model.
 
         Returns:
-            The run at the newest whole checkpoint of its folder, at the branch point, or at its
-            beginning. On a rank that only generates, its engine, which serves the trainer. None
-            for a run that is finished already: neither model nor engine is built.
+            The run at the newest complete checkpoint of its folder, at the branch point, or at its
+            first step. On a rank that only generates, a `GenerationSide`, which serves the trainer.
+            None if the run is already finished: neither model nor engine is built.
 
         Collectives: those of the phases in `run.start`, in this order.
 
         Raises:
-            GapoError: what a user can get wrong is found before any model is built.
+            GapoError: a user's mistake, found before any model is built.
         """
         startup = Stopwatch()
         startup.seconds["imports"] = process_age_s()
@@ -100,7 +100,7 @@ class Run:
             return start.start_side(config, inputs, world, attempt, startup)
         start.begin_branch(config, inputs, attempt, startup)
 
-        # The workers that judge start while the model is built.
+        # The verifier workers start while the model is built.
         pool = None if world.bridge else start.start_pool(config)
         policy = start.build_policy(config, world, attempt, startup)
         resumed = start.resume(config, policy, inputs.source, attempt, startup)
@@ -109,7 +109,7 @@ class Run:
         stopwatch.recent = attempt.stage_seconds()
         trainer = start.Trainer(config, inputs, world, attempt, policy, state, stopwatch)
         generation = start.start_generation(trainer, pool, startup)
-        stopwatch.lap(num_tokens=0)  # the steps begin here
+        stopwatch.lap(num_tokens=0)  # the time of steps counts from here
         writer = MetricsWriter(
             config.run.output_dir,
             config=config,
@@ -123,7 +123,7 @@ class Run:
         )
         if resumed is not None:
             generation.resume(resumed.open_groups)
-            resumed.open_groups = ()  # generation has them now
+            resumed.open_groups = ()  # generation keeps them from here on
             checkpoints.note_resumed(resumed)
         return cls(
             config=config,
@@ -148,7 +148,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """End the run, finished or stopped; every other error passes. Collective."""
+        """End the run, finished or stopped; other errors propagate. Collective."""
         if error is None:
             self._finish()
         elif isinstance(error, Stopped):
@@ -158,12 +158,12 @@ class Run:
         return True
 
     def steps(self) -> Iterator[int]:
-        """Indices of the steps to take; one that a stop has cut in two has its batch already.
+        """Indices of the remaining steps; an interrupted step already has its batch.
 
-        Collectives: before each step, and after the last, a broadcast.
+        Collectives: a broadcast before each step and after the last.
 
         Raises:
-            Stopped: a stop was asked for, or the job's time does not last for the next part.
+            Stopped: a stop was asked for, or the job's time is too short for the next stage.
         """
         state, num_steps = self.state, self.config.run.num_steps
         if state.open_step is not None:
@@ -174,8 +174,8 @@ class Run:
             self._begin_step()
             yield state.step
         if state.step > num_steps:
-            raise Stopped  # resumed beyond its last step: `num_steps` was more when it was saved
-        self._begin_step()  # of the last evaluation
+            raise Stopped  # resumed beyond its last step: `num_steps` was larger when it was saved
+        self._begin_step()  # for the last evaluation
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate the held-out problems before `step`, and log. Collective.
@@ -192,12 +192,12 @@ class Run:
         self.state.evaluated = evaluated
 
     def collect(self, step: int) -> Rollouts | None:
-        """Sample and judge the rollouts of a step; then the policy has its memory.
+        """Sample and judge the rollouts of a step; afterwards the device memory is the policy's.
 
         Groups that stay open for the next step get the log-probs of this step's weights.
 
         Returns:
-            The same table on every rank; None where the step has its batch already.
+            The same table on every rank; None if the step already has its batch.
 
         Collectives: those of `Generation.collect`, then of `Generation.carry`.
 
@@ -215,15 +215,15 @@ class Run:
         return rollouts
 
     def make_batch(self, rollouts: Rollouts | None) -> Batch:
-        """Give every sequence its group's c and k and its advantage, and plan who computes what.
+        """Give every sequence its group's c and k and its advantage, and assign it to a rank.
 
-        From here on the step is open.
+        From here on the step is open: a checkpoint saves its batch.
 
         Args:
-            rollouts: from `collect`; None where the step has its batch already.
+            rollouts: from `collect`; None if the step already has its batch.
 
         Returns:
-            The step's batch: the same on every rank, but for its tokens, which are this rank's
+            The step's batch, the same on every rank except for the tokens: each rank has its
             share.
 
         Collectives: those of `Generation.bring_tokens`.
@@ -235,16 +235,16 @@ class Run:
             metrics = rollouts.metrics | count_by_correct(batch, group_size=num_rollouts)
             batch = self.generation.bring_tokens(replace(batch, metrics=metrics))
             state.open(batch, is_ahead=self.generation.samples_ahead)
-        assert state.open_step is not None, "a step without rollouts has its batch"
-        if state.open_step.batch.plan is None:  # a checkpoint's
+        assert state.open_step is not None, "a step without rollouts must have its batch"
+        if state.open_step.batch.plan is None:  # from a checkpoint
             batch = self._planned(state.open_step.batch)
             state.open_step = replace(state.open_step, batch=batch)
         return state.open_step.batch
 
     def save_ahead_if_due(self) -> None:
-        """Save the checkpoint that was due after the last step and has to hold this step's batch.
+        """Save the checkpoint that was due after the last step and must contain this step's batch.
 
-        Only where batches are sampled ahead: the weights that sampled it are gone. Collective.
+        Only if batches are sampled ahead: the weights that sampled it no longer exist. Collective.
         """
         if self._save_waits and not self._is_stopping:
             self._save_waits = False
@@ -280,11 +280,10 @@ class Run:
         return learned
 
     def sync(self, step: int, batch: Batch) -> WeightCheck | None:
-        """Send the engines the new weights, verified by the batch's first sequences.
+        """Send the engines the new weights, and verify them with the batch's first sequences.
 
         Returns:
-            The differences of log-probs; None where weights are sent after every few steps, and
-            not after this one.
+            Differences of log-probs; None if no weights are due after this step.
 
         Collectives: those of `Generation.sync`.
 
@@ -309,7 +308,8 @@ class Run:
     ) -> None:
         """Write the step's metrics and timings; the step is finished.
 
-        Its checkpoint follows: a kill between the two repeats the step, and its line is replaced.
+        Its checkpoint follows: after a kill between the two the step is repeated and its line
+        replaced.
 
         Collectives: those of `StepMemory.lap`.
         """
@@ -324,7 +324,7 @@ class Run:
         self.state.finish_step()
 
     def save_if_due(self) -> None:
-        """Save after a finished step, or once the next batch is there: `save_ahead_if_due`.
+        """Save a finished step; if batches are sampled ahead, `save_ahead_if_due` does it later.
 
         Collectives: those of `Checkpoints.save`.
         """
@@ -335,19 +335,19 @@ class Run:
                 self.checkpoints.save(self.state)
 
     def _finish(self) -> None:
-        """Export the model, and tell the launcher. Collective."""
+        """Export the model and report the end to the launcher. Collective."""
         self.writer.close()
         if self.checkpoints.keep_weights:
             self.attempt.enter("export")
-            self.generation.leave_memory()  # weights that were offloaded need it
+            self.generation.leave_memory()  # to load offloaded weights
             export(self.config, self.policy, self.attempt)
         self.generation.close()
         self.attempt.end("finished")
 
     def _stop(self) -> None:
-        """Save where the run is, with its open step if there is one. Collective."""
+        """Save the state of the run, with an open step if any. Collective."""
         num_tokens = self.generation.discard_ahead()
-        if self.generation.samples_ahead:  # else the same samples come again
+        if self.generation.samples_ahead:  # otherwise the same samples are drawn again
             self.state.give_back(num_tokens)
         self.writer.close()
         self.checkpoints.save_if_moved(self.state)
@@ -355,12 +355,12 @@ class Run:
         self.attempt.end("stopped")
 
     def _begin_step(self) -> None:
-        """Note the data position of the step, and stop where a stop was asked for. Collective.
+        """Record the data position of the step, and stop if a stop was asked for. Collective.
 
-        A batch that was sampled ahead is kept: the loop takes it, and `learn` then stops.
+        A batch that was sampled ahead is kept: the loop collects it, and `learn` then stops.
 
         Raises:
-            Stopped: a stop was asked for, or the job's time does not last for the next part.
+            Stopped: a stop was asked for, or the job's time is too short for the next stage.
         """
         state, step = self.state, self.state.step
         self.stopwatch.on_enter = lambda stage: self.attempt.enter(f"step {step}: {stage}")
@@ -382,7 +382,7 @@ class Run:
         )
 
     def _must_stop(self, *stages: str) -> bool:
-        """Whether there is a stop, or too little time for `stages` and a save. Collective."""
+        """Whether to stop: asked to, or too little time for `stages` and a save. Collective."""
         return self.attempt.must_stop(self.stopwatch.expect(*stages, "checkpoint"))
 
     def _planned(self, batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""When a run is saved, and the model that it exports at its end."""
+"""When to save a run, and the export of its final model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gapo_megatron.run.generation import Generation
 
 @dataclass
 class Checkpoints:
-    """Saves a run where that is due, and remembers where it was saved last.
+    """Saves a run when that is due, and remembers the last saved state.
 
-    For a run that is only timed (`keep_weights` False) nothing is written.
+    Writes nothing for a run that is only timed (`keep_weights` False).
     """
 
     config: Config
@@ -31,12 +31,12 @@ class Checkpoints:
     channel: Channel
     """All ranks of the trainer: rank 0 gathers the tokens of an open step."""
     attempt: Attempt
-    """Saves only while it owns the run."""
+    """A checkpoint is written only while this attempt owns the run."""
     stopwatch: Stopwatch
-    """Counts the stage `checkpoint`."""
+    """Times the stage `checkpoint`."""
     keep_weights: bool = True
     _saved: tuple[int, int | None] | None = None
-    """Step and updates of the open step where the run was saved or loaded last."""
+    """Step, and updates of an open step, at the last save or load."""
 
     def note_resumed(self, state: State) -> None:
         """Remember the state that the run was resumed from."""
@@ -47,17 +47,17 @@ class Checkpoints:
         return step == self.config.run.num_steps or self.config.checkpoint.is_due(step)
 
     def save_if_moved(self, state: State) -> None:
-        """Save, unless the run is where it was saved or loaded last. Collective."""
+        """Save, unless nothing has changed since the last save or load. Collective."""
         if self._saved != (state.step, state.num_open_updates):
             self.save(state)
 
     def save(self, state: State) -> None:
-        """Write a checkpoint, and the duration of stages for the next attempt.
+        """Write a checkpoint, and the times of stages for the next attempt.
 
         Collectives: those of `checkpoint.save`; messages with tokens from all ranks to rank 0.
 
         Raises:
-            CheckpointError, FencedError: as of `checkpoint.save`.
+            CheckpointError, FencedError: see `checkpoint.save`.
         """
         if not self.keep_weights:
             return
@@ -95,7 +95,7 @@ def export(config: Config, policy: Policy, attempt: Attempt) -> None:
         source_dir=config.model.hf_dir,
         output_dir=run_dir / "hf",
         made_by="train",
-        or_unmarked=has_finished(run_dir),  # by a version that did not mark it
+        or_unmarked=has_finished(run_dir),  # written by a version without markers
         write=is_first,
     )
     if is_first:

@@ -1,14 +1,14 @@
-"""The phases of a start, in their order: a function each. `Run.start` calls them one by one.
+"""The phases of a start, a function for each, in the order in which `Run.start` calls them.
 
     check_inputs -> join -> begin_branch -> start_pool -> build_policy -> resume -> start_colocated
 
-and where some ranks only generate
+and if some ranks only generate
 
     check_inputs -> join -> begin_branch -> build_policy -> resume -> order_generation
     check_inputs -> join -> start_side                                 on those ranks
 
-Whatever a user can get wrong is found in the first, before any process waits for another; what
-needs to know its peers in the second, before any model is built.
+User errors are found in the first phase, before any process waits for another; errors that depend
+on the peers in the second, before any model is built.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     problems: list[Prompt]
     held_out: list[Prompt]
-    """Problems of the evaluation; none when the run does not evaluate."""
+    """Problems of the evaluation; empty if the run does not evaluate."""
     source: PromptSource
     branch_point: BranchPoint | None
-    """Checkpoint of another run to begin with; None for a run that does not branch, or has begun.
+    """Checkpoint of another run to branch from; None without a branch, or once the run has begun.
     """
 
 
@@ -87,19 +87,19 @@ def check_inputs(config: Config) -> Inputs:
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
     source = PromptSource(problems, seed=config.run.seed)
     if branch_point is not None:
-        source.load_state_dict(dict(branch_point.state().source))  # refuses other problems
+        source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
     return Inputs(hf_config, tokenizer, problems, held_out, source, branch_point)
 
 
 def read_problems(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, has_begun: bool
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out problems; none held out when the run does not evaluate.
+    """Training and held-out problems; none are held out if the run does not evaluate.
 
-    A checkpoint to resume (`has_begun`) has its data position among all problems of its file.
+    If a checkpoint is resumed (`has_begun`), its data position refers to all problems of the file.
 
     Raises:
-        DataError: names file and line; or there are too few problems for one step.
+        DataError: names file and line; or there are too few problems for a step.
     """
     data = config.data
     limits: dict[str, Any] = {
@@ -118,7 +118,7 @@ def read_problems(
 def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Attempt]:
     """Seed the generators, meet the other ranks, take the run folder, and check the engine.
 
-    From here on `startup` tells the attempt which part begins.
+    From here on `startup` reports each part to the attempt.
 
     Collectives: creation of the process group; those of `Attempt.begin`.
 
@@ -150,14 +150,14 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
 
 
 def begin_branch(config: Config, inputs: Inputs, attempt: Attempt, startup: Stopwatch) -> None:
-    """Make the branch point, if there is one, the run's own first checkpoint. Collective."""
+    """Make the branch point, if any, the run's own first checkpoint. Collective."""
     if inputs.branch_point is not None:
         with startup("branch"):
             checkpoint.begin_branch(inputs.branch_point, config, attempt)
 
 
 def start_pool(config: Config) -> rewards.Pool:
-    """Start the workers that judge; `Pool.wait_until_ready` waits for them. Collective."""
+    """Start the verifier workers; `Pool.wait_until_ready` waits for them. Collective."""
     num_workers = config.reward.num_workers or min(process_group.share_of_cores(), 8)
     return rewards.start_pool(config.reward, num_workers=num_workers)
 
@@ -173,24 +173,24 @@ def build_policy(config: Config, world: World, attempt: Attempt, startup: Stopwa
 def resume(
     config: Config, policy: Policy, source: PromptSource, attempt: Attempt, startup: Stopwatch
 ) -> State | None:
-    """Load the newest whole checkpoint of the run folder, if any, and write the config there.
+    """Load the newest complete checkpoint of the run folder, if any, and write the config there.
 
-    The config is written only now: that of a run that is finished, or refused, must stay.
+    The config is written only now: a finished or refused run must keep its own.
 
     Args:
         config: the run's settings.
         policy: receives weights and optimizer.
         source: receives its data position.
-        attempt: hears that this rank is alive while files are read.
-        startup: counts the part `checkpoint`.
+        attempt: told that this rank is alive while files are read.
+        startup: times the part `checkpoint`.
 
     Returns:
-        Where the run is; None for a new run.
+        State of the run; None for a new run.
 
     Collectives: those of `checkpoint.load_latest`.
 
     Raises:
-        CheckpointError, ConfigError: as of `checkpoint.load_latest`.
+        CheckpointError, ConfigError: see `checkpoint.load_latest`.
         DataError: metrics of a step that will not be repeated are damaged.
     """
     run_dir = Path(config.run.output_dir)
@@ -209,7 +209,7 @@ def resume(
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What a run has before its engines are started."""
+    """Parts of a run that exist before its engines are started."""
 
     config: Config
     inputs: Inputs
@@ -218,18 +218,18 @@ class Trainer:
     policy: Policy
     state: State
     stopwatch: Stopwatch
-    """Counts the stages of the steps."""
+    """Times the stages of the steps."""
 
 
 def start_generation(
     trainer: Trainer, pool: rewards.Pool | None, startup: Stopwatch
 ) -> Colocated | GenerationRanks:
-    """Start generation; in fp16 once the weights are known to be in its range.
+    """Start generation; in fp16, check first that the weights are in its range.
 
     Args:
         trainer: the rest of the run.
-        pool: workers that judge on this rank; None where other ranks generate.
-        startup: counts the parts.
+        pool: verifier workers of this rank; None if other ranks generate.
+        startup: times the parts.
 
     Collectives, errors: in fp16 those of `check_range`; those of `start_colocated` or
     `order_generation`.
@@ -256,7 +256,7 @@ def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) ->
     """
     config, inputs, policy = trainer.config, trainer.inputs, trainer.policy
     with startup("vllm"):
-        policy.make_room()  # vLLM looks at its start whether the memory it may have is free
+        policy.make_room()  # vLLM checks at its start that its share of memory is free
         policy.make_room_of_weights()
         engine = build_engine(config, inputs, trainer.world)
     with startup("sync"):
@@ -280,12 +280,12 @@ def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) ->
 def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
     """Send the ranks that only generate the data position and the policy's weights.
 
-    Within a step the weights are no version, and none are sent before its end.
+    Within an open step the weights have no version, so none are sent before its end.
 
     Collectives: those of `DataParallelRanks.gather` and of `GenerationRanks.sync`.
 
     Raises:
-        WeightSyncError: an engine does not compute what the policy computes; on its own ranks.
+        WeightSyncError: an engine does not compute what the policy computes; raised on its ranks.
     """
     state, inputs, bridge = trainer.state, trainer.inputs, trainer.world.bridge
     assert bridge is not None
@@ -302,7 +302,7 @@ def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
     if not state.num_open_updates:
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
         generation.sync(probe, policy_version=state.step)
-        if state.open_step is not None:  # its batch is there: the next ones are due
+        if state.open_step is not None:  # its batch exists: order the next ones
             generation.sample_ahead()
     generation.stopwatch = trainer.stopwatch
     return generation
@@ -339,7 +339,7 @@ def start_side(
 def build_rollouter(
     config: Config, inputs: Inputs, engine: Engine, pool: rewards.Pool
 ) -> Rollouter:
-    """Set up sampling as the config says."""
+    """Build the rollouter that the config asks for."""
     rollout = config.rollout
     sampling = SamplingSettings(
         num_samples=config.batch.rollouts_per_prompt,
@@ -365,12 +365,12 @@ def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
 
 
 def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:
-    """Whether rank 0 of the job finds the run finished; then the two sides part.
+    """Whether rank 0 of the job finds the run finished; if so, closes the bridge.
 
     Returns:
         The same on every rank.
 
-    Collectives: a broadcast over the trainers; where it is finished that of `Bridge.close`.
+    Collectives: a broadcast over the trainers; if it is finished, that of `Bridge.close`.
     """
     bridge, run = world.bridge, config.run
     if bridge is not None and bridge.is_generation:
@@ -383,7 +383,7 @@ def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bo
             bridge.mail.post("run", b"finished" if answer else b"begins")
         answer = attempt.agree(answer)
     if bridge is not None and answer:
-        bridge.close()  # rank 0 keeps the mailbox: the others have read by now
+        bridge.close()  # rank 0 hosts the mailbox, which the others have read by now
     return answer
 
 

@@ -1,4 +1,4 @@
-"""Supervised training of a warm start; the command is `gapo_megatron.sft`."""
+"""Supervised fine-tuning before a run; the command is `gapo_megatron.sft`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gapo_megatron.run import process_group
 
 
 def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
-    """Do what `gapo_megatron.sft.train_supervised` says, once it has checked the config."""
+    """Train as `gapo_megatron.sft.train_supervised` documents; it has checked the config."""
     tokenizer = load_tokenizer(
         settings.initial_hf_dir, field="supervised.initial_hf_dir", facts=facts
     )
@@ -43,7 +43,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     start = config.model_copy(
         update={
             "model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir}),
-            # The likelihood is that of the model itself, whatever rollouts are sampled at.
+            # Likelihood at temperature 1, whatever temperature rollouts use.
             "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
             "objective": ObjectiveConfig(),  # neither reference weights nor entropy
         }
@@ -76,7 +76,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
 def _supervised_step(
     policy: Policy, batch: Rollouts, config: Config, learning_rate: float
 ) -> float:
-    """One update on `batch`, the same on every rank; its loss before, on every rank. Collective."""
+    """Update on `batch`, the same on every rank; returns the loss before the update. Collective."""
     groups = policy.groups
     packing = plan_scoring(
         batch,
@@ -125,8 +125,8 @@ def _read_examples(
             )
         except LengthError as error:
             raise DataError(
-                f"{path}:{number}: the prompt has {error}; it must have one, and {rule}, the "
-                "response with one at least"
+                f"{path}:{number}: the prompt has {error}; prompt and response must have at least "
+                f"one token each, and {rule}"
             ) from None
         try:
             check_length(row["response"], tokenizer, max_tokens=longest)
@@ -136,19 +136,19 @@ def _read_examples(
                 raise LengthError(len(response))
         except LengthError as error:
             raise DataError(
-                f"{path}:{number}: the prompt has {len(prompt)} tokens, the response and its end "
-                f"have {error}; {rule}"
+                f"{path}:{number}: the prompt has {len(prompt)} tokens, the response with its EOS "
+                f"has {error}; {rule}"
             ) from None
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:
-        raise DataError(f"{path}: holds no examples")
+        raise DataError(f"{path}: has no examples")
     return examples
 
 
 def _shuffled_batches(
     examples: list[tuple[np.ndarray, np.ndarray]], size: int, *, seed: int
 ) -> Iterator[Rollouts]:
-    """Endless batches of `size` sequences, a new seeded order every epoch."""
+    """Endless batches of `size` sequences, in a new seeded order every epoch."""
     random = np.random.default_rng(seed)
     order = itertools.chain.from_iterable(
         random.permutation(len(examples)) for _ in itertools.count()

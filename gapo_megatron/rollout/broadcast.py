@@ -1,14 +1,14 @@
-"""Weights in buckets, from one rank to others: packed while the bucket before travels.
+"""Broadcast weights in buckets: a bucket is packed while the previous bucket is sent.
 
-A tensor that is no larger than a bucket travels in one, with others, and the receiver hands out
-views of it. A larger one travels by itself, from the sender's memory straight to the receiver's.
-An engine may hold what it is given: vLLM keeps the tensors of a fused module (query, key and value;
-gate and up; all experts of a layer) until the last of them has come. So every bucket arrives in
-memory of its own, which is freed when none of its tensors is referenced. Memory beside the weights:
+Tensors up to the size of a bucket are packed together, and the receiver yields views of the bucket.
+A larger tensor is sent alone, directly from the sender's memory to the receiver's.
+An engine may hold tensors: vLLM keeps those of a fused module (query, key and value; gate and up;
+all experts of a layer) until the last of them has arrived. So every bucket is received into new
+memory, which is freed when none of its tensors is referenced. Memory beside the weights:
 
 - sender: two buckets;
-- receiver: what the engine holds, in whole buckets, and the two that arrive and are handed out; a
-  tensor that travels by itself counts as a bucket.
+- receiver: tensors held by the engine, in whole buckets, plus a bucket being received and a bucket
+  being yielded; a tensor that is sent alone counts as a bucket.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from gapo_megatron.errors import WeightSyncError
 BUCKET_BYTES = {"cuda": 2**28, "cpu": 2**25}
 """Bytes of a bucket, by device type."""
 _ALIGNMENT = 256
-"""Bytes between which tensors of a bucket begin: more than any element, and a cache line."""
+"""Alignment of tensors in a bucket, in bytes: a cache line, more than any element."""
 _SOURCE = 0
 
 
 @dataclass(slots=True)
 class Route:
-    """Two groups of the same ranks, of which rank 0 sends.
+    """Two groups of the same ranks; rank 0 sends.
 
-    Two, so that what a bucket holds is known before the bucket before has travelled.
+    With two, the header of a bucket can arrive while the previous bucket is still being sent.
     """
 
     headers: OutsideGroup
-    """Gloo: what a bucket holds, errors, and that all has arrived."""
+    """Gloo group for headers of buckets, errors and the final confirmation."""
     payload: OutsideGroup
-    """Bytes of the weights; NCCL on GPUs."""
+    """Group for the bytes of weights; NCCL on GPUs."""
 
 
 _Kind = Literal["bucket", "end", "error"]
@@ -55,9 +55,9 @@ class _Header:
 
     kind: _Kind
     number: int
-    """Headers before this one in the broadcast: both ends count."""
+    """Headers before this one in the broadcast, counted on both ends."""
     num_bytes: int = 0
-    """Bytes that travel, with the padding between tensors."""
+    """Bytes sent, with the padding between tensors."""
     tensors: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """(name, dtype, shape, offset in bytes) of each tensor."""
     error: str = ""
@@ -71,12 +71,12 @@ def send(
 
     Args:
         weights: (name, tensor) of any dtypes, on the device of the payload; a tensor may be
-            overwritten once the next one is asked for.
-        route: the groups that they travel over.
+            overwritten once the next is requested.
+        route: the groups to send over.
         bucket_bytes: bytes of a bucket; None: BUCKET_BYTES of the device.
 
     Returns:
-        Bytes of all tensors. By then every receiver has all of them, and hands out the last ones.
+        Bytes of all tensors. By then every receiver has received all of them.
 
     Collectives: those of `weights`; per bucket two broadcasts in `headers` and one in `payload`;
     at the end a barrier in `headers`.
@@ -91,9 +91,9 @@ def send(
             sender.add(name, tensor.detach())
         sender.finish()
     except WeightSyncError:
-        raise  # a receiver is gone: the groups are of no more use
+        raise  # a receiver is gone: the groups can no longer be used
     except BaseException as error:
-        # The receivers raise it too, instead of waiting for what never comes.
+        # The receivers raise it too, instead of waiting until their timeout.
         with suppress(WeightSyncError):
             sender.end("error", error=f"{type(error).__name__}: {error}")
         raise
@@ -101,26 +101,26 @@ def send(
 
 
 def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (name, tensor) that `send` is given, bit for bit and in its order.
+    """Yield the (name, tensor) pairs of `send`, bitwise identical and in the same order.
 
-    Call it on every rank of a route but the first, and run it through to its end: the sender waits
-    for that. A receiver may hold a tensor as long as it likes; this keeps its bucket alive.
+    Call it on every rank of a route but the first, and consume it completely: the sender waits for
+    that. A receiver may hold a tensor for any time; this keeps its whole bucket alive.
 
     Args:
-        route: the groups that they travel over.
+        route: the groups to receive over.
 
     Collectives: those of `send`.
 
     Raises:
         WeightSyncError: the sender aborted (names its error), does not take part within the
-            groups' time limit, or is at another place of another broadcast. The tensors so far are
-            no weights of any version.
+            groups' time limit, or is at another header. The tensors yielded so far are then not the
+            weights of any version.
     """
     return _Receiver(route).tensors()
 
 
 class _Sender:
-    """Two buckets: one is filled while the other travels."""
+    """Two buckets: one is filled while the other is sent."""
 
     def __init__(self, route: Route, bucket_bytes: int) -> None:
         self.num_bytes = 0
@@ -134,7 +134,7 @@ class _Sender:
         self._num_headers = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Pack a tensor, or send it by itself if it is larger than a bucket."""
+        """Pack a tensor, or send it alone if it is larger than a bucket."""
         num_bytes = tensor.numel() * tensor.element_size()
         self.num_bytes += num_bytes
         entry = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
@@ -148,14 +148,14 @@ class _Sender:
         if self._used + num_bytes > self._capacity:
             self._flush()
         if not self._tensors:
-            _wait(self._works[self._filling], f"a bucket before header {self._num_headers}")
+            _wait(self._works[self._filling], f"the bucket before header {self._num_headers}")
         room = self._buckets[self._filling][self._used : self._used + num_bytes]
         room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self._tensors.append((*entry, self._used))
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def finish(self) -> None:
-        """Send what is left, and wait until every receiver has all."""
+        """Send the rest, and wait until every receiver has everything."""
         self._flush()
         self.end("end")
         _synchronize(self._route.payload.device)
@@ -163,13 +163,13 @@ class _Sender:
             self._route.headers.barrier()
 
     def end(self, kind: Literal["end", "error"], **fields: Any) -> None:
-        """Tell all receivers that nothing comes any more; wait for what is on its way."""
+        """Announce the end or an error to all receivers; wait for pending sends."""
         last = self._announce(kind, **fields)
         for works in (*self._works, last):
-            _wait(works, f"what came before header {self._num_headers}")
+            _wait(works, f"bytes before header {self._num_headers}")
 
     def _announce(self, kind: _Kind, **fields: Any) -> list[dist.Work]:
-        """Begin to tell all receivers what comes next."""
+        """Start broadcasting a header to all receivers."""
         header = _Header(kind, self._num_headers, **fields)
         self._num_headers += 1
         content = json.dumps([getattr(header, name) for name in header.__slots__]).encode()
@@ -181,10 +181,10 @@ class _Sender:
             ]
 
     def _flush(self) -> None:
-        """Begin to send the bucket that was being filled, if it has anything."""
+        """Start sending the bucket that was being filled, unless it is empty."""
         if not self._tensors:
             return
-        # It may set out before the one before has arrived; it then waits for the receivers' room.
+        # It may start before the previous bucket has arrived; it then waits for the receivers.
         works = self._announce("bucket", num_bytes=self._used, tensors=self._tensors)
         bucket = self._buckets[self._filling][: self._used]
         works.append(self._route.payload.broadcast(bucket, source=_SOURCE))
@@ -194,7 +194,7 @@ class _Sender:
 
 
 class _Receiver:
-    """Takes the next bucket while the one before is handed out."""
+    """Receives the next bucket while the previous bucket is yielded."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -205,9 +205,9 @@ class _Receiver:
         ready: list[tuple[str, Tensor]] = []
         works: list[dist.Work] = []
         while True:
-            # Before what it announced last has arrived, so that the next one need not wait for it.
+            # Read before the previous bucket has arrived, so that the next can start without delay.
             header = self._next_header()
-            _wait(works, f"what came before header {header.number}")
+            _wait(works, f"bytes before header {header.number}")
             if header.kind == "error":
                 raise WeightSyncError(f"weights: the sender aborted: {header.error}")
             if header.kind == "end":
@@ -216,12 +216,12 @@ class _Receiver:
                 return
             memory = _new_memory(self._route, header.num_bytes)
             works = [self._route.payload.broadcast(memory, source=_SOURCE)]
-            yield from _handed_out(ready)  # while the next ones travel
+            yield from _handed_out(ready)  # while the next bucket arrives
             ready = _views(memory, header)
             del memory
 
     def _next_header(self) -> _Header:
-        """What comes next."""
+        """Receive the next header and check its number."""
         with _naming(f"header {self._num_headers}"):
             length = torch.zeros(1, dtype=torch.int64)
             self._route.headers.broadcast(length, source=_SOURCE).wait()
@@ -230,14 +230,14 @@ class _Receiver:
         header = _Header(*json.loads(body.numpy().tobytes()))
         if header.number != self._num_headers:
             raise WeightSyncError(
-                f"weights: header {header.number} came where {self._num_headers} was due: sender "
-                "and receiver are not at the same broadcast"
+                f"weights: received header {header.number}, expected {self._num_headers}: sender "
+                "and receiver are not in the same broadcast"
             )
         self._num_headers += 1
         return header
 
     def _confirm(self) -> None:
-        """Tell the sender that all has arrived."""
+        """Confirm to the sender that everything has arrived."""
         _synchronize(self._route.payload.device)
         with _naming("the end"):
             self._route.headers.barrier()
@@ -249,7 +249,7 @@ def _new_memory(route: Route, num_bytes: int) -> Tensor:
 
 
 def _handed_out(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield them in order, and hold none that has been taken."""
+    """Yield tensors in order, without keeping references to yielded ones."""
     tensors.reverse()
     while tensors:
         yield tensors.pop()
@@ -267,7 +267,7 @@ def _views(memory: Tensor, header: _Header) -> list[tuple[str, Tensor]]:
 
 
 def _wait(works: list[dist.Work], what: str) -> None:
-    """Wait for all of them, each once."""
+    """Wait for all works and clear the list."""
     with _naming(what):
         while works:
             works.pop(0).wait()
@@ -278,13 +278,13 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Until here, NCCL has only queued."""
+    """Wait for the device: NCCL operations are only queued so far."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class _naming:
-    """Errors of a collective become a WeightSyncError that says what was on its way."""
+    """Turns errors of a collective into a WeightSyncError that names the transfer."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -295,6 +295,6 @@ class _naming:
     def __exit__(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, WeightSyncError):
             raise WeightSyncError(
-                f"weights, {self._what}: a rank of the other side is gone or does not answer: "
+                f"weights, {self._what}: a rank of the other side is gone or does not respond: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error

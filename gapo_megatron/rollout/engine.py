@@ -1,8 +1,8 @@
-"""Interface of an engine: the few methods that rollouts, evaluation and weight sync call.
+"""Interface of an engine: the methods that rollouts, evaluation and weight sync call.
 
-`rollout/vllm` is the first implementation; tests/scripted_engine.py and
-tests/transformers_engine.py are two more. Which responses are wanted, in which order, with which
-seeds, and when it is enough, is decided above it, by `rollout.generate`.
+`rollout/vllm` implements it; so do tests/scripted_engine.py and tests/transformers_engine.py.
+`rollout.generate` decides which responses to sample, in which order, with which seeds, and when to
+stop.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from gapo_megatron.rollouts import Rollouts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One response to be sampled, from its first token or from where it stands."""
+    """A response to sample, from its first token or continued."""
 
     name: str
-    """Unique among the requests that the engine holds; may be used again once it has ended."""
+    """Unique among the requests that the engine holds; may be reused after the request's end."""
     prompt_ids: Sequence[int]
     """Tokens of the prompt; at least one."""
     response_ids: np.ndarray
-    """[n] int32 tokens of the response that are there already: given, like the prompt."""
+    """[n] int32, tokens of the response so far: input, like the prompt."""
     max_tokens: int
-    """Tokens to sample at most; at least one."""
+    """Largest number of tokens to sample, at least 1."""
     seed: int
-    """63 bits: the samples depend on the given tokens, the weights and this, on nothing else."""
+    """63 bits. Samples depend only on the input tokens, the weights and this seed."""
     temperature: float
     """> 0."""
     top_p: float
-    """Nucleus, in (0, 1]."""
+    """Nucleus sampling, in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Result of a request: the tokens that were sampled, without those that were given."""
+    """Result of a request: the sampled tokens, without the input tokens."""
 
     name: str
     """Name of the request."""
     token_ids: np.ndarray
     """[n] int32, the EOS token included when the model sampled it."""
     log_probs: np.ndarray
-    """[n] float32, of the distribution sampled from: at the request's temperature, renormalised
-    over the nucleus when `top_p` < 1."""
+    """[n] float32, log-probs of the sampling distribution: at the request's temperature,
+    renormalised over the nucleus if `top_p` < 1."""
     reason: Literal["stop", "length", "abort"]
-    """EOS was sampled; `max_tokens` were; or the request was aborted, with any number of tokens."""
+    """Why it ended: at EOS, at `max_tokens`, or aborted after any number of tokens."""
 
 
 class Engine(Protocol):
     """One rank's part of an engine that generates at the policy's weights.
 
-    The ranks of one replica call every method in the same order with equal arguments, and get
-    equal results. Replicas share nothing: each may call as often as it has work.
+    The ranks of a replica call every method in the same order with equal arguments, and get equal
+    results. Replicas are independent: each may call as often as it has work.
 
     An engine is awake (it generates and scores) or asleep (the trainer has its memory). It may
     start in either state. A method that the state forbids raises RolloutError.
@@ -66,45 +66,45 @@ class Engine(Protocol):
     replicas: Replicas
     """Replicas: which ranks form one engine, and how all ranks communicate."""
     policy_version: int
-    """Version of the weights it generates with; -1 from the beginning of an `update_weights` to its
-    end, and before the first."""
+    """Version of the weights it generates with; -1 before the first `update_weights` and during
+    every call of it."""
     max_sequence_tokens: int
-    """Prompt and response tokens of the longest sequence it takes."""
+    """Largest number of prompt and response tokens of a sequence."""
     vocab_size: int
     """Tokens are 0 to `vocab_size` - 1."""
     verify_bound: float
-    """The largest mean difference per token between its log-probs and the trainer's at the same
-    weights, by what it rounds (`rollout.verify`)."""
+    """Largest allowed mean difference per token between its log-probs and the trainer's at the same
+    weights; depends on its rounding (`rollout.verify`)."""
 
     def add(self, request: Request) -> None:
         """Queue a request; requests begin in the order in which they are added.
 
-        An engine without any request begins from an empty cache, so that its bits do not depend
-        on what it generated before.
+        An engine without requests starts from an empty cache, so that its bits do not depend on
+        earlier generations.
         """
 
     def poll(self) -> Sequence[Completion]:
-        """Take one decoding step, and hand out the requests that it has ended, often none.
+        """Take one decoding step and return the requests that ended in it, often none.
 
-        To be called while there are requests: `rollout.generate` counts them.
+        Call it only while the engine has requests: `rollout.generate` counts them.
 
         Collectives: the engine's own, within the replica.
 
         Raises:
-            RolloutError: a request ended otherwise than by EOS or `max_tokens`.
+            RolloutError: a request ended neither at EOS nor at `max_tokens`.
         """
 
     def abort(self) -> Sequence[Completion]:
-        """Drop all requests, and hand out what there is of them. The engine is idle then.
+        """Drop all requests and return their tokens so far. The engine is idle afterwards.
 
-        Also called to leave no request behind when something has raised.
+        Also called after an exception, so that no request stays in the engine.
         """
 
     def num_requests(self) -> tuple[int, int]:
-        """Requests that run, and requests that wait for a place or for room in the cache."""
+        """Numbers of requests that run, and that wait for a slot or for cache memory."""
 
     def score(self, rollouts: Rollouts) -> list[np.ndarray]:
-        """Log-probs the engine gives to tokens it is shown, at temperature 1.
+        """The engine's log-probs of given tokens, at temperature 1.
 
         Args:
             rollouts: B sequences with their tokens, no prompt empty; the engine must hold no
@@ -124,28 +124,28 @@ class Engine(Protocol):
         policy_version: int,
         on_received: Callable[[], None] = lambda: None,
     ) -> None:
-        """Replace all weights, and forget what was cached of the old ones; generates afterwards.
+        """Replace all weights and clear caches of the old weights; the engine is awake afterwards.
 
         Args:
-            tensors: (Hugging Face name, whole tensor), every tensor of the model once, those of one
-                module next to each other; the same on every rank. Streamed; the engine may
-                hold what it is given until the call returns; callers do not overwrite it meanwhile.
-            policy_version: becomes the engine's.
-            on_received: called once the tensors are of no more use, before the engine takes memory
-                for its KV cache.
+            tensors: (Hugging Face name, whole tensor), every tensor of the model once, those of a
+                module consecutively; the same on every rank. Streamed; the engine may hold tensors
+                until the call returns, and callers must not overwrite them before.
+            policy_version: the engine's new version.
+            on_received: called when the tensors are no longer needed, before the engine allocates
+                its KV cache.
 
         Collectives: those of `tensors`, in lockstep on all ranks.
 
         Raises:
-            WeightSyncError: a tensor is missing, extra, twice or misshapen, or is not what the
-                engine has now; names it. The weights are then undefined, and the version is -1.
+            WeightSyncError: a tensor is missing, extra, repeated or misshapen, or the engine has
+                loaded other values; names it. The weights are then undefined, the version is -1.
         """
 
     def sleep(self) -> None:
-        """Leave the memory to the trainer. Weights are lost. Nothing happens when asleep."""
+        """Release memory to the trainer; the weights are lost. Does nothing if asleep."""
 
     def wake(self) -> None:
-        """Take back the memory for the weights, which `update_weights` then must fill.
+        """Allocate the memory of the weights, which `update_weights` must then fill.
 
-        Nothing happens when awake: `update_weights` then overwrites the weights in place.
+        Does nothing if awake: `update_weights` then overwrites the weights in place.
         """

@@ -1,4 +1,4 @@
-"""Generation with any engine: its requests, when to stop, and the episodes they become.
+"""Generation with any engine: sends requests, decides when to stop, collects episodes.
 
 All ranks generate at the same time, each replica for its own prompts (`Replicas.share`).
 """
@@ -16,7 +16,7 @@ from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
 from gapo_megatron.rollout.requests import Respond, Responses, SamplingSettings, end
 from gapo_megatron.types import Episode, Prompt
 
-# Decoding steps between two questions whether to go on: a broadcast within the replica.
+# Decoding steps between two checks for an abort, each a broadcast within the replica.
 _STEPS_PER_QUESTION = 8
 
 
@@ -26,22 +26,22 @@ class Hooks:
 
     on_ended: Callable[[Sequence[Episode]], object] = lambda episodes: None
     """Receives the episodes that have ended since its last call, often none, each once: first those
-    that were finished before, then after every decoding step and, with `should_abort`, now and
-    then while other replicas still generate. An exception in it ends the generation."""
+    finished before this generation, then those of every decoding step. With `should_abort` it is
+    also called while other replicas still generate. An exception in it ends the generation."""
     should_abort: Callable[[float], bool] | None = None
-    """Whether to abort the generation, given the seconds since its start. Every rank calls it now
-    and then; the first rank of each replica decides for the replica. It is also called while only
-    other replicas generate; its answer then has no effect."""
+    """Whether to abort the generation, given the seconds since its start. Every rank calls it
+    repeatedly; the first rank of each replica decides for the replica. It is also called while
+    only other replicas generate; its answer then has no effect."""
     occupancy: Occupancy | None = None
-    """Adds up how full the replicas were; needs `should_abort`."""
+    """Accumulates the occupancy of the replicas; needs `should_abort`."""
     on_aborted: Callable[[int], object] = lambda num_tokens: None
-    """Receives the number of tokens that this replica sampled in an aborted generation."""
+    """Receives the number of tokens that this replica has sampled if the generation is aborted."""
     shows_progress: bool = False
     """Whether rank 0 shows a progress bar with tokens/s."""
 
 
 def begin(environment: Environment, prompt: Prompt) -> Prompt:
-    """The prompt with the tokens that the model sees first: `Environment.begin`."""
+    """The prompt with its initial tokens for the model: `Environment.begin`."""
     return replace(prompt, token_ids=tuple(environment.begin(prompt)))
 
 
@@ -57,18 +57,18 @@ def generate(
 ) -> list[tuple[Episode, ...]] | None:
     """Sample responses for this replica's prompts.
 
-    Every request has its own seed (`request_seed`), so a response depends neither on its company
+    Every request has its own seed (`request_seed`), so a response depends neither on other requests
     nor on the number of replicas, up to the rounding of a batched forward pass.
 
     Args:
         engine: awake; holds no request, before and after.
-        prompts: this replica's share, ids all different; the same on all of its ranks.
-        settings: how responses are drawn, and how many per prompt.
-        respond: the environment's answer when a response has reached EOS; by default it ends there.
-        begun: by prompt id, the episodes of prompts that earlier calls have begun. Unfinished ones
-            are continued from prompt + tokens so far, with a new seed.
+        prompts: this replica's share, with unique ids; the same on all of its ranks.
+        settings: sampling settings, and the number of responses per prompt.
+        respond: the environment's answer to EOS; by default the response ends there.
+        begun: by prompt id, the episodes of prompts that earlier calls have begun. Unfinished
+            episodes continue from prompt + tokens so far, with a new seed.
         num_groups: stop once this many prompts of this replica are complete; by default all. Which
-            ones depends on the lengths of the responses and on batching: on the number of replicas
+            prompts these are depends on response lengths and batching: on the number of replicas
             and the size of their KV caches.
         hooks: callbacks; one of them may abort the generation.
 
@@ -76,14 +76,13 @@ def generate(
         `num_samples` episodes per prompt, in order. With `num_groups` the episodes of incomplete
         prompts may be unfinished. None on every rank if any replica aborted.
 
-    Collectives: the engine's own; with `should_abort` also a broadcast now and then within the
-    replica, a sum of one integer a second over all ranks (`Heartbeat`), and one gather over all
-    ranks.
+    Collectives: the engine's own; with `should_abort` also periodic broadcasts within the replica,
+    a sum of one integer each second over all ranks (`Heartbeat`), and one gather over all ranks.
 
     Raises:
         DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
             anything is generated.
-        RolloutError: the engine is asleep, or did not return what was asked for.
+        RolloutError: the engine is asleep, or has lost requests.
     """
     _check_prompts(engine, prompts, settings.max_response_tokens)
     hooks = hooks or Hooks()
@@ -115,10 +114,10 @@ def _check_prompts(engine: Engine, prompts: Sequence[Prompt], max_response_token
 
 
 class _Run:
-    """One generation: the requests of one replica until enough prompts are complete.
+    """A generation of one replica, until enough prompts are complete.
 
     Attributes:
-        num_tokens: sampled so far.
+        num_tokens: number of tokens sampled so far.
     """
 
     def __init__(self, engine: Engine, responses: Responses, wanted: int, hooks: Hooks) -> None:
@@ -133,7 +132,7 @@ class _Run:
         self._end = Ending(aborted=False, taken_s=0.0, seconds=0.0)
 
     def decode(self) -> None:
-        """Take decoding steps until enough groups are complete, or until it is aborted.
+        """Take decoding steps until enough groups are complete or the generation is aborted.
 
         Leaves no request in the engine.
         """
@@ -153,12 +152,12 @@ class _Run:
                 self._responses.take(completion)
 
     def any_aborted(self) -> bool:
-        """Wait for the other replicas; whether any replica, this one included, was aborted."""
+        """Wait for the other replicas; return whether any replica, this one included, aborted."""
         ask, hand_over = self._hooks.should_abort, self._hooks.on_ended
         assert ask is not None
         self._heart.wait_for_all(
             on_beat=lambda: ask(time.monotonic() - self._start),
-            # Nobody else feeds the workers that judge meanwhile.
+            # The verifier workers get new work only through this call.
             meanwhile=lambda: hand_over(()),
         )
         ends = self._engine.replicas.gather([self._end])
@@ -174,7 +173,7 @@ class _Run:
                 return Ending(True, taken_s, last - self._start)
             num_steps += 1
             completions = engine.poll()
-            # How full the engine was in this step: what has just ended still took its place.
+            # Occupancy of this step: requests that have just ended still count.
             num_running, num_waiting = engine.num_requests()
             if not completions and num_running + num_waiting == 0:
                 raise RolloutError(f"the engine has lost {num_open} of its requests")
@@ -184,7 +183,7 @@ class _Run:
                 episode = responses.take(completion)
                 if isinstance(episode, Episode):
                     ended.append(episode)
-                else:  # the environment has answered: the model goes on
+                else:  # the environment has answered: the model continues
                     engine.add(episode)
             num_open -= len(ended)
             self._hooks.on_ended(ended)

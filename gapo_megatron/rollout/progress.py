@@ -1,4 +1,4 @@
-"""Progress of generation: a bar, and how full the engines are."""
+"""Progress of generation: a bar, heartbeats, and the occupancy of engines."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 _REFRESH_S = 0.2
 _BEAT_EVERY_S = 1.0
-"""Seconds between beats of a rank that still generates; ranks that have ended wait for them."""
+"""Seconds between beats of a rank that still generates; ranks that have ended wait for these."""
 _LOOK_EVERY_S = 0.02
 
 
 class Heartbeat:
-    """Ranks that generate for different times end together, and see each other make progress.
+    """Lets ranks that generate for different times end together, and detects frozen ranks.
 
-    One engine may generate for long after another has ended: longer than a collective may wait, and
-    than a rank may be silent before it counts as hung. So all ranks exchange beats, those that have
-    ended too. A rank that is frozen as a whole (a stopped process, a node that no longer answers)
-    cannot be ended by its own watch: its beat fails to come, the others are silent from then on,
-    and their watches end the job.
+    An engine may generate long after another has ended: longer than the timeout of a collective,
+    and than the hang timeout of a rank. So all ranks exchange beats, also those that have ended. A
+    frozen process or node cannot be ended by its own watch: without its beats the other ranks
+    report no more progress, and their watches end the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """No collective. `group` is gloo's, and used for nothing else until `all_ended`."""
+        """No collective. `group` is a gloo group, used for nothing else until `all_ended`."""
         self.all_ended = False
         self._group = group
         self._num_generating = torch.zeros((), dtype=torch.int64)
@@ -38,20 +37,20 @@ class Heartbeat:
         self._next_s = 0.0
 
     def beat(self, *, ended: bool) -> bool:
-        """Take part in the exchange; never waits. To be called until `all_ended`.
+        """Take part in the exchange; never waits. Call it until `all_ended`.
 
         Args:
-            ended: whether this rank has nothing left to generate; once True, it stays so.
+            ended: whether this rank has nothing left to generate; must stay True once True.
 
         Returns:
-            Whether a beat of all ranks has come to its end: then none of them is frozen.
+            Whether a beat of all ranks has completed: then none of them is frozen.
 
-        Collectives: now and then an asynchronous sum of one integer over the group, as often on
-            every rank; the one that makes `all_ended` True is the same on all of them.
+        Collectives: periodically an asynchronous sum of one integer over the group, equally often
+            on every rank; the same sum makes `all_ended` True on all of them.
         """
         arrived = self._beat is not None and self._beat.is_completed()
         if self._beat is not None and arrived:
-            self._beat.wait()  # raises what has gone wrong
+            self._beat.wait()  # raises an error of the collective
             self._beat = None
             self.all_ended = int(self._num_generating) == 0
         now = time.monotonic()
@@ -64,11 +63,11 @@ class Heartbeat:
     def wait_for_all(
         self, *, on_beat: Callable[[], object], meanwhile: Callable[[], object]
     ) -> None:
-        """Beat, having ended, until all ranks have; however long that takes.
+        """Exchange beats until all ranks have ended; call it when this rank has ended.
 
         Args:
-            on_beat: says that this rank is well (`Attempt.alive`): after each beat of all ranks.
-            meanwhile: called again and again.
+            on_beat: called after each completed beat (`Attempt.alive`).
+            meanwhile: called repeatedly.
 
         Collectives: those of `beat`.
         """
@@ -81,27 +80,27 @@ class Heartbeat:
 
 @dataclass
 class Occupancy:
-    """How full the engines are, over the calls of `rollout.generate` that it is given to.
+    """Occupancy of the engines, summed over calls of `rollout.generate`.
 
-    While a request waits, for a place or for room in the KV cache, an engine is full. Else it has
-    as many places as it ever had requests running at a time.
+    An engine is full while a request waits for a slot or for KV cache. Otherwise its number of
+    slots is the largest number of requests it has ever run at a time.
     """
 
     num_places: int = 0
-    """Most requests seen running at a time in this rank's engine."""
+    """Largest number of requests run at a time by this rank's engine."""
     taken_s: float = 0.0
-    """Sum over ranks and decoding steps of the share of places that were taken x seconds."""
+    """Sum over ranks and decoding steps of share of slots in use x seconds."""
     capacity_s: float = 0.0
     """Number of ranks x seconds until the slowest engine ended."""
 
     def share_taken(self, num_running: int, num_waiting: int) -> float:
-        """Share of this engine's places in use during one decoding step."""
+        """Share of this engine's slots in use during a decoding step."""
         self.num_places = max(self.num_places, num_running)
         return 1.0 if num_waiting else num_running / max(self.num_places, 1)
 
     @property
     def idle_share(self) -> float:
-        """Share of places and time without a request; 0 where nothing had to be generated."""
+        """Share of slots and time without a request; 0 if nothing had to be generated."""
         return 1 - self.taken_s / self.capacity_s if self.capacity_s else 0.0
 
 
@@ -112,12 +111,12 @@ class Ending:
     aborted: bool
     """Whether it was aborted before enough prompts were complete."""
     taken_s: float
-    """As `Occupancy.taken_s`, of this call and rank alone."""
+    """Like `Occupancy.taken_s`, for this call and rank only."""
     seconds: float
 
 
 class GenerationProgress:
-    """Finished responses and tokens/s. It has no thread of its own: vLLM needs the interpreter."""
+    """Finished responses and tokens/s. Runs without a thread: vLLM needs the interpreter."""
 
     def __init__(self, num_requests: int, *, shown: bool) -> None:
         console = Console(stderr=True)

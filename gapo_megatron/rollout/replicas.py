@@ -1,4 +1,4 @@
-"""Replicas: which ranks form one engine, how prompts are shared out, how ranks communicate."""
+"""Replicas: which ranks form an engine, how prompts are split, how ranks communicate."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """Every `size` neighbouring ranks form a replica: one engine, whose ranks run in lockstep.
+    """Every `size` consecutive ranks form a replica: an engine whose ranks run in lockstep.
 
-    Each replica generates for its slice of the prompts (`share`). What follows, every rank does
-    for its own part of them (`part`). Of the results `gather_tables` gives every rank the table;
-    tokens stay, and travel over `channel` to those that compute them.
+    Each replica generates for its slice of the prompts (`share`). Every rank then processes its own
+    part of these (`part`). `gather_tables` gives every rank the table of results; tokens stay where
+    they are and are sent over `channel` to the ranks that compute them.
 
     Attributes:
-        gloo_group: all ranks, for Python objects.
+        gloo_group: gloo group of all ranks, for Python objects.
         rank: this rank.
         world_size: number of ranks.
         size: ranks of a replica.
@@ -38,7 +38,7 @@ class Replicas:
         gloo_group: dist.ProcessGroup | None = None,
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """No collective. `create` makes the groups as well."""
+        """No collective. `create` also creates the groups."""
         self.gloo_group = gloo_group
         self.rank = rank
         self.world_size = world_size
@@ -49,7 +49,7 @@ class Replicas:
     def create(cls, size: int, *, gloo_group: dist.ProcessGroup) -> Self:
         """Replicas of `size` ranks each, over the default process group.
 
-        Collectives: creates a group per replica, where a replica has more than one rank.
+        Collectives: creates a group per replica, if replicas have more than one rank.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         groups = [
@@ -66,12 +66,12 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """Replicas of the run."""
+        """Number of replicas of the run."""
         return self.world_size // self.size
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is the first rank of all: the one that shows progress."""
+        """Whether this is rank 0, which shows progress."""
         return self.rank == 0
 
     @cached_property
@@ -87,7 +87,7 @@ class Replicas:
     def share(self, prompts: Sequence[T], *, rank: int | None = None) -> list[T]:
         """This replica's contiguous slice of `prompts`; all replicas' slices cover it in order.
 
-        With `rank` that of the replica of another rank.
+        With `rank`, the slice of that rank's replica.
         """
         rank = self.rank if rank is None else rank
         return _slice(prompts, rank // self.size, self.count)
@@ -100,7 +100,7 @@ class Replicas:
         """Gather a few small objects of every rank, in the order of ranks, on every rank.
 
         Args:
-            groups: this rank's. Anything that pickles; no tokens.
+            groups: this rank's objects. Anything that pickles; no tokens.
 
         Collectives: one gather of objects over all ranks (gloo).
         """
@@ -112,9 +112,9 @@ class Replicas:
         """Gather an object of every rank of this replica, in the order of ranks, on each of them.
 
         Args:
-            one: this rank's. Anything that pickles; no tokens.
+            one: this rank's object. Anything that pickles; no tokens.
 
-        Collectives: one gather of objects within the replica, where it has more than one rank.
+        Collectives: one gather of objects within the replica, if it has more than one rank.
         """
         received = [one] * self.size
         if self.size > 1:
@@ -124,14 +124,14 @@ class Replicas:
     def gather_tables(self, table: np.ndarray) -> list[np.ndarray]:
         """Gather the tables of all ranks, by rank, on every rank.
 
-        Collectives: two, whatever their length (`exchange.gather_tables`).
+        Collectives: two, for tables of any length (`exchange.gather_tables`).
         """
         return gather_tables(table, self.gloo_group)
 
     def agree(self, answer: bool) -> bool:
         """The answer of the replica's first rank: its ranks must take every step together.
 
-        Collectives: one broadcast within the replica, where it has more than one rank.
+        Collectives: one broadcast within the replica, if it has more than one rank.
         """
         if self._replica_group is None:
             return answer

@@ -1,4 +1,4 @@
-"""The responses of one generation: requests to the engine, and the episodes they become."""
+"""Responses of a generation: requests to the engine, and episodes made from completions."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ Respond = Callable[[Episode], Sequence[int] | None]
 
 
 def end(_: Episode) -> None:
-    """The answer of an environment of one turn: the episode has ended."""
+    """Answer of a single-turn environment: the episode has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How the responses of one generation are drawn."""
+    """Sampling settings of a generation."""
 
     num_samples: int
     """Responses per prompt."""
     max_response_tokens: int
-    """A response that reaches it without an end is `truncated`. The environment's tokens count."""
+    """A response that reaches it unfinished is `truncated`. The environment's tokens count."""
     seed: int
     """Seed of the run."""
     step: int = 0
-    """Step of the run; another step draws other samples."""
+    """Step of the run; each step draws different samples."""
     temperature: float = 1.0
-    """> 0. Log-probs are those at this temperature."""
+    """> 0. Also the temperature of the log-probs."""
     top_p: float = 1.0
     """Nucleus of sampling, in (0, 1]."""
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, sample: int, start: int = 0) -> int:
-    """63-bit seed of one request: a hash of what identifies it in the run.
+    """63-bit seed of a request: a hash of the arguments, which identify it in the run.
 
-    `start` tokens are given already: a request that continues a response, of an earlier step or
-    after the environment's answer, must not draw the same random numbers again.
+    `start` is the number of input tokens of the response: a request that continues a response, of
+    an earlier step or after the environment's answer, must not draw the same random numbers again.
     """
     identity = [run_seed, step, prompt_id, sample, *([start] if start else [])]
     digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest()
@@ -50,7 +50,7 @@ def request_seed(run_seed: int, step: int, prompt_id: str, sample: int, start: i
 
 
 class Responses:
-    """The k responses to each of some prompts, while they are generated.
+    """The k responses to each of several prompts while they are generated.
 
     Attributes:
         groups: episodes of each prompt, in order.
@@ -63,7 +63,7 @@ class Responses:
         settings: SamplingSettings,
         respond: Respond,
     ) -> None:
-        """`begun` has the responses to some of the prompts, by id; the others have no token yet."""
+        """`begun` has responses to some of the prompts, by id; the others start without tokens."""
         self.groups = [
             list(begun.get(prompt.id) or _not_begun(prompt, settings.num_samples))
             for prompt in prompts
@@ -76,11 +76,11 @@ class Responses:
 
     @property
     def num_whole(self) -> int:
-        """Prompts whose responses are all finished."""
+        """Number of prompts whose responses are all finished."""
         return self._num_open.count(0)
 
     def requests(self) -> list[Request]:
-        """Ask for the rest of every response that is not finished, in order."""
+        """Requests for the rest of every unfinished response, in order."""
         return [
             self._request(i, sample)
             for i, group in enumerate(self.groups)
@@ -89,7 +89,7 @@ class Responses:
         ]
 
     def _request(self, i: int, sample: int) -> Request:
-        """Ask for the rest of response number `sample` to prompt i."""
+        """Request for the rest of response number `sample` to prompt i."""
         settings, episode = self._settings, self.groups[i][sample]
         name, num_tokens = f"{episode.prompt.id}/{sample}", len(episode.token_ids)
         self._places[name] = i, sample
@@ -107,7 +107,7 @@ class Responses:
         """Add a request's tokens, and at EOS the tokens that the environment appends.
 
         Returns:
-            The episode, if it has ended or was aborted; else the request that continues it.
+            The episode, if it has ended or was aborted; otherwise the request that continues it.
         """
         i, sample = self._places[completion.name]
         episode = _extend(self.groups[i][sample], completion)
@@ -124,8 +124,8 @@ class Responses:
     def _append(self, episode: Episode, answer: Sequence[int]) -> Episode:
         """The response with the environment's tokens, to be continued by the model.
 
-        Where they leave no room for a token of the model they are left out: nothing could be
-        learned from them, and the response is truncated.
+        If they leave no room for a sampled token they are dropped, since there would be nothing to
+        learn, and the response is truncated.
         """
         num_tokens = len(episode.token_ids)
         if num_tokens + len(answer) >= self._settings.max_response_tokens:
@@ -147,7 +147,7 @@ def _not_begun(prompt: Prompt, num_samples: int) -> list[Episode]:
 
 
 def _extend(episode: Episode, completion: Completion) -> Episode:
-    """The response with the tokens that a request brought."""
+    """The response with the tokens of a completion."""
     mask = None
     if episode.response_mask is not None:
         new = np.ones(len(completion.token_ids), dtype=bool)

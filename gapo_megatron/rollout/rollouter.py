@@ -1,6 +1,6 @@
-"""One batch of judged rollouts: prompts, k episodes each, verdicts.
+"""A batch of judged rollouts: prompts, k episodes each, verdicts.
 
-On top: dynamic sampling, and against the long tail of responses over-sampling and partial rollouts.
+Also dynamic sampling, and for the long tail of responses over-sampling and partial rollouts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Prompt, Verdict
 
 _TAG = 1
-"""Of messages with the tokens of open groups."""
+"""Tag of messages with the tokens of open groups."""
 
 
 def check_problems(problems: Sequence[Prompt], config: Config) -> None:
-    """Refuse a dataset that holds fewer problems than one step may draw: they are all different.
+    """Refuse a dataset with fewer problems than a step may draw without repetition.
 
     Raises:
-        DataError: says what the number is made of.
+        DataError: names the numbers and the settings they come from.
     """
     batch = config.batch
     rounds = batch.dynamic_sampling_rounds
@@ -54,25 +54,25 @@ def check_problems(problems: Sequence[Prompt], config: Config) -> None:
 
 
 class Rollouter:
-    """Draws prompts, drives their episodes, and has each judged as soon as it has ended.
+    """Draws prompts, runs their episodes, and sends each to a verifier as soon as it has ended.
 
-    A group whose valid rollouts all have the same reward has A = 0 throughout: nothing is learned
-    from it. With `batch.dynamic_sampling_rounds` (DAPO's dynamic sampling) such groups are replaced
+    A group whose valid rollouts all have the same reward has A = 0 throughout and teaches nothing.
+    With `batch.dynamic_sampling_rounds` (DAPO's dynamic sampling) such groups are replaced
     by those of the next prompts, in at most that many rounds; if groups are still missing, the
     first of the replaced ones fill the batch.
 
-    With `batch.oversampling` more prompts are begun than are wanted. Each engine stops once its
-    share of groups is complete; the problems of aborted groups are given back. With
+    With `batch.oversampling` more prompts are begun than are needed. Each engine stops once its
+    share of groups is complete; the problems of aborted groups are returned to the source. With
     `batch.partial_rollouts` these groups stay open instead: the next `collect` continues them, and
-    draws as many problems less.
+    draws that many fewer problems.
 
     Attributes:
-        open_groups: groups that the next `collect` resumes, each rank with some of the tokens.
-            `collect` leaves those that it has aborted; before the weights move, `learn.carry` must
+        open_groups: groups that the next `collect` continues; each rank has some of the tokens.
+            `collect` puts its aborted groups here; before the next update, `learn.carry` must
             store old log-probs of their new tokens, and set the attribute.
         environment: the episodes' environment.
-        num_discarded_tokens: tokens that this rank has sampled in the last `collect`, if that was
-            aborted; the first rank of a replica counts them.
+        num_discarded_tokens: tokens sampled in the last `collect`, if it was aborted; counted on
+            the first rank of a replica.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Rollouter:
         sampling: SamplingSettings,
         judges_truncated: bool = True,
     ) -> None:
-        """Set up sampling; nothing is drawn yet.
+        """Set up sampling, without drawing prompts yet.
 
         Args:
             engine: generates; awake, at the weights of the step, whenever `collect` is called.
-            source: source that prompts are drawn from.
-            pool: workers with the verifier.
+            source: source of prompts.
+            pool: verifier workers.
             environment: the episodes' environment.
             batch: section `batch`.
-            sampling: how responses are drawn; `collect` sets the step.
+            sampling: sampling settings; `collect` sets the step.
             judges_truncated: False: truncated responses are unknown (`reward.truncated`).
         """
         self.open_groups = Rollouts.join([])
@@ -111,10 +111,10 @@ class Rollouter:
         """Sample and judge `batch.rollout_prompts` groups.
 
         Args:
-            step: seeds the samples, with the run's seed and the prompt's id.
+            step: part of the seed of samples, with the run's seed and the prompt's id.
             attempt: may ask to abort.
-            stopwatch: counts the stages `rollout` and `reward` (judging after the last response has
-                ended). Notes how idle the engines were.
+            stopwatch: times the stages `rollout` and `reward` (judging after the last response has
+                ended), and records how idle the engines were.
 
         Returns:
             The batch, with this rank's tokens and the step's metrics; None on every rank if
@@ -131,7 +131,7 @@ class Rollouter:
         now = _Step(step, attempt, stopwatch, Occupancy())
         self.num_discarded_tokens = 0
 
-        # Rounds of dynamic sampling; without it there is one.
+        # Rounds of dynamic sampling; without it a single round.
         while num_rounds <= rounds:
             missing = wanted - int(informative(groups).sum())
             if missing <= 0:
@@ -165,14 +165,14 @@ class Rollouter:
 
     @property
     def channel(self) -> Channel:
-        """Channel of the ranks that sample, over which tokens go where they are computed."""
+        """Channel of the ranks that sample, for sending tokens to the ranks that compute them."""
         return self._engine.replicas.channel
 
     def resume(self, groups: Sequence[Sequence[Episode]]) -> None:
-        """Continue the open groups of a checkpoint; all of them are here, on every rank."""
+        """Continue the open groups of a checkpoint; every rank must pass all of them."""
         replicas = self._engine.replicas
         rollouts = self._to_rollouts(groups)
-        # Any rank could hold any row: each keeps its part.
+        # Every rank has all rows: each keeps its own part.
         holder = np.arange(len(rollouts)) % replicas.world_size
         mine = {*np.flatnonzero(holder == replicas.rank).tolist()}
         tokens = {
@@ -182,7 +182,7 @@ class Rollouter:
         self.open_groups = rollouts.changed(holder=holder).with_tokens(tokens)
 
     def gather_open_groups(self) -> list[tuple[Episode, ...]]:
-        """The open groups with their tokens, on rank 0; none elsewhere.
+        """The open groups with their tokens, on rank 0; empty on other ranks.
 
         Collectives: messages from all ranks to rank 0.
         """
@@ -193,10 +193,10 @@ class Rollouter:
         return self._to_episodes(gathered) if self.channel.rank == 0 else []
 
     def _shuffled(self, problems: Sequence[int], step: int) -> list[int]:
-        """Numbers of the groups in an order drawn for the step, whatever the layout.
+        """Numbers of the groups in a random order that depends on the step, not on the layout.
 
-        They come engine by engine, resumed groups first: in that order some mini-batches would have
-        only resumed groups, others only new ones.
+        Groups arrive by engine, resumed groups first: in that order some mini-batches would have
+        only resumed groups, others only new groups.
         """
         ids = [self._source.problems[i].id for i in problems]
         seed = self._sampling.seed
@@ -205,10 +205,10 @@ class Rollouter:
     def _sample(
         self, prompts: list[Prompt], opened: Rollouts, wanted: int, now: _Step
     ) -> tuple[Rollouts, Rollouts] | None:
-        """One round: generate until `wanted` of prompts and open groups are complete, and judge.
+        """A round: generate until `wanted` of prompts and open groups are complete, and judge.
 
         Returns:
-            The complete groups with their verdicts, and the aborted ones; None: aborted as a whole.
+            Complete groups with their verdicts, and aborted groups; None if the round was aborted.
         """
         engine, replicas, stopwatch = self._engine, self._engine.replicas, now.stopwatch
         with stopwatch("rollout"):
@@ -216,7 +216,7 @@ class Rollouter:
             resumed = self._resume(opened, len(prompts), wanted)
             mine = [group[0].prompt for group in resumed]
             mine += [begin(self.environment, prompts[i]) for i in new]
-            # Who judges which problem is settled before any response ends; the contiguous slices
+            # Each rank's problems to judge are fixed before any response ends; contiguous slices
             # preserve global order.
             judged_here = replicas.part(range(len(mine)))
             judging = rewards.Judging(
@@ -251,7 +251,7 @@ class Rollouter:
             )
 
     def _resume(self, opened: Rollouts, num_new: int, wanted: int) -> list[tuple[Episode, ...]]:
-        """Open groups that this replica continues, their tokens brought here."""
+        """Open groups that this replica continues, with their tokens fetched from other ranks."""
         if not len(opened):
             return []
         replicas = self._engine.replicas
@@ -290,7 +290,7 @@ class Rollouter:
         return complete, self._join_ranks(self._to_rollouts(left))
 
     def _join_ranks(self, rollouts: Rollouts) -> Rollouts:
-        """The rollouts of all ranks, in the order of ranks, with this rank's tokens. Collective."""
+        """Rollouts of all ranks, in the order of ranks, with this rank's tokens. Collective."""
         replicas = self._engine.replicas
         tables = replicas.gather_tables(rollouts.table)
         return Rollouts.join(
@@ -323,15 +323,15 @@ class Rollouter:
 def assign(
     num_new: int, num_open: int, wanted: int, replicas: Replicas, *, rank: int | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Deal the groups of a round to the replicas: contiguous slices of new prompts and open groups.
+    """Split the groups of a round over replicas: contiguous slices of new prompts and open groups.
 
     Open groups are numbered after the new prompts, so that every replica gets some.
 
     Args:
         num_new: prompts to begin.
         num_open: groups to continue.
-        wanted: groups to complete, of both together.
-        replicas: of the run.
+        wanted: groups to complete, new and open together.
+        replicas: replicas of the run.
         rank: a rank of the replica; None: this one.
 
     Returns:
@@ -356,5 +356,5 @@ class _Step:
 
 
 def _num_sampled_here(groups: Rollouts) -> int:
-    """Tokens that the model sampled, of the sequences held here."""
+    """Number of sampled tokens in the sequences held by this rank."""
     return int(groups.table["num_sampled_tokens"][groups.rows_here].sum(dtype=np.int64))

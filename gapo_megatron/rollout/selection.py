@@ -1,4 +1,4 @@
-"""Which groups of a batch are informative, and metrics of a step's rollouts: from the table."""
+"""Selection of informative groups, and metrics of a step's rollouts, from the table."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from gapo_megatron.rollouts import Rollouts
 
 
 def informative(rollouts: Rollouts) -> np.ndarray:
-    """[G] bool: groups whose valid rollouts differ in their reward; in others A = 0 for all."""
+    """[G] bool: groups whose valid rollouts differ in reward; in the others every A is 0."""
     rewards = rollouts.rewards.reshape(-1, max(rollouts.rollouts_per_prompt, 1))
     has_both: np.ndarray = (rewards == 0).any(axis=1) & (rewards == 1).any(axis=1)
     return has_both
 
 
 def choose(rollouts: Rollouts, wanted: int) -> list[int]:
-    """Numbers of `wanted` groups in their order: the first informative ones, then others."""
+    """Numbers of `wanted` groups, ascending; prefers informative groups, then earlier groups."""
     is_informative = informative(rollouts)
     by_worth = sorted(range(len(is_informative)), key=lambda i: not is_informative[i])
     return sorted(by_worth[:wanted])
@@ -30,9 +30,9 @@ def rollout_metrics(
     Args:
         rollouts: all groups of the step, those that dynamic sampling replaced included.
         step: index of the step.
-        batch: section `batch`; its options decide on further metrics (docs/metrics.md).
+        batch: section `batch`; its options add further metrics (docs/metrics.md).
         num_rounds: rounds of dynamic sampling.
-        num_lost_tokens: sampled for groups that were aborted and do not stay open.
+        num_lost_tokens: tokens sampled for aborted groups that do not stay open.
     """
     rewards_known = [r for r in rollouts.rewards.tolist() if r == r]
     num_tokens, num_rollouts = rollouts.num_sampled, len(rollouts)

@@ -1,4 +1,4 @@
-"""Weight sync after an update: give the engine the policy's weights, and check a few log-probs."""
+"""Weight sync after an update: send the engine the policy's weights, and verify a few log-probs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Prompt
 
 _PROBE_TOKENS = 256
-"""Scored tokens of a sequence at most: enough to see a wrong weight, few enough to cost nothing."""
+"""Largest number of scored tokens of a sequence: enough to detect a wrong weight, at no cost."""
 
 
 def sync(
@@ -27,18 +27,18 @@ def sync(
     policy_version: int,
     transport: Transport = in_place,
 ) -> WeightCheck:
-    """Give the engine the policy's weights and prove it by the log-probs of `probe`.
+    """Send the engine the policy's weights and verify the log-probs of `probe`.
 
-    The trainer scores the probe first, a sequence at a time, while a sleeping engine leaves it the
-    memory. Then it makes room for the engine's weights, `Policy.make_room`, and once the engine has
-    them for its KV cache, `Policy.make_room_of_weights`.
+    The trainer scores the probe first, sequence by sequence, while a sleeping engine leaves it the
+    memory. Then it frees memory for the engine's weights (`Policy.make_room`), and after their
+    arrival for the engine's KV cache (`Policy.make_room_of_weights`).
 
     Args:
-        policy: its gradients go, and what is offloaded is on the host.
-        engine: asleep or awake; generating afterwards, at `policy_version`.
+        policy: its gradients are freed, and offloaded tensors are on the host afterwards.
+        engine: asleep or awake; awake afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
-        policy_version: steps the weights have been trained for.
-        transport: how the weights get there.
+        policy_version: number of steps that the weights have been trained for.
+        transport: sends the weights to the engine.
 
     Returns:
         The largest difference of log-probs at temperature 1, the same on every rank.
@@ -63,12 +63,12 @@ def sync(
 def score_probe(
     policy: Policy, probe: Rollouts, gloo_group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
-    """The trainer's log-probs of a few sequences, a sequence at a time, at temperature 1.
+    """The trainer's log-probs of a few sequences, sequence by sequence, at temperature 1.
 
     Args:
         policy: unchanged.
         probe: the same on every rank.
-        gloo_group: all ranks of the trainer.
+        gloo_group: gloo group of all ranks of the trainer.
 
     Returns:
         An array of float32 for each sequence, one value per sampled response token; the same on
@@ -83,15 +83,15 @@ def score_probe(
 
 
 def first_sequences(batch: Batch, count: int) -> Rollouts:
-    """A probe: the first `count` sequences of a batch, which every rank has the tokens of."""
+    """Probe: the first `count` sequences of a batch, whose tokens are on every rank."""
     rows = range(min(count, len(batch)))
     return _probe([batch.prompt_ids[i] for i in rows], [batch.response_ids[i] for i in rows])
 
 
 def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Rollouts:
-    """A probe before the first rollout: prompts, the first token given and the others scored.
+    """Probe before the first rollout: prompts whose first token is input and the others scored.
 
-    One-token prompts cannot be scored; if there are no longer ones, the check is skipped.
+    One-token prompts cannot be scored; if all are that short, the check is skipped.
     """
     tokens = [np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts]
     tokens = [ids for ids in tokens if len(ids) > 1][:count]
@@ -99,5 +99,5 @@ def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Rollouts:
 
 
 def _probe(prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> Rollouts:
-    # Without masks: the engine scores every token of a response, also appended ones.
+    # Without masks: the engine scores every token of a response, appended tokens included.
     return Rollouts.of(prompt_ids, [ids[:_PROBE_TOKENS] for ids in response_ids])

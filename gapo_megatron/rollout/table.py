@@ -1,4 +1,4 @@
-"""From the episodes of a rank to rows of the table and tokens, and back."""
+"""Conversion of a rank's episodes to rows of the table and tokens, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 _OUTCOMES = (Outcome.WRONG, Outcome.CORRECT, Outcome.UNKNOWN)
-"""Numbers of the column `outcome`."""
+"""Codes of the column `outcome`."""
 
 
 def to_rollouts(
@@ -23,15 +23,15 @@ def to_rollouts(
     holder: int = 0,
     judges_truncated: bool = True,
 ) -> Rollouts:
-    """Rows and tokens of some groups, group after group.
+    """Rows and tokens of groups, group by group.
 
     Args:
         groups: k episodes each, judged or open.
-        verdicts: of each episode; None: the groups are open, their outcomes unknown.
+        verdicts: verdict of each episode; None: the groups are open, their outcomes unknown.
         problems: number of each group's problem in the data; None: 0, 1, ...
-        policy_version: version of the weights that sampled what is not carried.
+        policy_version: version of the weights that sampled the tokens of this step.
         holder: this rank.
-        judges_truncated: False: a truncated response is unknown, whatever its verdict
+        judges_truncated: False: a truncated response is unknown, regardless of its verdict
             (`reward.truncated`).
 
     Raises:
@@ -77,12 +77,11 @@ def to_rollouts(
 
 
 def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Episode, ...]]:
-    """The open groups that `to_rollouts` made rows of.
+    """The open groups from which `to_rollouts` made rows.
 
     Args:
-        rollouts: their tokens are here, by group.
-        prompts: the problem in the data of each group; the tokens that the model sees are those of
-            `rollouts`.
+        rollouts: rows by group, with their tokens on this rank.
+        prompts: each group's problem in the data; prompt tokens are taken from `rollouts`.
     """
     k = rollouts.rollouts_per_prompt
     groups = []
@@ -120,12 +119,12 @@ def _check_judged(group: Sequence[Episode], verdicts: Sequence[Verdict]) -> None
         if num_tokens == 0 or num_tokens != num_log_probs:
             raise RolloutError(
                 f"{name}: {num_tokens} response tokens with {num_log_probs} log-probs; a response "
-                "has at least one token (EOS), and each token its log-prob"
+                "must have at least one token (EOS), and a log-prob for each token"
             )
         mask = one.response_mask
         if mask is not None and (len(mask) != num_tokens or not mask.any()):
             raise RolloutError(
                 f"{name}: {num_tokens} response tokens with a response_mask of {len(mask)}, "
-                f"{int(mask.sum())} of them sampled; each token has its place in the mask, and the "
-                "model sampled at least one"
+                f"{int(mask.sum())} of them sampled; the mask must have a value for each token, "
+                "and at least one sampled token"
             )

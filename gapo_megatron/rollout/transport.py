@@ -1,4 +1,4 @@
-"""Transports: ways for the policy's weights to get to the engine."""
+"""Transports, which send the policy's weights to the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gapo_megatron.rollout.engine import Engine
 
 
 class Transport(Protocol):
-    """Brings the policy's weights to the engine, which generates with them afterwards."""
+    """Sends the policy's weights to the engine, which is awake afterwards."""
 
     def __call__(
         self,
@@ -21,14 +21,14 @@ class Transport(Protocol):
         policy_version: int,
         on_received: Callable[[], None],
     ) -> None:
-        """Hand every tensor to `Engine.update_weights`.
+        """Pass every tensor to `Engine.update_weights`.
 
         Args:
             engine: asleep or awake; awake afterwards, at `policy_version`.
-            weights: `Policy.iterate_hf_weights`, to be run through to its end on every rank.
-            policy_version: steps the weights have been trained for.
-            on_received: called when the tensors are of no more use, before the engine takes memory
-                for its KV cache.
+            weights: `Policy.iterate_hf_weights`, consumed completely on every rank.
+            policy_version: number of steps that the weights have been trained for.
+            on_received: called when the tensors are no longer needed, before the engine allocates
+                its KV cache.
 
         Collectives: those of `weights`, in lockstep on all ranks, and the transport's own.
 
@@ -44,6 +44,6 @@ def in_place(
     policy_version: int,
     on_received: Callable[[], None] = lambda: None,
 ) -> None:
-    """The `Transport` to an engine in the trainer's own process, which has every tensor."""
+    """`Transport` to an engine in the trainer's own process."""
     engine.wake()
     engine.update_weights(weights, policy_version=policy_version, on_received=on_received)

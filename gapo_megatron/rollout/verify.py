@@ -1,4 +1,4 @@
-"""The proof that an engine generates with the trainer's weights: equal log-probs."""
+"""Check that an engine generates with the trainer's weights: equal log-probs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarr
     """Compare the engine's log-probs of a few sequences with the trainer's.
 
     Args:
-        engine: generating, after a sync.
+        engine: awake, after a sync.
         probe: B sequences with their tokens; the same on every rank.
         log_probs: B arrays of float32, one value per sampled response token: the trainer's, at
             temperature 1; the same on every rank.
@@ -35,7 +35,7 @@ def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarr
     Returns:
         The largest differences over all ranks, the same on every rank.
 
-    Collectives: one gather over all ranks, so that all of them raise when one does.
+    Collectives: one gather over all ranks, so that all ranks raise together.
 
     Raises:
         WeightSyncError: the mean difference per token of a sequence is above the engine's
@@ -73,7 +73,7 @@ def _compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> _Wo
     for i, (ours, theirs) in enumerate(zip(trainer, engine, strict=True)):
         if len(ours) == 0:
             continue
-        # NaN compares as nothing; as infinity it is the worst of all.
+        # NaN compares false with everything; infinity makes it the worst value.
         diff = np.nan_to_num(np.abs(ours.astype(np.float64) - theirs), nan=np.inf, posinf=np.inf)
         at = int(diff.argmax())
         largest = max(largest, float(diff[at]))

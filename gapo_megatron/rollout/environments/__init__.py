@@ -1,1 +1,1 @@
-"""Environments: what a response meets (`rollout.environment.Environment`), one file each."""
+"""Implementations of `rollout.environment.Environment`, a file for each."""

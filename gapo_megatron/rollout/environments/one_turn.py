@@ -1,4 +1,4 @@
-"""One response to each prompt, which ends it."""
+"""Single-turn environment: the first EOS ends the episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class OneTurn:
-    """The prompt as the dataset has it; the response ends at EOS and is judged by its text."""
+    """Uses the dataset's prompt; the response ends at EOS and is judged by its text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """`tokenizer` is the policy's; its special tokens are left out of the text."""
@@ -26,6 +26,6 @@ class OneTurn:
         """The end."""
 
     def judge(self, episode: Episode) -> tuple[str, str]:
-        """The text of the response; one cut off at the token limit has no other rule."""
+        """The text of the response, also if it was truncated."""
         text = self._tokenizer.decode(episode.token_ids.tolist(), skip_special_tokens=True)
         return str(text), episode.prompt.answer

@@ -1,4 +1,4 @@
-"""Arguments that vLLM is started with, and the checks before its start."""
+"""Arguments of vLLM, and the checks before its start."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gapo_megatron.models.tables import geometry_of
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-# Prompt tokens of one engine step on a CPU, where vLLM cannot cut a seeded prompt in two.
+# Prompt tokens of an engine step on a CPU, where vLLM cannot split a seeded prompt.
 _CPU_STEP_TOKENS = 8192
 _QUANTIZATION: dict[str, dict[str, Any]] = {
     "": {},
     "fp8": {
-        # A scale for 128 x 128 weights, and for 128 activations of a token: no rank's weights round
-        # by another's. (On Hopper vLLM takes another kernel below 32 tokens.)
+        # A scale for each 128 x 128 weights, and for 128 activations of a token: rounding does not
+        # depend on other ranks' weights. (On Hopper vLLM uses another kernel below 32 tokens.)
         "quantization": "fp8_per_block",
-        # The router stays: it chooses experts, and the trainer's is never in fp8.
+        # The router is not quantised: it chooses experts, and the trainer's is never in fp8.
         "quantization_config": {"ignore": ["*.gate"]},
     },
 }
@@ -41,12 +41,12 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
 def check_engine(
     config: Config, hf_config: PretrainedConfig, device: torch.device, *, world_size: int
 ) -> None:
-    """Refuse what the engine cannot run. Cheap: meant to be asked before any model is built.
+    """Refuse settings that the engine cannot run. Cheap: call it before any model is built.
 
     Raises:
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
             has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, the KV cache
-            is larger than the machine, or the model folder is incomplete (its weights count where
+            exceeds the machine's memory, or the model folder is incomplete (weights included if
             they are read from it) or names no EOS token.
     """
     size = config.rollout.tensor_parallel_size
@@ -72,8 +72,8 @@ def check_engine(
         if config.rollout.quantization:
             reason = vllm.why_no_cpu_fp8()
             if reason is None and geometry.qkv_bias:
-                # It asks for float32 ones ("expected scalar type Float", vLLM 0.32).
-                reason = f"its kernel takes no biases, and a {hf_config.model_type} model has some"
+                # It expects float32 biases ("expected scalar type Float", vLLM 0.32).
+                reason = f"its kernel supports no biases, which {hf_config.model_type} models have"
             if reason is not None:
                 raise ConfigError(
                     f"rollout.quantization ('{config.rollout.quantization}') does not run on this "
@@ -104,7 +104,7 @@ def engine_args(
 ) -> EngineArgs:
     """Arguments of vLLM, the same on every rank. For `load_weights` see `RolloutEngine`."""
     rollout = config.rollout
-    # One more than the longest sequence: scoring a whole sequence also samples a token after it.
+    # One token more than the longest sequence: scoring it also samples a token after it.
     max_model_len = config.max_sequence_tokens + 1
     positions = hf_config.max_position_embeddings
     if config.max_sequence_tokens > positions:
@@ -115,7 +115,7 @@ def engine_args(
             positions,
             config.model.hf_dir,
         )
-    # vLLM computes the angles of all positions that config.json names, however many.
+    # vLLM precomputes rotary angles for all positions of config.json, however many.
     overrides: dict[str, Any] = {"max_position_embeddings": max_model_len}
     device_args: dict[str, Any]
     if device.type == "cuda":
@@ -124,13 +124,13 @@ def engine_args(
             "enable_sleep_mode": True,
             "sleep_mode_offload_cudagraph": True,  # otherwise graphs stay on the GPU
         }
-        # Logits in fp32, as the trainer's head has them: rounded to 16 bits they are off by up to
-        # 0.06 from 16 on. One product with another output, not another copy of the weight.
+        # Logits in fp32, as in the trainer's head: in 16 bits, logits of 16 and more have errors of
+        # up to 0.06. This changes the output of one product and copies no weights.
         overrides["head_dtype"] = "float32"
     else:
         device_args = {
             "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * _GIB,
-            # A seeded prompt that is cut in two fails on a CPU: its generator cannot be set back
+            # A split seeded prompt fails on a CPU: its generator cannot be reset
             # (vLLM 0.32, "CPU Generator does not use offset").
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_model_len, _CPU_STEP_TOKENS),
@@ -140,7 +140,7 @@ def engine_args(
         trust_remote_code=False,
         load_format="auto" if load_weights else "dummy",
         skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is what the config says, nothing else
+        generation_config="vllm",  # sampling parameters come only from the config
         dtype=config.model.dtype,
         max_model_len=max_model_len,
         hf_overrides=overrides,
@@ -148,7 +148,7 @@ def engine_args(
         distributed_executor_backend="external_launcher",
         enforce_eager=rollout.enforce_eager,
         logprobs_mode="processed_logprobs",
-        seed=0,  # of vLLM's global generators, which no request uses; equal on all ranks
+        seed=0,  # vLLM's global generators, which no request uses; equal on all ranks
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_QUANTIZATION[rollout.quantization],

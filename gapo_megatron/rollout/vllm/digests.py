@@ -1,4 +1,4 @@
-"""Digests of weights: whether an engine has loaded every tensor that it was given, whole."""
+"""Digests of weights, to check that an engine has loaded every tensor completely."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 _CHUNK = {"cpu": 2**18, "cuda": 2**24}
-"""Elements that are digested at once, by device type: few enough for a core's cache."""
+"""Elements hashed at once, by device type: few enough for a core's cache."""
 _FACTORS = (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)
-"""Those of murmur3's last step for 32 bits, as signed numbers."""
+"""Multipliers of murmur3's last step for 32 bits (fmix32), as signed numbers."""
 
 
 class Digests(Counter[str]):
-    """A number for every module: the sum of a 32-bit hash of each element's float32 bits.
+    """A digest for every module: the sum of a 32-bit hash of each element's float32 bits.
 
-    It does not depend on how a module's elements are ordered, cut or joined, so those of the
-    tensors that were sent (query, key, value; one expert after another) add up to those of the
-    parameters that an engine has made of them, over the ranks of a replica. Zeros, with which
-    engines pad, count nothing. One changed bit changes it.
+    It does not depend on how a module's elements are ordered, split or fused. So the digests of the
+    sent tensors (query, key, value; single experts) add up to those of the engine's fused
+    parameters, over the ranks of a replica. Zeros, with which engines pad, add 0. A single changed
+    bit changes the digest.
 
-    Keys are `model.embed_tokens`, `model.layers.3.mlp`, `model.layers.3.input_layernorm`, ...: up
-    to the part of a layer, in which Hugging Face and vLLM name the same things.
+    Keys are `model.embed_tokens`, `model.layers.3.mlp`, `model.layers.3.input_layernorm`, ...: the
+    part of the name that Hugging Face and vLLM have in common.
     """
 
     def note(self, name: str, tensor: Tensor, *, times: int = 1) -> None:
-        """Add a tensor, or a part of one, under its module, so many times."""
+        """Add a tensor, or a part of it, to its module's digest, `times` times."""
         self[module_of(name)] += times * digest(tensor)
 
     def noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors through, and add them."""
+        """Yield the tensors unchanged, and add each to the digests."""
         for name, tensor in tensors:
             self.note(name, tensor)
             yield name, tensor
@@ -55,8 +55,8 @@ def digest(tensor: Tensor) -> int:
 def hashes(tensor: Tensor) -> Tensor:
     """32-bit hash of every element of a floating-point tensor, int32 of its shape.
 
-    Murmur3's last step (fmix32) on the bits of the float32 of the same value: 0 for 0, and a
-    different hash for every other float32, also where 16 of its bits are always 0, as in bf16.
+    Murmur3's last step (fmix32) on the float32 bits of the value: 0 for 0, and a different hash for
+    every other float32, also if 16 of its bits are always 0, as for bf16.
     """
     bits = tensor.float().view(torch.int32)
     hashed = bits ^ _shifted(bits, 16)
@@ -66,18 +66,18 @@ def hashes(tensor: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left: of int32 `>>` alone repeats the sign."""
+    """Logical right shift; `>>` on int32 would copy the sign bit."""
     return (bits >> by).bitwise_and_(2 ** (32 - by) - 1)
 
 
 def differing(sent: Digests, loaded: Sequence[Digests]) -> list[str]:
-    """Modules that the ranks of a replica have not loaded as they were sent, in order of names.
+    """Modules that a replica has not loaded as they were sent, sorted by name.
 
     Args:
-        sent: of whole tensors.
-        loaded: of what each rank of the replica has loaded. A part that only one rank has counts
-            as many times as the replica has ranks, one that several have as many times fewer: so
-            that every copy of it counts, and all add up to that many times what was sent.
+        sent: digests of whole tensors.
+        loaded: digests of each rank of the replica. A part that n of its r ranks hold is added
+            r / n times on each of them, so that every copy counts and the sum is r times the digest
+            of the sent tensors.
     """
     names = sorted({*sent, *(name for one in loaded for name in one)})
     return [

@@ -1,7 +1,7 @@
 """vLLM inside the trainer's processes: tokens in, tokens out.
 
-Every `rollout.tensor_parallel_size` neighbouring ranks form a replica: one vLLM engine whose ranks
-run in lockstep without talking about what to do (vLLM's external launcher).
+Every `rollout.tensor_parallel_size` consecutive ranks form a replica: a vLLM engine whose ranks run
+in lockstep without a coordinator (vLLM's external launcher).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RolloutEngine:
         device: this rank's device.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
-        gloo_group: all ranks, for Python objects; also `replicas.gloo_group`.
+        gloo_group: gloo group of all ranks, for Python objects; also `replicas.gloo_group`.
         replicas, policy_version, max_sequence_tokens, vocab_size, verify_bound: see `Engine`.
     """
 
@@ -66,16 +66,18 @@ class RolloutEngine:
             config: the run's settings.
             hf_config: the model's Hugging Face config.
             device: this rank's device.
-            load_weights: read those of `model.hf_dir`, to generate with no trainer beside. Else it
-                starts asleep, without weights: the first sync brings them, from the ranks that have
-                read them, and finds the memory of weights and KV cache free.
-            gloo_group: all ranks, used by nothing else while the engine generates; None: a new one.
+            load_weights: load the weights of `model.hf_dir`, to generate without a trainer.
+                Otherwise the engine starts asleep, without weights and KV cache, and the first sync
+                brings the weights.
+            gloo_group: all ranks, used by nothing else while the engine generates; None: a new
+                group.
 
-        Collectives: vLLM's own at start-up; one new group over all ranks, unless it is given.
+        Collectives: vLLM's own at start-up; one new group over all ranks, unless `gloo_group` is
+        given.
 
         Raises:
             ConfigError: see `check_engine`; raised before anything is built.
-            RolloutError: vLLM refuses, for want of memory for instance.
+            RolloutError: vLLM cannot start, for instance for lack of memory.
         """
         self.device = device = torch.device(device)
         check_engine(config, hf_config, device, world_size=dist.get_world_size())
@@ -111,8 +113,8 @@ class RolloutEngine:
         """Queue a request: `Engine.add`."""
         self.schedule.require(Phase.GENERATING, "generate")
         if not self.llm.has_unfinished_requests():
-            # What was generated or scored before must not decide what is cached now: a resumed run
-            # starts from an empty cache, and its bits must be the same.
+            # Earlier requests must not decide what is cached now: a resumed run starts from an
+            # empty cache and must produce the same bits.
             self.llm.reset_prefix_cache()
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
         params = to_params(request, list(self.eos_token_ids))
@@ -132,14 +134,14 @@ class RolloutEngine:
             self._drop_requests()
 
     def num_requests(self) -> tuple[int, int]:
-        """Requests that run, and that wait: `Engine.num_requests`."""
+        """Numbers of requests that run, and that wait: `Engine.num_requests`."""
         return vllm.queue_lengths(self.llm)
 
     def score(self, rollouts: Rollouts) -> list[np.ndarray]:
-        """Log-probs of tokens that are shown: `Engine.score`.
+        """Log-probs of given tokens: `Engine.score`.
 
         Raises:
-            RolloutError: the engine is asleep, or did not return what was asked for.
+            RolloutError: the engine is asleep, or vLLM scored other tokens.
         """
         self.schedule.require(Phase.GENERATING, "score")
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **TOKENS_ONLY)
@@ -148,7 +150,7 @@ class RolloutEngine:
             for i in range(len(rollouts))
         ]
         outputs: dict[str, RequestOutput] = {}
-        # These requests have no seed: on a GPU vLLM draws one from NumPy's generator.
+        # Requests without a seed: on a GPU vLLM draws a seed from NumPy's generator.
         with trainer_random_state():
             try:
                 for i, ids in enumerate(tokens):
@@ -159,10 +161,10 @@ class RolloutEngine:
                 self._drop_requests()
         scored = []
         for i, ids in enumerate(tokens):
-            # One entry per token, without alternatives; the very first token has none.
+            # One entry per token, without alternatives; the first token has none.
             flat = outputs[str(i)].prompt_logprobs
             if flat is None or flat.token_ids != ids[1:]:
-                raise RolloutError(f"vLLM scored other tokens than those of sequence {i}")
+                raise RolloutError(f"vLLM's scored tokens differ from those of sequence {i}")
             scores = np.asarray(flat.logprobs, dtype=np.float32)
             scores = scores[len(rollouts.prompt_ids[i]) - 1 :]
             scored.append(scores[rollouts.is_sampled(i)])
@@ -191,17 +193,17 @@ class RolloutEngine:
         self.policy_version = policy_version
 
     def sleep(self) -> None:
-        """Leave the memory to the trainer: `Engine.sleep`."""
+        """Release memory to the trainer: `Engine.sleep`."""
         self.schedule.sleep()
 
     def wake(self) -> None:
-        """Take back the memory for the weights: `Engine.wake`."""
+        """Allocate the memory of the weights: `Engine.wake`."""
         self.schedule.wake_for_sync()
 
     def close(self) -> None:
-        """Free what the engine holds and destroy the default process group: vLLM does both at once.
+        """Free the engine's memory and destroy the default process group: vLLM does both at once.
 
-        Only for a process that goes on without either; at the end of a process there is no need.
+        Only for a process that continues without either; not needed at the end of a process.
         """
         vllm.close(self.llm)
 

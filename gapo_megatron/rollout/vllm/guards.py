@@ -1,4 +1,4 @@
-"""Guards for state that vLLM would change for the trainer, or for another run on the machine."""
+"""Guards for state of the trainer, or of another run on the machine, that vLLM would change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gapo_megatron.compat.vllm import shared_memory_named
 
 @contextlib.contextmanager
 def trainer_random_state() -> Iterator[None]:
-    """Keep the trainer's generators as they were: vLLM seeds them, and draws from them."""
+    """Restore all of the trainer's random generators: vLLM seeds them and draws from them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with trainer_torch_generators():
@@ -28,9 +28,9 @@ def trainer_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer_torch_generators() -> Iterator[None]:
-    """Keep torch's as they were; cheap enough for every decoding step.
+    """Restore torch's random generators; cheap enough for every decoding step.
 
-    vLLM's sampler draws from them also where every request has a seed.
+    vLLM's sampler draws from them even if every request has a seed.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -39,7 +39,7 @@ def trainer_torch_generators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer_num_threads() -> Iterator[None]:
-    """Keep torch's threads the trainer's: on a CPU vLLM replaces `torch.set_num_threads`."""
+    """Restore the number of torch's threads: on a CPU vLLM replaces `torch.set_num_threads`."""
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
@@ -51,7 +51,7 @@ def trainer_num_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_shared_memory(gloo_group: dist.ProcessGroup) -> Iterator[None]:
-    """Let the ranks of a replica on a CPU meet in shared memory that no other run can name.
+    """Give a replica's shared memory on a CPU a name that no other run uses.
 
     Collectives: one broadcast over all ranks (gloo).
     """

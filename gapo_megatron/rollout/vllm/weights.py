@@ -1,4 +1,4 @@
-"""The trainer's weights into vLLM's model, and how far rounding alone takes the two apart."""
+"""Loading of the trainer's weights into vLLM, and the bound on differences by rounding."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def reload_weights(
     weights: Iterable[tuple[str, Tensor]],
     replicas: Replicas,
 ) -> None:
-    """Replace vLLM's weights in place, and prove that every tensor has got there.
+    """Replace vLLM's weights in place, and verify that every tensor was loaded.
 
-    The tensors are streamed: vLLM holds those of a fused module until the last of them has come,
-    then copies this rank's share over the old one (graphs and compiled code stay valid). At most
-    one such module is held besides the two copies of the model. With `rollout.quantization` its
-    weights are then quantised, by scales made of these weights, not of older ones.
+    The tensors are streamed: vLLM holds those of a fused module until the last of them arrives,
+    then copies this rank's share over the old weights (graphs and compiled code stay valid). At
+    most one such module is held besides the two copies of the model. With `rollout.quantization`
+    the module is then quantised, with scales of the new weights.
 
-    What was sent and what vLLM has loaded are compared by digests, before it quantises or packs
-    anything; the log-probs that follow (`rollout.verify`) prove what it computes with it.
+    Digests compare sent and loaded weights before vLLM quantises or packs them; the log-probs that
+    follow (`rollout.verify`) check its computation.
 
     Args:
         llm: vLLM's engine, with memory for the weights.
         hf_config: the model's Hugging Face config.
         weights: see `Engine.update_weights`.
-        replicas: of the engine.
+        replicas: replicas of the engine.
 
     Collectives: those of `weights` and of `check_loaded`.
 
     Raises:
-        ConversionError: a tensor is missing, extra, twice or misshapen; names it.
-        WeightSyncError: as `check_loaded`.
+        ConversionError: a tensor is missing, extra, repeated or misshapen; names it.
+        WeightSyncError: see `check_loaded`.
     """
     sent, loaded = Digests(), Digests()
 
@@ -58,17 +58,18 @@ def reload_weights(
 
 
 def check_loaded(sent: Digests, loaded: Digests, replicas: Replicas) -> None:
-    """Compare what every engine has loaded with what was sent to it.
+    """Compare the weights that every engine has loaded with the sent weights.
 
     Args:
-        sent: of whole tensors.
-        loaded: of what this rank has loaded; see `differing`.
-        replicas: of the engine.
+        sent: digests of whole tensors.
+        loaded: digests of this rank's loaded weights; see `differing`.
+        replicas: replicas of the engine.
 
-    Collectives: a gather of a few numbers a layer within the replica; one of a line over all ranks.
+    Collectives: a gather of a few numbers per layer within the replica; a gather of a line of text
+    over all ranks.
 
     Raises:
-        WeightSyncError: an engine has loaded something else than was sent; names the first such
+        WeightSyncError: an engine's weights differ from the sent weights; names the first such
             engine and its modules. On every rank.
     """
     wrong = differing(sent, replicas.gather_in_replica(loaded))
@@ -76,18 +77,18 @@ def check_loaded(sent: Digests, loaded: Digests, replicas: Replicas) -> None:
     for rank, modules in enumerate(replicas.gather([ours])):
         if modules:
             raise WeightSyncError(
-                f"the engine of rank {rank} has not loaded what was sent of {modules}"
+                f"weights of the engine of rank {rank} differ from those sent, in {modules}"
             )
 
 
 def verify_bound(config: Config, hf_config: PretrainedConfig, device: torch.device) -> float:
-    """`rollout.verify_bound`, or what rounding alone should stay below by far.
+    """`rollout.verify_bound`, or by default a bound well above differences by rounding.
 
-    Mean difference of log-probs of a token: in fp32 some 1e-6 on a CPU, more on CUDA, where vLLM's
+    Mean difference of log-probs per token: in fp32 about 1e-6 on a CPU, more on CUDA, where vLLM's
     attention in Triton may multiply in TF32 (not yet measured); in bf16 about 0.01 for sampled
-    tokens and a few times that for unlikely ones, in fp16 an eighth of it; as much again where
-    rounding sends a token to other experts, or products are in fp8. A wrong tensor changes whole
-    units.
+    tokens and a few times that for unlikely tokens, in fp16 an eighth of it; twice as much if
+    rounding routes a token to other experts, or with products in fp8. A wrong tensor changes
+    log-probs by whole units.
     """
     if config.rollout.verify_bound is not None:
         return config.rollout.verify_bound

@@ -1,4 +1,4 @@
-"""Packing: the sequences of one micro-batch as one row of tokens."""
+"""Packing of a micro-batch's sequences into one row of tokens."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def unpack(
     microbatches: Sequence[Sequence[int]],
     values: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
-    """Log-probs of packed micro-batches, sequence by sequence.
+    """Split log-probs of packed micro-batches into sequences.
 
     Args:
         batch: the batch that was packed.
         microbatches: positions in `batch`, as they were packed.
-        values: per micro-batch [R]; None where the last pipeline stage is another rank's.
+        values: [R] per micro-batch; None on ranks of other pipeline stages than the last.
 
     Returns:
-        Position in the batch -> its sampled response tokens' values, on the CPU.
+        Position in the batch -> values of its sampled response tokens, on the CPU.
     """
     by_sequence: dict[int, torch.Tensor] = {}
     scored = [
@@ -58,26 +58,27 @@ def pack(
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
 
     A sequence with p prompt and n response tokens is fed as prompt + response[:-1]. The row at its
-    position p - 1 + t predicts response token t. Rows of tokens that the model sampled are scored.
+    position p - 1 + t predicts response token t. Rows of sampled tokens are scored.
 
     Args:
-        batch: prompts and responses, each at least one token long, one of them sampled.
-        indices: positions in `batch`; empty for a rank that has nothing to compute, which gets
-            R = 0 and max(align, 1) padding tokens, and so takes part in every collective.
+        batch: prompts and responses of at least one token each, with a sampled token in each
+            response.
+        indices: positions in `batch`; empty for a rank without sequences, which gets R = 0 and
+            max(align, 1) padding tokens, so that it takes part in every collective.
         align: T becomes a multiple of it (tensor-parallel size under sequence parallelism); the
-            padding is a sequence of its own. A multiple of `sequence_align`.
-        sequence_align: every sequence is padded at its end to a multiple of it, for context
-            parallel ranks to share; causal attention does not see what comes after.
+            padding is a separate sequence. A multiple of `sequence_align`.
+        sequence_align: every sequence is padded at its end to a multiple of it, to be split over
+            context parallel ranks; causal attention does not see the padding.
         vocab_size: the model's vocabulary size; None: tokens are not checked.
-        for_loss: also pack what the loss reads, if `batch` is a `Batch`.
-        device: where the tensors go.
+        for_loss: also pack the inputs of the loss, if `batch` is a `Batch`.
+        device: device of the tensors.
 
     Returns:
         The packed micro-batch.
 
     Raises:
-        DataError: a token is none of the model's; names the sequence. (A GPU would end the process
-            in the middle of a kernel.)
+        DataError: a token is outside the model's vocabulary; names the sequence. (On a GPU a kernel
+            would abort the process.)
     """
     prompts = [batch.prompt_ids[i] for i in indices]
     responses = [batch.response_ids[i] for i in indices]
@@ -131,7 +132,7 @@ def pack(
 def _rows(
     batch: Rollouts, indices: Sequence[int], *, first_rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions, labels and sequence numbers [R] int64 of what the head scores."""
+    """Positions, labels and sequence numbers, [R] int64, of the rows that the head scores."""
     responses = [batch.response_ids[i] for i in indices]
     lengths = np.array([len(ids) for ids in responses], dtype=np.int64)
     first_labels = lengths.cumsum() - lengths
@@ -143,7 +144,7 @@ def _rows(
 
 
 def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
-    """What the loss reads of these sequences, [S] or [R] (`Microbatch`)."""
+    """Inputs of the loss for these sequences, [S] or [R] (`Microbatch`)."""
     index = np.asarray(indices, dtype=np.int64)
     table = batch.table[index]
     is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)

@@ -1,7 +1,7 @@
 """The packing plan: which rank computes which sequence in which micro-batch.
 
-Made once per rollout batch, from lengths alone, on every rank alike (no communication); the old and
-the new pass both follow it, so that a ratio differs from 1 only because weights do.
+Made once per rollout batch from lengths alone, identically on every rank without communication. The
+old and the new pass both follow it, so that a ratio differs from 1 only if the weights differ.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def plan(
     valid: torch.Tensor | None = None,
     keep_zero_advantage: bool = False,
 ) -> Plan:
-    """Deal the sequences that can change the weights to ranks and micro-batches.
+    """Assign the sequences that can change the weights to ranks and micro-batches.
 
     Mini-batch m is the m-th run of B / num_minibatches consecutive sequences. Its sequences with A
     = 0 are left out, but count in its denominators. The others are spread over ranks, and on each
-    rank over micro-batches, as evenly in tokens as a greedy rule can (longest first, to the least
-    loaded): ranks then finish together, and pipeline stages carry equal loads. All ranks get the
-    same number of micro-batches, the smallest found that keeps within the budget, and at least one.
+    rank over micro-batches, balanced in tokens by a greedy rule (longest first, to the least
+    loaded): ranks then finish together, and pipeline stages have equal loads. All ranks get the
+    same number of micro-batches, the smallest found that fits the budget, and at least one.
 
     Args:
         lengths: [B] int64 tokens fed to the model per sequence (`Rollouts.num_fed_tokens`).
         advantages: [B].
         num_minibatches: optimizer steps; divides B.
-        max_tokens_per_microbatch: token budget of one micro-batch, before alignment.
-        data_parallel_size: number of ranks to deal to.
+        max_tokens_per_microbatch: token budget of a micro-batch, before alignment.
+        data_parallel_size: number of ranks.
         num_response_tokens: [B] int64, for the global token counts; None counts `lengths`.
         valid: [B] bool, False for unknown verdicts: neither computed nor counted; None: all valid.
         keep_zero_advantage: compute sequences with A = 0 too (a KL or entropy term needs them).
@@ -61,7 +61,7 @@ def plan(
     too_long = (lengths > max_tokens_per_microbatch).nonzero().flatten().tolist()
     if too_long:
         raise ConfigError(
-            f"sequence {too_long[0]} has {int(lengths[too_long[0]])} tokens; every one must fit "
+            f"sequence {too_long[0]} has {int(lengths[too_long[0]])} tokens; each must fit "
             f"batch.max_tokens_per_microbatch ({max_tokens_per_microbatch})"
         )
     active = valid if keep_zero_advantage else valid & (advantages != 0)
@@ -90,7 +90,7 @@ def plan(
 def _deal(
     indices: Sequence[int], lengths: Sequence[int], *, num_ranks: int, budget: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[num_ranks][num_microbatches] tuples of `indices`; fullest first, empty ones last."""
+    """[num_ranks][num_microbatches] tuples of `indices`; fullest first, empty last."""
     length_of = dict(zip(indices, lengths, strict=True))
     longest_first = sorted(indices, key=lambda index: (-length_of[index], index))
     ranks = _spread(longest_first, length_of, num_bins=num_ranks)
@@ -104,7 +104,7 @@ def _deal(
 
     heaviest = max(sum(length_of[i] for i in rank) for rank in ranks)
     fewest = max(1, -(-heaviest // budget))
-    most = max(fewest, *(len(rank) for rank in ranks))  # one sequence each always fits
+    most = max(fewest, *(len(rank) for rank in ranks))  # a sequence per micro-batch always fits
     candidates = range(fewest, most)
     num_microbatches = fewest + bisect.bisect_left(candidates, True, key=fits)
     return tuple(tuple(tuple(sorted(bin_)) for bin_ in bins) for bins in deal(num_microbatches))
@@ -113,7 +113,7 @@ def _deal(
 def _spread(
     longest_first: Sequence[int], length_of: dict[int, int], *, num_bins: int
 ) -> list[list[int]]:
-    """Put each in turn into the bin with the fewest tokens so far; return the fullest bin first."""
+    """Put each sequence in turn into the emptiest bin (in tokens); return the fullest bin first."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0, number) for number in range(num_bins)]
     for index in longest_first:

@@ -1,4 +1,4 @@
-"""Clip widths from a mini-batch's own ratios (`Method.bounds`), found before its update."""
+"""Clip widths computed from a mini-batch's own ratios (`Method.bounds`), before its update."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from gapo_megatron.types import Microbatch
 def find_widths(
     policy: Policy, microbatches: Sequence[Microbatch], loss: MinibatchLoss
 ) -> tuple[float, float] | None:
-    """Score a mini-batch at the current weights, and find its widths over all of its tokens.
+    """Score a mini-batch at the current weights, and compute its widths over all of its tokens.
 
-    The forward pass of the update, once more, with the same bits. Data-parallel ranks gather 24
+    Runs the update's forward pass an extra time, with the same bits. Data-parallel ranks gather 24
     bytes per token with A != 0 from each other. Tensor and context parallel ranks each hold all
-    log-probs of their sequences: they do the same among their own, and no token counts twice.
+    log-probs of their sequences, so each gathers within its own data-parallel group, and no token
+    counts twice.
 
     Args:
         policy: unchanged.
-        microbatches: this data-parallel rank's, as its update will have them.
-        loss: of this mini-batch; knows its old log-probs.
+        microbatches: this data-parallel rank's micro-batches, as in the update.
+        loss: loss of this mini-batch, with its old log-probs.
 
     Returns:
         Lower and upper width, the same bits on every rank of the last pipeline stage; None: the
-        method's own hold. Elsewhere None: no loss is computed there.
+        method's fixed widths apply. None on other stages, which compute no loss.
 
     Collectives: those of `score.log_probs`; on the last stage two all-gathers over the
     data-parallel group.
 
     Raises:
-        DivergenceError: as `score.log_probs`.
+        DivergenceError: see `score.log_probs`.
     """
     scores = log_probs(policy, microbatches)
     if not policy.groups.is_last_stage:
         return None
     tokens = [torch.empty(0, 3, dtype=torch.float64, device=policy.device)]
     for index, (now, given) in enumerate(zip(scores, loss.microbatches, strict=True)):
-        assert now is not None  # the last stage has them
+        assert now is not None  # present on the last stage
         old = loss.find_old_log_probs(index, now).double()
         advantages = given.advantages[given.sequence_ids]
         rows = torch.stack([now.double() - old, advantages, old], dim=1)
@@ -54,7 +55,7 @@ def find_widths(
 
 
 def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> np.ndarray:
-    """[n of all ranks, columns] on the host, from [n, columns] of each. Waits for the device."""
+    """Gather [n, columns] of each rank to [sum of n, columns] on the host. Waits for the device."""
     own = torch.tensor([len(rows)], device=rows.device)
     counts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(counts, own, group=group)

@@ -1,8 +1,8 @@
-"""Old log-probs of what a step has sampled and does not learn from: its groups are still open.
+"""Old log-probs of sampled tokens whose groups are still open, so that the step does not use them.
 
 A ratio compares with the policy that sampled: the trainer, at the weights of each token's step.
-These weights are gone after the update, so tokens that wait for the rest of their group are scored
-in the step that samples them.
+These weights no longer exist after the update, so tokens of open groups are scored in the step that
+samples them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
 
 _TOKENS, _LOG_PROBS = 3, 4
-"""Tags of messages: to the ranks that score, and back."""
+"""Tags of messages to the ranks that score, and back."""
 
 
 def carry(
@@ -38,15 +38,15 @@ def carry(
         groups: open groups.
         max_tokens_per_microbatch: token budget of a micro-batch.
         policy_version: version of these weights.
-        ranks: which rank computes what.
-        channel: joins all ranks.
+        ranks: data-parallel rank of every rank.
+        channel: channel of all ranks.
 
     Returns:
-        The groups, every token carried and held where it was. Responses without a new token are
-        unchanged.
+        The groups, with old log-probs for all tokens, on the same ranks as before. Responses
+        without a new token are unchanged.
 
-    Collectives: those of `learn.score.score`, where a token is new, and before and after it one
-    message at most between any two ranks.
+    Collectives: those of `learn.score.score`, if any token is new, and before and after it at most
+    one message between any two ranks.
 
     Raises:
         DivergenceError: a log-prob is not finite.
@@ -55,7 +55,7 @@ def carry(
     is_new = table["num_response_tokens"] > table["num_carried_tokens"]
     if not is_new.any():
         return groups
-    # Score the responses with new tokens: each data-parallel rank its share.
+    # Score the responses with new tokens, each data-parallel rank its share.
     new = np.flatnonzero(is_new)
     packing = plan_scoring(
         groups.take(new),
@@ -115,13 +115,13 @@ def _to_holders(
 
 
 def _extend(groups: Rollouts, row: int, log_probs: np.ndarray) -> np.ndarray:
-    """Carried log-probs of all tokens: earlier ones as they were, then those of the new tokens.
+    """Carried log-probs of all tokens: earlier values unchanged, then those of the new tokens.
 
     Args:
-        groups: hold the row.
-        row: of the response.
-        log_probs: [num_sampled_tokens] at these weights; a token that the environment appended
-            gets 0.
+        groups: table with the row.
+        row: row of the response.
+        log_probs: [num_sampled_tokens] at these weights; tokens appended by the environment get
+            0.
     """
     every = np.zeros(len(groups.response_ids[row]), dtype=np.float32)
     every[groups.is_sampled(row)] = log_probs

@@ -1,6 +1,6 @@
-"""One pass over micro-batches: forward through the model and the head, backward if there is a loss.
+"""A pass over micro-batches: forward through model and head, and backward unless it only scores.
 
-Both `score` (forward alone) and `update` run it, so at equal weights and equal micro-batches their
+`score` (forward only) and `update` both run it, so at equal weights and equal micro-batches their
 log-probs have the same bits.
 """
 
@@ -32,23 +32,23 @@ _NO_TOKENS = torch.zeros([], dtype=torch.int)
 
 @dataclass(frozen=True)
 class Scored:
-    """One micro-batch after the head, and what its backward pass has to know."""
+    """A micro-batch after the head, with the inputs of its backward pass."""
 
     index: int
     """Number of the micro-batch in the pass."""
     log_probs: Tensor
-    """[R] float32, with autograd where the pass has a backward part."""
+    """[R] float32, with autograd unless the pass is forward only."""
     entropy: Tensor | None
-    """[R] likewise; None unless `objective.entropy_coef` > 0."""
+    """[R] float32, likewise; None unless `objective.entropy_coef` > 0."""
     flags: Flags
-    """Checks of the pass on the device; their outcome is read after the last micro-batch."""
+    """Checks of the pass on the device, read after the last micro-batch."""
     rows: Tensor | None
-    """[R_local] int64, those of the R rows that this rank computes; None: all."""
+    """[R_local] int64, the rows of R that this rank computes; None: all."""
     row_plan: RowPlan
 
 
 Head = Callable[[Scored], tuple[Tensor, Any]]
-"""Scalar to begin the backward pass from, and what to report of the micro-batch."""
+"""Scalar from which the backward pass starts, and outputs to report for the micro-batch."""
 
 
 def run_pass(
@@ -62,26 +62,26 @@ def run_pass(
 ) -> list[Any]:
     """Forward (and backward) over the micro-batches, in Megatron-core's pipeline schedule.
 
-    Nothing in it waits for the device: `flags` says afterwards what went wrong.
+    Does not wait for the device: read errors from `flags` afterwards.
 
     Args:
         policy: its gradients are added to unless `forward_only`.
-        microbatches: this data-parallel rank's; as many as on every other rank.
+        microbatches: this data-parallel rank's micro-batches, equally many on every rank.
         head: called on the last pipeline stage, once for each micro-batch.
-        flags: kept by the head operator and by `head`.
+        flags: set by the head operator and by `head`.
         forward_only: no backward pass.
         temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
-        What `head` reported of each micro-batch, on the last pipeline stage; empty elsewhere.
+        Outputs of `head` for each micro-batch, on the last pipeline stage; empty on other stages.
 
     Collectives: those of forward and backward pass over the tensor, context, expert and pipeline
     parallel groups; after the last backward pass those of the gradient reduction.
     """
-    # The weights' memory may have been given back between steps.
+    # The memory of the weights may have been released between steps.
     policy.begin_pass()
     groups, num_given = policy.groups, len(microbatches)
-    if groups.vpp_size > 1:  # Megatron-core deals micro-batches to virtual stages in such groups
+    if groups.vpp_size > 1:  # Megatron-core assigns micro-batches to virtual stages in such groups
         fillers = [policy.pack_nothing()] * (-num_given % groups.pp_size)
         microbatches = [*microbatches, *fillers]
 
@@ -102,7 +102,7 @@ def run_pass(
             if index >= num_given:
                 return without_backward(policy, log_probs.sum()), _NO_TOKENS, None
             loss, report = head(Scored(index, log_probs, entropy, flags, microbatch.rows, row_plan))
-            # Three values: Megatron-core then neither averages nor divides.
+            # With three values Megatron-core neither averages nor divides the loss.
             return loss, _NO_TOKENS, report
 
         return hidden, after
@@ -126,14 +126,14 @@ def run_pass(
 
 
 def without_backward(policy: Policy, loss: Tensor) -> Tensor:
-    """`loss` cut off from the model; the stage before still gets its gradient, of zeros."""
+    """`loss` detached from the model; the previous stage still receives a gradient of zeros."""
     if policy.groups.pp_size == 1:
         return loss.detach()
     return ZeroGradient.apply(loss.detach(), received(policy.stages[-1]))
 
 
 def _plan_rows(microbatch: Microbatch, flags: Flags) -> RowPlan:
-    """Row counts for the head operator, which would otherwise wait for the device to know them."""
+    """Row counts for the head operator, which would otherwise wait for the device to get them."""
 
     def sequence_of(row: int) -> int:
         rows = microbatch.rows
@@ -164,8 +164,8 @@ def _log_probs(
         vocab_size=policy.hf_config.vocab_size,
         tp_group=groups.tp_group if groups.tp_size > 1 else None,
         sequence_parallel=policy.stages[-1].config.sequence_parallel,
-        # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
-        # micro-batches. The hook then finds no gradient of the head to add.
+        # Accumulate into Megatron-core's float32 buffer: no copy of the weight's size, and no
+        # rounding between micro-batches. The hook then finds no gradient of the head to add.
         main_grad=main_grad(weight) if weight.requires_grad else None,
         return_entropy=with_entropy,
         implementation=policy.head,
@@ -178,7 +178,7 @@ def _log_probs(
 def _join(
     policy: Policy, values: tuple[Tensor, Tensor | None], microbatch: Microbatch
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy [R] of all rows: context parallel ranks have scored the others."""
+    """Gather log-probs and entropy [R] of all rows from the context parallel ranks."""
     log_probs, entropy = values
     rows, num_rows = microbatch.rows, len(microbatch.sequence_ids)
     if rows is not None:
@@ -206,7 +206,7 @@ def _communication(
 
 
 def _tell_when_to_reduce(policy: Policy, *, forward_only: bool) -> None:
-    """Set what Megatron-core's schedule calls around and after the backward passes."""
+    """Set the hooks that Megatron-core's schedule calls around and after the backward passes."""
     config, reduction = policy.stages[0].config, policy.reduction
     config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
     config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)

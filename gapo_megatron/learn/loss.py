@@ -1,7 +1,7 @@
-"""The loss of one mini-batch's micro-batches: old log-probs, weights, policy loss, KL, entropy.
+"""The loss of a mini-batch's micro-batches: old log-probs, weights, policy loss, KL, entropy.
 
-R = rows = sampled response tokens of a micro-batch of B sequences. Tokens that an environment gave
-have no row: they are left out of every array here, as `batching.pack` leaves them out of the head.
+R = rows = sampled response tokens of a micro-batch of B sequences. Tokens appended by an
+environment have no row: every array here omits them, as `batching.pack` omits them from the head.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ LogProbs = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class MinibatchLoss:
-    """The loss of micro-batch i of one mini-batch, with every denominator in it: ranks only add."""
+    """The loss of micro-batch i of a mini-batch, divided by global denominators: ranks only add."""
 
     minibatch: Minibatch
     microbatches: Sequence[Microbatch]
-    """As packed from the batch, with what the loss reads."""
+    """Micro-batches packed with the inputs of the loss."""
     is_first: bool
-    """Whether the weights are still those that the step began with."""
+    """Whether the weights are still those of the start of the step."""
     old_log_probs: LogProbs
-    """The trainer's, at those weights; empty: not computed. In the first mini-batch they are the
-    current ones, detached."""
+    """The trainer's log-probs at the start of the step; empty: not computed. In the first
+    mini-batch the current log-probs, detached, replace them."""
     ref_log_probs: LogProbs
-    """The reference's; empty: no KL term."""
+    """The reference model's log-probs; empty: no KL term."""
     config: Config
     widths: tuple[float, float] | None = None
-    """Lower and upper clip width that the mini-batch found for itself (`learn.bounds`); None: the
-    method's."""
+    """Lower and upper clip width of this mini-batch (`learn.bounds`); None: the method's."""
 
     def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:
-        """Scalar float64 loss and additive metrics of one micro-batch.
+        """Scalar float64 loss and additive metrics of a micro-batch.
 
-        Nothing waits for the device.
+        Does not wait for the device.
         """
         given, log_probs = self.microbatches[scored.index], scored.log_probs
         at_begin = self._log_probs_at_begin(scored.index, log_probs)
@@ -80,31 +79,32 @@ class MinibatchLoss:
         )
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
-        if self.widths is not None and scored.index == 0:  # once for each mini-batch and rank
+        if self.widths is not None and scored.index == 0:  # once per mini-batch and rank
             bounds = {"low": 1 - self.widths[0], "high": 1 + self.widths[1], "count": 1.0}
             sums |= {f"bound_{k}": torch.full_like(sums["loss"], v) for k, v in bounds.items()}
         return self._add_penalties(result.loss, scored, sums), sums
 
     @property
     def _is_around_engine(self) -> bool:
-        """Whether ratios compare with what the engine said when it sampled."""
+        """Whether ratios compare with the log-probs that the engine returned while sampling."""
         return self.config.objective.old_log_probs == "rollout"
 
     def find_old_log_probs(self, index: int, log_probs: torch.Tensor) -> torch.Tensor:
-        """[R] float32: what the ratios of micro-batch `index` compare with.
+        """[R] float32: old log-probs for the ratios of micro-batch `index`.
 
-        `log_probs` [R] are the current ones: in the first mini-batch they are the old ones too.
+        `log_probs` [R] are the current log-probs, which in the first mini-batch are the old ones
+        too.
         """
         if self._is_around_engine:
             return self.microbatches[index].rollout_log_probs
         old = self._log_probs_at_begin(index, log_probs)
-        assert old is not None  # computed unless the clip is around the engine's
+        assert old is not None  # computed unless ratios compare with the engine's log-probs
         return old
 
     def _log_probs_at_begin(self, index: int, log_probs: torch.Tensor) -> torch.Tensor | None:
-        """[R] float32: the trainer's, at the weights that the step began with; None: unknown.
+        """[R] float32: the trainer's log-probs at the start of the step; None: unknown.
 
-        Carried tokens have those of the weights that sampled them.
+        Carried tokens have log-probs at the weights that sampled them.
         """
         if self.old_log_probs:
             found = self.old_log_probs[index]
@@ -120,7 +120,7 @@ class MinibatchLoss:
         return old
 
     def _engine_sums(self, at_begin: torch.Tensor, given: Microbatch) -> Sums:
-        """What lies between the policy that sampled and the trainer's as the step began."""
+        """Differences between the engine's log-probs and the trainer's at the start of the step."""
         sums = _mismatch(at_begin, given.rollout_log_probs)
         if self._is_around_engine:
             sums["mismatch_tokens"] = given.advantages.new_full((), len(at_begin))
@@ -178,16 +178,17 @@ class MinibatchLoss:
 
 
 def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
-    """Whether some rows may have no gradient; the host knows without asking the device.
+    """Whether some rows may have no gradient, decided on the host without reading the device.
 
-    At the weights of its old log-probs no ratio is clipped; a weight alone that is bounded takes no
-    gradient away, and an entropy term gives every row one. With a KL term sequences with A = 0 are
-    computed, which have none while the policy is its reference. The engine's log-probs are never
-    exactly the trainer's: with them as old ones any ratio may be clipped from the start.
+    At the weights of its old log-probs no ratio is clipped; bounding an importance weight removes
+    no gradient, and an entropy term gives every row a gradient. With a KL term sequences with A = 0
+    are computed, which have no gradient while the policy equals its reference. The engine's
+    log-probs are never exactly the trainer's: as old log-probs they may clip any ratio from the
+    start.
 
     Args:
         config: the run's settings; reads `objective`.
-        has_moved: the weights are no longer those of every old log-prob of the trainer.
+        has_moved: the weights differ from those of some old log-probs of the trainer.
     """
     objective = config.objective
     if objective.entropy_coef > 0:
@@ -200,12 +201,12 @@ def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
 
 
 def may_differ(config: Config, *, has_moved: bool) -> bool:
-    """Whether a ratio may differ from 1; arguments as of `may_lose_gradients`."""
+    """Whether a ratio may differ from 1; arguments as in `may_lose_gradients`."""
     return has_moved or config.objective.old_log_probs == "rollout"
 
 
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
-    """How far the rollout engine's log-probs are from the trainer's."""
+    """Sums of differences between the rollout engine's log-probs and the trainer's."""
     if not len(log_probs):
         return {}
     mismatch = (log_probs - rollout_log_probs).abs().double()

@@ -14,7 +14,7 @@ from gapo_megatron.objective import diagnostics
 from gapo_megatron.types import Plan
 
 Sums = dict[str, torch.Tensor]
-"""Metrics on their way: name -> sum over sequences or tokens; a name in `_max` is a maximum."""
+"""Partial metrics: name -> sum over sequences or tokens; names in `_max` hold a maximum."""
 
 _SCALARS = (
     *("loss", "tokens", "active_rows", "tokens_backward", "kl", "entropy"),
@@ -26,7 +26,7 @@ _SCALARS = (
 
 
 def add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
-    """Add the sums of one more micro-batch, update or rank to `totals`."""
+    """Add the sums of a micro-batch, update or rank to `totals`."""
     for key, value in sums.items():
         if key not in totals:
             totals[key] = value.clone()
@@ -37,12 +37,12 @@ def add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
 
 
 def add_over_ranks(sums: Sums, *, group_size: int, device: torch.device) -> Sums:
-    """Sum over ranks in rank order, so that every rank holds the same bits; all names, 0 for none.
+    """Sum over ranks in rank order, for the same bits on every rank; missing names become 0.
 
     Collectives: one all-gather over all ranks, of one float64 vector.
     """
     shapes = dict.fromkeys(_SCALARS, ()) | diagnostics.sum_shapes(group_size)
-    assert sums.keys() <= shapes.keys(), f"no place for {sums.keys() - shapes.keys()}"
+    assert sums.keys() <= shapes.keys(), f"unknown metrics: {sums.keys() - shapes.keys()}"
     sizes = [math.prod(shape) for shape in shapes.values()]
     parts = [sums.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()]
     local = torch.cat([part.flatten() for part in parts]).to(device)
@@ -75,18 +75,17 @@ def summarize(
         learning_rate: learning rate of the last update.
 
     Returns:
-        Means over mini-batches: `loss/policy`, the policy loss alone, and `optim/grad_norm`, of the
-        whole loss, before clipping. Means over computed response tokens:
-        `mismatch/*_log_prob_diff` (trainer, before any update, to rollout engine; of the first
-        mini-batch where no other is known), `loss/kl` and `loss/entropy` (without their
-        coefficients; where these are not 0). Means over computed
-        sequences: `mismatch/importance_weight*`, where there are such weights, and
-        `mismatch/outside_clip`, with `rollout.max_staleness`. Means over the mini-batches that
-        found bounds of their own (`Method.bounds`): `clip/bound_{low,high}`. `skip/*`: what was
-        not computed because it could not change the weights, as shares of all prompt and response
-        tokens (`forward`, `old_pass`, `backward`) or of the valid response tokens
-        (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
-        `diagnostics.summarize`.
+        Means over mini-batches: `loss/policy`, the policy loss alone, and `optim/grad_norm`, the
+        gradient norm of the whole loss before clipping. Means over computed response tokens:
+        `mismatch/*_log_prob_diff` (trainer before any update against rollout engine; of the first
+        mini-batch only if the others are unknown), `loss/kl` and `loss/entropy` (without their
+        coefficients, if these are not 0). Means over computed sequences:
+        `mismatch/importance_weight*`, if such weights are used, and `mismatch/outside_clip`, with
+        `rollout.max_staleness`. Means over the mini-batches that computed their own bounds
+        (`Method.bounds`): `clip/bound_{low,high}`. `skip/*`: work that was skipped because it could
+        not change the weights, as shares of all prompt and response tokens (`forward`, `old_pass`,
+        `backward`) or of the valid response tokens (`head_backward`), and as a number of optimizer
+        steps (`updates`). The rest: `diagnostics.summarize`.
     """
     num_updates, num_tokens = len(grad_norms), max(float(totals["tokens"]), 1.0)
     metrics = {
@@ -112,7 +111,7 @@ def summarize(
 
 
 def _compared(totals: Sums, config: Config) -> dict[str, float]:
-    """The engine's log-probs against the trainer's as the step began."""
+    """Differences of the engine's log-probs from the trainer's at the start of the step."""
     metrics = {}
     is_partial = config.objective.old_log_probs == "rollout"
     num_tokens = float(totals["mismatch_tokens" if is_partial else "tokens"])

@@ -10,8 +10,8 @@ from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Plan
 
 ROUNDING_SEQUENCES = 16
-"""Sequences that measure a step's rounding, at least, and at least two of each data-parallel rank:
-enough for a correlation, few beside the hundreds of a step."""
+"""Smallest number of sequences that measure a step's rounding, with at least two on each
+data-parallel rank: enough for a correlation, few beside the hundreds of a step."""
 
 
 def plan_step(
@@ -26,10 +26,10 @@ def plan_step(
         settings: section `batch`.
         needs_every_sequence: also compute sequences with A = 0
             (`ObjectiveConfig.needs_every_sequence`).
-        data_parallel_size: number of ranks to deal to.
+        data_parallel_size: number of data-parallel ranks.
 
     Raises:
-        ConfigError: as `batching.plan`.
+        ConfigError: see `batching.plan`.
     """
     steps = plan(
         batch.num_fed_tokens,
@@ -41,7 +41,7 @@ def plan_step(
         data_parallel_size=data_parallel_size,
         keep_zero_advantage=needs_every_sequence,
     )
-    # Evenly spaced, so of different prompts, among those whose ratio is clipped or not (A != 0).
+    # Evenly spaced, hence from different prompts, among sequences that the clip affects (A != 0).
     active = (batch.valid & (batch.advantages != 0)).nonzero().flatten()
     count = min(max(ROUNDING_SEQUENCES, 2 * data_parallel_size), len(active))
     chosen = torch.zeros_like(batch.valid)
@@ -58,14 +58,14 @@ def plan_step(
 def wanted_sequences(plan: Plan, *, num_sequences: int, every: bool = False) -> list[list[int]]:
     """Sequences whose tokens each data-parallel rank must have.
 
-    They are those that its updates compute, those that measure rounding, and the first ones, which
-    every rank verifies its engine's weights with.
+    These are the sequences of its updates, those that measure rounding, and the first sequences of
+    the batch, with which every rank verifies its engine's weights.
 
     Args:
-        plan: of the step.
+        plan: the step's plan.
         num_sequences: B.
-        every: also deal out the sequences that no rank computes (A = 0). For a batch that ranks of
-            the generation side sampled: a checkpoint gathers all of it from the trainers.
+        every: also assign the sequences that no rank computes (A = 0). For a batch sampled by ranks
+            that only generate: a checkpoint gathers the whole batch from the trainers.
 
     Returns:
         [data_parallel_size] lists of row numbers, ascending.
@@ -88,16 +88,16 @@ def plan_scoring(
     data_parallel_size: int,
     chosen: torch.Tensor | None = None,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Deal sequences to ranks and micro-batches, as an update would, whatever their advantages.
+    """Assign sequences to ranks and micro-batches as for an update, regardless of advantages.
 
     Args:
-        rollouts: the table is the same on every rank; no tokens are read.
-        max_tokens_per_microbatch: token budget of one micro-batch, before alignment.
-        data_parallel_size: number of ranks to deal to.
-        chosen: [B] bool, which to score; None: all.
+        rollouts: table, the same on every rank; no tokens are read.
+        max_tokens_per_microbatch: token budget of a micro-batch, before alignment.
+        data_parallel_size: number of data-parallel ranks.
+        chosen: [B] bool, sequences to score; None: all.
 
     Returns:
-        As `Minibatch.microbatches`: [data_parallel_size][num_microbatches] tuples of row numbers.
+        Like `Minibatch.microbatches`: [data_parallel_size][num_microbatches] tuples of row numbers.
 
     Raises:
         ConfigError: a sequence exceeds the budget (named).

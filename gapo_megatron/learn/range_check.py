@@ -1,4 +1,4 @@
-"""Whether a model's activations lie within fp16's range, before a run in fp16 begins."""
+"""Check before an fp16 run that the model's activations lie within fp16's range."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float16).max
 _WARNS_ABOVE = _LARGEST / 4
-"""Training moves activations, and other prompts have other ones."""
+"""Largest output without a warning: training and other prompts change activations."""
 
 
 class _Place(NamedTuple):
-    """A module of a decoder layer. The order of places is that of execution."""
+    """A module of a decoder layer; sorts in the order of execution."""
 
     layer: int
-    """From 0, over all pipeline stages; the final norm's is the number of layers."""
+    """Layer from 0, over all pipeline stages; the number of layers for the final norm."""
     order: int
-    """Number of the module within the layer, in the order in which their outputs are complete."""
+    """Number of the module within the layer, in the order in which outputs are complete."""
     module: str
 
     def __str__(self) -> str:
@@ -40,22 +40,22 @@ class _Place(NamedTuple):
 
 
 class _Watch:
-    """Largest outputs of modules, on the device."""
+    """Keeps the largest outputs of modules, on the device."""
 
     def __init__(self) -> None:
         self.largest: dict[tuple[int, str], Tensor] = {}
 
     def note(self, layer: int, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Forward hook of a module. Nothing waits."""
+        """Forward hook of a module; does not wait for the device."""
         parts = output if isinstance(output, tuple | list) else (output,)
         for part in parts:
             if isinstance(part, Tensor) and part.dtype == torch.float16 and part.numel():
-                new = part.detach().abs().amax()  # NaN if one is
+                new = part.detach().abs().amax()  # NaN if any element is NaN
                 old = self.largest.get((layer, name))
                 self.largest[layer, name] = new if old is None else torch.maximum(old, new)
 
     def read(self) -> list[tuple[_Place, float]]:
-        """Places in the order of execution, with their largest outputs. Waits for the device."""
+        """Modules in the order of execution, with their largest outputs. Waits for the device."""
         if not self.largest:
             return []
         values = torch.stack([*self.largest.values()]).tolist()
@@ -85,27 +85,27 @@ def _watching(policy: Policy) -> Iterator[_Watch]:
 
 
 def check_range(policy: Policy, probe: Rollouts, *, of: str = "prompts of data.train_path") -> None:
-    """Score a few sequences, and refuse a model whose activations leave fp16's range.
+    """Score a few sequences, and refuse a model whose activations exceed fp16's range.
 
     Largest outputs are kept on the device while the layers run, and read once.
 
     Args:
         policy: in fp16; unchanged.
-        probe: the same on every rank; with none there is nothing to do.
-        of: where its sequences come from.
+        probe: the same on every rank; may be empty.
+        of: source of the sequences, for messages.
 
-    Collectives: those of `score`; one gather of what every rank has found, over all ranks.
+    Collectives: those of `score`; one gather of the ranks' results over all ranks.
 
     Raises:
         ConfigError: an output is not finite; names the first layer and module in the order of
-            execution, on every rank alike.
+            execution, the same on every rank.
         DivergenceError: every output is finite, but a log-prob is not; on every rank.
     """
     error = ""
     with _watching(policy) as watch:
         try:
             score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
-        except DivergenceError as found_there:  # of the last stage's ranks alone
+        except DivergenceError as found_there:  # raised only on ranks of the last stage
             error = str(found_there)
     values = watch.read()
     found = (
@@ -120,7 +120,7 @@ def check_range(policy: Policy, probe: Rollouts, *, of: str = "prompts of data.t
     )
     if overflows:
         raise ConfigError(
-            f"model.precision ('fp16'): {min(overflows)}: its output leaves the range of fp16 "
+            f"model.precision ('fp16'): {min(overflows)}: its output exceeds the range of fp16 "
             f"({_LARGEST:.0f}) for {of}; set it to 'bf16' or 'fp32'"
         )
     if errors:
@@ -129,7 +129,7 @@ def check_range(policy: Policy, probe: Rollouts, *, of: str = "prompts of data.t
         value, place = max(largest)
         logger.warning(
             "model.precision ('fp16'): outputs of %s reach %.0f, more than a quarter of the range "
-            "(%.0f); training, or other prompts, may leave it ('bf16' and 'fp32' have no such end)",
+            "(%.0f); training or other prompts may exceed it ('bf16' and 'fp32' reach further)",
             place,
             value,
             _LARGEST,

@@ -1,8 +1,8 @@
-"""What a step did to its ratios, beside what rounding did to them (docs/numerics.md).
+"""Comparison of a step's changes of ratios with their rounding errors (docs/numerics.md).
 
-A few sequences are scored before a step's updates and after them, in the run's arithmetic and, on
-the same weights, in wider numbers (`policy.exact`). The first log-ratio is what the clip sees, the
-second what it would see without rounding.
+A few sequences are scored before and after a step's updates, in the run's precision and, at the
+same weights, in a higher precision (`policy.exact`). The first log-ratio is the one that is
+clipped, the second is the same without rounding.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Scores:
     """
 
     in_run: dict[int, Tensor] = field(default_factory=dict)
-    """In the run's arithmetic."""
+    """In the run's precision."""
     exact: dict[int, Tensor] = field(default_factory=dict)
-    """On the same weights, without its rounding."""
+    """At the same weights, without the run's rounding."""
 
     @classmethod
     def of(cls, policy: Policy, batch: Batch) -> Self:
         """Score the sequences that the plan chooses (`Plan.rounding`).
 
         Args:
-            policy: unchanged; the memory of its gradients is given back.
-            batch: planned; the same on every rank but for its tokens.
+            policy: unchanged; the memory of its gradients is released.
+            batch: planned; the same on every rank except for the tokens.
 
         Collectives: those of `learn.score.score`, twice.
 
@@ -76,11 +76,11 @@ class Scores:
 
 
 def is_due(step: int, config: Config, device: torch.device) -> bool:
-    """Whether `step` is measured: by `metrics.rounding_every_steps`, where it can be.
+    """Whether `step` is measured: by `metrics.rounding_every_steps`, if possible.
 
-    Not where attention in wider numbers needs memory for every pair of tokens: on a GPU in float64,
-    and without Transformer Engine under context parallelism. Nor where the clip is around the
-    log-probs of an engine with older weights: the step did not move its ratios alone.
+    Not if attention in the higher precision needs memory for every pair of tokens: on a GPU in
+    float64, and without Transformer Engine under context parallelism. Nor if ratios compare with
+    log-probs of an engine with older weights: then more than this step has changed them.
     """
     is_quadratic = config.model.precision == "fp32" or config.parallel.context_parallel_size > 1
     if device.type == "cuda" and is_quadratic:
@@ -92,16 +92,16 @@ def is_due(step: int, config: Config, device: torch.device) -> bool:
 
 
 def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dict[str, float]:
-    """Compare a step's ratios with what they would be without rounding; warn where they differ.
+    """Compare a step's ratios with the ratios without rounding; warn if they differ.
 
     Args:
-        policy: at the weights that the step ends with; unchanged.
-        batch: the step's, as given to `Scores.of` before its updates.
-        before: from there.
+        policy: at the weights after the step; unchanged.
+        batch: the step's batch, as passed to `Scores.of` before its updates.
+        before: result of `Scores.of` before the updates.
         config: the run's settings.
 
     Returns:
-        `numerics/*` (docs/metrics.md), the same bits on every rank; of no sequence, nothing.
+        `numerics/*` (docs/metrics.md), the same bits on every rank; empty without sequences.
 
     Collectives: those of `Scores.of`; one all-gather over all ranks.
 
@@ -110,7 +110,7 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
     """
     after = Scores.of(policy, batch)
     method, group_size = config.objective.resolve(), config.batch.rollouts_per_prompt
-    if config.objective.old_log_probs == "rollout":  # then the clip is around the engine's
+    if config.objective.old_log_probs == "rollout":  # compare with the engine's log-probs
         engine = {i: _of_engine(batch, i) for i in before.in_run}
         before = replace(before, in_run=engine)
     local = torch.zeros(len(_SUMS) + 2 * (group_size + 1), dtype=torch.float64)
@@ -122,7 +122,7 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
     if not named["count"]:
         return {}
     metrics = _summarize(named, method)
-    if method.bounds == "fixed":  # the others find theirs for each mini-batch
+    if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
         metrics |= _changed_decisions(decided, changed)
     if not _engine_had_these_weights(config):
         metrics = {name: one for name, one in metrics.items() if "engine" not in name}
@@ -132,7 +132,7 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
 
 
 def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, length: int) -> Tensor:
-    """[length] float64: `_SUMS` over ratios, then by c how many were decided, and how many else."""
+    """[length] float64: `_SUMS` over ratios, then by c clip decisions and changed decisions."""
     indices = [*after.in_run]
     index = torch.tensor(indices)
     counts = torch.tensor([len(after.in_run[i]) for i in indices])
@@ -173,7 +173,7 @@ def _total(values: Tensor) -> float:
 
 
 def _sum_over_ranks(local: Tensor) -> Tensor:
-    """Added in rank order: the same bits everywhere. Collective."""
+    """Sum in rank order, for the same bits on every rank. Collective."""
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
     total = torch.zeros_like(local)
@@ -204,7 +204,7 @@ def _summarize(sums: dict[str, float], method: Method) -> dict[str, float]:
 
 
 def _changed_decisions(decided: Iterable[float], changed: Iterable[float]) -> dict[str, float]:
-    """Share of the ratios with A != 0 that the clip treats otherwise, of all and by c."""
+    """Share of the ratios with A != 0 whose clipping changes, over all and by c."""
     decided, changed = [*decided], [*changed]
     shares = {
         f"numerics/clip_decisions_changed/c{c}": part / whole
@@ -217,13 +217,13 @@ def _changed_decisions(decided: Iterable[float], changed: Iterable[float]) -> di
 
 
 def _engine_had_these_weights(config: Config) -> bool:
-    """Whether the engine's log-probs are those of the policy that a step begins with."""
+    """Whether the engine's log-probs are those of the policy at the start of a step."""
     rollout = config.rollout
     return not (rollout.max_staleness or config.batch.partial_rollouts) and rollout.top_p == 1
 
 
 def _may_clip(config: Config) -> bool:
-    """Whether the rule acts on ratios that may differ from 1."""
+    """Whether the method clips ratios that may differ from 1."""
     method, batch = config.objective.resolve(), config.batch
     may_differ = batch.num_minibatches > 1 or batch.partial_rollouts
     stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None

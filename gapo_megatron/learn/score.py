@@ -1,8 +1,8 @@
-"""Scoring: log-probs of given tokens at the current weights, without gradient. The one way to it.
+"""Scoring: log-probs of given tokens at the current weights, without gradient.
 
-The old pass of `learn`, rollouts carried to the next step, the measurement of rounding and the
-check after a weight sync all come here. `score` starts from sequences, `log_probs` from
-micro-batches that the caller has packed and will use again.
+All scoring uses this module: the old pass of `learn`, rollouts carried to the next step, the
+measurement of rounding and the check after a weight sync. `score` takes sequences, `log_probs`
+micro-batches that the caller has packed and uses again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def score(
     *,
     temperature: float | None = None,
 ) -> dict[int, Tensor]:
-    """Log-probs of the sampled response tokens of `rollouts`, packed as asked.
+    """Log-probs of the sampled response tokens of `rollouts`, packed as in `microbatches`.
 
     Args:
         policy: unchanged.
-        rollouts: hold these tokens; the same on every rank of a tensor, context or pipeline
+        rollouts: with these tokens; the same on every rank of a tensor, context or pipeline
             parallel group.
-        microbatches: rows of `rollouts`, this data-parallel rank's; as many micro-batches as on
-            every other rank, `()` for one that computes nothing.
+        microbatches: this data-parallel rank's rows of `rollouts`; equally many micro-batches on
+            every rank, `()` for an empty micro-batch.
         temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
@@ -45,7 +45,7 @@ def score(
 
     Raises:
         DivergenceError: a log-prob is not finite.
-        DataError: a token is none of the model's.
+        DataError: a token is outside the model's vocabulary.
     """
     if not microbatches:
         return {}
@@ -64,7 +64,7 @@ def log_probs(
 
     Args:
         policy: unchanged.
-        microbatches: this data-parallel rank's; as many as on every other rank.
+        microbatches: this data-parallel rank's micro-batches, equally many on every rank.
         temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
@@ -77,8 +77,8 @@ def log_probs(
     Waits for the device once, after the last micro-batch.
 
     Raises:
-        DivergenceError: a log-prob is not finite, on the ranks that hold it: the launcher ends the
-            others.
+        DivergenceError: a log-prob is not finite; raised on the ranks that hold it, and the
+            launcher ends the others.
     """
 
     def keep(scored: Scored) -> tuple[Tensor, Tensor]:

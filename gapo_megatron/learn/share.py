@@ -1,4 +1,4 @@
-"""This rank's share of a batch: the tokens that it computes, brought from where they are."""
+"""This rank's share of a batch: the tokens that it computes, fetched from other ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TAG = 2
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRanks:
-    """Which rank computes which data-parallel share."""
+    """Data-parallel rank of every rank, and the ranks that report log-probs."""
 
     dp_ranks: tuple[int, ...]
-    """Data-parallel rank of every rank: those of one compute the same sequences."""
+    """Data-parallel rank of every rank; ranks with the same value compute the same sequences."""
     scorers: tuple[int, ...]
-    """Per data-parallel rank the rank that reports its log-probs: last stage, first copy."""
+    """The rank that reports log-probs for each data-parallel rank: last stage, first copy."""
 
     @classmethod
     def gather(
         cls, groups: ParallelGroups, gloo_group: dist.ProcessGroup | None
     ) -> DataParallelRanks:
-        """Collectives: one all-gather of two integers over all ranks; call it once."""
+        """Gather from all ranks. Collectives: one all-gather of two integers; call it once."""
         reports = groups.is_last_stage and groups.is_first_copy
         own = torch.tensor([groups.dp_rank, int(reports)])
         parts = [torch.empty_like(own) for _ in range(groups.world_size)]
@@ -44,25 +44,25 @@ class DataParallelRanks:
     def wanted(self, batch: Batch, *, every: bool) -> list[Sequence[int]]:
         """Sequences that every rank must have (`wanted_sequences`).
 
-        A pure function of the table: sender and receiver know from it what a message holds.
+        A pure function of the table: sender and receiver derive the content of messages from it.
         """
-        assert batch.plan is not None, "shares follow from the plan"
+        assert batch.plan is not None, "the batch is not planned"
         return self.by_rank(wanted_sequences(batch.plan, num_sequences=len(batch), every=every))
 
     def by_rank(self, by_dp_rank: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """What every rank wants, from what every data-parallel rank wants."""
+        """Sequences of every rank, from those of every data-parallel rank."""
         return [by_dp_rank[dp_rank] for dp_rank in self.dp_ranks]
 
 
 def bring_tokens(batch: Batch, *, ranks: DataParallelRanks, channel: Channel) -> Batch:
-    """Bring every rank the tokens of its share; a rank keeps those that it holds.
+    """Send every rank the tokens of its share; tokens that it already holds are kept.
 
     Args:
-        batch: planned; the same on every rank but for its tokens.
-        ranks: which rank computes what.
-        channel: joins all ranks.
+        batch: planned; the same on every rank except for the tokens.
+        ranks: data-parallel rank of every rank.
+        channel: channel of all ranks.
 
-    Collectives: one message at most between any two ranks.
+    Collectives: at most one message between any two ranks.
     """
     brought = deal_tokens(batch, ranks.wanted(batch, every=False), channel=channel, tag=_TAG)
     both = {name: {**held, **brought.tokens[name]} for name, held in batch.tokens.items()}

@@ -1,6 +1,6 @@
-"""From one batch of rollouts to updated weights: old log-probs, then one update per mini-batch.
+"""A step on a batch of rollouts: old log-probs, then one update per mini-batch.
 
-In the order of the data: `plan`, `Policy.pack`, `score` (old log-probs), `loss`, `update`,
+In the order of the data flow: `plan`, `Policy.pack`, `score` (old log-probs), `loss`, `update`,
 `metrics`.
 """
 
@@ -25,26 +25,26 @@ from gapo_megatron.types import Microbatch, Plan
 
 @dataclass
 class Progress:
-    """How far this rank has come with a batch: what a stop must save beside weights and batch."""
+    """Progress of this rank with a batch, which a stop must save beside weights and batch."""
 
     old_log_probs: list[LogProbs] = field(default_factory=list)
-    """Per mini-batch, at the weights that the step began with; empty before the pass. An empty one
-    was not computed."""
+    """Old log-probs per mini-batch, at the weights at the start of the step; empty before the pass.
+    An empty entry was not computed."""
     sums: metrics.Sums = field(default_factory=dict)
-    """Metrics of the updates done."""
+    """Metrics of the finished updates."""
     grad_norms: list[float] = field(default_factory=list)
-    """One for each update done."""
+    """Gradient norm of each finished update."""
     learning_rate: float = 0.0
-    """Learning rate of the last update done."""
+    """Learning rate of the last finished update."""
     scores: rounding.Scores | None = None
-    """Log-probs at those weights of the sequences that measure rounding; None: not measured."""
+    """Log-probs at the start of the step, to measure rounding; None: not measured."""
 
     @property
     def num_updates(self) -> int:
         return len(self.grad_norms)
 
     def add(self, result: UpdateResult, scored: Sequence[Microbatch], lengths: np.ndarray) -> None:
-        """Count one more update; `scored` are the micro-batches of the last pipeline stage."""
+        """Count an update; `scored` are its micro-batches on the last pipeline stage."""
         for microbatch, sums in zip(scored, result.outputs, strict=True):
             num_tokens = float(lengths[list(microbatch.indices)].sum())
             tokens_backward = (sums["active_rows"] > 0).double() * num_tokens
@@ -67,21 +67,21 @@ def learn(
 
     Args:
         policy: at the weights that generated the last tokens of `batch` (newer ones with
-            `rollout.max_staleness`), moved by the updates of `progress`; the others follow.
-        batch: planned; the same on every rank but for its tokens, of which this rank holds its
+            `rollout.max_staleness`), after the updates in `progress`; the rest are taken here.
+        batch: planned; the same on every rank except for the tokens: this rank holds its
             data-parallel share.
         config: the run's settings: method, coefficients, rollouts per prompt, response limit.
-        stopwatch: counts the stages `old_log_probs`, `update` and `rounding`.
-        progress: progress of an earlier call that had to stop; resumed there, to the same bits.
+        stopwatch: times the stages `old_log_probs`, `update` and `rounding`.
+        progress: progress of an earlier call that had to stop; resumed with the same bits.
             Updated in place.
         measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
-        must_stop: asked before every mini-batch, on every rank; the answer must be the same on all.
+        must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
         Metrics of the step (`metrics.summarize`), the same bits on every rank; None if it had to
-        stop (`progress` says where).
+        stop (see `progress`).
 
-    Collectives: where rounding is measured, first those of `rounding.Scores.of`, and last those of
+    Collectives: if rounding is measured, first those of `rounding.Scores.of`, and last those of
     `rounding.measure`. Per mini-batch those of `score.log_probs` (all mini-batches first), then
     those of `update.update`, and before them, with `Method.bounds`, those of
     `bounds.find_widths`; at the end one all-gather of metrics over all ranks.
@@ -93,7 +93,7 @@ def learn(
     assert plan is not None, "the batch is not planned"
     if must_stop():
         return None
-    # Scored before the updates and after them, the same way: what rounding does to the ratios.
+    # Scored before and after the updates in the same way, to measure rounding of the ratios.
     if measures_rounding and not progress.old_log_probs:
         with stopwatch("rounding"):
             progress.scores = rounding.Scores.of(policy, batch)
@@ -131,13 +131,14 @@ def _score(
     config: Config,
     progress: Progress,
 ) -> list[LogProbs]:
-    """Old log-probs of the mini-batches, into `progress`; returns the reference's, for a KL term.
+    """Compute old log-probs into `progress`; returns the reference's log-probs, for a KL term.
 
-    The old log-probs of mini-batch 1 are its own forward pass, detached: no weight has moved yet.
-    The others come from one pass at the same weights, packed exactly as their update will be, so
-    that a ratio differs from 1 only because weights do. Tokens that earlier steps sampled keep
-    those of the weights that sampled them (`Batch.carried_log_probs`), in every mini-batch. With
-    `objective.old_log_probs` = "rollout" there is no pass: the batch brings the engine's.
+    The old log-probs of mini-batch 1 are those of its own forward pass, detached: its weights are
+    still the same. The others come from a pass at these weights, packed exactly as in their update,
+    so that a ratio differs from 1 only if the weights differ. Tokens sampled by earlier steps keep
+    their log-probs at the weights that sampled them (`Batch.carried_log_probs`), in every
+    mini-batch. With `objective.old_log_probs` = "rollout" there is no pass: the batch has the
+    engine's log-probs.
     """
     if not progress.old_log_probs:
         needs_pass = config.objective.old_log_probs == "trainer"

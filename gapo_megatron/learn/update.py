@@ -1,4 +1,4 @@
-"""One optimizer update: forward, loss, backward where something has a gradient, step."""
+"""An optimizer update: forward, loss, backward for rows with a gradient, optimizer step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class UpdateResult:
     """Report of one optimizer step."""
 
     grad_norm: float
-    """Norm of the whole gradient, before clipping; the same on every rank. 0: nothing moved."""
+    """Norm of the whole gradient, before clipping; the same on every rank. 0: no step was taken."""
     learning_rate: float
     outputs: list[Outputs]
-    """Results of `loss` for each micro-batch, on the CPU, and `active_rows`: how many of its
-    log-probs have a gradient. Empty except on the last pipeline stage."""
+    """Results of `loss` for each micro-batch, on the CPU, and `active_rows`: the number of its
+    log-probs with a gradient. Empty except on the last pipeline stage."""
 
 
 def update(
@@ -51,24 +51,24 @@ def update(
 ) -> UpdateResult:
     """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks.
 
-    The host runs ahead of the device: it waits when all micro-batches are over, to see whether
-    everything was finite, for the gradient's norm and for what `loss` reported. There is no
-    optimizer step if the gradient's norm is zero (AdamW would follow old momenta and decay).
+    The host runs ahead of the device and waits after the last micro-batch: for the checks of finite
+    values, for the gradient norm and for the results of `loss`. There is no optimizer step if the
+    gradient norm is zero (AdamW would apply old momenta and weight decay).
 
     In fp16 the loss is scaled (`policy.loss_scale`). If the gradient overflows, there is no step
     either: the scale is halved, and the pass is repeated, so that no mini-batch is lost.
 
     Args:
-        policy: moved by one step.
-        microbatches: this data-parallel rank's; as many as on every other rank. One of padding
-            only (R = 0) is fine.
-        loss: called on the last pipeline stage for each micro-batch of each pass, without effects
-            beside its result. Returns the scalar loss, every
-            (global) denominator in it, and what to report; all on the policy's device. What it
-            finds to be not finite it keeps in `Scored.flags`.
-        learning_rate: instead of the configured schedule.
-        skip_inactive: leave out what cannot change the weights (`_cut_backward`); worth it where a
-            good part of the rows may be without gradient.
+        policy: updated by one step.
+        microbatches: this data-parallel rank's micro-batches, equally many on every rank. Padding
+            only (R = 0) is allowed.
+        loss: called on the last pipeline stage for each micro-batch of each pass; must have no
+            side effects. Returns the scalar loss, divided by global denominators, and outputs to
+            report, all on the policy's device. Reports values that are not finite in
+            `Scored.flags`.
+        learning_rate: replaces the configured schedule.
+        skip_inactive: skip work that cannot change the weights (`_cut_backward`); worthwhile if
+            many rows may have no gradient.
 
     Collectives: for each pass those of `forward.run_pass`; with `skip_inactive` and expert
     parallelism, on the last stage, one flag per micro-batch over the expert parallel group; the
@@ -78,8 +78,8 @@ def update(
 
     Raises:
         DivergenceError: a log-prob, a loss or the gradient is not finite (in fp16: at a scale of
-            1, to which it was halved), or a flag is raised, on every rank alike; weights, optimizer
-            state and `num_updates` are what they were.
+            1, after halvings), or a flag is raised; raised on every rank. Weights, optimizer state
+            and `num_updates` are unchanged.
     """
     config, scale = policy.config.optimizer, policy.loss_scale
     if learning_rate is None:
@@ -89,7 +89,7 @@ def update(
             grad_norm, outputs = _gradient(policy, microbatches, loss, skip_inactive=skip_inactive)
             if math.isfinite(grad_norm):
                 break
-            assert scale is not None  # else `_gradient` has raised
+            assert scale is not None  # otherwise `_gradient` has raised
             scale.overflowed()
             if policy.groups.rank == 0:
                 logger.info(
@@ -111,11 +111,11 @@ def update(
 def _gradient(
     policy: Policy, microbatches: Sequence[Microbatch], loss: Loss, *, skip_inactive: bool
 ) -> tuple[float, list[Outputs]]:
-    """One pass, forward and backward: gradients are prepared for a step.
+    """Run a forward and backward pass, and prepare gradients for a step.
 
     Returns:
-        Norm of the whole gradient; not finite where it overflowed, and may be computed again at a
-        smaller scale of the loss. What `loss` reported, on the device.
+        Norm of the whole gradient, not finite if it overflowed and may be repeated at a smaller
+        loss scale; and the results of `loss`, on the device.
     """
     flags = Flags()
     losses: list[Tensor] = []
@@ -140,23 +140,23 @@ def _gradient(
 def _cut_backward(
     policy: Policy, loss: Tensor, scored: Scored, *, skip_inactive: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cut what has no gradient off the backward pass of one micro-batch.
+    """Skip rows without gradient in the backward pass of a micro-batch.
 
-    With `skip_inactive` the host waits for the loss, once, and leaves out rows without gradient in
-    the head's backward pass, and the model's whole backward pass of a micro-batch in which no row
-    has one (of the last stage: the others propagate zeros, because the pipeline waits for them;
-    ranks that share experts have one together). Either way a micro-batch without rows has no
-    backward pass, except beside ranks that share experts.
+    With `skip_inactive` the host waits for the loss once, and omits rows without gradient from the
+    head's backward pass. If no row has a gradient, it omits the model's backward pass (on the last
+    stage: other stages propagate zeros, because the pipeline waits for them; ranks that share
+    experts run a backward pass if any of them does). In any case a micro-batch without rows has no
+    backward pass, unless ranks share experts.
 
     Returns:
-        The loss to begin the backward pass from, and how many rows have a gradient (float64 scalar
-        on the device).
+        The loss from which the backward pass starts, and the number of rows with a gradient
+        (float64 scalar on the device).
     """
     is_active = _active_rows(loss, scored)
     has_gradient = is_active is not None
     if is_active is None:
         is_active = torch.zeros_like(scored.log_probs, dtype=torch.bool)
-    # At most so many: what the host knows without reading.
+    # Upper bound that the host knows without reading the device.
     num_active = len(is_active) if has_gradient else 0
     if skip_inactive:
         num_active = _read_active(policy, is_active, scored)
@@ -171,24 +171,24 @@ def _cut_backward(
 def _active_rows(loss: Tensor, scored: Scored) -> Tensor | None:
     """[R] bool: rows of the whole micro-batch whose log-prob or entropy has a gradient.
 
-    None: the loss depends on none of them. The same on every tensor and context parallel rank: they
-    have a backward pass together or not at all.
+    None: the loss depends on no row. The same on every tensor and context parallel rank, which must
+    run or skip the backward pass together.
     """
     if not loss.requires_grad:
         return None
     inputs = [scored.log_probs] if scored.entropy is None else [scored.log_probs, scored.entropy]
     gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-    # NaN != 0: it reaches the gradient, where it is reported.
+    # NaN != 0: it reaches the gradient and is reported there.
     active = [gradient != 0 for gradient in gradients if gradient is not None]
     return functools.reduce(torch.logical_or, active) if active else None
 
 
 def _read_active(policy: Policy, is_active: Tensor, scored: Scored) -> int:
-    """How many rows have a gradient, on the rank of the expert parallel group with most of them.
+    """Number of rows with a gradient: the maximum over the expert parallel group.
 
-    Tells the head's backward pass, too, how many there are of this rank's (`RowPlan.num_active`).
+    Also sets this rank's number for the head's backward pass (`RowPlan.num_active`).
 
-    Waits for the device, once. Collective over the expert parallel group.
+    Waits for the device once. Collective over the expert parallel group.
     """
     groups, row_plan = policy.groups, scored.row_plan
     local = is_active if scored.rows is None else is_active[scored.rows]
@@ -203,16 +203,16 @@ def _read_active(policy: Policy, is_active: Tensor, scored: Scored) -> int:
 def _has_backward(policy: Policy, num_active: int, *, read: bool) -> bool:
     """Whether a micro-batch has a backward pass.
 
-    Experts send gradients back where the tokens came from: a rank alone that left its backward pass
-    out would keep the others waiting. They agree where `num_active` was read from all of them.
+    Experts exchange gradients in an all-to-all: a single rank that skipped its backward pass would
+    block the others. They agree because `num_active` is the maximum over all of them.
     """
     return num_active > 0 or (policy.groups.ep_size > 1 and not read)
 
 
 def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float, flags: Flags) -> None:
-    """Raise DivergenceError on every rank if any rank's loss, flag or gradient says so.
+    """Raise DivergenceError on every rank if any rank's loss, flag or gradient is not finite.
 
-    A gradient that a smaller scale of the loss may make finite is no error.
+    A gradient that a smaller loss scale may make finite is not an error.
     """
     is_bad = flags.any(policy.device).float()
     if losses:

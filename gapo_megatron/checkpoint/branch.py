@@ -1,7 +1,7 @@
-"""Begin a run at a checkpoint of another one: the same state, another objective.
+"""Begin a run at a checkpoint of another run: the same state, another objective.
 
-The branch point becomes the new run's own first checkpoint, by hard links; from there on a branch
-is a run like any other, and resumes like one. The other run may go on, and remove what it wrote.
+The branch point becomes the new run's own first checkpoint, by hard links; from then on a branch
+resumes like any other run. The other run may continue, and remove its checkpoints.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from gapo_megatron.io.run_folder import BRANCH_NAME, checkpoints_dir, is_finishe
 
 logger = logging.getLogger(__name__)
 
-# A hard link is not to be had: another file system, one without links, or no more of this file.
+# Hard links fail: another file system, no support for links, or too many links to this file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """A checkpoint of another run that this one begins with; its files are not checked yet."""
+    """Checkpoint of another run at which this run begins; its files are not checked yet."""
 
     path: Path
     manifest: Manifest
     branch: Branch
 
     def state(self) -> State:
-        """Where the run was there.
+        """State of the other run at the branch point.
 
         Raises:
-            CheckpointError: the file is damaged or gone.
+            CheckpointError: the file is damaged or missing.
         """
         name = TRAINER_STATE_NAME
         if name not in self.manifest.files:
@@ -62,21 +62,21 @@ class BranchPoint:
 
 
 def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPoint | None:
-    """Check `checkpoint.branch_from`; reads manifests alone. For use before any model is built.
+    """Check `checkpoint.branch_from`; reads only manifests. Call it before any model is built.
 
     Args:
         config: the new run's settings.
         hf_config: its model; None: not compared.
 
     Returns:
-        Where to begin; None for a run that does not branch, has its own checkpoints, or is
+        The branch point; None for a run that does not branch, has its own checkpoints, or is
         finished.
 
     Raises:
-        ConfigError: names field, value and rule; of settings that a branch must not change, both
-            values.
-        CheckpointError: the branch point's manifest is damaged, or it is another model's; or the
-            run has checkpoints, and no manifest of them can be read.
+        ConfigError: names field, value and rule; or both values of settings that a branch must not
+            change.
+        CheckpointError: the branch point's manifest is damaged or belongs to another model; or the
+            run has checkpoints, but none with a readable manifest.
     """
     run_dir, given = Path(config.run.output_dir), config.checkpoint.branch_from
     folder = checkpoints_dir(run_dir)
@@ -88,12 +88,12 @@ def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPo
     if damaged := manifest.list_steps(folder):
         raise CheckpointError(
             f"{damaged[0] / manifest.MANIFEST_NAME} cannot be read, nor an older checkpoint's; "
-            f"remove {run_dir} to begin the branch again"
+            f"remove {run_dir} to start the branch over"
         )
     if (run_dir / METRICS_NAME).exists():
         raise ConfigError(
             f"run.output_dir ({run_dir}) must be a new folder for a run that branches: it has "
-            f"{METRICS_NAME}, and no checkpoint to go on from"
+            f"{METRICS_NAME}, and no checkpoint to resume"
         )
     path = _find(given)
     found = manifest.read_manifest(path)
@@ -101,8 +101,8 @@ def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPo
         require_same_model(path, found.model, model_identity(hf_config))
     if lines := broken_rules(found.config, config):
         raise ConfigError(
-            f"checkpoint.branch_from ({given}): a branch changes the objective, and must keep what "
-            "it goes on with:\n  " + "\n  ".join(lines)
+            f"checkpoint.branch_from ({given}): a branch changes the objective, and must keep "
+            "these settings:\n  " + "\n  ".join(lines)
         )
     if config.run.num_steps <= found.step:
         raise ConfigError(
@@ -121,21 +121,21 @@ def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPo
 
 
 def begin_branch(point: BranchPoint, config: Config, attempt: Owner) -> None:
-    """Make the branch point the run's first checkpoint: whole, or not there at all.
+    """Make the branch point the run's first checkpoint, atomically.
 
-    Files are linked first and read then, so that the other run may remove its checkpoint meanwhile;
+    Files are linked first and then read, so that the other run may remove its checkpoint meanwhile;
     on another file system they are copied.
 
     Args:
         point: from `check_branch`, the same on every rank.
-        config: the new run's settings; the checkpoint gets them.
-        attempt: publishes only while it owns the run.
+        config: the new run's settings, stored in the checkpoint.
+        attempt: the checkpoint is published only while this attempt owns the run.
 
     Collectives, over all ranks: a barrier; a gather of problems (every rank links and reads its
     share of the files); a barrier.
 
     Raises:
-        CheckpointError: the branch point is damaged, has changed or is gone, or the disk is full or
+        CheckpointError: the branch point is damaged, changed or missing, or the disk is full or
             fails; nothing is published.
         FencedError: on rank 0, when a newer attempt has taken the run.
     """
@@ -144,7 +144,7 @@ def begin_branch(point: BranchPoint, config: Config, attempt: Owner) -> None:
     temporary = final.with_name(f".tmp_{final.name}.{attempt.name}")
     try:
         if dist.get_rank() == 0:
-            attempt.require_ownership()  # the half-written ones may be the new owner's
+            attempt.require_ownership()  # unfinished checkpoints may be the new owner's
             manifest.remove_half_written(final.parent)
             for name in point.manifest.files:
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -166,13 +166,13 @@ def begin_branch(point: BranchPoint, config: Config, attempt: Owner) -> None:
 
 
 def record_branch(run_dir: str | Path, branch: Branch | None) -> None:
-    """Leave in the run's folder, for a report, what the manifests of its checkpoints say.
+    """Write the branch record of the checkpoints' manifests to the run's folder, for reports.
 
-    Rank 0, at every start.
+    Called on rank 0, at every start.
 
     Args:
         run_dir: the run's output folder.
-        branch: branch record of the checkpoint to resume from; None: no branch, and no record.
+        branch: branch record of the checkpoint to resume from; None: no branch; removes the file.
     """
     path = Path(run_dir) / BRANCH_NAME
     if branch is None:
@@ -182,19 +182,19 @@ def record_branch(run_dir: str | Path, branch: Branch | None) -> None:
 
 
 def same_branch_point(one: str, other: str) -> bool:
-    """Whether two `checkpoint.branch_from` name one checkpoint; how they are written is free.
+    """Whether two `checkpoint.branch_from` name the same checkpoint, in any spelling.
 
     Raises:
-        ConfigError: one that differs from the other, and neither is empty, names no checkpoint.
+        ConfigError: the two differ, neither is empty, and one does not name a checkpoint.
     """
     both = bool(one and other)
     return one == other or (both and real(_place(one)) == real(_place(other)))
 
 
 def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
-    """Refuse another `checkpoint.branch_from` than the run began with; how it is written is free.
+    """Refuse another `checkpoint.branch_from` than the run's first; its spelling may differ.
 
-    The same words pass too: a run may have been moved together with the one it left.
+    An identical string passes too: both runs may have been moved together.
     """
     began, branch = (own.config.get("checkpoint") or {}).get("branch_from", ""), own.branch
     if given == began:
@@ -205,12 +205,12 @@ def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
             return
     raise ConfigError(
         f"checkpoint.branch_from ({given!r}) must stay what it was when {run_dir} began "
-        f"({began!r}): its checkpoints go on from there; give a new run its own run.output_dir"
+        f"({began!r}): its checkpoints continue from there; give a new run its own run.output_dir"
     )
 
 
 def _place(given: str) -> Path:
-    """Absolute path that `checkpoint.branch_from` names; the step needs no leading zeros."""
+    """Absolute path of `checkpoint.branch_from`; leading zeros of the step may be omitted."""
     path = Path(os.path.abspath(given))
     match = re.fullmatch(r"step_(\d+)", path.name)
     if match is None or path.parent.name != "checkpoints":
@@ -234,7 +234,7 @@ def _find(given: str) -> Path:
 
 
 def _take_share(point: BranchPoint, temporary: Path, attempt: Owner) -> str | None:
-    """Link and verify this rank's share of the files; what is wrong with them, if anything."""
+    """Link and verify this rank's share of the files; returns an error, if any."""
     files = point.manifest.files
     share = {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]}
     try:
@@ -243,7 +243,7 @@ def _take_share(point: BranchPoint, temporary: Path, attempt: Owner) -> str | No
         return manifest.find_damage(temporary, share, on_bytes=lambda _: attempt.alive())
     except FileNotFoundError as error:
         return (
-            f"{error}. If its run has removed it, take a later one, and name the next in "
+            f"{error}. If its run has removed it, use a later checkpoint, and name the next in "
             "checkpoint.keep_steps there"
         )
     except OSError as error:
@@ -257,4 +257,4 @@ def _link(source: Path, target: Path) -> None:
         if error.errno not in _NO_LINK:
             raise
         shutil.copyfile(source, target)
-        fsync(target)  # another node could not flush what this one wrote
+        fsync(target)  # another node could not flush this node's writes

@@ -1,7 +1,7 @@
-"""Settings that a run changes when it resumes: which may, and a record of those that did.
+"""Settings that change when a run resumes: which are allowed, and a record of them.
 
-What is learned changes only where `run.allow_changes` names it; another file of held-out problems
-needs no allowance, for it changes what is measured.
+A setting that changes what is learned must be named in `run.allow_changes`; another file of
+held-out problems needs no permission, because it only changes what is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gapo_megatron.io.run_folder import CHANGES_NAME, read_changes
 
 
 def require_allowed(path: Path, found: Manifest, config: Config) -> None:
-    """Refuse to learn otherwise than the checkpoint in `path` has, unless the config says so.
+    """Refuse changes of what is learned since the checkpoint in `path`, unless allowed.
 
     Raises:
         ConfigError: names each setting with both values, and how to allow it.
@@ -32,21 +32,21 @@ def require_allowed(path: Path, found: Manifest, config: Config) -> None:
         shown = "; ".join(f"{name} ({now!r}) was {was!r}" for name, (was, now) in refused.items())
         names = json.dumps([*config.run.allow_changes, *refused])
         raise ConfigError(
-            f"{shown}, as in {path}: the rest of the run would be another one. Start it in another "
+            f"{shown} in {path}: the rest of the run would be a different run. Start it in another "
             "run.output_dir, branch it (checkpoint.branch_from), or allow the change with "
             f"run.allow_changes={names}, and the run's reports will show it"
         )
 
 
 def record_changes(run_dir: Path, found: Manifest, config: Config) -> None:
-    """Write CHANGES_NAME: what was changed before which step. On rank 0, when a run resumes.
+    """Write CHANGES_NAME: which settings changed before which step. On rank 0, when a run resumes.
 
-    A resume from an older checkpoint drops what was changed after it.
+    A resume from an older checkpoint drops the changes after it.
     """
     try:
         kept = [one for one in read_changes(run_dir) if one["step"] < found.step]
     except DataError:
-        kept = []  # a record, which no step depends on
+        kept = []  # only a record: no step depends on it
     changed = _changes(found, config)
     if changed:
         pairs = {name: list(pair) for name, pair in changed.items()}
@@ -56,10 +56,10 @@ def record_changes(run_dir: Path, found: Manifest, config: Config) -> None:
 
 
 def _changes(found: Manifest, config: Config) -> Changes:
-    """What differs and decides what is learned or measured.
+    """Changed settings that decide what is learned or measured.
 
-    Problems to train on are compared by content, when they are loaded; held-out ones by their path.
-    A branch's first checkpoint has the branch's settings: what it changed there is none of these.
+    Training problems are compared by content, when they are loaded; held-out problems by path.
+    A branch's first checkpoint has the branch's settings, so the branch's own changes do not count.
     """
     work = changed_work(found.config, config)
     return {name: pair for name, pair in work.items() if not is_input(name) or is_held_out(name)}

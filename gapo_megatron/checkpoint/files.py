@@ -1,4 +1,4 @@
-"""Files of tensors and plain values in a checkpoint: whole on disk, and read as what they were."""
+"""Files of tensors and plain values in a checkpoint, written durably and checked when read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from gapo_megatron.io.documents import open_file
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write tensors and plain values; they are on disk when it returns."""
-    # Not by torch.save, which says nothing of a full disk but that a position is unexpected.
+    # Via memory: torch.save to a file reports a full disk only as an unexpected position.
     stream = io.BytesIO()
     torch.save(content, stream)
     with open(path, "wb") as file:
         file.write(stream.getbuffer())
         file.flush()
-        os.fsync(file.fileno())  # another node could not flush what this one wrote
+        os.fsync(file.fileno())  # another node could not flush this node's writes
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a file of `write` for the block that uses its content.
+    """Read a file of `write`; the block parses its content.
 
     Raises:
-        CheckpointError: the file is missing, damaged or cannot be read, or the block could not make
-            anything of it; names the file.
+        CheckpointError: the file is missing, damaged or cannot be read, or the block raised an
+            error on its content; names the file.
     """
     try:
         with open_file(path) as file:
@@ -57,31 +57,31 @@ def reading(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torch.Tensor:
-    """The value, provided it is such a tensor of one dimension, and of so many elements.
+    """The value, if it is a one-dimensional tensor of this dtype and length.
 
     Raises:
         ValueError: it is not.
     """
     if not isinstance(value, torch.Tensor) or (value.dtype, value.ndim) != (dtype, 1):
-        raise ValueError(f"{value!r:.40} in place of a column of {dtype}")
+        raise ValueError(f"{value!r:.40} instead of a column of {dtype}")
     if length is not None and len(value) != length:
-        raise ValueError(f"{len(value)} elements in place of {length}")
+        raise ValueError(f"{len(value)} elements instead of {length}")
     return value
 
 
 def plain(value: Any, *kinds: type) -> Any:
-    """The value, provided it is of one of these types, and of no subclass of theirs.
+    """The value, if its type is one of these; subclasses are refused.
 
     Raises:
         ValueError: it is not.
     """
     if type(value) not in kinds:
-        raise ValueError(f"{value!r:.40} in place of {kinds[0].__name__}")
+        raise ValueError(f"{value!r:.40} instead of {kinds[0].__name__}")
     return value
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """The value, provided it is a dictionary of names and numbers.
+    """The value, if it is a dictionary of names and numbers.
 
     Raises:
         ValueError: it is not.

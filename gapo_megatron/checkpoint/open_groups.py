@@ -20,7 +20,7 @@ OPEN_GROUPS_NAME = "open_groups.pt"
 
 
 def save_open_groups(folder: Path, groups: Sequence[Sequence[Episode]]) -> None:
-    """Write them, all their tokens here; no file where there are none. For rank 0 alone."""
+    """Write open groups with all their tokens; writes no file if there are none. Only on rank 0."""
     if groups:
         content = [
             {"prompt": asdict(group[0].prompt), "rollouts": list(map(_to_fields, group))}
@@ -30,7 +30,7 @@ def save_open_groups(folder: Path, groups: Sequence[Sequence[Episode]]) -> None:
 
 
 def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
-    """Read what `save_open_groups` wrote, whatever layout wrote it. No collective.
+    """Read the file of `save_open_groups`, written by any layout. No collective.
 
     Raises:
         CheckpointError: the file is missing, damaged or misshapen; names it.
@@ -60,8 +60,9 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
         if role_of(name).carried:
             raise ConfigError(
                 f"{name} ({now}) must be {before}, as in {path}, whose unfinished groups the run "
-                f"goes on with; to change it, first go on with {before} and "
-                "batch.partial_rollouts=false to the next checkpoint between steps, which has none"
+                f"continues; to change it, first run with {before} and "
+                "batch.partial_rollouts=false to the next checkpoint between steps, which has no "
+                "unfinished groups"
             )
 
 
@@ -96,7 +97,7 @@ def _to_prompt(fields: dict[str, Any]) -> Prompt:
 def _int32(value: Any) -> int:
     number: int = files.plain(value, int)
     if not 0 <= number < 2**31:
-        raise ValueError(f"{number} in place of a number below 2**31")
+        raise ValueError(f"{number} instead of a number below 2**31")
     return number
 
 
@@ -112,11 +113,11 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
         oldest_version = _int32(fields["oldest_version"])
     elif len(token_ids):
         raise ValueError("tokens without old log-probs")
-    mask = fields.get("response_mask")  # one written before there were masks has none
+    mask = fields.get("response_mask")  # missing in files of versions without masks
     if mask is not None:
         mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
         if not mask.any():
-            raise ValueError("a response without a token of the model")
+            raise ValueError("a response without a sampled token")
     return Episode(
         prompt,
         sample,

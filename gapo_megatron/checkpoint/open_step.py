@@ -1,7 +1,7 @@
-"""A step that a stop has cut in two: its rollouts are kept, and finished updates are not repeated.
+"""A step interrupted by a stop: its rollouts are kept, and finished updates are not repeated.
 
-The weights have moved, so a checkpoint also holds the batch, its old log-probs and the metrics
-summed so far: the remaining updates then give the same bits as without the stop.
+The weights have changed within the step, so a checkpoint also holds the batch, its old log-probs
+and the metrics summed so far: the remaining updates then give the same bits as without the stop.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _PER_SEQUENCE = {
 
 @dataclass(frozen=True)
 class OpenStep:
-    """State of a step that is not finished: its batch, and the progress of its updates."""
+    """State of an unfinished step: its batch, and the progress of its updates."""
 
     batch: Batch
-    """The step's batch; for a save rank 0 has all tokens (`gathered`), after a load every rank."""
+    """The step's batch. All tokens are on rank 0 for a save (`gathered`), on every rank after a
+    load."""
     metrics: dict[str, float]
     """Metrics of rollouts and groups; the same on every rank."""
     evaluated: dict[str, float]
@@ -45,11 +46,11 @@ class OpenStep:
     progress: Progress = field(default_factory=Progress)
     """This rank's progress with the updates."""
     is_ahead: bool = False
-    """Whether the batch was sampled ahead: before its first update the checkpoint is one between
-    steps, with the batch in a file of its own."""
+    """Whether the batch was sampled ahead: before its first update it is saved as a separate file
+    of a checkpoint between steps."""
 
     def gathered(self, channel: Channel) -> Self:
-        """The same with all tokens of the batch on rank 0 of the channel, which saves them.
+        """A copy with all tokens of the batch on rank 0 of the channel, which saves them.
 
         Collectives: messages from all ranks to rank 0.
         """
@@ -57,13 +58,13 @@ class OpenStep:
         return replace(self, batch=gathered) if channel.rank == 0 else self
 
     def save(self, folder: Path) -> None:
-        """Write this rank's progress; rank 0 the rest. No collective."""
+        """Write this rank's progress, and on rank 0 also the rest. No collective."""
         files.write(folder / progress_name(dist.get_rank()), asdict(self.progress))
         if dist.get_rank() == 0:
             files.write(folder / BATCH_NAME, self.shared())
 
     def shared(self) -> dict[str, Any]:
-        """All but the progress, with all tokens, as a file holds it; see `from_shared`."""
+        """Content of the file without the progress, with all tokens; see `from_shared`."""
         batch, rows = self.batch, range(len(self.batch))
         masks = [batch.is_sampled(i) for i in rows] if batch.response_masks else []
         held = {
@@ -84,10 +85,10 @@ class OpenStep:
 
     @classmethod
     def from_shared(cls, shared: dict[str, Any]) -> Self:
-        """A step without an update, all its tokens here.
+        """A step before its first update, with all tokens on this rank.
 
         Raises:
-            LookupError, TypeError, ValueError: `shared` is not what `OpenStep.shared` made.
+            LookupError, TypeError, ValueError: `shared` is not a result of `OpenStep.shared`.
         """
         return cls(
             _to_batch(shared["batch"], shared.get("facts")),
@@ -97,13 +98,13 @@ class OpenStep:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, num_updates: int) -> Self:
-        """Read what `save` wrote on this rank of the same parallel layout. No collective.
+        """Read the files that `save` wrote on this rank of the same parallel layout. No collective.
 
-        A step without an update is read on any rank of any layout.
+        A step before its first update can be read on any rank of any layout.
 
         Args:
             folder: the checkpoint's folder.
-            device: where log-probs go.
+            device: device of log-probs.
             num_updates: number of updates in the checkpoint's manifest.
 
         Raises:
@@ -116,7 +117,7 @@ class OpenStep:
         with files.reading(folder / progress_name(dist.get_rank())) as fields:
             progress = _to_progress(fields, device)
             if progress.num_updates != num_updates:
-                raise ValueError(f"{progress.num_updates} updates in place of {num_updates}")
+                raise ValueError(f"{progress.num_updates} updates instead of {num_updates}")
         return replace(step, progress=progress)
 
 
@@ -126,8 +127,8 @@ def progress_name(rank: int) -> str:
 
 
 def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
-    """The batch with all its tokens; `table` is None in a file of before there were tables."""
-    # One written before there were carried tokens, or masks, has none.
+    """The batch with all its tokens; `table` is None in files of versions without tables."""
+    # Files of older versions have no carried tokens or no masks.
     fields = {"carried_log_probs": [], "response_masks": [], **fields}
     prompts, responses, log_probs, carried, masks = (
         [
@@ -148,44 +149,44 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     if not columns["advantages"].isfinite().all():
         raise ValueError("advantages that are not finite")
     if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
-        raise ValueError("response masks that are not those of the responses")
+        raise ValueError("response masks that do not match the responses")
     if carried and not all(
         len(one) <= length for one, length in zip(carried, lengths, strict=True)
     ):
-        raise ValueError("more carried tokens than a response has")
+        raise ValueError("more carried tokens than response tokens")
     rollouts = Rollouts.of(
         prompts, responses, log_probs, carried_log_probs=carried, response_masks=masks
     )
     if table is not None:
         rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
-    # Every rank has all tokens now: reassign their ownership round-robin.
+    # Every rank has all tokens now: assign their holders round-robin.
     rollouts = rollouts.changed(holder=np.arange(len(rollouts)) % dist.get_world_size())
     return Batch(rollouts.table, rollouts.tokens, **columns)
 
 
 def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
-    """The table that a file holds as int32 words, provided its lengths are those of `found`."""
+    """The table of a file of int32 words, if its lengths match `found`."""
     num_words = ROW.itemsize // 4
     if not isinstance(words, torch.Tensor) or (words.dtype, words.shape) != (
         torch.int32,
         (len(found), num_words),
     ):
-        raise ValueError(f"{words!r:.40} in place of the facts of {len(found)} sequences")
+        raise ValueError(f"{words!r:.40} instead of the facts of {len(found)} sequences")
     table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
     for kind in ("prompt", "response", "sampled", "carried"):
         name = f"num_{kind}_tokens"
         if (table[name] != found[name]).any():
-            raise ValueError(f"facts whose {name} are not those of the tokens")
+            raise ValueError(f"facts whose {name} do not match the tokens")
     return table
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
-    fields = {"scores": None, **fields}  # one written before rounding was measured has none
+    fields = {"scores": None, **fields}  # missing in files of versions without it
     if missing := {one.name for one in dataclasses.fields(Progress)} - fields.keys():
         raise ValueError(f"without {', '.join(sorted(missing))}")
     progress = Progress(**fields)
     progress.scores = fields["scores"] and _to_scores(fields["scores"])
-    # None for what was not computed, in files that older versions wrote.
+    # In files of older versions, None for values that were not computed.
     progress.old_log_probs = [
         [
             values if values is None else files.column(values, torch.float32).to(device)
@@ -195,7 +196,7 @@ def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
     ]
     for name, total in files.plain(progress.sums, dict).items():
         if not isinstance(total, torch.Tensor):
-            raise ValueError(f"{total!r:.40} in place of the sum {name}")
+            raise ValueError(f"{total!r:.40} instead of the sum {name}")
     for number in (*files.plain(progress.grad_norms, list), progress.learning_rate):
         files.plain(number, float, int)
     return progress
@@ -205,12 +206,12 @@ def _to_scores(fields: Any) -> Scores:
     """Log-probs that measure a step's rounding, on the CPU."""
     dtypes = {"in_run": (torch.float32,), "exact": (torch.float32, torch.float64)}
     if files.plain(fields, dict).keys() != dtypes.keys():
-        raise ValueError(f"{', '.join(map(str, fields))} in place of {', '.join(dtypes)}")
+        raise ValueError(f"{', '.join(map(str, fields))} instead of {', '.join(dtypes)}")
     for name, kinds in dtypes.items():
         for i, values in files.plain(fields[name], dict).items():
             files.plain(i, int)
             dtype = kinds[-1] if getattr(values, "dtype", None) == kinds[-1] else kinds[0]
             files.column(values, dtype)
     if fields["in_run"].keys() != fields["exact"].keys():
-        raise ValueError("log-probs with and without rounding of different sequences")
+        raise ValueError("log-probs with and without rounding belong to different sequences")
     return Scores(**fields)

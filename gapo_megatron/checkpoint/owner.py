@@ -1,4 +1,4 @@
-"""Who may write into a run's folder."""
+"""Protocol of the attempt that may write to a run's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Owner(Protocol):
         """Unique among the starts of a run."""
 
     def alive(self) -> None:
-        """Say that this rank makes progress."""
+        """Report progress of this rank."""
 
     def require_ownership(self) -> None:
-        """Raise FencedError when a newer start has taken the run."""
+        """Raise FencedError if a newer start has taken the run."""

@@ -1,4 +1,4 @@
-"""Find the newest whole checkpoint and load it; all ranks decide together."""
+"""Find the newest complete checkpoint and load it; all ranks decide together."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Config) -> None:
     """Refuse a run folder whose newest checkpoint cannot be resumed; reads one small file.
 
-    For use before any model is built. A damaged manifest passes: `load_latest` deals with it.
+    Call it before any model is built. A damaged manifest passes: `load_latest` handles it.
 
     Raises:
-        CheckpointError: it is another model's; names the fields that differ.
-        ConfigError: it has open groups, and settings of their sampling have changed; or settings of
-            what is learned have, and `run.allow_changes` does not name them.
+        CheckpointError: it belongs to another model; names the fields that differ.
+        ConfigError: it has open groups, and settings of their sampling have changed; or settings
+            that change what is learned have changed, and `run.allow_changes` does not name them.
     """
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         folder, found = newest
@@ -62,32 +62,32 @@ def load_latest(
     config: Config,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> State | None:
-    """Load the newest whole checkpoint into `policy`, whatever parallel layout wrote it.
+    """Load the newest complete checkpoint into `policy`, written by any parallel layout.
 
-    A damaged checkpoint, or one that cannot be read, is skipped with a warning that names the file,
-    and set aside once an older whole one is loaded, so that a later resume cannot jump ahead to it.
-    A half-written one has no final name and is never considered. Random state is restored when the
-    layout is the same. A checkpoint within a step needs the settings it was written with and, if
-    the step has done an update, the layout: with others it counts as damaged.
+    A damaged or unreadable checkpoint is skipped with a warning that names the file, and set aside
+    once an older complete checkpoint is loaded, so that a later resume cannot jump ahead to it. An
+    unfinished checkpoint has no final name and is ignored. Random state is restored if the layout
+    is the same. A checkpoint within a step needs the same settings and, after an update within the
+    step, the same layout; otherwise it is treated as damaged.
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
         policy: the policy as built for this run; receives model, optimizer and update count.
-        config: compared with the checkpoint's; differences are logged, and refused where they
-            change what is learned (`run.allow_changes`).
-        on_bytes: called with the bytes that have been compared with their digest, which takes long.
+        config: compared with the checkpoint's; differences are logged, and refused if they change
+            what is learned (`run.allow_changes`).
+        on_bytes: called with the number of bytes verified since the last call.
 
     Returns:
-        Where the run is, the same on every rank; None when there is no checkpoint.
+        State of the run, the same on every rank; None if there is no checkpoint.
 
     Collectives, over all ranks: a broadcast of the candidates; per candidate a broadcast of its
-    manifest and gathers of damage reports (every rank reads its share of the files), and of the
-    first that is whole those of Megatron-core's load; a barrier.
+    manifest and gathers of damage reports (every rank reads its share of the files); for the first
+    complete candidate those of Megatron-core's load; a barrier.
 
     Raises:
-        CheckpointError: the checkpoint is another model's (names the fields), or there are
-            checkpoints and none is whole.
-        ConfigError: as of `check_resume`, of a checkpoint that is not the newest.
+        CheckpointError: the checkpoint belongs to another model (names the fields), or there are
+            checkpoints and none is complete.
+        ConfigError: see `check_resume`; here also for a checkpoint that is not the newest.
     """
     folder = checkpoints_dir(run_dir)
     refused: dict[Path, str] = {}
@@ -111,7 +111,7 @@ def load_latest(
         _log_changes(found, config)
         record_changes(Path(run_dir), found, config)
         _warn_of_lost_metrics(Path(run_dir), found)
-    # Nobody trains on, and prunes, while a peer still reads.
+    # No rank may train, and prune checkpoints, while a peer still reads.
     dist.barrier()
     if dist.get_rank() == 0:
         _log_resumed(path, found, state)
@@ -122,23 +122,25 @@ def _log_resumed(path: Path, found: Manifest, state: State) -> None:
     logger.info("resumed from %s", path)
     if AHEAD_NAME in found.files and state.open_step is None:
         logger.warning(
-            "the batch of step %d, sampled ahead with other settings, is given back", found.step
+            "discarded the batch of step %d, sampled ahead with other settings", found.step
         )
 
 
 def _set_aside(refused: Iterable[Path]) -> None:
     for path in refused:
         aside = manifest.set_aside(path)
-        logger.warning("set aside as %s until the run has reached that step again", aside)
+        logger.warning("set aside as %s until the run reaches that step again", aside)
 
 
 def _try(
     path: Path, policy: Policy, config: Config, on_bytes: Callable[[int], None]
 ) -> tuple[Manifest | None, State | None, str]:
-    """Load one candidate: its manifest and state, or why not, the same on every rank. Collective.
+    """Load a candidate; return manifest and state, or the reason why not, the same on every rank.
+
+    Collective.
 
     Raises:
-        CheckpointError, ConfigError: it is whole, and this run must not resume it.
+        CheckpointError, ConfigError: it is complete, but this run must not resume it.
     """
     found, reason = _inspect(path, layout(policy.groups), config, on_bytes)
     if found is None or reason is not None:
@@ -151,26 +153,26 @@ def _try(
 
 
 def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Config) -> str | None:
-    """Why a step under way cannot be finished here: what is kept of it is one rank's, of one plan.
+    """Why an open step cannot be finished here: its files depend on rank and packing plan.
 
     None for a checkpoint between steps.
     """
     if found.open_updates is None:
         return None
     if found.open_updates and found.layout != sizes:
-        return f"it lies within a step of another parallel layout ({_shown(found.layout)})"
+        return f"it is within a step of another parallel layout ({_shown(found.layout)})"
     if changed := changes(found.config, config):
-        return f"it lies within a step of other settings ({', '.join(changed)})"
+        return f"it is within a step with other settings ({', '.join(changed)})"
     return None
 
 
 def _load(
     path: Path, found: Manifest, policy: Policy, config: Config
 ) -> tuple[State | None, str | None]:
-    """Load one candidate, or say what is wrong with it, the same on every rank. Collective.
+    """Load a candidate, or return an error, the same on every rank. Collective.
 
-    All but the tensors is read before anything is changed. After a failure among the tensors, the
-    next candidate's replace what has been read.
+    Everything but the tensors is read before any state changes. After a failure among the tensors,
+    the next candidate's tensors replace those already read.
     """
     branch, changed = found.branch, {*changes(found.config, config)}
     if branch is not None and branch.step == found.step:
@@ -190,7 +192,7 @@ def _load(
         if OPEN_GROUPS_NAME in found.files:
             state.open_groups = load_open_groups(path)
         if any(name.startswith("objective.") for name in changed):
-            state.window = CorrelationWindow()  # its steps are those of one objective
+            state.window = CorrelationWindow()  # the window must not mix objectives
     except (CheckpointError, ConversionError) as error:
         problem = str(error)
     if problem := first_problem(problem):
@@ -204,8 +206,8 @@ def _load(
     try:
         policy.load_state_dict(loaded)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        # Of the optimizer's settings in common.pt, which Megatron-core takes as they are.
-        problem = f"{path} holds what does not fit: {type(error).__name__}: {error}"
+        # Optimizer settings in common.pt, which Megatron-core uses unchecked.
+        problem = f"{path} does not fit this run: {type(error).__name__}: {error}"
         logger.debug("%s", problem, exc_info=True)
     if problem := first_problem(problem):
         return None, problem
@@ -214,7 +216,7 @@ def _load(
     elif dist.get_rank() == 0:
         logger.warning(
             "%s was written on another parallel layout (%s): weights and optimizer are the same, "
-            "random state starts anew",
+            "random state is seeded again",
             path,
             _shown(found.layout),
         )
@@ -222,7 +224,7 @@ def _load(
 
 
 def _check_contents(path: Path, found: Manifest, *, is_same_layout: bool) -> None:
-    """Refuse what Megatron-core would run, or would read without that there is a digest of it.
+    """Refuse pickled code that Megatron-core would run, and files without a digest.
 
     Raises:
         CheckpointError, ConversionError: names the file.
@@ -241,7 +243,7 @@ def _check_contents(path: Path, found: Manifest, *, is_same_layout: bool) -> Non
     num_updates = read_common(path, metadata).get("num_updates")
     if type(num_updates) is not int or num_updates < 0:
         raise CheckpointError(
-            f"{path}: num_updates ({reprlib.repr(num_updates)}) is no number of updates"
+            f"{path}: num_updates ({reprlib.repr(num_updates)}) must be an integer of at least 0"
         )
 
 
@@ -252,7 +254,7 @@ def _shown(sizes: Mapping[str, int]) -> str:
 def _inspect(
     path: Path, sizes: Mapping[str, int], config: Config, on_bytes: Callable[[int], None]
 ) -> tuple[Manifest | None, str | None]:
-    """Manifest of one candidate, and why it cannot be used, the same on every rank. Collective."""
+    """Manifest of a candidate, and why it cannot be used, the same on every rank. Collective."""
     found, damage = _from_rank_0(_try_manifest(path))
     if found is not None:
         damage = find_damage_together(path, found, on_bytes=on_bytes)
@@ -270,16 +272,16 @@ def _try_manifest(path: Path) -> tuple[Manifest | None, str | None]:
 
 
 def _from_rank_0(value: Any) -> Any:
-    """Rank 0's value on every rank. Collective."""
+    """Broadcast rank 0's value. Collective."""
     holder = [value]
     dist.broadcast_object_list(holder, src=0)
     return holder[0]
 
 
 def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint in `path` if it is not this model's.
+    """Refuse the checkpoint in `path` if it belongs to another model.
 
-    What an older version did not record is not compared.
+    Fields that an older version did not record are not compared.
 
     Raises:
         CheckpointError: names the fields that differ.
@@ -307,7 +309,7 @@ def _warn_of_lost_metrics(run_dir: Path, found: Manifest) -> None:
 
 
 def _log_changes(found: Manifest, config: Config) -> None:
-    """Say what is not as it was; a changed setting is the user's right, a silent one is not."""
+    """Log changed settings, which are allowed but must not be silent."""
     for name, (before, now) in changes(found.config, config).items():
         logger.warning("resuming with %s = %r (was %r)", name, now, before)
     if found.megatron_version != megatron_version:

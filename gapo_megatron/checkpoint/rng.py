@@ -1,4 +1,4 @@
-"""The random state of one rank: every generator the process draws from."""
+"""Random state of a rank: every generator that the process draws from."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def save(path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read and check a file of `save`: generators like those that `restore` sets accept the state.
+    """Read a file of `save`, and check it by setting fresh generators to the state.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds something else; names it.
+        CheckpointError: the file is missing, damaged, or has other content; names it.
     """
     with files.reading(path) as state:
         random.Random().setstate(state["python"])
@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `read` gave; afterwards every generator continues its sequence."""
+    """Restore a state from `read`; afterwards every generator continues its sequence."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Write one checkpoint: every rank its shards, rank 0 the manifest, one rename at the end."""
+"""Write a checkpoint: every rank its shards, rank 0 the manifest, one rename at the end."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ _PROBE_BYTES = 2**20
 def save(
     run_dir: str | Path, state: State, *, policy: Policy, config: Config, attempt: Owner
 ) -> Path:
-    """Write where a run is; when it returns, a kill can no longer lose it.
+    """Write a checkpoint; once this returns, a kill cannot lose it.
 
-    Until the rename at the very end the previous checkpoints are untouched and this one does not
-    exist for a resume.
+    Until the rename at the end, previous checkpoints are unchanged and a resume ignores this one.
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
-        state: its tokens and open groups are on rank 0.
+        state: state of the run, with its tokens and open groups on rank 0.
         policy: model, optimizer and update count are saved, each rank its own shards.
-        config: kept in the manifest for comparison at resume; says which checkpoints to keep.
-        attempt: publishes only while it owns the run.
+        config: stored in the manifest for comparison at resume; sets which checkpoints to keep.
+        attempt: the checkpoint is published only while this attempt owns the run.
 
     Returns:
         The checkpoint's folder, on every rank.
@@ -62,18 +61,18 @@ def save(
     gather of file digests; a barrier.
 
     Raises:
-        CheckpointError: the disk is full or fails; earlier checkpoints are as they were.
+        CheckpointError: the disk is full or fails; earlier checkpoints are unchanged.
         FencedError: on rank 0, when a newer attempt has taken the run; nothing is published.
     """
     folder = checkpoints_dir(run_dir)
     open_updates = None if state.is_ahead else state.num_open_updates
     final = manifest.step_dir(folder, state.step, open_updates)
-    # An attempt that lost the run may still be writing: no two share a folder.
+    # An attempt that lost the run may still be writing: attempts must not share a folder.
     temporary = final.with_name(f".tmp_{final.name}.{attempt.name}")
     with _write_errors(final):
         if dist.get_rank() == 0:
-            attempt.require_ownership()  # the half-written ones may be the new owner's
-            # First of all: on a full disk they may be what fills it.
+            attempt.require_ownership()  # unfinished checkpoints may be the new owner's
+            # Before writing: these may be what fills a full disk.
             manifest.remove_half_written(folder)
             temporary.mkdir(parents=True)
         dist.barrier()
@@ -92,22 +91,22 @@ def save(
             )
             manifest.write_manifest(temporary, document)
             flush(temporary)
-            # Last of all: a disk that was out of reach may have kept this node waiting for long.
+            # At the end: an unreachable disk may have delayed this node for long.
             attempt.require_ownership()
             manifest.publish(temporary, final)
             for removed in manifest.prune(folder, config.checkpoint):
                 logger.info("removed %s", removed)
-    # No rank goes on, and perhaps exits, before the checkpoint has its name.
+    # No rank may continue, and perhaps exit, before the checkpoint has its name.
     dist.barrier()
     return final
 
 
 @contextlib.contextmanager
 def _write_errors(final: Path) -> Iterator[None]:
-    """Say which checkpoint could not be written, whatever reported it.
+    """Turn any write error into a CheckpointError.
 
     Raises:
-        CheckpointError: names the folder, and the rank where another one failed.
+        CheckpointError: names the folder, and the failed rank if it is another.
     """
     try:
         yield
@@ -117,7 +116,7 @@ def _write_errors(final: Path) -> Iterator[None]:
             causes = ((rank, cause) for rank, (cause, _) in error.failures.items())
             reason = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes)
         raise CheckpointError(
-            f"cannot write {final}: {reason}; earlier checkpoints are as they were"
+            f"cannot write {final}: {reason}; earlier checkpoints are unchanged"
         ) from error
 
 
@@ -125,13 +124,13 @@ def model_identity(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of a Hugging Face config that must agree between a checkpoint and its resume."""
     fields = hf_config.to_dict()
     names = ("architectures", *architecture_of(hf_config).model_fields, "rope_parameters")
-    # As JSON gives them back, so that both sides compare equal.
+    # Converted as by JSON, so that both sides compare equal.
     identity: dict[str, Any] = json.loads(json.dumps({key: fields.get(key) for key in names}))
     return identity
 
 
 def layout(groups: ParallelGroups) -> dict[str, int]:
-    """Parallel sizes, as the manifest records them."""
+    """Parallel sizes, as recorded in the manifest."""
     return {
         "tensor_model_parallel_size": groups.tp_size,
         "pipeline_model_parallel_size": groups.pp_size,
@@ -143,12 +142,12 @@ def layout(groups: ParallelGroups) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Say what the system says of a write that torch's own file streams fail at without a word.
+    """Raise the system's error for failed writes of torch's own file streams.
 
-    Of a full disk they report that a position is unexpected.
+    These report a full disk only as an unexpected position.
 
     Raises:
-        OSError: the system's.
+        OSError: the system's error.
     """
     try:
         yield
@@ -169,7 +168,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 class _Writer(torch_checkpoint.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's data; raises the disk's own error, for torch sends on no causes."""
+        """Write this rank's data; raises the disk's own error, which torch would drop."""
         with _disk_errors(Path(self.path)):
             return super().write_data(plan, planner)
 
@@ -188,7 +187,7 @@ def _make_writer(folder: Path) -> _Writer:
 
 
 def _write(folder: Path, state: State, policy: Policy) -> None:
-    """Every file but the manifest. Collective."""
+    """Write every file but the manifest. Collective."""
     write_state(policy.sharded_state_dict(), folder, policy.groups)
     rng.save(folder / rng.file_name(dist.get_rank()))
     if state.open_step is not None and not state.is_ahead:
@@ -199,7 +198,7 @@ def _write(folder: Path, state: State, policy: Policy) -> None:
 
 
 def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:
-    """Sizes and digests of all files, on every rank; each rank reads what it wrote. Collective."""
+    """Sizes and digests of all files, on every rank; each rank reads its own files. Collective."""
     rank = dist.get_rank()
     written = [name for name in manifest.list_files(folder) if _writer(name) == rank]
     parts: list[dict[str, manifest.FileEntry]] = [{}] * dist.get_world_size()
@@ -208,7 +207,7 @@ def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:
 
 
 def _writer(name: str) -> int:
-    """Rank that wrote a file: shards and states have it in their names; the rest is rank 0's."""
+    """Rank that wrote a file: in the names of shards and states; rank 0 for all others."""
     match = re.fullmatch(r"__(\d+)_\d+\.distcp", name) or re.fullmatch(
         r"(?:rng|progress)_(\d+)\.pt", name
     )

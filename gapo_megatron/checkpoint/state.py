@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint holds beside weights, optimizer and random generators."""
+"""State of a run: content of a checkpoint beside weights, optimizer and random generators."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ from gapo_megatron.types import Episode
 
 TRAINER_STATE_NAME = "trainer_state.json"
 AHEAD_NAME = "ahead.pt"
-"""The next step's batch, sampled ahead: the weights that sampled it are gone, and a checkpoint
-between two steps has to hold it."""
+"""File of the next step's batch, sampled ahead: the weights that sampled it no longer exist, so a
+checkpoint between two steps must hold it."""
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass
 class State:
-    """Where a run is, between two steps or within one: what the loop resumes from.
+    """State of a run between two steps or within a step, from which the loop resumes.
 
-    A step is open from the moment its batch is made until it is logged. Before, a stop discards its
-    rollouts; from then on it keeps them, and the updates that are done.
+    A step is open from the creation of its batch until it is logged. Before, a stop discards its
+    rollouts; while it is open, a stop keeps rollouts and finished updates.
     """
 
     step: int = 0
-    """Steps finished: the index of the one under way, or of the next."""
+    """Number of finished steps: the index of the current or next step."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Data position (`PromptSource.state_dict`): after the prompts of an open step, else before the
-    next one's."""
+    """Data position (`PromptSource.state_dict`): after the prompts of an open step, otherwise
+    before those of the next step."""
     source_before: Mapping[str, Any] = field(default_factory=dict)
-    """Data position before the prompts of the open step, or of the last one."""
+    """Data position before the prompts of the open or last step."""
     open_step: OpenStep | None = None
-    """Batch of the step under way and results so far; None between steps and while it samples. When
-    saved, rank 0 has all tokens; after a load every rank has them."""
+    """Batch of the open step and results so far; None between steps and while it samples. All
+    tokens are on rank 0 for a save, on every rank after a load."""
     evaluated: dict[str, float] = field(default_factory=dict)
-    """Metrics of the evaluation before the step under way; empty without one. Stored with the open
-    step."""
+    """Metrics of the evaluation before the open step; empty without an evaluation. Stored with the
+    open step."""
     num_given_back: int = 0
-    """Tokens that were sampled ahead and discarded, while no step was open to count them."""
+    """Number of tokens sampled ahead and discarded while no step was open to count them."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)
-    """Steps that windowed metrics look back on."""
+    """Earlier steps for windowed metrics."""
     branch: Branch | None = None
-    """The run and checkpoint that this run branched from; None for a run that began by itself. All
-    checkpoints of a branched run record it."""
+    """Run and checkpoint that this run branched from; None without a branch. All checkpoints of a
+    branched run record it."""
     open_groups: Sequence[tuple[Episode, ...]] = ()
-    """Groups with unfinished responses, resumed by the next step. When saved, on rank 0 alone;
-    after a load on every rank."""
+    """Groups with unfinished responses, continued by the next step. On rank 0 only for a save, on
+    every rank after a load."""
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the open step's batch was sampled ahead, and no update on it is done."""
+        """Whether the open step's batch was sampled ahead, and has had no update yet."""
         step = self.open_step
         return step is not None and step.is_ahead and not step.progress.num_updates
 
     @property
     def num_open_updates(self) -> int | None:
-        """Updates that the open step has done; None where none is open."""
+        """Number of updates of the open step; None without an open step."""
         return None if self.open_step is None else self.open_step.progress.num_updates
 
     def open(self, batch: Batch, *, is_ahead: bool) -> None:
-        """Open the step under way; `is_ahead`: older weights may have sampled its batch."""
+        """Open a step; `is_ahead`: older weights may have sampled its batch."""
         self.open_step = OpenStep(batch, dict(batch.metrics), self.evaluated, is_ahead=is_ahead)
         num_tokens, self.num_given_back = self.num_given_back, 0
         self.give_back(num_tokens)
 
     def give_back(self, num_tokens: int) -> None:
-        """Count discarded tokens that were sampled ahead: in the open step, or in the next one."""
+        """Count discarded tokens that were sampled ahead, in the open or the next step."""
         if self.open_step is None:
             self.num_given_back += num_tokens
         elif num_tokens:
@@ -89,8 +89,8 @@ class State:
         self.step, self.open_step, self.evaluated = self.step + 1, None, {}
 
     def write_shared(self, folder: Path) -> None:
-        """Write what rank 0 alone writes, but for the open step and the open groups."""
-        # Sampled ahead, a batch is another file: without it the checkpoint is one between steps.
+        """Write the files of rank 0, except for the open step and the open groups."""
+        # A batch sampled ahead is a separate file; the checkpoint is otherwise one between steps.
         ahead = self.open_step if self.is_ahead else None
         document: dict[str, Any] = {
             "source": self.source_before if ahead else self.source,
@@ -106,7 +106,7 @@ class State:
             files.write(folder / AHEAD_NAME, ahead.shared() | {"source": json.dumps(self.source)})
 
     def load_ahead(self, folder: Path) -> None:
-        """Read a batch that was sampled ahead, in any parallel layout. No collective.
+        """Read a batch that was sampled ahead by any parallel layout. No collective.
 
         Raises:
             CheckpointError: the file is missing, damaged or misshapen; names it.
@@ -122,14 +122,14 @@ class State:
 
     @classmethod
     def load(cls, folder: Path, *, step: int) -> State:
-        """Read `TRAINER_STATE_NAME`; the rest is as of a run between two steps. No collective.
+        """Read `TRAINER_STATE_NAME` into the state of a run between two steps. No collective.
 
         Args:
             folder: the checkpoint's folder.
             step: the step in the checkpoint's manifest.
 
         Raises:
-            CheckpointError: the file is missing, damaged or misshapen, or is of another step.
+            CheckpointError: the file is missing, damaged or misshapen, or belongs to another step.
         """
         path = folder / TRAINER_STATE_NAME
         try:
@@ -141,7 +141,7 @@ class State:
             raise CheckpointError(f"{path}: {first_flaw(error)}") from None
         if found.step not in (None, step):
             raise CheckpointError(
-                f"{path} is of step {found.step}, and the manifest of step {step}"
+                f"{path} belongs to step {found.step}, and the manifest to step {step}"
             )
         state = cls(step, document["source"], document["source"], num_given_back=found.given_back)
         state.window.load_state_dict(document["window"])
@@ -165,7 +165,7 @@ class _Document:
     window: list[list[tuple[Annotated[float, Field(ge=0, lt=2**31)], float, float, float]]]
     """`objective.diagnostics.CorrelationWindow.state_dict`."""
     step: _Count | None = None
-    """Steps finished; not in files that older versions wrote."""
+    """Number of finished steps; missing in files of older versions."""
     given_back: _Count = 0
     """`State.num_given_back`."""
 

@@ -170,7 +170,7 @@ def give_back(hf_dir: str, root: Path) -> None:
         assert state.source == state.source_before, "before its problems were drawn"
         if settings.objective == old.objective:  # a window's steps are those of one objective
             assert stored(state) == stored(make_state(2))
-        assert any("step 2" in line and "given back" in line for line in warnings)
+        assert any("step 2" in line and "sampled ahead" in line for line in warnings)
     require_ahead(checkpoint.load_latest(root / "old", policy=policy, config=old))
 
 

@@ -1,4 +1,4 @@
-"""The paper's benchmarks: their files, and how a row becomes a problem.
+"""The paper's benchmarks: their files, and the conversion of rows to problems.
 
 Files are used as published: JSON (one list) or JSONL, in one folder per benchmark below the user's
 data folder (docs/evaluation.md lists them).
@@ -25,7 +25,7 @@ BOXED = " Let's think step by step and output the final answer within \\boxed{}.
 """Instruction at the end of every mathematical problem; the verifier reads the box."""
 
 LIVECODEBENCH_FROM, LIVECODEBENCH_BEFORE = "2024-08-01", "2025-02-01"
-"""Dates of the contests in the paper's LCB-v5 column; training uses earlier ones."""
+"""Dates of the contests in the paper's LCB-v5 column; training uses earlier contests."""
 
 HUMANEVAL_LONGEST_RESULT = 100_000
 """Tests of HumanEval+ with longer results are skipped: some have a million values, too many to send
@@ -61,7 +61,7 @@ class Benchmark:
     answers: Callable[[Row], tuple[str, ...]]
     """Answers of a row; raises as `read`. Separate, because tests of programs decode slowly."""
     in_parts: bool = False
-    """Whether it is published as several files, which are read in the order of their names."""
+    """Whether it is published as several files, which are read in order of their names."""
     in_average: bool = False
     """Whether it is one of the six mathematical benchmarks of the paper's column Avg."""
 
@@ -69,7 +69,7 @@ class Benchmark:
         """Find the file of the benchmark, or all of its parts in the order of their names.
 
         Raises:
-            ConfigError: there is none, or more than one although it is one file.
+            ConfigError: there is no file, or several for a benchmark that is a single file.
         """
         folder = Path(data_dir) / self.folder
         found = sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")])

@@ -186,7 +186,7 @@ def _parquet(
             if absent := [name for name in columns if name not in names]:
                 raise DataError(
                     f"{path}: has no column {' nor '.join(absent)}; it has {', '.join(names)} "
-                    "(--prompt-key, --answer-key name those of own files)"
+                    "(for other names set --prompt-key and --answer-key)"
                 )
             there = [name for name in (*columns, *optional) if name in names]
             groups, passed = list(range(file.num_row_groups)), 0

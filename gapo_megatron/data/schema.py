@@ -127,7 +127,7 @@ class _Answers:
         """The open file at `_path`, kept because many rows may name it."""
 
     def read(self, row: dict[str, Any], *, where: str) -> str:
-        """The answer; for one in another file the reference with its full path, as JSON text."""
+        """The answer; if it is in another file, the reference with its full path, as JSON text."""
         answer = row.get("answer")
         if not isinstance(answer, dict):
             _check(row, ("answer",), (), where=where)

@@ -102,7 +102,7 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            CheckpointError: the dataset is another one or has changed, or the state is damaged.
+            CheckpointError: the dataset is different or has changed, or the state is damaged.
         """
         if state["dataset"] != self._fingerprint():
             raise CheckpointError(
@@ -113,7 +113,7 @@ class PromptSource:
         remaining = [int(i) for i in state["remaining"]]
         if remaining and not 0 <= min(remaining) <= max(remaining) < len(self._prompts):
             raise CheckpointError(
-                "the checkpoint's position in the data is damaged: remaining problems have the "
+                "the checkpoint's data position is damaged: remaining problems have the "
                 f"numbers {min(remaining)} to {max(remaining)}, of {len(self._prompts)} problems"
             )
         self._epoch, self._remaining = int(state["epoch"]), remaining

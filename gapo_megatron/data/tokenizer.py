@@ -1,4 +1,4 @@
-"""Loads the policy's tokenizer and checks what training needs of it."""
+"""Loads the policy's tokenizer and checks the properties that training needs."""
 
 from __future__ import annotations
 

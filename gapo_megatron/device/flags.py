@@ -1,8 +1,8 @@
 """Checks of device values whose results are read together at the end of a pass.
 
-Asking a GPU whether a value is finite makes the host wait, and meanwhile it launches nothing. So
-checks within a pass over micro-batches store a flag on the device; after the pass all flags are
-read at once, and only then the cause is looked for.
+Reading from a GPU whether a value is finite makes the host wait, during which it launches no
+kernels. So checks within a pass over micro-batches store a flag on the device; after the pass all
+flags are read at once, and the cause is determined only then.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class Flags:
-    """Flags of one pass, in the order in which they were kept.
+    """Flags of a pass, in the order in which they were stored.
 
     Attributes:
-        where: prefix of the messages of flags kept from now on, e.g. the micro-batch.
+        where: prefix of the messages of later flags, e.g. the micro-batch.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Flags:
         self._where: list[str] = []
 
     def keep(self, is_raised: torch.Tensor, explain: Callable[[], Exception]) -> None:
-        """Keep a flag; does not wait for the device.
+        """Store a flag; does not wait for the device.
 
         Args:
             is_raised: scalar bool on the device, written as `~(...).all()`: for tensors without

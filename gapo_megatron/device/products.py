@@ -15,8 +15,8 @@ def float32_products(
 ) -> Iterator[None]:
     """Set the precision of float32 products within the block.
 
-    Otherwise the process decides; vLLM, for example, may have set TF32. `bf16` is for CPUs: factors
-    are rounded to bfloat16, sums are float32.
+    Outside the block the process's setting applies; vLLM, for example, may have set TF32. `bf16` is
+    for CPUs: factors are rounded to bfloat16, sums are float32.
     """
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     before = backend.matmul.fp32_precision

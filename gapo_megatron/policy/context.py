@@ -1,9 +1,9 @@
-"""Context parallelism: the ranks of a group share every sequence of a micro-batch.
+"""Context parallelism: the ranks of a group split every sequence of a micro-batch.
 
-A sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: an early one, whose
-causal attention is short, with a late one, so that all ranks do equal work. This is Transformer
-Engine's layout. The log-probs of each rank's rows are joined before the loss, so all ranks of a
-group compute the same loss, as tensor parallel ranks do.
+A sequence is split into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: an early chunk,
+whose causal attention is short, and a late chunk, so that all ranks do equal work. This is
+Transformer Engine's layout. The log-probs of each rank's rows are joined before the loss, so all
+ranks of a group compute the same loss, as tensor parallel ranks do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cut(whole: Microbatch, groups: ParallelGroups) -> Microbatch:
 
     Args:
         whole: the same on all ranks of the context parallel group.
-        groups: this rank's place.
+        groups: this rank's parallel groups.
     """
     if groups.cp_size == 1:
         return whole
@@ -73,8 +73,8 @@ def to_rank(
 ) -> Microbatch:
     """Put this rank's part of a micro-batch on the device, in one copy.
 
-    What depends on values, such as the number of rows a rank scores, is decided here on the host:
-    the host would have to wait for a device.
+    Everything that depends on values, such as the number of rows a rank scores, is computed here on
+    the host, which would otherwise wait for the device.
 
     Args:
         whole: on the CPU.
@@ -99,7 +99,7 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
 
     Args:
         values: [R_local] of this rank's rows.
-        rows: which ones (`Microbatch.rows`).
+        rows: numbers of these rows (`Microbatch.rows`).
         num_rows: R.
         groups: this rank's parallel groups.
 

@@ -1,4 +1,4 @@
-"""The policy's log-probs with less rounding: the same weights in wider arithmetic."""
+"""The policy's log-probs with less rounding: the same weights in a higher precision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exact_arithmetic(policy: Policy) -> Iterator[None]:
 
 
 def exact_stages(policy: Policy) -> list[PolicyModel]:
-    """This rank's virtual stages in a wider dtype, with the policy's weights."""
+    """This rank's virtual stages in a higher precision, with the policy's weights."""
     # Megatron-core seeds the device's random generator, which others use too.
     is_cuda = policy.device.type == "cuda"
     with (

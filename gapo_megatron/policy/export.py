@@ -1,7 +1,7 @@
-"""Gather the policy's weights, whole, on every rank; sharded parameters are sent in buckets.
+"""Gather the policy's whole weights on every rank; sharded parameters are sent in buckets.
 
-A bucket holds parameters of one layer that are sharded over the same group. Concatenated, they take
-one broadcast over the pipeline and one all-gather, whatever their number.
+A bucket holds parameters of a layer that are sharded over the same group. They are concatenated and
+need one broadcast over the pipeline and one all-gather together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 
 BUCKET_BYTES = 2**28
-"""Most bytes of whole parameters in a bucket, unless one parameter is larger: enough for full
+"""Largest size of a bucket in bytes of whole parameters, unless a parameter is larger; reaches full
 bandwidth."""
 
 Layers = Sequence[Sequence[Sequence[int]]]
@@ -32,7 +32,7 @@ class Location(NamedTuple):
 
     stage: PolicyModel
     name: str
-    """Its name in that stage."""
+    """Name of the parameter in that stage."""
     parameter: Tensor
 
 
@@ -70,7 +70,7 @@ def find_locations(
 
 
 class _Sharing(NamedTuple):
-    """Which ranks hold a parameter."""
+    """How a parameter is distributed over ranks."""
 
     layer: int | None
     pipeline_rank: int
@@ -92,7 +92,7 @@ def whole_parameters(
 
     Args:
         rules: the architecture's name rules.
-        parameters: this rank's, under the rules' names with global numbers.
+        parameters: this rank's parameters, under the rules' names with global numbers.
         groups: this rank's parallel groups.
         layers: the layers of all stages.
         merge: returns the tensor to export for a name; see `adapters.Adapter.merge`.
@@ -139,7 +139,7 @@ def _exchange(
         flat = mine[0].reshape(-1)
     elif mine:
         flat = torch.cat([tensor.reshape(-1) for tensor in mine])
-    else:  # receives from the stage that has them
+    else:  # receives from the stage that has the parameters
         flat = next(iter(parameters.values())).new_empty(sum(sizes))
     if groups.pp_size > 1:
         dist.broadcast(flat, group=groups.pp_group, group_src=sharing.pipeline_rank)
@@ -163,7 +163,7 @@ def _buckets(
     Within a layer, only parameters of different `_Sharing` change their order, so those of one
     engine module stay adjacent.
     """
-    # Which ranks hold a parameter decides the bucket that it can join.
+    # A parameter's distribution over ranks decides which buckets it can join.
     num_ranks = {"none": 1, "tensor": groups.tp_size, "expert": groups.ep_size}
     in_turn = list(num_ranks)
     owner = {
@@ -181,7 +181,7 @@ def _buckets(
             rank = owner[place.layer]
         return _Sharing(place.layer, rank, group)
 
-    # Fill one bucket after the other, up to its size.
+    # Fill buckets in turn, up to their size.
     for in_layer in _by_layer(rules, groups):
         in_order = sorted(in_layer, key=lambda part: in_turn.index(sharing(part).group))
         for key, parts in itertools.groupby(in_order, sharing):

@@ -1,4 +1,4 @@
-"""Whole logits of a few sequences, to compare models; not for training."""
+"""Full logits of a few sequences, to compare models; not for training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
     Args:
         stage: this rank's part of the model.
         groups: this rank's parallel groups; without context parallelism.
-        microbatch: of this data parallel rank; T tokens, including padding.
+        microbatch: this data parallel rank's micro-batch, of T tokens including padding.
 
     Returns:
         [T, vocabulary] float32 on every rank of the last pipeline stage, None elsewhere.
@@ -42,7 +42,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
         )
         return hidden, lambda hidden: (hidden.sum(), hidden[:, 0])
 
-    # The schedule wants a scalar loss of each micro-batch; the hidden states come as its report.
+    # The schedule needs a scalar loss per micro-batch; the report returns the hidden states.
     with cpu.device_scope():
         report = get_forward_backward_func()(
             forward_step_func=forward,

@@ -270,7 +270,7 @@ class PolicyModel(HiddenStatesModel):
                 parameter[max(self.unpadded_vocab_size - first_row, 0) :].zero_()
 
     def packing(self, microbatch: Microbatch) -> PackedSeqParams:
-        """The layout of a micro-batch, in the form that this model's attention takes."""
+        """The layout of a micro-batch, in the form that this model's attention expects."""
         if self.uses_transformer_engine:
             return PackedSeqParams(
                 qkv_format="thd",

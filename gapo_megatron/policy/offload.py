@@ -30,7 +30,7 @@ class Offload:
 
     Args:
         optimizers: Megatron-core's optimizers of this rank.
-        weights: the model's. State that shares their memory is not moved.
+        weights: the model's weights. State that shares their memory is not moved.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], weights: Iterable[Tensor]):
@@ -79,7 +79,7 @@ class WeightOffload:
     accumulates its gradient, and with it the hook by which Megatron-core adds it to its buffer.)
 
     Args:
-        weights: the model's.
+        weights: the model's weights.
         optimizers: Megatron-core's optimizers of this rank. While the weights are in host memory,
             optimizer state that is a view of them shows the host copy, so that a checkpoint can be
             written.
@@ -112,7 +112,7 @@ class WeightOffload:
         for whole in device.values():
             whole.untyped_storage().resize_(0)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # vLLM maps memory past torch's allocator
+            torch.cuda.empty_cache()  # vLLM allocates outside torch's allocator
         self._device = device
         for tensor in _tensors(self._optimizers):
             if (host := self.readable(tensor)) is not tensor:
@@ -129,7 +129,7 @@ class WeightOffload:
         self._device, self._views = {}, []
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """The tensor, or the host's copy of it while its memory is away."""
+        """The tensor, or its host copy while the weights are in host memory."""
         key = _storage_id(tensor)
         if key not in self._device:
             return tensor

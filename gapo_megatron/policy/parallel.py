@@ -77,8 +77,8 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
     check_world_size(config, world_size)
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     vpp = config.virtual_pipeline_model_parallel_size
-    # Experts are never cut by tensor parallelism. Groups of gloo, which Megatron-core would make
-    # besides, have no use here.
+    # Experts are never split by tensor parallelism. Megatron-core's optional gloo groups are not
+    # used.
     with cpu.device_scope():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,

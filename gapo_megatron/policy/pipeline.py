@@ -40,7 +40,7 @@ class PlannedCommunicator(ShapedCommunicator):
         Args:
             pp_group: the pipeline parallel group.
             config: the model's Megatron-core config.
-            shapes: of the hidden states of each micro-batch on one rank of a stage.
+            shapes: shapes of each micro-batch's hidden states on a rank of a stage.
             forward_only: no gradients are sent.
         """
         super().__init__(pp_group, config)
@@ -77,7 +77,7 @@ class PlannedCommunicator(ShapedCommunicator):
 
     def _next(self, name: str) -> Shape:
         shape = next(self._shapes.get(name, iter(())), None)
-        assert shape is not None, f"{self._place}: one more {name} than planned"
+        assert shape is not None, f"{self._place}: {name} was not planned"
         return shape
 
 

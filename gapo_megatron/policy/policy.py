@@ -145,16 +145,16 @@ class Policy:
 
     @property
     def sequence_multiple(self) -> int:
-        """The number of packed tokens must be a multiple of this.
+        """Required divisor of the number of packed tokens.
 
-        Sequence and context parallel ranks get equal shares, each a multiple of what an fp8 matrix
-        product takes.
+        Sequence and context parallel ranks get equal shares, each a multiple of the size that fp8
+        matrix products need.
         """
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
         return ranks * fp8_multiple(self.config.model) * num_chunks(self.groups.cp_size)
 
     def pack(self, batch: Rollouts, indices: Sequence[int]) -> Microbatch:
-        """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""
+        """Pack sequences of `batch` for this policy's layout: `batching.pack`."""
         whole = pack(
             batch,
             indices,
@@ -177,8 +177,8 @@ class Policy:
         """Load every weight from `model.megatron_dir` if given, otherwise from `model.hf_dir`.
 
         Args:
-            on_bytes: called with the bytes of a Megatron folder whose digest has been checked,
-                which takes long.
+            on_bytes: called with the number of bytes of a Megatron folder that were verified since
+                the last call.
 
         Collectives: those of `load_megatron_weights`.
 
@@ -249,7 +249,7 @@ class Policy:
             self._reference = self._snapshot()
 
     def iterate_hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor), layer after layer, on every rank.
+        """Yield (Hugging Face name, whole tensor), layer by layer, on every rank.
 
         Tensors are on the policy's device and may share memory with its weights: use or copy them
         before the next update. Needs memory for one bucket (`policy.export`).
@@ -257,8 +257,8 @@ class Policy:
         Args:
             dtype: cast to; None keeps the policy's.
 
-        Collectives: those of `export.whole_parameters`. Every rank must consume the iterator to its
-        end.
+        Collectives: those of `export.whole_parameters`. Every rank must consume the iterator
+        completely.
         """
         self._weight_offload.to_device()
         whole = whole_parameters(
@@ -282,7 +282,7 @@ class Policy:
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(CHECKPOINT_METADATA)
             )
-        # Not before: the optimizer finds its parameters' names by object identity.
+        # Only now: the optimizer finds its parameters' names by object identity.
         self._weight_offload.make_readable(model)
         state = {"model": model, "optimizer": optimizer, "num_updates": self.num_updates}
         if self.loss_scale is not None:
@@ -298,7 +298,7 @@ class Policy:
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
-            # A checkpoint of another precision has none: fp16 then starts with the initial scale.
+            # Checkpoints of other precisions have no loss scale: fp16 starts with the default.
             self.loss_scale = LossScale(**state.get("loss_scale", {}))
 
     def make_room(self) -> None:
@@ -384,7 +384,7 @@ class Policy:
         return self._adapter.merge(stage, own_name, parameter.detach())
 
     def _snapshot(self) -> list[Tensor]:
-        """Copies of the trained weights in host memory; the others never change."""
+        """Copies of the trained weights in host memory; frozen weights never change."""
         self._weight_offload.to_device()
         return [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
 

@@ -1,4 +1,4 @@
-"""Seconds per stage of a step, and what the next one will take by them."""
+"""Seconds per stage of a step, and expected times of later stages."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-# Blocks of a stage that tell what the next one takes: a single outlier is forgotten after so many.
+# Number of recent blocks of a stage used for expectations; bounds the effect of an outlier.
 _NUM_RECENT = 5
 
 
 class Expectation(NamedTuple):
-    """Seconds that something will take."""
+    """Expected seconds of a piece of work."""
 
     shortest_s: float
     longest_s: float
 
 
 class Patient(Protocol):
-    """What knows whether a stop was asked for (`run.attempt.Attempt`)."""
+    """Object that knows whether a stop was asked for (`run.attempt.Attempt`)."""
 
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
-        """When to abort work of that length: a function of its elapsed seconds."""
+        """Return when to abort work of this length, given its elapsed seconds."""
 
 
 class Stopwatch:
-    """Seconds per stage: `with stopwatch("rollout"): ...`; the same stage adds up.
+    """Seconds per stage: `with stopwatch("rollout"): ...`; repeated stages are summed.
 
-    Stages follow one another. The clock is the host's: a stage that ends without waiting for the
-    GPU leaves its rest to the next.
+    Stages must not overlap. It measures host time: a stage that ends without waiting for the GPU
+    passes its remaining GPU time to the next stage.
 
     Attributes:
-        seconds: per stage, since the last lap.
-        notes: name -> value; what else the clock tells of the step, for its timings.
-        recent: per stage, the seconds of its last blocks, newest last.
+        seconds: seconds per stage since the last lap.
+        notes: name -> value, added to the step's timings.
+        recent: seconds of the last blocks of each stage, newest last.
     """
 
     def __init__(self, on_enter: Callable[[str], None] = lambda stage: None) -> None:
-        """`on_enter` is told the name of every stage that begins; it may be replaced."""
+        """`on_enter` is called with the name of every stage that begins; it may be replaced."""
         self.seconds: dict[str, float] = {}
         self.notes: dict[str, float] = {}
         self.recent: dict[str, list[float]] = {}
@@ -47,7 +47,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Count the block's seconds towards `stage`, also when it raises."""
+        """Count the block's seconds towards `stage`, even if it raises."""
         self.on_enter(stage)
         start = time.perf_counter()
         try:
@@ -58,15 +58,15 @@ class Stopwatch:
             self.recent[stage] = [*self.recent.get(stage, []), seconds][-_NUM_RECENT:]
 
     def expect(self, *stages: str) -> Expectation:
-        """What one block of each stage takes, together, by the last ones; 0 for one never seen."""
+        """Expected sum of a block of each stage, by recent blocks; 0 for stages not seen yet."""
         recent = [self.recent.get(stage, [0.0]) for stage in stages]
         return Expectation(sum(map(min, recent)), sum(map(max, recent)))
 
     def lap(self, *, num_tokens: int) -> dict[str, float]:
-        """End a step: its timings; the next step starts at zero.
+        """End a step and return its timings; the next step starts at zero.
 
         Args:
-            num_tokens: learned from in the step, over all ranks; also what earlier steps sampled.
+            num_tokens: tokens learned from in the step, over all ranks, carried tokens included.
 
         Returns:
             `time/<stage>_s`, `time/step_s` (all since the last lap), `perf/tokens_per_s` and notes.

@@ -1,9 +1,9 @@
-"""Arrays travel once: from the rank that holds a sequence, point to point, to those that need it.
+"""Point-to-point exchange of arrays, from the rank that holds a sequence to the ranks that need it.
 
-Between two ranks there is one message at most, a flat buffer of bytes without any description: both
-sides know its layout from lengths that every rank has. A message holds its sequences' arrays column
-after column: of tokens (`token_columns`) prompts, responses (int32), log-probs, carried log-probs
-(float32), and masks of the responses that have one (a byte a token).
+There is at most one message between two ranks, a flat buffer of bytes without a header: both sides
+derive its layout from lengths that every rank has. A message holds its sequences' arrays column by
+column; for tokens (`token_columns`) these are prompts and responses (int32), log-probs and carried
+log-probs (float32), and masks of the responses that have a mask (one byte per token).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gapo_megatron.rollouts import COLUMNS, ROW, Rollouts, Tokens
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A pending transfer."""
 
     def is_completed(self) -> bool:
-        """Whether it is done. Never waits."""
+        """Whether the transfer has completed. Never waits."""
 
     def wait(self) -> Any:
-        """Return when it is done."""
+        """Wait for the transfer to complete."""
 
 
 class Channel(Protocol):
-    """Messages between ranks, from point to point; they keep their order from one to another."""
+    """Point-to-point messages between ranks; messages from a rank to another keep their order."""
 
     @property
     def rank(self) -> int:
@@ -38,20 +38,20 @@ class Channel(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of its ranks."""
+        """Number of ranks in the channel."""
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Work:
-        """Begin to send [n] uint8 on the CPU; `buffer` must not change before the work is done."""
+        """Start sending [n] uint8 on the CPU; `buffer` must not change before completion."""
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Work:
-        """Begin to receive as many bytes into `buffer`, [n] uint8 on the CPU."""
+        """Start receiving n bytes into `buffer`, [n] uint8 on the CPU."""
 
 
 class GroupChannel:
-    """A channel over the ranks of a gloo group, within the default world or outside of it."""
+    """A channel over the ranks of a gloo group, inside or outside the default process group."""
 
     def __init__(self, group: Any) -> None:
-        """`group`: a process group; no collective."""
+        """`group` is a process group. No collective."""
         self._group = group
 
     @property
@@ -73,16 +73,16 @@ class GroupChannel:
 
 @dataclass
 class Posted:
-    """Messages on their way, with their buffers."""
+    """Pending messages, with their buffers."""
 
     messages: list[tuple[Work, torch.Tensor]]
 
     def is_done(self) -> bool:
-        """Whether all have been sent. Never waits."""
+        """Whether all messages have been sent. Never waits."""
         return all(work.is_completed() for work, _ in self.messages)
 
     def wait(self) -> None:
-        """Return when all have been sent, and let go of the buffers."""
+        """Wait until all messages have been sent, and release the buffers."""
         while self.messages:
             work, _ = self.messages[-1]
             work.wait()
@@ -90,11 +90,11 @@ class Posted:
 
 
 class Column(NamedTuple):
-    """One array of each of B sequences."""
+    """Layout of an array that each of B sequences has."""
 
     dtype: Any
     lengths: np.ndarray
-    """[B] int: elements; 0 where the sequence has none. The same on every rank."""
+    """[B] int, number of elements of each sequence, possibly 0. The same on every rank."""
 
 
 AnyRollouts = TypeVar("AnyRollouts", bound=Rollouts)
@@ -122,26 +122,26 @@ def post(
     channel: Channel,
     tag: int,
 ) -> Posted:
-    """Begin to send every other rank the sequences that it wants and this rank holds.
+    """Start sending every other rank the sequences that it wants and this rank holds.
 
     Args:
-        arrays: this rank's.
+        arrays: this rank's arrays.
         columns: their layout, the same on every rank.
         holder: [B] int, the rank of the channel that sends each sequence; the same on every rank.
-        wanted: per rank of the channel the numbers of the sequences it wants, ascending; the same
-            on every rank. A rank at the end that wants nothing may be left out.
-        channel: joins the ranks that hold and those that want.
+        wanted: for each rank of the channel, the numbers of the sequences it wants, ascending; the
+            same on every rank. Last ranks that want nothing may be omitted.
+        channel: channel of senders and receivers.
         tag: the same as the receiver's.
 
     Returns:
-        The messages; keep them until their `wait` has returned. Nothing here waits for a receiver.
+        The messages; keep them until their `wait` has returned. Does not wait for receivers.
     """
     messages: list[tuple[Work, torch.Tensor]] = []
     here = {*np.flatnonzero(holder == channel.rank).tolist()}
     for rank, numbers in enumerate(wanted):
         if rank == channel.rank:
             continue
-        # A set: a thousand ranks want a handful each, too few for an array to pay.
+        # A set: a thousand ranks want a handful each, too few to benefit from an array.
         mine = sorted(here.intersection(numbers))
         if mine:
             buffer = torch.from_numpy(_pack(arrays, columns, mine))
@@ -160,14 +160,14 @@ def receive(
     """Receive the sequences that this rank wants and others hold.
 
     Args:
-        columns: as of `post`, like `holder`.
-        holder: [B] int.
-        wanted: numbers of the sequences that this rank wants, ascending, as the senders know it.
-        channel: as of `post`.
+        columns: see `post`.
+        holder: see `post`.
+        wanted: numbers of the sequences that this rank wants, ascending, as passed to the senders.
+        channel: see `post`.
         tag: the same as the sender's.
 
     Returns:
-        Arrays by column and number, without those of sequences that this rank holds itself.
+        Arrays by column and sequence number, except for sequences that this rank holds itself.
     """
     numbers = np.asarray(wanted, dtype=np.int64)
     arriving = []
@@ -195,10 +195,10 @@ def deal(
     channel: Channel,
     tag: int,
 ) -> dict[str, dict[int, np.ndarray]]:
-    """Post and receive: every rank of the channel calls it with the same arguments but `arrays`.
+    """Post and receive: every rank of the channel calls it, with equal arguments except `arrays`.
 
     Returns:
-        The sequences `wanted[channel.rank]`, by column and number.
+        Arrays of the sequences `wanted[channel.rank]`, by column and number.
     """
     posted = post(arrays, columns, holder, wanted, channel=channel, tag=tag)
     mine = wanted[channel.rank]
@@ -215,15 +215,16 @@ def deal(
 def deal_tokens(
     rollouts: AnyRollouts, wanted: Sequence[Sequence[int]], *, channel: Channel, tag: int
 ) -> AnyRollouts:
-    """The same rollouts with the tokens of `wanted[channel.rank]` here, and no others.
+    """The same rollouts with exactly the tokens of `wanted[channel.rank]` on this rank.
 
     Args:
-        rollouts: the same on every rank but for the tokens, which `holder` in the table locates.
-        wanted: as of `post`.
-        channel: joins all ranks.
+        rollouts: the same on every rank except for the tokens, whose ranks are in the column
+            `holder`.
+        wanted: see `post`.
+        channel: channel of all ranks.
         tag: the same on every rank.
 
-    Collectives: one message at most between any two ranks.
+    Collectives: at most one message between any two ranks.
     """
     table = rollouts.table
     tokens = deal(
@@ -233,7 +234,7 @@ def deal_tokens(
 
 
 def gather_tokens(rollouts: AnyRollouts, *, channel: Channel, tag: int) -> AnyRollouts:
-    """The same rollouts with all tokens on rank 0 of the channel, and none elsewhere."""
+    """The same rollouts with all tokens on rank 0 of the channel, and none on other ranks."""
     wanted = [range(len(rollouts)), *[range(0)] * (channel.size - 1)]
     return deal_tokens(rollouts, wanted, channel=channel, tag=tag)
 
@@ -242,14 +243,13 @@ def gather_tables(table: np.ndarray, group: dist.ProcessGroup | None) -> list[np
     """Gather tables of any number of rows from all ranks.
 
     Args:
-        table: [n] of `rollouts.ROW`, this rank's.
-        group: a gloo group; None: the default one, of gloo.
+        table: this rank's table, [n] of `rollouts.ROW`.
+        group: a gloo group; None: the default group, which must be gloo.
 
     Returns:
-        By rank, on every rank.
+        The tables by rank, on every rank.
 
-    Collectives: two all-gathers, whatever there is to gather: one of n, one of the tables, padded
-    to the longest.
+    Collectives: always two all-gathers: one of n, and one of the tables, padded to the longest.
     """
     num_ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
@@ -264,7 +264,7 @@ def gather_tables(table: np.ndarray, group: dist.ProcessGroup | None) -> list[np
 
 
 def _pack(arrays: Tokens, columns: Mapping[str, Column], numbers: Sequence[int]) -> np.ndarray:
-    """One message, [n] uint8."""
+    """Pack sequences into a message, [n] uint8."""
     parts = [
         np.ascontiguousarray(arrays[name][i]).view(np.uint8)
         for name, column in columns.items()
@@ -272,7 +272,7 @@ def _pack(arrays: Tokens, columns: Mapping[str, Column], numbers: Sequence[int])
         if column.lengths[i]
     ]
     packed = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
-    assert len(packed) == _sizes(columns, numbers).sum(), "arrays that do not have their lengths"
+    assert len(packed) == _sizes(columns, numbers).sum(), "arrays differ from their lengths"
     return packed
 
 
@@ -289,7 +289,7 @@ def _unpack(
 
 
 def _sizes(columns: Mapping[str, Column], numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Bytes of every part of a message, in order."""
+    """Bytes of every array in a message, in order."""
     index = np.asarray(numbers, dtype=np.int64)
     sizes = [
         np.dtype(column.dtype).itemsize * column.lengths[index].astype(np.int64)

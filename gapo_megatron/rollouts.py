@@ -1,6 +1,6 @@
-"""The table of a batch: a row for each response, the same on every rank, and the tokens held here.
+"""Table of a batch, with a row for each response, the same on every rank; and this rank's tokens.
 
-A row is tens of bytes; tokens and log-probs are held by the ranks that sampled a response or that
+A row has tens of bytes; tokens and log-probs are on the ranks that sampled a response or that
 compute it. `take`, `join` and the group operations keep both together.
 """
 
@@ -20,16 +20,16 @@ ROW = np.dtype(
         ("problem", np.int32),  # number of the problem in the data (`PromptSource.problems`)
         ("sample", np.int32),  # number of the response within its group, 0..k-1
         ("num_prompt_tokens", np.int32),
-        ("num_response_tokens", np.int32),  # with those that the environment appended
-        ("num_sampled_tokens", np.int32),  # by the model: the |y_i| of every mean and denominator
-        ("num_carried_tokens", np.int32),  # leading ones, of earlier steps, sampled or appended
-        ("num_carried_sampled", np.int32),  # sampled ones among these
+        ("num_response_tokens", np.int32),  # appended tokens included
+        ("num_sampled_tokens", np.int32),  # the |y_i| of every mean and denominator
+        ("num_carried_tokens", np.int32),  # leading tokens of earlier steps, sampled or appended
+        ("num_carried_sampled", np.int32),  # sampled tokens among these
         ("oldest_version", np.int32),  # policy version that sampled the first token
         ("is_truncated", np.int32),
         ("is_finished", np.int32),
         ("outcome", np.int32),  # 0 wrong, 1 correct, 2 unknown
-        ("holder", np.int32),  # rank, in the channel that tokens travel over, with the tokens
-        ("log_prob_sum", np.float64),  # of the sampled tokens, by the engine
+        ("holder", np.int32),  # rank that has the tokens, in the channel of the exchange
+        ("log_prob_sum", np.float64),  # sum over the sampled tokens, by the engine
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
@@ -44,7 +44,7 @@ COLUMNS = {
     "carried_log_probs": np.float32,
     "response_masks": np.bool_,
 }
-"""Arrays of a response, in the order in which they travel: see the properties of `Rollouts`."""
+"""Arrays of a response, in the order of messages; see the properties of `Rollouts`."""
 
 Tokens = Mapping[str, Mapping[int, np.ndarray]]
 """Arrays by column and row."""
@@ -59,15 +59,15 @@ class LocalArrays(dict[int, np.ndarray]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollouts:
-    """B responses, group after group: the table on every rank, tokens by row where they are held.
+    """B responses, group by group: the table on every rank, tokens only on ranks that hold them.
 
-    Raises KeyError where an array of a row is read whose tokens are not on this rank.
+    Reading an array of a row whose tokens are not on this rank raises KeyError.
     """
 
     table: np.ndarray
     """[B] of `ROW`, the same on every rank."""
     tokens: Tokens = field(default_factory=lambda: {name: LocalArrays() for name in COLUMNS})
-    """Arrays of the rows held here, by column; read them by the properties."""
+    """Arrays of this rank's rows, by column; read them through the properties."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step that collected them; empty otherwise."""
 
@@ -81,14 +81,14 @@ class Rollouts:
         carried_log_probs: Sequence[np.ndarray] = (),
         response_masks: Sequence[np.ndarray | None] = (),
     ) -> Rollouts:
-        """Responses with all their tokens here; lengths and sums are counted, other facts are 0.
+        """Responses with all tokens on this rank; lengths and sums are computed, other facts are 0.
 
         Args:
             prompt_ids: B arrays of int32.
             response_ids: B arrays of int32.
-            rollout_log_probs: B arrays of float32, or none: sequences that are only scored.
-            carried_log_probs: B arrays of float32, of leading tokens, or none.
-            response_masks: B masks, or none; None: the model sampled every token.
+            rollout_log_probs: B arrays of float32; empty for sequences that are only scored.
+            carried_log_probs: B arrays of float32, for leading tokens; may be empty.
+            response_masks: B masks, or empty; a mask is None if the model sampled every token.
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
@@ -129,7 +129,7 @@ class Rollouts:
 
     @property
     def prompt_ids(self) -> Mapping[int, np.ndarray]:
-        """[num_prompt_tokens] int32 of each row held here."""
+        """[num_prompt_tokens] int32 of each row on this rank."""
         return self.tokens["prompt_ids"]
 
     @property
@@ -139,7 +139,7 @@ class Rollouts:
 
     @property
     def rollout_log_probs(self) -> Mapping[int, np.ndarray]:
-        """[num_response_tokens] float32: the engine's own while sampling; 0 for appended tokens."""
+        """[num_response_tokens] float32: the engine's, while sampling; 0 for appended tokens."""
         return self.tokens["rollout_log_probs"]
 
     @property
@@ -151,7 +151,7 @@ class Rollouts:
     def response_masks(self) -> Mapping[int, np.ndarray]:
         """[num_response_tokens] bool: False where the environment appended the token.
 
-        Only of rows that have such tokens; see `is_sampled`.
+        Only for rows with such tokens; see `is_sampled`.
         """
         return self.tokens["response_masks"]
 
@@ -164,7 +164,7 @@ class Rollouts:
         return sorted(self.response_ids)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Rollouts:
-        """These rows, in that order and numbered anew."""
+        """These rows, in this order, numbered from 0."""
         numbers = [int(row) for row in rows]
         tokens = {
             name: LocalArrays((i, held[row]) for i, row in enumerate(numbers) if row in held)
@@ -173,25 +173,25 @@ class Rollouts:
         return Rollouts(self.table[np.asarray(numbers, dtype=np.int64)], tokens)
 
     def take_groups(self, groups: Sequence[int]) -> Rollouts:
-        """The rows of these groups, in that order and numbered anew."""
+        """The rows of these groups, in this order, numbered from 0."""
         return self.take(self.rows_of(groups))
 
     def changed(self, **facts: Any) -> Self:
-        """A copy with other values in the named columns of the table; tokens are shared."""
+        """A copy with new values in the named columns of the table; tokens are shared."""
         table = self.table.copy()
         for name, values in facts.items():
             table[name] = values
         return replace(self, table=table)
 
     def with_tokens(self, tokens: Tokens) -> Self:
-        """A copy that holds these arrays and no others."""
+        """A copy with exactly these arrays."""
         held = {name: LocalArrays(tokens[name]) for name in COLUMNS}
         masks = tokens["response_masks"].items()
         held["response_masks"] = LocalArrays((row, mask) for row, mask in masks if len(mask))
         return replace(self, tokens=held)
 
     def is_sampled(self, row: int) -> np.ndarray:
-        """[num_response_tokens] bool: which tokens of a response held here the model sampled."""
+        """[num_response_tokens] bool: True for sampled tokens; the row must be on this rank."""
         if row in self.response_masks:
             return self.response_masks[row]
         return np.ones(len(self.response_ids[row]), dtype=bool)
@@ -208,13 +208,13 @@ class Rollouts:
 
     @property
     def num_fed_tokens(self) -> torch.Tensor:
-        """[B] int64: prompt + response - 1; the last response token is predicted, never read."""
+        """[B] int64: prompt + response - 1; the last response token is only a label."""
         lengths = self.table["num_prompt_tokens"] + self.table["num_response_tokens"] - 1
         return torch.from_numpy(lengths.astype(np.int64))
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled, in all rows."""
+        """Number of sampled tokens in all rows."""
         return int(self.table["num_sampled_tokens"].sum(dtype=np.int64))
 
     @property
@@ -244,7 +244,7 @@ class Rollouts:
         return problems
 
     def rows_of(self, groups: Sequence[int]) -> list[int]:
-        """Row numbers of these groups, in that order."""
+        """Row numbers of these groups, in this order."""
         size = self.rollouts_per_prompt
         return [row for group in groups for row in range(group * size, (group + 1) * size)]
 
@@ -256,7 +256,7 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Batch(Rollouts):
-    """The rollouts that a step learns from, with c, k and A, and who computes what.
+    """The rollouts of a step, with c, k and A, and the packing plan.
 
     Tensors are on the CPU and the same on every rank.
     """
@@ -268,7 +268,7 @@ class Batch(Rollouts):
     group_size: torch.Tensor
     """[B] int64: k of the sequence's group, counted over valid rollouts (0 if none is valid)."""
     valid: torch.Tensor
-    """[B] bool: False for unknown verdicts; those leave loss, denominators and metrics."""
+    """[B] bool: False for unknown verdicts, which loss, denominators and metrics exclude."""
     plan: Plan | None = None
     """The packing plan (`learn.plan`); None: not planned yet."""
 

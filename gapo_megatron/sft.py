@@ -1,8 +1,8 @@
 """Supervised training with the same policy: `python -m gapo_megatron.sft CONFIG.toml [overrides]`.
 
-Makes the folder `model.hf_dir` that GAPO starts from (the demo's warm start): the model of
-`supervised.initial_hf_dir`, trained on prompt/response lines by the negative log-likelihood of the
-response tokens.
+Creates the folder `model.hf_dir` from which GAPO starts (the demo's warm start): the model of
+`supervised.initial_hf_dir`, trained on prompt/response lines with the negative log-likelihood of
+the response tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train_supervised(config: Config) -> float:
     Collectives: creates the process group; every rank trains, rank 0 writes.
 
     Raises:
-        ConfigError: no [supervised] section, `model.hf_dir` is no place for the result, or
+        ConfigError: no [supervised] section, `model.hf_dir` cannot hold the result, or
             `supervised.initial_hf_dir` cannot be used.
         DataError: names the file and the line.
     """
@@ -41,19 +41,19 @@ def train_supervised(config: Config) -> float:
     check_paths(config)
     target = config.model.hf_dir
     inputs = input_paths(config)
-    del inputs["model.hf_dir"]  # is made here
+    del inputs["model.hf_dir"]  # created here
     is_ours = is_marked(target, made_by="sft")
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")
     check_shapes(facts, config.parallel, config.model)
-    # No engine runs here; a run that begins with the result may be for other machines.
+    # No engine runs here; a run that starts from the result may use other machines.
     try:
         check_engine_here(facts, field="supervised.initial_hf_dir", folder=settings.initial_hf_dir)
     except ConfigError as error:
-        warnings.warn(f"{error}: no run can train the result on this machine", stacklevel=2)
+        warnings.warn(f"{error}: a run on this machine cannot train the result", stacklevel=2)
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     quiet_libraries()
-    # Torch, transformers, Megatron-core: seconds that nothing above needs.
+    # Imported here: torch, transformers and Megatron-core take seconds that the checks do not need.
     with without_garbage_collection():
         from gapo_megatron.run import supervised
 

@@ -1,4 +1,4 @@
-"""What flows between the stages of one step beside the table (`rollouts`), in that order."""
+"""Data passed between the stages of a step beside the table (`rollouts`), in this order."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the workers that judge responses need `Verdict`, and start without torch
+if TYPE_CHECKING:  # verifier workers need `Verdict`, and start without torch
     import numpy as np
     import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem of the dataset, as the model sees it."""
+    """A problem of the dataset, as the model sees it."""
 
     id: str
     """Unique within its file; seeds the sampling of its rollouts."""
     token_ids: tuple[int, ...]
-    """What is sent to the model: template applied, tokenised once."""
+    """Tokens of the prompt, with the template applied; tokenised once."""
     answer: str
     """Ground truth for the verifier."""
     level: str = ""
-    """Stratum for reports (difficulty, subject); empty when the data has none."""
+    """Stratum for reports (difficulty, subject); empty if the data has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """One response to a prompt, complete or still being generated.
+    """A response to a prompt, complete or still being generated.
 
-    Environments and verifiers read it. Tokens stay tokens: a response is never tokenised again.
+    Environments and verifiers read it. A response is never tokenised again.
     """
 
     prompt: Prompt
     sample: int
     """Number of the response among the k of its prompt."""
     token_ids: np.ndarray
-    """[num_response_tokens] int32, EOS included when the model produced it."""
+    """[num_response_tokens] int32, EOS included if the model sampled it."""
     log_probs: np.ndarray
-    """[num_response_tokens] float32: `rollout_log_probs`, the engine's own while sampling."""
+    """[num_response_tokens] float32: `rollout_log_probs`, the engine's, while sampling."""
     truncated: bool = False
-    """True when generation stopped at the token limit instead of at EOS."""
+    """True if generation stopped at the token limit instead of at EOS."""
     finished: bool = True
-    """False while it is generated, and between steps if the next step continues it."""
+    """False during generation, and between steps if the next step continues the response."""
     response_mask: np.ndarray | None = None
     """[num_response_tokens] bool: True where the model sampled the token, False where the
     environment appended it (log-prob 0, nothing is learned from it); None: all sampled."""
     carried_log_probs: np.ndarray | None = None
-    """[n] float32, of the first n tokens, which earlier steps sampled: the trainer's log-probs at
-    the weights that sampled each token (`old_log_probs`); None if there are none."""
+    """[n] float32 for the first n tokens, sampled by earlier steps: the trainer's log-probs at the
+    weights that sampled each token (`old_log_probs`); None without such tokens."""
     oldest_version: int = 0
     """Policy version that sampled the first of the carried tokens."""
 
     @property
     def is_sampled(self) -> np.ndarray:
-        """[num_response_tokens] bool: `response_mask`, also where that is None."""
+        """[num_response_tokens] bool: `response_mask`, all True if that is None."""
         import numpy as np
 
         if self.response_mask is None:
@@ -63,12 +63,12 @@ class Episode:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of sampled tokens."""
         return len(self.token_ids) if self.response_mask is None else int(self.response_mask.sum())
 
 
 class Outcome(enum.StrEnum):
-    """What a verifier can say. Unknown is not wrong: it says nothing about the response."""
+    """Possible results of a verifier. Unknown is not wrong: it says nothing about the response."""
 
     CORRECT = "correct"
     WRONG = "wrong"
@@ -77,15 +77,15 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verifier's answer about one response."""
+    """A verifier's result for a response."""
 
     outcome: Outcome
     reason: str = ""
-    """Why the outcome is unknown (or wrong, when the verifier can tell)."""
+    """Reason for an unknown outcome (or for a wrong one, if the verifier gives it)."""
 
     @property
     def reward(self) -> float:
-        """1.0 correct, 0.0 wrong, NaN unknown (`objective.group_advantages` leaves NaN out)."""
+        """1.0 correct, 0.0 wrong, NaN unknown (`objective.group_advantages` ignores NaN)."""
         return {Outcome.CORRECT: 1.0, Outcome.WRONG: 0.0, Outcome.UNKNOWN: float("nan")}[
             self.outcome
         ]
@@ -93,44 +93,44 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """One optimizer step of the plan."""
+    """An optimizer step of the plan."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[data_parallel_size][num_microbatches] tuples of indices into the Batch; () computes nothing.
+    """[data_parallel_size][num_microbatches] tuples of indices into the Batch; () for padding only.
 
     Every data-parallel rank has the same number of micro-batches, so collectives always match.
     """
     num_tokens_global: int
-    """Response tokens of all valid sequences of the mini-batch, those not computed included."""
+    """Response tokens of all valid sequences of the mini-batch, skipped sequences included."""
     num_sequences_global: int
-    """Valid sequences of the mini-batch, those not computed included."""
+    """Number of valid sequences of the mini-batch, skipped sequences included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which rank computes which sequence in which micro-batch; one plan serves old and new pass."""
+    """Assignment of sequences to ranks and micro-batches, used by the old and the new pass."""
 
     minibatches: tuple[Minibatch, ...]
     num_tokens_skipped: int = 0
-    """Prompt + response tokens of sequences that never enter the trunk because A = 0."""
+    """Prompt + response tokens of sequences that are skipped because A = 0."""
     num_tokens_computed: int = 0
-    """Prompt + response tokens of the sequences that do."""
+    """Prompt + response tokens of the computed sequences."""
     rounding: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """As `Minibatch.microbatches`: the sequences that measure a step's rounding."""
+    """Sequences that measure a step's rounding, in the form of `Minibatch.microbatches`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Packed sequences of one forward pass, on the compute device: what this rank computes of them.
+    """Packed sequences of a forward pass, on the compute device: this rank's part of them.
 
     T = packed tokens (padded to a multiple), S = packed sequences, R = sampled response tokens =
     rows that the head scores. Row r is the position whose *next* token is response token r. Context
-    parallel ranks share the tokens (T_local = T / cp) and the rows (R_local of R); without context
-    parallelism a rank has all of them.
+    parallel ranks split the tokens (T_local = T / cp) and the rows (R_local of R); without context
+    parallelism a rank has all tokens and rows.
     """
 
     tokens: torch.Tensor
-    """[1, T_local] int64; padding at the end is a sequence of its own that no token attends to."""
+    """[1, T_local] int64; padding at the end is a separate sequence to which no token attends."""
     position_ids: torch.Tensor
     """[1, T_local] int64, restarting at 0 in every sequence."""
     cu_seqlens: torch.Tensor
@@ -145,16 +145,16 @@ class Microbatch:
     indices: tuple[int, ...] = ()
     """[S] row numbers in the batch: row s of any per-sequence tensor."""
     rows: torch.Tensor | None = None
-    """[R_local] int64, which of the R rows this rank scores; None: all."""
+    """[R_local] int64, rows of R that this rank scores; None: all."""
     row_edges: tuple[int, ...] = ()
-    """Scored rows before the positions of each rank that shards them (sequence parallelism), and
-    R_local at the end; (0, R_local) without."""
+    """Number of scored rows before the positions of each sequence parallel rank, and R_local at the
+    end; (0, R_local) without sequence parallelism."""
 
-    # What the loss reads, [S] or [R] as in the batch; None in a micro-batch that is only scored.
+    # Inputs of the loss, [S] or [R]; None in a micro-batch that is only scored.
     advantages: torch.Tensor = None  # type: ignore[assignment]
     """[S] float64."""
     num_correct: torch.Tensor = None  # type: ignore[assignment]
-    """[S] int64, like the two that follow."""
+    """[S] int64, like the next two."""
     group_size: torch.Tensor = None  # type: ignore[assignment]
     num_sampled_tokens: torch.Tensor = None  # type: ignore[assignment]
     is_carried: torch.Tensor = None  # type: ignore[assignment]
@@ -164,4 +164,4 @@ class Microbatch:
     carried_log_probs: torch.Tensor | None = None
     """[R] float32, 0 for tokens that are not carried; None: this step sampled every token."""
     is_carried_row: torch.Tensor | None = None
-    """[R] bool: which tokens are carried; None likewise."""
+    """[R] bool: True for carried tokens; None if there are none."""

@@ -1,4 +1,4 @@
-"""One start of a run: stops, the end of the job's time, ownership, hangs."""
+"""An attempt of a run: stops, the job's time limit, ownership, hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.waiting import HANG_S, wait_until
 
 
 class Clock:
-    """What time the tested module finds it is: none passes but by a test's doing."""
+    """Clock of the tested module, moved only by the test."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -68,7 +68,7 @@ def test_a_stop_file_stops_and_a_fresh_attempt_starts_unasked(tmp_path: Path, cl
 def test_the_jobs_time_limit_stops_before_what_no_longer_fits(
     tmp_path: Path, clock: Clock, left_s: float, stops: bool
 ) -> None:
-    """60 s for the next part and a save, and 10 s of margin, counted from the job's own clock."""
+    """60 s for the next stage and a save, and 10 s of margin, counted by the job's clock."""
     with single_rank():
         attempt = make_attempt(tmp_path, job_end_unix_s=clock.now + 1000)
         assert not attempt.must_stop(Expectation(40, 60))
@@ -128,7 +128,7 @@ def test_rank_0_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         attempts = [make_attempt(tmp_path, folder=tmp_path) for _ in range(2)]
         ranks = SimpleNamespace(get_rank=lambda: now, broadcast_object_list=broadcast)
         monkeypatch.setattr(module, "dist", ranks)
-        for asked, stop in ((1, False), (0, True)):  # only what rank 0 sees counts for all
+        for asked, stop in ((1, False), (0, True)):  # only rank 0's view counts
             attempts[asked]._on_signal(signal.SIGUSR1, None)
             for now, attempt in enumerate(attempts):  # noqa: B007
                 assert attempt.must_stop(Expectation(0, 0)) is stop
@@ -141,7 +141,7 @@ def test_ownership_is_lost_to_a_newer_attempt(tmp_path: Path) -> None:
         (tmp_path / "OWNER").write_text("8.0\n")
         with pytest.raises(FencedError, match=r"8\.0.*7\.0"):
             attempt.must_stop(Expectation(0, 0))
-        (tmp_path / "OWNER").write_bytes(b"\xff\0")  # of a disk that was full, or is damaged
+        (tmp_path / "OWNER").write_bytes(b"\xff\0")  # left by a full or damaged disk
         with pytest.raises(FencedError, match=r"7\.0"):
             attempt.require_ownership()
         (tmp_path / "OWNER").unlink()
@@ -202,7 +202,7 @@ def test_a_disk_that_fails_is_no_damaged_word(
 def test_the_launcher_hears_of_an_end_when_all_ranks_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 keeps the store: gone, it would take a rank with it that is still being set up."""
+    """Rank 0 hosts the store: if it exits early, a rank that is still starting fails."""
     told_before = []
 
     def barrier(*, group: object) -> None:
@@ -264,7 +264,7 @@ def run(
         text=True,
         env=os.environ | env,
     )
-    # Not a line of its output: what the reader buffers behind it, `communicate` would lose.
+    # Not by reading a line: `communicate` would lose the output buffered behind it.
     wait_until(lambda: (run_dir / "ready").exists() or process.poll() is not None, "it is ready")
     assert (run_dir / "ready").exists(), process.communicate()[1]
     return process
@@ -300,7 +300,7 @@ def test_progress_starts_the_watch_anew(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.system
 def test_progress_keeps_a_slow_process_alive(tmp_path: Path) -> None:
-    """For three times as long as it may hang, in parts of a tenth of that."""
+    """Runs three times as long as the hang timeout, in parts of a tenth of the timeout."""
     body = "[(time.sleep(1), attempt.alive()) for _ in range(30)]"
     process = run(body, tmp_path, hang_timeout_s=10)
     assert process.communicate(timeout=HANG_S)[1] == "" and process.returncode == 0
@@ -403,6 +403,6 @@ def test_an_attempt_that_is_not_the_newest_does_not_start(tmp_path: Path) -> Non
         text=True,
     )
     assert done.returncode == 3 and "belongs to attempt 7.4" in done.stderr
-    # Started by hand, without a launcher, it is the newest.
+    # An attempt started by hand, without a launcher, is the newest.
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], text=True)
     assert done.returncode == 0 and "7.4" not in (tmp_path / "OWNER").read_text()

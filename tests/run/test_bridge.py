@@ -1,4 +1,4 @@
-"""Two sides of a job: worlds of their own, and what leads from one to the other."""
+"""Two sides of a job: separate default groups, and the bridge between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.dist import run_sides
 
 
 def _launched() -> list[list[str]]:
-    """What vLLM's external launcher would read before, while and after an engine is built."""
+    """Variables for vLLM's external launcher before, during and after building an engine."""
     names, seen = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), []
     seen.append([os.environ[name] for name in names])
     with launched_as_this_world():
@@ -56,7 +56,7 @@ def test_each_side_is_a_world_of_its_own() -> None:
 
 
 def test_without_generation_ranks_all_are_one_side() -> None:
-    """The default group has the keys of old, and nothing else is set up but the gloo group."""
+    """The default group keeps its store keys, and only the gloo group is created besides."""
     seen = run_sides(_look_around, 2, 0)
     assert [one["world"] for one in seen] == [(0, 2, 0), (1, 2, 1)]
     assert [one["sums"] for one in seen] == [(3, 3), (3, 3)]
@@ -92,7 +92,7 @@ def test_the_mailbox_is_one_for_both_sides() -> None:
 
 
 def _messages(world: World) -> list[list[int]]:
-    """Every rank sends every other one a buffer of a length of its own, all at once."""
+    """Every rank sends every other rank a buffer of a different length, all at once."""
     bridge = _bridge(world)
     rank, size = int(os.environ["RANK"]), bridge.num_training + bridge.num_generation
     works, received = [], []
@@ -129,7 +129,7 @@ def test_weights_come_from_trainer_0_and_every_trainer_runs_through_them() -> No
 
 
 def _wait_for_the_other(world: World) -> list[object]:
-    """A trainer that waits: for what comes, beside a side that is silent, and one that beats."""
+    """A trainer waits for a message, then beside a silent side, then beside a side that beats."""
     bridge = _bridge(world)
     if bridge.is_generation:
         bridge.wait(lambda: bridge.mail.look("silence has been seen"), alive=lambda: None)
@@ -147,12 +147,12 @@ def _wait_for_the_other(world: World) -> list[object]:
 
 
 def test_a_rank_that_waits_is_alive_only_while_the_other_side_is() -> None:
-    """Its own watch ends it otherwise. Who waits does not beat: else two could wait for ever."""
+    """Otherwise its own watch ends it. A waiting rank sends no beats: two could wait forever."""
     assert run_sides(_wait_for_the_other, 1, 1) == [[True, 1, True], [0]]
 
 
 def _leave(world: World) -> int:
-    """Beats that this side has sent, before and after it has left, by what the store holds."""
+    """Beats of this side in the store, before and after it has left."""
     bridge = _bridge(world)
     bridge.beat()
     bridge.close()
@@ -163,7 +163,7 @@ def _leave(world: World) -> int:
 
 
 def test_a_rank_that_has_left_asks_nothing_of_the_store() -> None:
-    """The second start of a finished run: rank 0 was gone, and with it the store."""
+    """At the second start of a finished run, rank 0 must not exit early with the store."""
     assert run_sides(_leave, 1, 1) == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""What the trainer orders of the ranks that only generate, and when; without a process group."""
+"""The trainer's orders to the ranks that only generate, without a process group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Mail(dict[str, bytes]):
 
 
 class Side:
-    """A bridge, and behind it a side that executes every order when it is looked for its answer."""
+    """A bridge to a side that executes an order when its answer is read."""
 
     def __init__(self) -> None:
         self.mail = Mail()
@@ -142,7 +142,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
 
 
 def train(generation: GenerationRanks, steps: Iterable[int], *, first: int | None = None) -> None:
-    """The loop, as far as generation sees it; `first`: the step whose batch is there already."""
+    """The loop's calls to generation; `first`: step that already has its batch."""
     for step in steps:
         if step != first:
             collected = generation.collect(step)
@@ -177,7 +177,7 @@ def test_which_weights_sample_which_batch(
 def test_a_run_that_resumes_samples_every_batch_by_the_same_weights(
     begin: Any, max_staleness: int
 ) -> None:
-    """From a checkpoint, which has the batch of its step already."""
+    """From a checkpoint that already has the batch of its step."""
     config = make_config(max_staleness=max_staleness)
     whole, rest = Side(), Side()
     generation = begin(whole, config)
@@ -192,7 +192,7 @@ def test_a_run_that_resumes_samples_every_batch_by_the_same_weights(
 
 
 def test_after_a_stop_in_the_midst_of_a_step_no_batch_is_missing(begin: Any) -> None:
-    """Weights in the midst of a step are no version; what was sampled ahead then comes again."""
+    """Weights within a step have no version; batches sampled ahead are sampled again."""
     for max_staleness in (1, 2, 3):
         for stopped in range(1, 7):
             side = Side()

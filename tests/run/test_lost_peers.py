@@ -1,4 +1,4 @@
-"""What a rank says when another one is killed, where nothing tells it which."""
+"""Message of a rank when another rank is killed and no watcher names it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask_the_store(store: dist.Store) -> None:
 
 
 def lose(rank: int, victim: int, doing: str, port: int, log: Path) -> None:
-    """One of two ranks; the victim ends in a way that tells nobody."""
+    """Run one of two ranks; the victim exits without notice."""
     os.environ["RANK"] = str(rank)
     if rank != victim:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())  # type: ignore[union-attr]

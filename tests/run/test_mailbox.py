@@ -1,4 +1,4 @@
-"""The mailbox at a real store, and a stranger who has reached the same port."""
+"""The mailbox on a real store, with a foreign process connected to the same port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.messages import mentions
 
 
 class Job:
-    """The store of a job with a mailbox at either end, and a stranger's connection to it."""
+    """A job's store with a mailbox at both ends, and a foreign connection to it."""
 
     def __init__(self) -> None:
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -26,7 +26,7 @@ class Job:
         self.stranger = clients[1]
 
     def captured(self, name: str) -> bytes:
-        """What a message is in the store."""
+        """Stored bytes of a message."""
         value: bytes = self.stranger.get(f"mail/{name}")
         return value
 
@@ -51,7 +51,7 @@ def test_what_a_stranger_writes_is_refused(job: Job, name: str, value: bytes) ->
 
 
 def test_a_message_holds_under_its_own_name_alone(job: Job) -> None:
-    """An old one put back as the next one, an order as an answer: both are refused."""
+    """An old message replayed as the next, or an order as an answer, is refused."""
     job.trainer.post("order/3", b"{}")
     for name in ("order/4", "answer/3", "stop"):
         job.forge(name, job.captured("order/3"))
@@ -90,7 +90,7 @@ def test_any_bytes_arrive_beside_a_strangers(job: Job) -> None:
 
 
 def test_a_message_longer_than_the_store_takes_is_refused_before_it_is_sent(job: Job) -> None:
-    """The store would close the connection, as if its process had ended."""
+    """Otherwise the store closes the connection, as if its process had exited."""
     longest = 8 * 2**20 - len(b"0" * 64 + b" ")
     with pytest.raises(ConfigError, match=mentions("facts/0", 8 * 2**20 + 1, 8 * 2**20)):
         job.trainer.post("facts/0", bytes(longest + 1))

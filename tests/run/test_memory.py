@@ -1,4 +1,4 @@
-"""A step's memory is that of the rank that has it worst; what creeps is told from what varies."""
+"""Memory of a step is that of the worst rank; growth is told from variation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_without_a_device_there_is_the_hosts_alone() -> None:
 
 
 def two_ranks() -> tuple[dict[str, float], dict[str, float]]:
-    """Rank 1 has less free after sleep, rank 0 at the peak; and of another step, without a peak."""
+    """Rank 1 has less free after sleep, rank 0 at the peak; a second step has no peak."""
     rank, peaks = dist.get_rank(), []
 
     def read(peak: bool) -> DeviceMemory:
@@ -67,7 +67,7 @@ def test_every_figure_is_the_worst_ranks() -> None:
     assert found["memory/after_sleep/free_gib"] == 69 and found["memory/after_sleep/rank"] == 1
     assert found["memory/update_peak/free_gib"] == 54 and found["memory/update_peak/rank"] == 0
     assert len(found) == 2 + 4 * 3
-    # A step that began in another process has no peak that is its own.
+    # A step that began in another process has no peak.
     assert {name.split("/")[1] for name in resumed} == {
         "after_wake", "host_rss_gib", "host_rss_rank"
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run of an older version has left goes on with this one (tests/old_files)."""
+"""Runs of older versions resume with this version (tests/old_files)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.programs import Program
 
 ROUNDING = ("mismatch/", "sync/", "numerics/noise_floor")
-"""Metrics of how far rounding takes two computations of one number apart."""
+"""Metrics of differences by rounding between two computations of a number."""
 OLD = Path(__file__).parents[1] / "old_files"
 
 
@@ -24,7 +24,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_a_run_of_an_older_version_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
 ) -> None:
-    """Within a step and between two; both with open groups and the settings of their time."""
+    """Within a step and between steps; both with open groups and the settings of their version."""
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     checkpoints = tmp_path / "run" / "checkpoints"
     for other in {path.name for path in checkpoints.iterdir()} - {checkpoint}:

@@ -1,4 +1,4 @@
-"""A run folder without checkpoints: what begins anew by itself, and what would lose something."""
+"""A run folder without checkpoints: which runs start over, and which are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RANK_1 = {
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """As of a run that was killed before its first checkpoint had its name."""
+    """State of a run killed before its first checkpoint was published."""
     folder = tmp_path / "new"
     (folder / "checkpoints/.tmp_step_00000003.7.0").mkdir(parents=True)
     (folder / "evaluations").mkdir()
@@ -143,7 +143,7 @@ def test_a_disk_that_is_not_mounted_is_no_new_run(tmp_path: Path, kind: str) -> 
 def test_a_copied_run_folder_goes_on_and_a_model_brought_by_itself_is_kept(
     tmp_path: Path, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`cp -r` to another disk: neither path nor inode of the export are those of its marker."""
+    """After `cp -r` to another disk, path and inode of the export differ from its marker."""
     (run_dir / "hf").mkdir()
     mark(run_dir / "hf", made_by="train", made_at=run_dir / "hf")
     (run_dir / "checkpoints/step_00000005").mkdir(parents=True)

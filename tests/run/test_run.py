@@ -1,4 +1,4 @@
-"""The loop and what keeps it going, without a model, an engine or a process group."""
+"""The loop and its stages, without a model, an engine or a process group."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def judged(prompts: Sequence[Prompt]) -> Rollouts:
 
 
 class Script:
-    """What happens to a run, and what it does.
+    """Script of the events in a run, and record of its actions.
 
     Attributes:
         events: what the run did, in order.
@@ -120,7 +120,7 @@ class ScriptedAttempt:
 
 
 class ScriptedRollouter:
-    """Draws two prompts a step; keeps a third open where it is told to."""
+    """Draws two prompts per step; keeps a third open if told to."""
 
     def __init__(self, script: Script, source: PromptSource, *, keeps_open: bool) -> None:
         self.script = script
@@ -144,7 +144,7 @@ class ScriptedRollouter:
 
 @pytest.fixture
 def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
-    """A run whose stages follow a `Script`, with real places, steps, batches and plans."""
+    """A run whose stages follow a `Script`, with real data positions, steps, batches and plans."""
 
     def make(
         script: Script,
@@ -256,7 +256,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
 
 
 def remaining(source_state: Any) -> int:
-    """Problems that a place in the data has still to draw, those of later epochs included."""
+    """Problems still to be drawn from a data position, later epochs included."""
     return len(source_state["remaining"]) - NUM_PROBLEMS * source_state["epoch"]
 
 
@@ -313,7 +313,7 @@ def test_a_stop_between_steps_saves_what_is_not_saved(make_run: Any, train: Any)
 
 @pytest.mark.parametrize(("stop", "step"), [("evaluate 3", 3), ("collect 1", 1), ("collect 0", 0)])
 def test_a_resume_repeats_an_aborted_stage(make_run: Any, train: Any, stop: str, step: int) -> None:
-    """A resume evaluates and draws again: its place in the data is before the step."""
+    """A resume evaluates and draws again: its data position is before the step."""
     script = Script(stop=stop)
     train(make_run(script))
     assert script.events[-3:] == [stop, f"save {step}", "stopped"]
@@ -331,7 +331,7 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
     assert state.open_step is not None
     assert state.open_step.progress.num_updates == 1
     assert state.open_step.evaluated == {"eval/pass@1": 0.5}
-    # Drawn and carried: what the resumed run goes on with.
+    # Drawn and carried: the resumed run continues with them.
     assert remaining(state.source) == NUM_PROBLEMS - 2
     assert state.open_groups[0] == "carried"
 
@@ -340,7 +340,7 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
 def test_discarded_tokens_count_in_their_step_or_the_next(
     make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
-    """Tokens sampled ahead: with the step that a stop has cut in two, or saved for the next."""
+    """Tokens sampled ahead count in the interrupted step, or are saved for the next."""
     script = Script(stop=stop)
     run = make_run(script)
     monkeypatch.setattr(run.generation, "discard_ahead", lambda: 7)
@@ -367,7 +367,7 @@ def test_discarded_tokens_count_in_their_step_or_the_next(
 def test_a_checkpoint_between_steps_holds_the_batch_that_was_sampled_ahead(
     make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written once that batch is there, and before the first update on it."""
+    """It is written once that batch is collected, and before its first update."""
     script = Script()
     run = make_run(script)
     monkeypatch.setattr(run.generation, "samples_ahead", True)
@@ -384,7 +384,7 @@ def test_a_checkpoint_between_steps_holds_the_batch_that_was_sampled_ahead(
 def test_a_stop_keeps_the_batch_that_was_sampled_ahead(
     make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
-    """In one checkpoint, with the tokens that were discarded; but not before an evaluation."""
+    """In one checkpoint, with the number of discarded tokens; but not before an evaluation."""
     script = Script(stop=stop)
     run = make_run(script)
     monkeypatch.setattr(run.generation, "samples_ahead", True)
@@ -455,7 +455,7 @@ def test_any_other_error_passes_and_nothing_is_written(make_run: Any, train: Any
 def test_both_sides_of_a_finished_run_part_together(
     tmp_path: Path, is_generation: bool, is_finished: bool
 ) -> None:
-    """The mailbox ends with trainer 0: the others may not have read yet that there is nothing."""
+    """The mailbox ends with trainer 0: others may not yet have read that the run is finished."""
     mark_finished(tmp_path, num_steps=NUM_STEPS if is_finished else NUM_STEPS - 1)
     said = b"finished" if is_finished else b"begins"
     done: list[object] = []
@@ -475,7 +475,7 @@ def test_both_sides_of_a_finished_run_part_together(
 def test_a_batch_is_not_waited_for_where_the_time_is_up(
     make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a checkpoint, sampled ahead: the job would end meanwhile."""
+    """The batch of a checkpoint, sampled ahead, is kept although the job would end."""
     script = Script(stop="log 1")
     run = make_run(script)
     monkeypatch.setattr(run.generation, "samples_ahead", True)
@@ -486,7 +486,7 @@ def test_a_batch_is_not_waited_for_where_the_time_is_up(
 def test_a_finished_run_says_so_and_builds_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 looks, for all: peers may see an older state of the disk."""
+    """Rank 0 decides for all: peers may see an older state of the disk."""
     mark_finished(tmp_path, num_steps=NUM_STEPS)
     script = Script()
     attempt = cast(Any, ScriptedAttempt(script))
@@ -534,7 +534,7 @@ def test_open_groups_of_a_checkpoint_are_held_by_generation_alone(
 def test_two_sides_hear_of_each_other_from_their_meeting_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A model loads for long: who waits for it meanwhile would be ended by its own watch."""
+    """Loading a model takes long: ranks that wait must not be ended by their watches."""
     attempt = SimpleNamespace(on_alive=None, enter=lambda stage: None)
     bridge = SimpleNamespace(is_generation=False, num_generation=1, beat=lambda: None)
     world = SimpleNamespace(bridge=bridge, device=None, world_size=1)
@@ -580,7 +580,7 @@ def test_a_resumed_run_draws_on_from_its_data_position(
 
 @pytest.fixture
 def timed(make_run: Any) -> Iterator[Run]:
-    """A run that knows what its stages take."""
+    """A run that knows the times of its stages."""
     run = make_run(Script(), make_config(Path("/x"), batch={"dynamic_sampling_rounds": 1}))
     seconds = {"evaluate": 1.0, "rollout": 10.0, "reward": 100.0, "carry": 1e3}
     seconds |= {"old_log_probs": 1e4, "update": 1e5, "checkpoint": 1e6}
@@ -589,7 +589,7 @@ def timed(make_run: Any) -> Iterator[Run]:
 
 
 def test_time_is_asked_for_until_the_next_question_and_a_save(timed: Any) -> None:
-    """What cannot be saved half done: an evaluation and every round of sampling."""
+    """An evaluation and every round of sampling cannot be saved half done."""
     steps = timed.steps()
     step = next(steps)
     expected = timed.attempt.expected

@@ -1,7 +1,7 @@
-"""Programs say what they take, what is wrong and what a run would be before they import torch.
+"""Help, errors and dry runs of programs come before torch is imported.
 
-No clock decides: a program runs in a process of its own, and what it has imported when it ends is
-looked at.
+Not measured by time: a program runs in a separate process, and its imported modules are checked at
+its end.
 """
 
 import gc
@@ -51,7 +51,7 @@ TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
 
 
 def start(*command: object, code: int = 0) -> str:
-    """What a program prints that must end with `code` and import nothing heavy."""
+    """Output of a program that must exit with `code` and import nothing heavy."""
     words = [sys.executable, "-c", WATCH, ",".join(HEAVY), *map(str, command)]
     done = subprocess.run(
         words,
@@ -74,7 +74,7 @@ def test_help(program: str) -> None:
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_finds_the_package_of_its_own_checkout(tmp_path: Path, name: str) -> None:
-    """Where it is not installed: without the `site` module no .pth file is read."""
+    """Without an installation: without the `site` module no .pth file is read."""
     done = subprocess.run(
         [sys.executable, "-S", ROOT / "tools" / name, "--help"],
         capture_output=True,
@@ -122,7 +122,7 @@ def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not is_cpu_build(), reason="vLLM here is for GPUs, which have no such limit")
 def test_a_model_that_vllm_has_no_cpu_kernel_for(tmp_path: Path) -> None:
-    """Training and its dry run say so before torch is imported; supervised training warns."""
+    """Training and its dry run refuse it before torch is imported; supervised training warns."""
     initial = tmp_path / "initial"
     demo_task.write_initial_model(demo_task.write_tokenizer(["1+2=3"], initial), initial, seed=0)
     document = json.loads((initial / "config.json").read_text())
@@ -167,7 +167,7 @@ def test_imports_leave_garbage_collection_as_it_was() -> None:
 
 
 def test_what_was_imported_is_freed_at_the_end(tmp_path: Path) -> None:
-    """Triton says of every object that it has leaked."""
+    """Otherwise Triton reports every object as leaked."""
     (tmp_path / "cyclic.py").write_text(
         "class Cycle:\n"
         "    def __del__(self, print=print):\n"

@@ -118,7 +118,7 @@ def prepare(root: Path, config: str) -> Path:
 def start(
     module: str, *arguments: object, ranks: int = 1, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """The program as a user starts it; `Program` does the same without the imports."""
+    """Start the program as a user does; `Program` does the same without the imports."""
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
@@ -132,7 +132,7 @@ def start(
 
 
 def launched(attempt_dir: Path) -> dict[str, str]:
-    """What slurm/launch.sh does before it starts the ranks; returns what it tells them."""
+    """Prepare a start as slurm/launch.sh does; returns the variables for the ranks."""
     attempt_dir.mkdir(parents=True)
     (attempt_dir.parents[1] / "OWNER").write_text(attempt_dir.name)
     return {"GAPO_ATTEMPT": attempt_dir.name, "GAPO_ATTEMPT_DIR": str(attempt_dir)}
@@ -183,7 +183,7 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
 
 @pytest.mark.system
 def test_a_user_starts_the_same_runs(root: Path, whole_run: Path, run_of_two: Path) -> None:
-    """In processes that import and compile for themselves, by python -m and by torchrun."""
+    """In separate processes without shared imports, by python -m and by torchrun."""
     for ranks, expected in ((1, whole_run), (2, run_of_two)):
         run_dir = root / f"user_{ranks}"
         command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}")
@@ -214,7 +214,7 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
 
 @pytest.mark.system
 def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
-    """Its steps are a run's own, and so are its timings; checkpoints and the model are left out."""
+    """Same steps and timings as a run's, without checkpoints and exported model."""
     run_dir = root / "probe"
     finish(
         Program(
@@ -250,7 +250,7 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path, run_of_two: Path) ->
 
 @pytest.mark.system
 def test_kills_at_any_moment_repeat_the_run_bitwise(root: Path, run_of_two: Path) -> None:
-    """The same within stages, at moments that the machine's load decides: KILLS of them."""
+    """The same within stages, KILLS times, at moments that depend on the machine's load."""
     draw, num_kills, num_runs = random.Random(0), 0, 0
     while num_kills < int(os.environ.get("KILLS", "3")):
         run_dir = root / f"killed_{num_runs}"
@@ -276,7 +276,7 @@ def test_kills_at_any_moment_repeat_the_run_bitwise(root: Path, run_of_two: Path
 
 @pytest.mark.system
 def test_a_rank_that_only_generates_changes_nothing(root: Path, whole_run: Path) -> None:
-    """Generation and training in turns, on ranks of their own: the same samples, the same bits."""
+    """Generation and training in turns on separate ranks: the same samples, the same bits."""
     run_dir = root / "two_sides"
     arguments = (root / "config.toml", f"run.output_dir={run_dir}", "rollout.generation_ranks=1")
     env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL", "SIGNALLED_RANK": "0"}
@@ -285,7 +285,7 @@ def test_a_rank_that_only_generates_changes_nothing(root: Path, whole_run: Path)
     assert num_steps_logged(run_dir) == 3
     assert "resumed from" in finish(Program("gapo_megatron.train", *arguments, ranks=2))
     assert_same_run(run_dir, whole_run)
-    # The last place in the data is saved, too.
+    # The last data position is saved, too.
     states = [json.loads(trainer_state(one).read_text()) for one in (run_dir, whole_run)]
     assert states[0] == states[1]
 
@@ -359,7 +359,7 @@ def test_what_a_stop_gives_back_is_counted_and_sampled_again(run_given_back: Pat
 def test_weights_that_leave_for_the_engine_change_nothing(
     root: Path, whole_run: Path, run_of_two: Path, ranks: int
 ) -> None:
-    """Saved, evaluated and exported while they are away; resumed from what was saved then."""
+    """Saved, evaluated and exported while offloaded; resumed from that checkpoint."""
     run_dir = root / f"offload_{ranks}"
     command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}")
     for num_steps in (4, 6):
@@ -372,7 +372,7 @@ def test_weights_that_leave_for_the_engine_change_nothing(
 def test_a_run_started_by_hand_saves_when_it_is_told_to_end(
     root: Path, whole_run: Path, name: str
 ) -> None:
-    """Whatever its last checkpoint; then it is resumed, bit for bit."""
+    """After any last checkpoint; then it is resumed, bitwise."""
     ended = root / f"ended_{name}"
     arguments = (root / "config.toml", f"run.output_dir={ended}")
     env = {"STAGE": "step 3: update", "SIGNAL": name}
@@ -384,7 +384,7 @@ def test_a_run_started_by_hand_saves_when_it_is_told_to_end(
 
 
 def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
-    """Invariant 6 for a stop on request: the updates done and the rollouts are kept."""
+    """Invariant 6 for a stop on request: finished updates and rollouts are kept."""
     stopped = root / "stopped"
     attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(2)]
     arguments = (root / "config.toml", f"run.output_dir={stopped}")
@@ -421,7 +421,7 @@ def test_a_finished_run_of_two_ranks_ends_well_every_time(root: Path, run_of_two
 
 @pytest.mark.system
 def test_two_runs_with_one_port_stay_two(root: Path, run_of_two: Path) -> None:
-    """One of them trains as if it were alone; the other names both, and has written nothing."""
+    """The first trains undisturbed; the second names both, and has written nothing."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     folders = [root / "one", root / "other"]
@@ -444,7 +444,7 @@ def test_two_runs_with_one_port_stay_two(root: Path, run_of_two: Path) -> None:
 
 
 def branch(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
-    """Command of a run that goes on from the whole run's checkpoint after four of six steps."""
+    """Command of a run that branches from the whole run's checkpoint after four of six steps."""
     point = f"checkpoint.branch_from={root}/whole/checkpoints/step_4"
     folder = f"run.output_dir={root}/{name}"
     return ("gapo_megatron.train", root / "config.toml", folder, point, *overrides)
@@ -453,7 +453,7 @@ def branch(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
 def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
     root: Path, whole_run: Path
 ) -> None:
-    """Killed on its way, it resumes from its own checkpoint; the other run keeps every byte."""
+    """After a kill it resumes from its own checkpoint; the other run keeps every byte."""
     source = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*")}
     command, run_dir = branch(root, "same", "checkpoint.every_steps=1"), root / "same"
     own = run_dir / "checkpoints/step_00000005"
@@ -481,7 +481,7 @@ def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
 
 @pytest.fixture(scope="module")
 def branched_run(root: Path, whole_run: Path) -> Path:
-    """One step under another method, with every term that has a metric of its own."""
+    """One step under another method, with every term that has its own metric."""
     assert whole_run == root / "whole"
     method = (
         "objective.method=dr_grpo",
@@ -515,7 +515,7 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
 
 @pytest.fixture(scope="module")
 def balanced_run(root: Path, whole_run: Path) -> Path:
-    """Two steps under a method whose mini-batches find clip bounds for themselves."""
+    """Two steps under a method whose mini-batches compute their own clip bounds."""
     assert whole_run == root / "whole"
     method = ("objective.method=bapo", "objective.eps_low=0.4", "objective.eps_high_max=0.2")
     finish(Program(*branch(root, "balanced", *method, "evaluation.every_steps=0")))
@@ -635,8 +635,8 @@ def test_what_is_broken_off_is_finished_by_the_next_steps(partial_run: Path) -> 
 
 @pytest.mark.system
 def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> None:
-    """Invariant 6: stopped within a step, which keeps its rollouts and what it left open, and
-    after one, whose open groups the next goes on with."""
+    """Invariant 6: stopped within a step, which keeps its rollouts and open groups, and after a
+    step whose open groups the next step continues."""
     stopped = root / "partial_stopped"
     attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(3)]
     command = partial(root, "partial_stopped")
@@ -679,7 +679,7 @@ train.train(load_config(sys.argv[1], sys.argv[2:]))
 
 @pytest.mark.system
 def test_there_is_room_when_vllm_starts(root: Path) -> None:
-    """On a GPU it looks at what is free, and refuses to start with less than it may take."""
+    """On a GPU it checks free memory, and refuses to start with less than its share."""
     arguments = [root / "config.toml", f"run.output_dir={root}/room", "optimizer.offload=all"]
     process = subprocess.Popen(
         [sys.executable, "-c", ROOM, *map(str, arguments)],

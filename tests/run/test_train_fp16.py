@@ -25,7 +25,7 @@ CONFIG = test_train.CONFIG.replace("verify_bound = 1e-4\n", "").replace(
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As of `test_train`, where the warm start is made in fp32."""
+    """As in `test_train`, which makes the warm start in fp32."""
     return test_train.prepare(tmp_path_factory.mktemp("fp16"), CONFIG)
 
 

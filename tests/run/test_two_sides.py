@@ -73,13 +73,13 @@ def make_config(folder: Path, *, max_staleness: int) -> Config:
 
 
 def response(problem: str, sample: int, *, version: int) -> list[int]:
-    """What weights of a version sample: unlike any other response."""
+    """Response sampled by the weights of a version, unlike any other response."""
     number = int(problem.removeprefix("p"))
     return [100 + version, 200 + number, 300 + sample, *[5] * (number % 3), EOS]
 
 
 class Tokenizer:
-    """One in two samples is right: `tests.reward_setup` says so."""
+    """Every second sample is correct, as defined by `tests.reward_setup`."""
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return "right" if ids[2] % 2 else "echo wrong"
@@ -88,7 +88,7 @@ class Tokenizer:
 def serve(
     world: World, config: Config, attempt: Attempt, before_step: Callable[[ScriptedEngine], object]
 ) -> tuple[list[str], int]:
-    """A rank that only generates; what it was asked for, and the tokens it has sampled."""
+    """A rank that only generates; returns its orders and sampled tokens."""
     assert world.bridge is not None
 
     def script(request: Request) -> list[int]:
@@ -115,7 +115,7 @@ def serve(
 
 
 def order(world: World, config: Config, attempt: Attempt) -> GenerationRanks:
-    """The end of a trainer whose log-probs are the scripted engine's."""
+    """Trainer end with the log-probs of the scripted engine."""
     assert world.bridge is not None
     cast(Any, module).score_probe = lambda policy, probe, group: [
         np.full(len(ids), -1.0, np.float32) for ids in probe.response_ids.values()
@@ -158,7 +158,7 @@ def train(
     before_stop: Callable[[], object] = lambda: None,
     hang_timeout_s: float = 600,
 ) -> Any:
-    """A run up to a step, where a stop ends it; each rank's account of it."""
+    """Run up to a step at which it is stopped; returns each rank's report."""
     assert world.bridge is not None
     is_generation = world.bridge.is_generation
     attempt = make_attempt(
@@ -198,7 +198,7 @@ def train(
 
 
 def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) -> Any:
-    """Stop after three of four steps, when a rank that generates is in the midst of the fourth."""
+    """Stop after three of four steps, while a generating rank samples the fourth."""
     generation_side._LOOK_EVERY_S = 0.0
     bridge = world.bridge
     assert bridge is not None
@@ -228,7 +228,7 @@ def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) ->
 def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
     tmp_path: Path, max_staleness: int, versions: list[int]
 ) -> None:
-    """And no token is lost in silence: what was under way at a stop is counted."""
+    """And tokens being sampled at a stop are counted as discarded."""
     accounts = run_sides(stop_while_one_is_sampled, 2, 2, tmp_path, max_staleness)
     (seen, given_back), (other, also), *sampled = accounts
     source, names, num_learned = PromptSource(PROBLEMS, seed=0), list[str](), 0
@@ -249,7 +249,7 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
 
 
 def train_beside_a_stranger(world: World, folder: Path, name: str) -> Any:
-    """Somebody who reaches the store's port writes a message while the first batch is sampled."""
+    """A foreign process writes a message to the store while the first batch is sampled."""
     generation_side._LOOK_EVERY_S = 0.0
     port = int(os.environ["MASTER_PORT"])
 
@@ -266,7 +266,7 @@ def train_beside_a_stranger(world: World, folder: Path, name: str) -> Any:
 def test_what_a_stranger_writes_ends_the_run_with_an_error_that_names_it(
     tmp_path: Path, name: str
 ) -> None:
-    """And not well: `stop` was followed, and the run ended as one that had been asked to."""
+    """It must fail, not follow the forged `stop` and end as if asked to."""
     with pytest.raises(AssertionError, match=rf"MachineError: message {name} "):
         run_sides(train_beside_a_stranger, 1, 1, tmp_path, name)
 
@@ -274,7 +274,7 @@ def test_what_a_stranger_writes_ends_the_run_with_an_error_that_names_it(
 def run_disturbed(
     job_rank: int, victim: int, number: signal.Signals, port: int, env: dict[str, str], folder: Path
 ) -> None:
-    """One rank of a run of which another gets a signal: as it trains, or as it generates."""
+    """A rank of a run in which another rank gets a signal while it trains or generates."""
     output = os.open(folder / f"{job_rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, sys.__stderr__.fileno())  # type: ignore[union-attr]
     os.environ |= {
@@ -309,9 +309,9 @@ def run_disturbed(
 def disturbed_runs(
     folder: Path, number: signal.Signals, victims: tuple[int, ...], **env: str
 ) -> Iterator[dict[int, list[BaseProcess]]]:
-    """Runs of two trainers and two ranks that generate, side by side; the ranks of each, by victim.
+    """Start parallel runs of two trainers and two generating ranks; returns ranks by victim.
 
-    What a rank prints is in `folder/VICTIM/RANK.log`.
+    A rank's output is in `folder/VICTIM/RANK.log`.
     """
     runs: dict[int, list[BaseProcess]] = {}
     for victim in victims:
@@ -345,7 +345,7 @@ def ends_of_others(ranks: list[BaseProcess], victim: int) -> list[int | None]:
 
 
 def test_a_frozen_rank_is_found_out_on_both_sides(tmp_path: Path) -> None:
-    """Each watch ends its own rank; so the launcher hears of it, and has all stacks."""
+    """Each watch ends its own rank, so that the launcher has all stacks."""
     launched = {"GAPO_ATTEMPT_DIR": str(tmp_path)}
     with disturbed_runs(tmp_path, signal.SIGSTOP, (0, 3), **launched) as runs:
         for victim, ranks in runs.items():
@@ -358,7 +358,7 @@ def test_a_frozen_rank_is_found_out_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_without_a_launcher_a_killed_rank_ends_all_others_and_they_name_it(tmp_path: Path) -> None:
-    """Long before their watches: those have ten minutes here, and the test has less."""
+    """Long before the timeout of their watches, ten minutes here."""
     with disturbed_runs(tmp_path, signal.SIGKILL, (0, 3)) as runs:
         for victim, ranks in runs.items():
             assert ends_of_others(ranks, victim) == [1, 1, 1], victim

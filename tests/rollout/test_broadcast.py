@@ -1,4 +1,4 @@
-"""Weights in buckets: the same bits, in little memory, and no error that stays at one end."""
+"""Weights in buckets: the same bits, bounded memory, and errors on both ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUCKET_BYTES = 4096
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
-    """Shapes and dtypes of all kinds, in memory that the next one overwrites, as a policy's is."""
+    """Various shapes and dtypes, in memory that the next tensor overwrites, as a policy's is."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(7,), (), (0, 3), (33, 5), (64, 64), (1,), (3, 1, 5), (257, 31), (1024,), (11, 13)]
     tied = torch.randn(40, 8, generator=generator)
@@ -43,7 +43,7 @@ def weights() -> Iterator[tuple[str, Tensor]]:
 def bits(
     pairs: Iterator[tuple[str, Tensor]], *, held: bool = False
 ) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-    """What arrives; `held`: looked at when all has arrived, as an engine may do."""
+    """Received tensors; `held`: read when all have arrived, as an engine may do."""
     return [
         (
             name,
@@ -61,7 +61,7 @@ def _route(world: World) -> Route:
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of what `torch.empty` has made, while anything uses them."""
+    """Counts the bytes allocated by `torch.empty` while they are in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Memory(TorchDispatchMode):
 
 
 def _send_or_receive(world: World, bucket_bytes: int) -> list[object]:
-    """Twice, by one route: nothing of the first broadcast is left in the way of the second."""
+    """Twice over one route: the first broadcast leaves no messages for the second."""
     route = _route(world)
     if world.bridge.is_generation:  # type: ignore[union-attr]
         return [bits(broadcast.receive(route), held=True) for _ in range(2)]
@@ -90,7 +90,7 @@ def _send_or_receive(world: World, bucket_bytes: int) -> list[object]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES, 2**24])
 def test_every_receiver_gets_every_bit_in_order(bucket_bytes: int) -> None:
-    """Buckets for next to nothing, of several tensors and several of them, and one for all."""
+    """Tiny buckets, several buckets of several tensors, and one bucket for all."""
     sent = bits(weights())
     sender, *receivers = run_sides(_send_or_receive, 1, 2, bucket_bytes)
     assert receivers == [[sent, sent]] * 2
@@ -126,7 +126,7 @@ def test_an_error_of_the_sender_is_every_receivers() -> None:
 
 
 def _one_is_gone(world: World, gone: int, folder: Path) -> None:
-    """Without a word, as after SIGKILL; what the others meet is in a file each."""
+    """Exit without notice, as after SIGKILL; each other rank's error is in a file."""
     rank = int(os.environ["RANK"])
     try:
         if rank == 0:
@@ -157,9 +157,9 @@ def test_who_is_gone_keeps_nobody_waiting(tmp_path: Path, gone: int) -> None:
 
 
 def _memory(world: World, bucket_bytes: int, sizes: list[int], num_held: int) -> list[int]:
-    """Bytes at most of what one end makes in each of two broadcasts, tensors it was given aside.
+    """Peak bytes allocated by an end in each of two broadcasts, without the sent tensors.
 
-    The receiver holds the last `num_held` tensors that it has taken.
+    The receiver holds its last `num_held` tensors.
     """
     peaks = []
     for _ in range(2):
@@ -181,7 +181,7 @@ def _memory(world: World, bucket_bytes: int, sizes: list[int], num_held: int) ->
 def test_memory_beside_the_weights_is_two_buckets_and_what_is_held(
     num_held: int, num_buckets: int
 ) -> None:
-    """A bucket is freed with the last tensor of it that somebody holds."""
+    """A bucket is freed with its last tensor that is still held."""
     bucket = 2**20
     sizes = [bucket // 2] * 2 + [bucket] * 9
     sender, receiver = run_sides(_memory, 1, 1, bucket, sizes, num_held)

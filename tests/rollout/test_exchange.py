@@ -1,4 +1,4 @@
-"""The table goes to every rank, tokens to those that want them: the same bits, and no byte more."""
+"""Every rank gets the table, and exactly the tokens it wants, bitwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spread_over_ranks(counts: Sequence[int]) -> Rollouts:
 
 
 def over_ranks(counts: Sequence[int], wanted: list[list[int]]) -> list[int]:
-    """What arrives is what a gather of everything would have brought; some ranks hold nothing."""
+    """Received tokens equal those of a full gather; some ranks hold none."""
     rank, channel = dist.get_rank(), GroupChannel(dist.group.WORLD)
     whole = Rollouts.join(sampled_by(source, counts) for source in range(len(counts)))
     spread = spread_over_ranks(counts)
@@ -67,7 +67,7 @@ def test_tables_take_two_collectives_however_long_they_are(counts: tuple[int, ..
 
 
 class CountingChannel:
-    """One rank of many, alone; bytes of its messages by the other rank."""
+    """A single rank of many; returns bytes of its messages by peer."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -89,7 +89,7 @@ class CountingChannel:
 
 @pytest.mark.parametrize("num_ranks", [8, 64, 256])
 def test_a_rank_sends_and_receives_its_share_alone(num_ranks: int) -> None:
-    """Eight sequences are held, and eight others wanted, by each rank, however many there are."""
+    """Each rank holds eight sequences and wants eight others, for any number of ranks."""
     count = 8 * num_ranks
     ids = [np.zeros(n, np.int32) for n in (5, 9)]
     everything = Rollouts.of(*([one] * count for one in ids), [np.zeros(9, np.float32)] * count)

@@ -1,4 +1,4 @@
-"""A real vLLM engine with two tiny models, and what it is trusted with."""
+"""A real vLLM engine with two tiny models: sampling, weights and turns."""
 
 import json
 import random
@@ -53,7 +53,7 @@ from tests.two_turn import TwoTurn
     ids=["tied", "untied"],
 )
 def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
-    """An engine, started from a folder this package wrote, and the transformers model in it."""
+    """An engine started from a folder that this package wrote, and its transformers model."""
     model = make_model(request.param)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder / "source")
@@ -232,7 +232,7 @@ def test_what_has_not_begun_is_open_without_a_token(fresh):
 
 
 def test_goes_on_from_what_an_environment_says(fresh):
-    """Log-probs are those of what was sampled, after all that was read."""
+    """Log-probs are those of sampled tokens, given all tokens before."""
     prompts = make_prompts(4)
     alone = generate(fresh.engine, prompts, **LONG)
     groups = generate(fresh.engine, prompts, respond=TwoTurn((20, 21, 22)).respond, **LONG)
@@ -258,7 +258,7 @@ def test_goes_on_from_what_an_environment_says(fresh):
 
 
 def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
-    """By a clock that a decoding step takes a second of."""
+    """By a clock that advances a second per decoding step."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     step = fresh.engine.llm.step

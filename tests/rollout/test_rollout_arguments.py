@@ -1,4 +1,4 @@
-"""What vLLM is started with, and what is checked before an engine is built."""
+"""vLLM's arguments, and checks before an engine is built."""
 
 import json
 import re
@@ -91,7 +91,7 @@ def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
 
 @pytest.mark.parametrize("quantization", ["", "fp8"])
 def test_on_a_gpu_vllm_has_its_logits_in_fp32(tmp_path, quantization):
-    """As the trainer's head; what vLLM makes of the override on a CPU is enough to see it."""
+    """Like the trainer's head; vLLM's handling of the override shows on a CPU."""
     model = make_model(True)
     model.save_pretrained(tmp_path)
     config = make_config(tmp_path, precision="bf16", quantization=quantization)

@@ -1,4 +1,4 @@
-"""Engines that are not vLLM: what a second implementation has to do, and that it is enough."""
+"""Engines other than vLLM: the interface is sufficient for a second implementation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model() -> LlamaForCausalLM:
 
 
 def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausalLM) -> None:
-    """In two turns: the log-probs of what was sampled are those of the whole sequence."""
+    """In two turns: log-probs of sampled tokens equal those of the whole sequence."""
     engine = TransformersEngine(model, eos_token_id=EOS)
     prompts = [Prompt(str(i), (3, 4 + i), answer="") for i in range(4)]
     respond = TwoTurn((20, 21)).respond
@@ -81,7 +81,7 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
 
 
 def test_both_are_engines(model: LlamaForCausalLM) -> None:
-    """For mypy, which reads this file, and for who looks for an example."""
+    """For mypy, which checks this file, and as an example."""
     engines: list[Engine] = [
         ScriptedEngine(lambda request: [5, EOS]),
         TransformersEngine(model, eos_token_id=EOS),
@@ -92,7 +92,7 @@ def test_both_are_engines(model: LlamaForCausalLM) -> None:
 
 
 def test_what_drives_an_engine_knows_none_by_name() -> None:
-    """A second engine touches what builds it, and its own folder."""
+    """A second engine needs changes only in its own folder and where it is built."""
     package = Path(gapo_megatron.__file__).parent
     files = [
         path

@@ -1,4 +1,4 @@
-"""A vLLM engine that generates in fp8: what it multiplies with after a start and after a sync.
+"""A vLLM engine that generates in fp8: its weights after a start and after a sync.
 
 On a CPU with AMX (but without its fp8) vLLM has the weights of layers in fp8, and multiplies them
 with bfloat16: the rounding of activations, which GPUs have besides, is the part that is not tested.
@@ -97,7 +97,7 @@ def distance(model: PreTrainedModel, engine: RolloutEngine) -> float:
 
 
 def distances(model: PreTrainedModel, engine: RolloutEngine) -> tuple[float, float]:
-    """From the model with rounded weights, and from the model itself."""
+    """Differences from the model with rounded weights, and from the model itself."""
     return distance(rounded(model), engine), distance(model, engine)
 
 
@@ -131,7 +131,7 @@ def start_and_sync(folder: str, tp_size: int) -> list[tuple[float, float]]:
 
 
 def sync_experts(folder: str) -> list[tuple[float, float]]:
-    """With no weights to begin with, as in a run."""
+    """Started without weights, as in a run."""
     os.environ.update(vllm_environment(0, 1))
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     config = Qwen3MoeConfig(**sizes, head_dim=64, norm_topk_prob=True, tie_word_embeddings=False)

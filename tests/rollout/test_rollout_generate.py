@@ -1,4 +1,4 @@
-"""Generation by any engine and in any environment: scripted engines, no vLLM."""
+"""Generation with any engine and environment, by scripted engines without vLLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def length_of(problem: str, sample: int) -> int:
 
 
 def of_some_length(request: Request) -> list[int]:
-    """As many tokens as there are steps of `length_of`, the last one EOS; whatever is there."""
+    """`length_of` tokens per request, the last EOS, regardless of tokens so far."""
     left = length_of(*place_of(request)) - len(request.response_ids)
     return [5] * (left - 1) + [EOS]
 
@@ -61,7 +61,7 @@ def finished_of(groups: Any) -> dict[tuple[str, int], Episode]:
 
 
 def test_an_engine_that_loses_a_request_is_an_error() -> None:
-    """It would be asked for the next step for ever, and count as alive."""
+    """Otherwise it would be polled forever, and count as alive."""
 
     class Forgetful(ScriptedEngine):
         def add(self, request: Request) -> None:
@@ -153,7 +153,7 @@ def test_whatever_raises_leaves_no_request_behind() -> None:
 
 
 def test_an_engine_that_has_ended_hands_over_until_the_last_one_has() -> None:
-    """Nothing new; but nobody else would feed the workers. And it says that it is well."""
+    """Called without new episodes, to feed the verifier workers and to report progress."""
     calls: list[Sequence[Episode]] = []
     asked: list[float] = []
 
@@ -219,7 +219,7 @@ def test_bad_prompts_are_named_before_generation(
 
 
 def beats(folder: str) -> int:
-    """Rank 0 has ended; rank 1 generates, is frozen for a while, and ends."""
+    """Rank 0 has ended; rank 1 generates, freezes for a while, and ends."""
     heart = Heartbeat(dist.group.WORLD)
     lively, frozen, thawed = (Path(folder, name) for name in ("lively", "frozen", "thawed"))
     if dist.get_rank() == 1:
@@ -246,7 +246,7 @@ def beats(folder: str) -> int:
 
 
 def test_a_rank_that_freezes_while_it_generates_is_missed(tmp_path: Path) -> None:
-    """Its own watch is frozen with it, so the others must not wait for it for ever."""
+    """Its own watch is frozen too, so the others must not wait for it forever."""
     num_beats, _ = run_distributed(beats, 2, str(tmp_path))
     assert num_beats <= 1, "at most the one that was under way"
 
@@ -257,7 +257,7 @@ GIVEN = (90, 91, 92)
 
 
 def in_two_turns(request: Request) -> list[int]:
-    """Two tokens and EOS, then some more of another number."""
+    """Two tokens and EOS, then a different number of tokens."""
     said = request.response_ids.tolist()
     if GIVEN[-1] in said:
         begun = len(said) - said.index(GIVEN[-1]) - 1
@@ -311,7 +311,7 @@ def test_the_token_limit_counts_what_the_environment_says() -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_an_episode_goes_on_wherever_it_was_interrupted(num_steps: int) -> None:
-    """Before the environment's answer, right after it, or later; it is asked once."""
+    """Before the environment's answer, right after it, or later; it is called once."""
     respond = TwoTurn(GIVEN).respond
     settings = replace(SETTINGS, num_samples=2)
     engine = ScriptedEngine(in_two_turns)
@@ -351,7 +351,7 @@ def test_a_request_that_goes_on_does_not_make_the_engine_full() -> None:
 
 
 def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
-    """Verdicts are on the last turn, made in a worker; what is open keeps its mask."""
+    """Verdicts, made in a worker, are on the last turn; open episodes keep their masks."""
     config = config_of(2, oversampling=2, partial_rollouts=True)
     problems = [Prompt(str(i), (10 + i,), answer=f"7 {EOS}") for i in range(8)]
     engine = ScriptedEngine(in_two_turns)

@@ -1,4 +1,4 @@
-"""Engines of several ranks, and of experts: processes of their own."""
+"""Engines of several ranks, and with experts, in separate processes."""
 
 import os
 import re
@@ -168,7 +168,7 @@ def sync_experts(folder: str):
 
 @pytest.mark.system
 def test_synced_experts_are_the_ones_generated_with(tmp_path):
-    """They are packed for the CPU's kernel when the engine is built, and anew by every sync."""
+    """Experts are packed for the CPU's kernel when the engine is built, and by every sync."""
     (differences,) = run_distributed(sync_experts, 1, str(tmp_path))
     assert len(differences) == 2
     assert all(0.0 < difference < TOLERANCE for difference in differences)

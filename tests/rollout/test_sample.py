@@ -1,4 +1,4 @@
-"""Which groups a batch is made of, and which problems. tests/run/test_train.py runs it whole."""
+"""Choice of a batch's groups and problems. tests/run/test_train.py runs the whole loop."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_no_problem_comes_twice_in_a_batch_of_several_draws() -> None:
 
 
 def test_problems_given_back_come_again_and_all_as_often() -> None:
-    """Also over the ends of epochs, where one may be there twice."""
+    """Also across epochs, where a problem may remain twice."""
     source = PromptSource([Prompt(str(i), (i,), "") for i in range(10)], seed=0)
     learned = []
     for number in range(60):
@@ -111,10 +111,10 @@ def test_problems_given_back_come_again_and_all_as_often() -> None:
 def test_over_sampling_puts_off_long_problems(
     luck: float, longest: float, others: float, least: int
 ) -> None:
-    """The figures of docs/data.md: how often each is learned from, by how long its responses are.
+    """The figures of docs/data.md: how often problems are learned from, by response length.
 
-    What is put off comes again in every epoch that it has missed; yet what is the longest of any
-    company never gets its turn.
+    A postponed problem is drawn again for every epoch that it missed; yet a problem that is always
+    the longest is never learned from.
     """
     random = np.random.default_rng(1)
     source = PromptSource([Prompt(str(i), (i,), "") for i in range(400)], seed=0)
@@ -146,14 +146,14 @@ def test_as_many_problems_are_begun_as_the_factor_says() -> None:
 
 
 class Numbered(OneTurn):
-    """Has the verifier told which response it is."""
+    """Tells the verifier which response it judges."""
 
     def judge(self, episode: Episode) -> tuple[str, str]:
         return episode.prompt.id, str(episode.sample)
 
 
 class InstantPool:
-    """Judges at once. Every third problem teaches nothing."""
+    """Judges at once. Every third problem has A = 0."""
 
     def __init__(self) -> None:
         self.judged: list[Verdict] = []
@@ -175,7 +175,7 @@ class InstantPool:
 
 
 class HesitantPool(InstantPool):
-    """Has no verdict yet when it is asked first."""
+    """Has no verdict yet at the first call."""
 
     def collect(self, numbers: Sequence[int], *, may_end: Callable[[bool], bool]) -> list[Verdict]:
         may_end(False)
@@ -190,9 +190,9 @@ def length_of(problem: str, sample: int) -> int:
 
 
 class Setup:
-    """A rollouter over a scripted engine: each token is the number of the step of the run.
+    """A rollouter with a scripted engine: each token is the number of the run's step.
 
-    The clock of `generate` goes on by a second in every decoding step.
+    The clock of `generate` advances a second per decoding step.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Setup:
     def sample(
         self, prompts: Sequence[Prompt], opened: Sequence[Group], wanted: int
     ) -> tuple[Rollouts, Rollouts]:
-        """One round of step 1: complete groups, and those that are left."""
+        """A round of step 1: complete groups, and open groups."""
         now = rollouter_module._Step(1, ATTEMPT, Stopwatch(), Occupancy())
         self.step = 1
         self.rollouter.resume(opened)
@@ -246,7 +246,7 @@ class Setup:
 
 
 def groups_of(rollouts: Rollouts, source: PromptSource, *others: Rollouts) -> list[Group]:
-    """The groups, with the tokens that this rank has and those that `others` of it have."""
+    """The groups, with the tokens of this rank and of `others`."""
     tokens = {name: dict(held) for name, held in rollouts.tokens.items()}
     for other in others:
         assert other.table.tobytes() == rollouts.table.tobytes()
@@ -257,7 +257,7 @@ def groups_of(rollouts: Rollouts, source: PromptSource, *others: Rollouts) -> li
 
 
 def open_group(prompt: Prompt, *, num_tokens: int = 0, num_finished: int = 0) -> Group:
-    """Its responses have so many tokens, all carried; the first ones are finished."""
+    """Responses with these numbers of tokens, all carried; the first are finished."""
     return tuple(
         Episode(
             prompt,
@@ -277,14 +277,14 @@ def tokens_of(groups: Iterable[Group]) -> dict[str, list[list[int]]]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Setup], None]:
-    """Let generation go by the clock of a setup."""
+    """Let generation use the clock of a setup."""
     return lambda setup: monkeypatch.setattr(
         generate_module, "time", SimpleNamespace(monotonic=lambda: setup.now)
     )
 
 
 def idle_share(running: Sequence[int]) -> float:
-    """Of an engine that has as many places as ever ran at a time, a second each step."""
+    """Idle share of an engine with as many slots as it ever ran, a second per step."""
     taken = [count / max(running[: i + 1]) for i, count in enumerate(running)]
     return 1 - sum(taken) / len(taken)
 
@@ -292,7 +292,7 @@ def idle_share(running: Sequence[int]) -> float:
 def test_a_step_draws_as_many_problems_as_are_asked_for(
     clock: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No group teaches, so that every round draws anew; one problem less is refused before."""
+    """Every group has A = 0, so every round draws new problems; one problem fewer is refused."""
     config = config_of(8, oversampling=1.3, dynamic_sampling_rounds=2)
     problems = [Prompt(str(3 * i), (i,), "") for i in range(3 * 11)]
     check_problems(problems, config)
@@ -350,7 +350,7 @@ def test_truncated_responses_leave_their_groups_where_the_config_says_so(truncat
 
 
 def test_an_engine_is_full_while_requests_wait() -> None:
-    """And keeps its places, when a later call has fewer requests than they are."""
+    """And keeps its slots when a later call has fewer requests."""
     occupancy = Occupancy()
     assert occupancy.share_taken(4, 6) == 1
     assert occupancy.share_taken(3, 1) == 1  # room in the cache for three, of longer responses
@@ -363,7 +363,7 @@ def test_an_engine_is_full_while_requests_wait() -> None:
 
 
 def decode(token_ids: Sequence[int], **_: Any) -> str:
-    """As commands to tests/reward_setup.py, which make verdicts that say what is judged by what."""
+    """Commands to tests/reward_setup.py, whose verdicts name response and judge."""
     return f"echo {len(token_ids)} tokens"
 
 
@@ -372,7 +372,7 @@ TOKENIZER: Any = SimpleNamespace(decode=decode)
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[rewards.Pool]]:
-    """One for each of four ranks. Every worker is ready: none is started in a rank's thread."""
+    """A pool for each of four ranks, with all workers started before the ranks' threads."""
     with ExitStack() as stack:
         verifier = "tests.reward_setup"
         pools = [rewards.Pool(verifier, num_workers=1, timeout_s=600) for _ in range(4)]
@@ -388,7 +388,7 @@ def test_verdicts_belong_to_their_responses_whichever_rank_judges(
     oversampling: float,
     num_open: int,
 ) -> None:
-    """Two ranks in each of two engines; responses end in another order than they were begun."""
+    """Two ranks in each of two engines; responses end in a different order than they begin."""
     config = config_of(6, oversampling=oversampling, partial_rollouts=bool(num_open))
     prompts = [Prompt(str(i), (1,), f"answer {i}") for i in range(int(6 * oversampling))]
     # Of each open group two responses are finished: they are judged with the others.
@@ -453,7 +453,7 @@ def test_verdicts_of_a_generation_that_is_aborted_count_nowhere(
 def test_every_group_of_a_round_is_dealt_to_one_replica_and_in_order(
     num_ranks: int, size: int
 ) -> None:
-    """New ones before open ones; replicas have as many as each other to complete, and to spare."""
+    """New groups before open groups; replicas get equal numbers to complete, and to spare."""
     ranks = [LoneReplicas(rank=i, world_size=num_ranks, size=size) for i in range(num_ranks)]
     for num_new, num_open, wanted in itertools.product(range(9), range(7), range(15)):
         if wanted > num_new + num_open:
@@ -513,7 +513,7 @@ def test_ranks_agree_on_what_is_whole_and_what_is_left(
 
 @pytest.mark.parametrize("aborted", range(4))
 def test_what_is_discarded_is_counted_once(aborted: int) -> None:
-    """While a round generates (0, 2) or is judged (1, 3); two ranks of an engine make the same."""
+    """While a round generates (0, 2) or is judged (1, 3); the two ranks of an engine agree."""
     config = config_of(6, dynamic_sampling_rounds=1)
     problems = [Prompt(str(i), (1,), "") for i in range(40)]
     setups = [Setup(config, replicas=replicas) for replicas in ThreadReplicas.of(4, size=2)]
@@ -540,7 +540,7 @@ def test_what_is_discarded_is_counted_once(aborted: int) -> None:
 
 
 def test_a_batch_mixes_old_groups_and_new_ones() -> None:
-    """An update learns from consecutive groups: it must not see one kind alone."""
+    """An update learns from consecutive groups, which must not all be of one kind."""
     config = config_of(16, oversampling=1.5, partial_rollouts=True)
     source = PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0)
     setup = Setup(config, source)
@@ -554,7 +554,7 @@ def test_a_batch_mixes_old_groups_and_new_ones() -> None:
 
 
 def test_what_has_been_open_longest_is_taken_first() -> None:
-    """Of five that end together, in a later round that wants two and begins none."""
+    """Five groups end together, in a later round that needs two and begins none."""
     config = config_of(6, oversampling=1.5, partial_rollouts=True)
     source = PromptSource([Prompt(i, (1,), "") for i in "01234"], seed=0)
     opened = [open_group(prompt) for prompt in source.problems]
@@ -563,7 +563,7 @@ def test_what_has_been_open_longest_is_taken_first() -> None:
 
 
 def carried_over(one: Episode) -> Episode:
-    """As `learn.carry`; a token's version is the token itself."""
+    """Like `learn.carry`; a token's version is the token itself."""
     if not len(one.token_ids):
         return one
     return replace(one, carried_log_probs=one.log_probs, oldest_version=int(one.token_ids[0]))
@@ -573,7 +573,7 @@ def carried_over(one: Episode) -> Episode:
 def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
     clock: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
-    """Problems are learned from as often as each other, however long their responses."""
+    """Problems are learned from equally often, regardless of response length."""
     config = config_of(6, oversampling=1.5, partial_rollouts=True, dynamic_sampling_rounds=rounds)
     scored: list[Episode] = []
     score = rewards.score

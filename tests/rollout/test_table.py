@@ -1,4 +1,4 @@
-"""From episodes to rows of the table, and back."""
+"""Conversion of episodes to rows of the table, and back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_truncated_response_may_be_unknown(judges_truncated: bool, outcomes: l
 def test_a_response_that_does_not_fit_itself_is_named(
     num_log_probs: int, mask: list[bool], named: str
 ) -> None:
-    """Before anything is counted by its mask."""
+    """Refused before its mask is used to count."""
     log_probs = np.ones(num_log_probs, np.float32)
     one = Episode(
         Prompt("p", (1,), ""), 0, np.ones(3, np.int32), log_probs, response_mask=np.array(mask)
@@ -64,7 +64,7 @@ def test_a_response_that_does_not_fit_itself_is_named(
 
 
 def test_an_open_group_comes_back_as_it_was() -> None:
-    """Finished or not, begun or not, with carried tokens and with a mask; its outcome is open."""
+    """Finished or not, begun or not, with carried tokens and a mask; without an outcome."""
     prompt = Prompt("p", (1, 2, 3), "the answer", "hard")
     ids, log_probs = np.array([4, 5, 6], np.int32), -np.ones(3, np.float32)
     mask = np.array([True, False, True])

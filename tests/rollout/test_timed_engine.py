@@ -1,4 +1,4 @@
-"""The engine that takes its time, and what schedules gain on a tail by its clock."""
+"""The engine with simulated time, and the gain of schedules on a long tail by its clock."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Found:
 
 
 def carried(groups: Rollouts, step: int) -> Rollouts:
-    """As `learn.carry`, but the log-probs are the engine's."""
+    """Like `learn.carry`, but with the engine's log-probs."""
     table = groups.table
     lengths = table["num_response_tokens"]
     versions = np.where(table["num_carried_tokens"] > 0, table["oldest_version"], step)
@@ -99,7 +99,7 @@ def carried(groups: Rollouts, step: int) -> Rollouts:
 
 
 def sample(oversampling: float, *, partial: bool) -> list[Found]:
-    """Some steps of several engines, without anything between them."""
+    """Several steps of several engines, with generation only."""
     config = parse_config(
         {
             "run": {"output_dir": "unused", "num_steps": 1},

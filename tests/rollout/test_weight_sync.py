@@ -1,4 +1,4 @@
-"""A weight sync with a second engine and a second transport: the probe, and what must agree."""
+"""A weight sync with a second engine and a second transport: probe and verification."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_probes_are_short() -> None:
 
 
 def make_engine(folder: Path) -> TransformersEngine:
-    """On every rank, asleep, with other weights than those of the folder."""
+    """Engine on every rank, asleep, with other weights than those of the folder."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,7 +90,7 @@ def sync_with_a_second_engine(folder: Path, parallel: dict[str, int]) -> list[We
 
 
 def damaged(engine: Engine, weights: Iterable[tuple[str, Tensor]], **settings: Any) -> None:
-    """One number of one matrix, on the last rank alone."""
+    """A single element of a matrix, on the last rank only."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -121,7 +121,7 @@ def test_the_engine_must_agree_with_the_model_at_temperature_one(tmp_path: Path)
 
 
 def sync_by_broadcast(folder: Path) -> float:
-    """The second rank would bring something else by itself."""
+    """The second rank's own weights would differ."""
     policy, engine = make_policy(folder), make_engine(folder)
     iterate = policy.iterate_hf_weights
     if dist.get_rank() == 1:

@@ -51,7 +51,7 @@ EXPERTS = {
 
 
 def model_of(kind: str) -> PreTrainedModel:
-    """Its layers are larger than a bucket of 1 MiB, the experts of one layer many times that."""
+    """Its layers are larger than a bucket of 1 MiB, a layer's experts many times that."""
     if kind != "experts":
         return make_model(tied=kind == "tied")
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def save_versions(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32
 
 
 def weights_of(folder: Path, version: int) -> list[tuple[str, Tensor]]:
-    """In the order in which a policy exports them: those of a layer next to each other."""
+    """In the order in which a policy exports tensors: by layer."""
     tensors = load_file(folder / str(version) / "model.safetensors")
     return sorted(tensors.items(), key=lambda pair: (module_of(pair[0]), pair[0]))
 
@@ -85,7 +85,7 @@ def probe() -> Rollouts:
 
 
 def _transfer(world: World, folder: Path) -> list[float]:
-    """Mean difference, for every bucket size, to log-probs with the same weights in place."""
+    """Mean difference of log-probs from in-place weights, for every bucket size."""
     assert world.bridge is not None and world.bridge._route is not None
     route = world.bridge._route
     if not world.bridge.is_generation:
@@ -108,16 +108,16 @@ def _transfer(world: World, folder: Path) -> list[float]:
 def test_buckets_of_any_size_bring_the_weights_of_a_colocated_engine(
     tmp_path: Path, kind: str
 ) -> None:
-    """VLLM holds the tensors of a fused module; buckets are smaller than one, or than a tensor."""
+    """VLLM holds the tensors of a fused module; buckets are smaller than a module or a tensor."""
     _, differences = run_sides(_transfer, 1, 1, save_versions(tmp_path, kind))
     assert differences == [0.0] * len(BUCKETS)
 
 
 def _plant(folder: Path, precision: str) -> list[str]:
-    """Change a bit of a tensor on its way into vLLM's last rank; which changes pass unnoticed.
+    """Change a bit of a tensor sent to vLLM's last rank; returns undetected changes.
 
-    Of every tensor at least one, and at least one in every place of an element. The last rank has
-    the last element of every tensor, of some alone, of some beside the others.
+    Changes at least one bit of every tensor, and every bit position of an element. The last rank
+    holds the last element of every tensor, of some alone, of others with the other ranks.
     """
     engine, missed = engine_for(folder, precision=precision), []
     weights = weights_of(folder, 1)
@@ -186,7 +186,7 @@ def _plant_in_replica(folder: Path, precision: str, num_ranks: int) -> list[str]
 
 
 def _plant_over_ranks(folder: Path, precision: str) -> list[str]:
-    """As `_plant`, with an engine cut over all ranks."""
+    """Like `_plant`, with an engine sharded over all ranks."""
     with patch.dict(globals(), engine_for=_engine_over_ranks):
         return _plant(folder, precision)
 
@@ -197,7 +197,7 @@ def _engine_over_ranks(folder: Path, **settings: str) -> RolloutEngine:
 
 
 def _hash_of(bits: int) -> int:
-    """Murmur3's fmix32 in Python's numbers."""
+    """Murmur3's fmix32 in Python integers."""
     bits = (bits ^ bits >> 16) * 0x85EBCA6B % 2**32
     bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
     return bits ^ bits >> 16
@@ -251,7 +251,7 @@ def test_digests_do_not_depend_on_order_cut_or_padding() -> None:
 
 @pytest.mark.parametrize("stale", range(4))
 def test_every_copy_counts(stale: int) -> None:
-    """On four ranks a norm that all have, and keys and values that two and two have."""
+    """On four ranks: a norm on all, and keys and values on two ranks each."""
     norm, heads = torch.ones(8), torch.arange(1.0, 17).view(2, 8)
     sent = Digests()
     sent.note("model.layers.0.input_layernorm.weight", norm)
@@ -270,7 +270,7 @@ _arrived: list[int] = []
 
 
 class _Tracked(Digests):
-    """Leaves its rank in `_arrived` where it is unpickled."""
+    """Records its rank in `_arrived` when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Digests], tuple[int, dict[str, int]]]:
         return _arrive, (dist.get_rank(), dict(self))
@@ -282,7 +282,7 @@ def _arrive(rank: int, values: dict[str, int]) -> Digests:
 
 
 def _check_over_replicas(size: int, stale: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The error of this rank, and whose digests it has got."""
+    """The error of this rank, and the ranks whose digests it received."""
     replicas = Replicas.create(size, gloo_group=dist.group.WORLD)
     sent, loaded = Digests(), _Tracked()
     sent.note("model.norm.weight", torch.ones(4))

@@ -1,4 +1,4 @@
-"""What stays open is scored at the weights that sampled it, once, and kept in a checkpoint."""
+"""Open groups are scored once, at the weights that sampled them, and kept in a checkpoint."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def make_open_groups() -> list[Group]:
-    """Each with a response that is not begun, one begun now, two of two steps, one of an earlier.
+    """Groups with responses not begun, begun in this step, from two steps (two), and from earlier.
 
-    The last one is finished, and had its last token then.
+    The last response was finished by an earlier step.
     """
     random = np.random.default_rng(0)
 
@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_masks(groups: list[Group]) -> list[Group]:
-    """Every third token of the second and third responses is the environment's."""
+    """Every third token of the second and third responses is appended by the environment."""
 
     def mask(one: Episode) -> Episode:
         is_sampled = np.arange(len(one.token_ids)) % 3 > 0
@@ -128,7 +128,7 @@ def policy(folder: Path) -> Iterator[Policy]:
 def carry(
     policy: Policy, groups: list[Group], config: Config, *, policy_version: int
 ) -> list[Group]:
-    """`learn.carry` of groups whose tokens are spread over all ranks; put together on each."""
+    """`learn.carry` of groups whose tokens are spread over all ranks; gathered on each."""
     world_size, channel = dist.get_world_size(), GroupChannel(dist.group.WORLD)
     rollouts = to_rollouts(groups)
     held = spread(rollouts, np.arange(len(rollouts)) % world_size)
@@ -159,13 +159,13 @@ def carried_of(groups: Sequence[Group]) -> list[list[tuple[int, list[float]] | N
 
 
 def pairs(found: Sequence[Group], expected: Sequence[Group]) -> Iterator[tuple[Episode, Episode]]:
-    """Episodes beside each other, as many in every group."""
+    """Episodes as groups of equal size."""
     for ours, theirs in zip(found, expected, strict=True):
         yield from zip(ours, theirs, strict=True)
 
 
 def assert_scored(groups: list[Group], model: Any) -> None:
-    """At version 5: new tokens have the model's log-probs, the others their own, to the bit."""
+    """At version 5 new tokens get the model's log-probs; others keep theirs, bitwise."""
     for one, old in pairs(groups, GROUPS):
         assert (one.prompt, one.sample, one.finished) == (old.prompt, old.sample, old.finished)
         assert one.token_ids.tolist() == old.token_ids.tolist()
@@ -308,7 +308,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 def test_open_groups_go_on_as_they_have_begun(
     policy: Policy, folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """Refused before any model is built; of an older checkpoint as soon as it is the one."""
+    """Refused before any model is built; for an older checkpoint once it is selected."""
     section, key = name.split(".")
     before, now = CHANGES[name]
     config = config_of(folder, rollout={"max_response_tokens": 64})
@@ -334,12 +334,12 @@ def test_open_groups_go_on_as_they_have_begun(
     checkpoint.check_resume(tmp_path, policy.hf_config, config)
     with pytest.raises(ConfigError, match=named):
         checkpoint.check_resume(tmp_path, policy.hf_config, other)
-    mark_finished(tmp_path, num_steps=config.run.num_steps)  # then it does not go on at all
+    mark_finished(tmp_path, num_steps=config.run.num_steps)  # a finished run resumes nothing
     checkpoint.check_resume(tmp_path, policy.hf_config, other)
     (tmp_path / "finished.json").unlink()
     state = checkpoint.load_latest(tmp_path, policy=policy, config=config)
     assert state is not None and carried_of(state.open_groups) == carried_of(groups)
-    # A checkpoint without any may be gone on from as one likes.
+    # A checkpoint without open groups may be resumed with other settings.
     newer = save(4, config, [])
     checkpoint.check_resume(tmp_path, policy.hf_config, other)
     state = checkpoint.load_latest(tmp_path, policy=policy, config=other)

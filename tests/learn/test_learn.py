@@ -92,7 +92,7 @@ def test_a_single_mini_batch_has_ratio_one(folder: Path) -> None:
 
 
 def test_a_pass_of_its_own_gives_the_ratio_one_too(folder: Path) -> None:
-    """The first update cannot move a weight: the old pass must have the bits of the second's."""
+    """The first update changes no weight: the old pass must have the bits of the second's pass."""
     rollouts = make_judged(("wwww", "cccc", "wwww", "cwww", "ccww", "cwcc"))
     report = step(folder, rollouts, optimizer={"weight_decay": 0.0})
     first, second = report.updates
@@ -132,12 +132,12 @@ def test_tokens_of_earlier_steps_keep_their_old_log_probs(folder: Path) -> None:
             values[: len(then)] = then
             gaps.append((values - torch.from_numpy(part.rollout_log_probs[i])).abs())
     assert {True, False} <= set(clipped)
-    # What this step has sampled needs no pass of its own in the first mini-batch, nor has it one.
+    # Tokens of this step need no old pass in the first mini-batch, and have none.
     for i, ratio in report.updates[0].ratios.items():
         assert (ratio == 1.0) != is_carried[i]
     skipped = "skip/old_pass_token_share"
     assert report.metrics[skipped] == step(folder).metrics[skipped]
-    # What is older starts an update away from 1, and meets the clip more often.
+    # Ratios of older tokens start an update away from 1, and are clipped more often.
     flags: dict[bool, list[bool]] = {True: [], False: []}
     for update in report.updates:
         for i, flag in update.clipped.items():
@@ -213,7 +213,7 @@ def test_skipped_shares_are_those_counted_by_hand(folder: Path) -> None:
 
 
 def test_statistics_per_c_do_not_depend_on_the_packing(folder: Path) -> None:
-    """One sequence a micro-batch, a few, or all: the same metrics, by side and c and overall."""
+    """One sequence per micro-batch, a few, or all: the same metrics, by side and c and overall."""
     widths = {"eps_low": 1e-4, "eps_high_max": 5e-4}
     one, few, all_at_once = (
         step(folder, batch={"max_tokens_per_microbatch": size}, objective=widths).metrics
@@ -232,7 +232,7 @@ def test_statistics_per_c_do_not_depend_on_the_packing(folder: Path) -> None:
 
 
 def test_metrics_take_one_collective(folder: Path) -> None:
-    """Everything that ranks know of a step travels together: a fixed vector, gathered once."""
+    """All sums of a step are gathered once, as a vector of fixed length."""
     names = [name for name in dir(dist) if re.match("all_|reduce|broadcast|gather|send|recv", name)]
     calls = []
 
@@ -282,7 +282,7 @@ def test_kl_and_entropy_count_for_every_sequence(
 ) -> None:
     report = step(folder, num_steps=2, objective=coefficients)
     config = make_config(folder)
-    # The second step: the policy, the one that sampled and the reference are three.
+    # The second step: policy, sampling policy and reference differ.
     updates = report.updates[NUM_MINIBATCHES:]
     initial, old = load_model(folder), load_model(folder, updates[0].weights)
     sums = torch.zeros(3, dtype=torch.float64)
@@ -393,10 +393,10 @@ def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
             step(folder, with_length(unknown, length), objective={"aggregation": aggregation})
             for length in (1, 24)
         )
-        # What it said does not matter, to a bit.
+        # Its value does not matter, bitwise.
         assert equal(one.after, other.after), aggregation
         changed = {key for key in one.metrics if one.metrics[key] != other.metrics[key]}
-        # It counts among the tokens that were spared.
+        # It counts among the skipped tokens.
         assert changed and all(key.startswith("skip/") for key in changed), aggregation
         losses[aggregation] = one.updates[0].loss
     # 19 rollouts of 20 have a verdict. Ratios of 1: exact in float64.
@@ -412,7 +412,7 @@ def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
 
 
 def test_an_unknown_verdict_narrows_the_clip_of_its_group(folder: Path) -> None:
-    """k is the group's own: at c = 2 a group of three has less room than a group of four."""
+    """k counts the group's valid rollouts: at c = 2 the clip is narrower for k = 3 than for 4."""
 
     def judged(letters: str) -> Rollouts:
         return make_judged((*VERDICTS[:5], letters, *VERDICTS[6:]), seed=1)

@@ -1,4 +1,4 @@
-"""`learn` with responses of which an environment gave a part: it is read, and counts nowhere."""
+"""`learn` with tokens appended by an environment: they are context, and count nowhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rollouts(folder: Path) -> Rollouts:
-    """Of two rollouts one is carried, wholly or in part; of three two have masked tokens."""
+    """Every second rollout is carried, fully or partly; two of three have masked tokens."""
     return mask_some(carry_some(make_judged(), make_config(folder)))
 
 
@@ -66,7 +66,7 @@ def assert_same_bits(found: Report, expected: Report) -> None:
 def test_only_sampled_tokens_are_learned_from(
     folder: Path, rollouts: Rollouts, report: Report
 ) -> None:
-    """Ratios, weights, losses and gradients of a float64 loop that skips the others."""
+    """Ratios, weights, losses and gradients of a float64 loop that skips appended tokens."""
     config, old = make_config(folder, objective=OBJECTIVE), load_model(folder)
     assert rollouts.num_sampled < sum(map(len, rollouts.response_ids.values()))
     for number, (update, part) in enumerate(

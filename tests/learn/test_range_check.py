@@ -1,4 +1,4 @@
-"""A model whose activations leave fp16's range is refused, and named, before a run begins."""
+"""A model whose activations exceed fp16's range is refused by name before a run begins."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(
     folder: Path, names: tuple[str, ...] = (), *, precision: str = "fp16", **parallel: object
 ) -> Policy:
-    """A policy with the weights that end on `names` 500 times as large: far from 65504."""
+    """A policy whose weights with names ending in `names` are scaled by 500."""
     config = make_config(folder, model={"precision": precision}, parallel=parallel)
     policy = Policy.build(config, initialize(config.parallel), "cpu")
 
@@ -97,7 +97,7 @@ def test_a_model_within_the_range_passes_and_nothing_changes(
 
 
 def watched(policy: Policy) -> bool:
-    """Whether anyone still looks at its modules."""
+    """Whether any hook is left on its modules."""
     modules = [module for stage in policy.stages for module in stage.modules()]
     return any(module._forward_hooks for module in modules)
 

@@ -1,4 +1,4 @@
-"""What rounding does to a step's ratios: what is compared, what it says, and on which ranks."""
+"""Rounding of a step's ratios: comparison, results and messages, on several layouts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BATCH = batch_of()
 
 
 def model_of(layout: str, folder: Path) -> Path:
-    """A model that can be laid out so: experts, four layers, or the smallest."""
+    """A model for this layout: with experts, with four layers, or the smallest."""
     if layout == "ep":
         conversion_setup.save_model(folder, "qwen3_moe", vocab_size=VOCAB_SIZE)
     else:
@@ -123,7 +123,7 @@ def over_a_step(
 
 
 def planted(policy: Policy, config: Config, noise: dict[int, float]) -> dict[str, float]:
-    """Metrics where rounding alone moved the log-ratio of each of these sequences by so much."""
+    """Metrics if rounding alone changed the log-ratio of these sequences by these amounts."""
     before = Scores.of(policy, BATCH)
     after = Scores(
         {i: before.in_run[i] + noise.get(i, 0.0) for i in before.in_run},
@@ -181,7 +181,7 @@ def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in
 
 
 def test_the_policy_is_itself_afterwards(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the copy of its weights is gone, whoever still holds a tensor of it."""
+    """And the copy of its weights is freed, even if a tensor is still referenced."""
     copies: list[Tensor] = []
 
     def building(policy: Policy) -> list[Any]:
@@ -295,7 +295,7 @@ def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
 
 
 def test_a_clip_around_the_engine_sees_its_rounding_too(policy: Policy, folder: Path) -> None:
-    """Nothing moved: what is left is the engine's distance from the trainer."""
+    """Without an update only the difference of engine and trainer remains."""
     config = config_of(folder, objective={"old_log_probs": "rollout"})
     found = measure(policy, BATCH, Scores.of(policy, BATCH), config)
     assert found["numerics/ratio_signal"] == 0
@@ -310,7 +310,7 @@ def test_bounds_of_a_mini_batch_make_no_decisions_here(policy: Policy, folder: P
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
 def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -> None:
-    """Not the weights that a step ends with, wherever the optimizer's state waits meanwhile."""
+    """Weights after a step are unchanged, with the optimizer's state offloaded or not."""
     found = []
     for measures in (False, True):
         sizes = {"rollouts_per_prompt": K, "rollout_prompts": 6, "minibatch_prompts": 3}

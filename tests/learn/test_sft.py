@@ -1,4 +1,4 @@
-"""Supervised training: what it reads, how its learning rate moves, and what it makes."""
+"""Supervised training: its examples, its learning rate, and its result."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_only_an_earlier_result_is_replaced(
 
 
 def negative_log_likelihood(folder: Path, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Of transformers, per response token of LINES, at temperature 1."""
+    """Loss by transformers, per response token of LINES, at temperature 1."""
     model = Qwen2ForCausalLM.from_pretrained(folder)
     total, count = 0.0, 0
     for line in LINES:

@@ -1,4 +1,4 @@
-"""Which tokens a rank gets: plan, rounding and weight check need no others."""
+"""Tokens of a rank: those that plan, rounding and weight check need."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rank_wants_what_it_computes_and_no_more(dp_size: int) -> None:
     assert set().union(*wanted) < everything  # what has no advantage stays where it is
     every = wanted_of(batch, every=True)
     assert set().union(*every) == everything
-    # Nobody gets what another needs, and the rest is shared out once.
+    # No rank gets sequences of another, and the rest is assigned once.
     added = [{*one} - {*two} for one, two in zip(every, wanted, strict=True)]
     assert sum(map(len, added)) == len(everything - set().union(*wanted))
 
@@ -92,7 +92,7 @@ def bring(folder: Path) -> list[int]:
 
 
 def assert_same_tokens(found: Batch, expected: Batch, rows: list[int]) -> None:
-    """Of these rows, and of no others."""
+    """Tokens of exactly these rows."""
     for name in COLUMNS:
         assert found.tokens[name].keys() == {i for i in rows if i in expected.tokens[name]}, name
         for i, array in found.tokens[name].items():
@@ -101,7 +101,7 @@ def assert_same_tokens(found: Batch, expected: Batch, rows: list[int]) -> None:
 
 
 def save_and_load(batch: Batch, whole: Batch, folder: Path) -> None:
-    """A checkpoint has everything, also what no rank computes; ranks share in keeping it."""
+    """A checkpoint has all tokens, also of sequences that no rank computes; ranks share them."""
     channel, rank = GroupChannel(dist.group.WORLD), dist.get_rank()
     opened = OpenStep(batch, {"reward/mean": 0.5}, {}).gathered(channel)
     opened.save(folder)

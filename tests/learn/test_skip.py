@@ -1,4 +1,4 @@
-"""What cannot change the weights is not computed, and nothing else is left out. On one rank."""
+"""Exactly the work that cannot change the weights is skipped. On one rank."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
 
 @pytest.mark.parametrize("clipped", [(), (0, 6), (3, 4), ALL])
 def test_nobody_has_to_ask(folder: Path, groups: ParallelGroups, clipped: Collection[int]) -> None:
-    """Without waiting everything with rows goes back, and adds zeros."""
+    """Without waiting, every micro-batch with rows has a backward pass, and adds zeros."""
     policy, other = build(folder, groups), build(folder, groups)
     passes = count_backward(policy)
     result = update(policy, MICROBATCHES, ClippedLoss(BATCH, MICROBATCHES, clipped))
@@ -146,7 +146,7 @@ def test_nobody_has_to_ask(folder: Path, groups: ParallelGroups, clipped: Collec
 
 
 def test_an_update_without_gradient_never_was(folder: Path, groups: ParallelGroups) -> None:
-    """With momenta and decay, which a step of zero gradient would follow."""
+    """With momenta and decay, which a step of zero gradient would apply."""
     settings = {"weight_decay": 0.1, "warmup_steps": 5}
     policy, other = (build(folder, groups, optimizer=settings) for _ in range(2))
     for clipped in ((0, 1), (3, 4)):
@@ -272,7 +272,7 @@ def test_a_flag_stops_the_update_whatever_the_loss(folder: Path, groups: Paralle
 def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
     folder: Path, groups: ParallelGroups, head: str
 ) -> None:
-    """Results alone do not tell: dW could go through autograd, or model.head do nothing."""
+    """Results do not show it: dW could go through autograd, or model.head do nothing."""
     seen = []
 
     def watched(*args: Tensor, **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Batches that older weights sampled: the decoupled objective, and a clip around the engine's."""
+"""Batches sampled by older weights: the decoupled objective, and a clip around the engine."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ STALE = {"rollout": {"max_staleness": 1, "generation_ranks": 1}}
 LARGEST = 1.05
 WIDTHS = {"eps_low": 0.02, "eps_high_max": 0.04}
 NUM_TOKENS = 100
-"""Of the mini-batch: more than those computed."""
+"""Denominators of the mini-batch, larger than the computed counts."""
 
 
 # --- one micro-batch against loops in float64 -----------------------------------------------------
 
 
 def make_inputs(*, noise: float = 0.05) -> tuple[Microbatch, Tensor, Tensor]:
-    """Nine sequences of 1 to 9 tokens; log-probs now and as the step began. One has A = 0."""
+    """Nine sequences of 1 to 9 tokens, with current and initial log-probs. One has A = 0."""
     random = np.random.default_rng(3)
     lengths = list(range(1, 10))
     ids = np.repeat(np.arange(9), lengths)
@@ -242,7 +242,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rollouts(folder: Path) -> Rollouts:
-    """Sampled by other weights than those in `folder`; the engine's log-probs are of these."""
+    """Sampled by other weights than those in `folder`, with those weights' log-probs."""
     model = load_model(folder)
     generator = torch.Generator().manual_seed(1)
     judged = make_judged()
@@ -259,7 +259,7 @@ def rollouts(folder: Path) -> Rollouts:
 
 
 def around_engine(rollouts: Rollouts) -> Rollouts:
-    """For the reference: rollouts whose old log-probs are the engine's."""
+    """Rollouts for the reference, with the engine's log-probs as old log-probs."""
     return with_columns(rollouts, carried_log_probs=[*rollouts.rollout_log_probs.values()])
 
 
@@ -346,7 +346,7 @@ def test_a_clip_around_the_engine_needs_no_old_pass(
     metrics = found.metrics
     assert metrics["skip/old_pass_token_share"] == 1.0
     assert metrics["skip/backward_token_share"] > metrics["skip/forward_token_share"]
-    # Of the first mini-batch alone: nobody computes the others' log-probs before an update.
+    # Of the first mini-batch only: other log-probs are not computed before an update.
     assert metrics["mismatch/outside_clip"] == pytest.approx(np.mean(flags))
     assert 0 < np.mean(flags) < 1
     mean, largest = (metrics[f"mismatch/{m}_abs_log_prob_diff"] for m in ("mean", "max"))
@@ -358,7 +358,7 @@ def test_a_clip_around_the_engine_needs_no_old_pass(
 
 
 def test_without_a_computed_sequence_there_is_nothing_to_compare(folder: Path) -> None:
-    """No group of the first mini-batch has an advantage: means over nothing have no key."""
+    """No group of the first mini-batch has an advantage: empty means have no key."""
     rollouts = make_judged(("wwww", "cccc", "cwww", "ccww"))
     config = make_config(folder, objective={"old_log_probs": "rollout"}, **STALE)
     metrics = run_learn(config, rollouts).metrics
@@ -367,6 +367,6 @@ def test_without_a_computed_sequence_there_is_nothing_to_compare(folder: Path) -
 
 
 def test_the_document_has_its_name() -> None:
-    """`tests/run/test_train.py` compares those of on-policy runs."""
+    """`tests/run/test_train.py` compares the metrics of on-policy runs."""
     text = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     assert re.search(r"^\| `mismatch/outside_clip` \|", text, re.MULTILINE)

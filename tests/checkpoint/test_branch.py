@@ -1,4 +1,4 @@
-"""Beginning a branch, without a model: what is recorded, and what a kill or a prune does."""
+"""Begin a branch without a model: its record, kills and pruning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def process_group() -> Iterator[None]:
 
 
 def listing(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Content and time of change of every file below; times of folders too."""
+    """Content and modification time of all files, and times of folders."""
     return {
         str(path.relative_to(folder)): (
             path.read_bytes() if path.is_file() else b"",
@@ -83,7 +83,7 @@ def test_the_branch_point_becomes_the_first_checkpoint(root: Path) -> None:
 def test_a_branch_of_a_branch_knows_them_all(root: Path) -> None:
     first = manifest.read_manifest(begin(root, make_config(root))).branch
     place = root / "new/checkpoints/step_00000600/manifest.json"
-    # As a program wrote it that knew no parents.
+    # As written by a version that recorded no parents.
     document = json.loads(place.read_text())
     del document["branch"]["parent"], document["sha256"]
     document["sha256"] = hashlib.sha256(
@@ -108,7 +108,7 @@ def test_a_branch_of_a_branch_knows_them_all(root: Path) -> None:
 def test_the_other_run_may_prune_its_checkpoint_while_it_is_taken(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the links and before the first byte is read."""
+    """After linking, before the first byte is read."""
     real = manifest.find_damage
 
     def prune_first(*args: Any, **options: Any) -> str | None:
@@ -169,7 +169,7 @@ def test_a_bad_branch_point_publishes_nothing(
 
 
 def watch_fsync(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[tuple[str, str]]:
-    """What is forced to disk from now on: (folder of the checkpoint, name in it), in order."""
+    """Later calls of fsync: (checkpoint folder, name in it), in order."""
     flushed: list[tuple[str, str]] = []
 
     def watched(path: Path) -> None:

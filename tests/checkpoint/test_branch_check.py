@@ -1,4 +1,4 @@
-"""What `check_branch` lets pass: settings, the branch point, and a branch that has begun."""
+"""`check_branch`: settings, the branch point, and a branch that has begun."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_what_a_branch_keeps_is_named_with_both_values_and_the_rule(root: Path, 
 
 
 def test_every_setting_is_free_or_has_a_rule(root: Path) -> None:
-    """A new section cannot be forgotten: a branch that changes it would fail without a reason."""
+    """New sections must be covered: otherwise a branch that changes one fails without a reason."""
     before = make_config(root).model_dump(mode="json")
     before = {section: dict.fromkeys(values or {}, "x") for section, values in before.items()}
     lines = settings.broken_rules(before, make_config(root))
@@ -174,7 +174,7 @@ def test_what_a_branch_may_change(root: Path) -> None:
 def test_over_sampling_ties_a_branch_to_the_engines_it_left(
     root: Path, key: str, here: object
 ) -> None:
-    """Their number, and what fits into their caches, decide which groups are finished first."""
+    """Their number and the size of their caches decide which groups finish first."""
     for oversampling in (1.0, 1.5):
         batch = {"oversampling": oversampling}
         before = make_config(root, batch=batch).model_dump(mode="json")
@@ -208,7 +208,7 @@ def test_how_a_sync_is_checked_may_change_when_a_run_goes_on(root: Path) -> None
 def test_a_damaged_config_of_a_manifest_is_compared_all_the_same(
     root: Path, tmp_path: Path
 ) -> None:
-    """A section of no version, paths that are none, links in a circle: what differs is named."""
+    """Unknown sections, invalid paths, circular links: the difference is named."""
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
     config = make_config(root)
@@ -223,7 +223,7 @@ def test_a_damaged_config_of_a_manifest_is_compared_all_the_same(
 
 
 def test_changes_are_those_of_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither another spelling of a path nor how the model was made before."""
+    """Neither another spelling of a path nor the model's earlier origin counts."""
     monkeypatch.chdir(root)
     supervised = {"initial_hf_dir": "initial", "train_path": "train.jsonl", "num_steps": 1}
     config = make_config(root, data={"train_path": "./train.jsonl"}, supervised=supervised)

@@ -1,4 +1,4 @@
-"""Manifest and folders: what counts as a whole checkpoint. No process group, no model."""
+"""Manifest and folders: conditions for a complete checkpoint. No process group, no model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_damaged_manifest_is_found(tmp_path, change, named):
 
 
 def put(*keys: str, value: Any) -> Any:
-    """A change of a document: sets what the keys lead to; `...` takes it away."""
+    """Change of a document: sets the value at the keys; `...` removes it."""
 
     def change(document: dict[str, Any]) -> None:
         *path, last = keys
@@ -240,7 +240,7 @@ def test_what_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
 
 
 def fail_to_read(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path) -> None:
-    """From now on, as from a disk that is breaking."""
+    """Later reads fail as on a failing disk."""
     opened = module.open_file
 
     def broken(one: Path) -> Any:
@@ -368,7 +368,7 @@ def test_what_was_refused_stays_until_the_run_is_as_far_again(tmp_path):
 
 
 def left_after(folder: Path, steps: Sequence[int], **settings: Any) -> list[int]:
-    """Of a run that saves and prunes after each of `steps`."""
+    """Checkpoints left by a run that saves and prunes after each of `steps`."""
     for step in steps:
         make_checkpoint(folder, step)
         manifest.prune(folder, CheckpointConfig(**settings))
@@ -515,7 +515,7 @@ def test_other_experts_make_another_model(tmp_path, field, value, named):
 
 
 def with_settings(**settings: Any) -> Config:
-    """OURS with other values of `section.key`s, dots as double underscores."""
+    """OURS with new values of `section.key`, dots as double underscores."""
     tree = OURS.model_dump(mode="json", exclude_none=True)
     for name, value in settings.items():
         section, key = name.split("__")
@@ -577,7 +577,7 @@ def test_changes_are_recorded_by_the_step_before_which_they_were_made(tmp_path):
 
 
 def test_other_held_out_problems_are_recorded_and_need_no_allowance(tmp_path):
-    """And other names of the files that a step reads are no change: the files are compared."""
+    """Renamed input files of a step are no change: the files' contents are compared."""
     ours = Qwen2Config(hidden_size=64)
     before = with_settings(data__eval_path="aime.jsonl")
     now = with_settings(data__eval_path="amc.jsonl", data__train_path="moved/train.jsonl")

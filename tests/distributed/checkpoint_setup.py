@@ -1,4 +1,4 @@
-"""A tiny policy in any layout: built, trained, saved, and read from disk as it is."""
+"""A tiny policy in any layout: built, trained, saved, and read directly from disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_config(hf_dir: str, *, layout: str) -> Config:
 
 
 def build(config: Config) -> Policy:
-    """A policy with the initial weights; safetensors read whole, the model is tiny."""
+    """A policy with the initial weights, read from safetensors at once."""
     groups = initialize(config.parallel)
     policy = Policy.build(config, groups, "cpu")
     weights = Qwen2ForCausalLM.from_pretrained(config.model.hf_dir, dtype=torch.float32)
@@ -81,7 +81,7 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
 
 
 def make_state(step: int, **fields: Any) -> State:
-    """Where a run is after `step` steps; fields are those of `State`."""
+    """State of a run after `step` steps; fields are those of `State`."""
     source = {"epoch": 1, "remaining": [step], "dataset": "d"}
     given = {"step": step, "source": source, "source_before": source, "num_given_back": 7}
     state = State(**given | fields)
@@ -90,7 +90,7 @@ def make_state(step: int, **fields: Any) -> State:
 
 
 def stored(state: State) -> tuple[object, ...]:
-    """What a checkpoint between two steps holds of it."""
+    """Stored content of a state between two steps."""
     return state.step, state.source_before, state.window.state_dict(), state.num_given_back
 
 

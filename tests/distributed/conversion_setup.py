@@ -1,4 +1,4 @@
-"""Small random models of every architecture, with sizes that hide no mistake."""
+"""Small random models of every architecture, with distinct sizes so that mistakes show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.models.tables import rules_for
 
 VOCAB_SIZE = 61
-"""Odd: every tensor parallel size pads it, and 4 pads it otherwise than 2."""
+"""Odd: every tensor parallel size pads it, and 4 pads it differently from 2."""
 
 # The original context is short, so that sequences here reach all three frequency bands.
 _LLAMA3_ROPE = {
@@ -43,7 +43,7 @@ ARCHITECTURES = tuple(_MODELS)
 
 
 def hf_config(name: str, **changes: Any) -> PretrainedConfig:
-    """Six query heads on two key/value heads of 16, in 48 hidden units: no size is another's."""
+    """Six query heads on two key/value heads of 16, in 48 hidden units: all sizes differ."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,

@@ -157,7 +157,7 @@ def reference_log_probs(model: PreTrainedModel, batch: Rollouts) -> list[Tensor]
 
 
 class ClippedLoss:
-    """GAPO's loss of log-probs that have moved: those of `clipped` sequences beyond the clip."""
+    """GAPO's loss of changed log-probs; those of `clipped` sequences are beyond the clip."""
 
     def __init__(
         self, batch: Batch, microbatches: Sequence[Microbatch], clipped: Collection[int]
@@ -200,5 +200,5 @@ def count_backward(policy: Policy) -> list[Tensor]:
 
 
 def always_back(*_: Any, **__: Any) -> bool:
-    """`learn.update._has_backward` that leaves no backward pass out."""
+    """`learn.update._has_backward` that skips no backward pass."""
     return True

@@ -1,4 +1,4 @@
-"""Checkpoints with a batch that was sampled ahead: kept, refused where damaged, given back."""
+"""Checkpoints with a batch sampled ahead: kept, refused if damaged, or discarded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def require_ahead(state: State | None) -> None:
 
 
 def keep(hf_dir: str, root: Path, layouts: list[str]) -> None:
-    """Read what two ranks have written, in layouts of as many ranks as there are."""
+    """Read the files of two ranks, in layouts of this number of ranks."""
     if dist.get_world_size() == 2:
         config = make_config(hf_dir, layout="dp2")
         save_ahead(root, build(config), config)
@@ -80,20 +80,20 @@ def keep(hf_dir: str, root: Path, layouts: list[str]) -> None:
 
 
 def test_what_was_sampled_ahead_is_there_in_every_layout(tmp_path):
-    """No update has been done: nothing of it is one rank's."""
+    """Before its first update nothing depends on a rank."""
     hf_dir = make_model(tmp_path / "model", hidden_size=32)
     run_distributed(keep, 2, hf_dir, tmp_path / "run", ["dp2", "tp2"])
     run_distributed(keep, 1, hf_dir, tmp_path / "run", ["single"])
 
 
 def refuse(hf_dir: str, run_dir: Path) -> None:
-    """Damaged, the checkpoint is not whole; an older one takes its place."""
+    """A damaged batch makes the checkpoint incomplete; an older one is loaded."""
     config = make_config(hf_dir, layout="single")
     policy, warnings, trace = build(config), listen(), run_dir / "trace"
     save(run_dir, policy, config, step=1)
     batch = OpenStep(make_batch(), {}, {}).shared()
     for content in (
-        batch,  # without the place in the data
+        batch,  # without the data position
         {**batch, "source": "{}"},
         {**batch, "source": "["},
         {**batch, "source": Trap(trace)},
@@ -125,7 +125,7 @@ def test_what_was_sampled_ahead_is_refused_by_name_where_it_is_damaged(tmp_path)
 
 
 def give_back(hf_dir: str, root: Path) -> None:
-    """Sampled with other settings, it is not this run's: its problems are drawn again."""
+    """Sampled with other settings, it is discarded and its problems are drawn again."""
     old, warnings = make_config(hf_dir, layout="single"), listen()
     policy = build(old)
     path = save_ahead(root / "old", policy, old)

@@ -1,4 +1,4 @@
-"""Bounds that a mini-batch finds for itself: the same for every layout and every packing."""
+"""Bounds computed by a mini-batch are the same for every layout and packing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config_of(folder: Path, objective: dict[str, Any], *, tokens: int = 48, **si
 
 
 def learn_once(config: Config, rollouts: Rollouts) -> Found:
-    """One step on this rank: widths found, losses, what was clipped, metrics, weights."""
+    """One step on this rank: widths, losses, clipping, metrics, weights."""
     parallel = initialize(config.parallel)
     policy = Policy.build(config, parallel, "cpu")
     policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))

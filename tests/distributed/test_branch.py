@@ -25,7 +25,7 @@ from tests.distributed.checkpoint_setup import (
 
 
 def branch_off(hf_dir: str, root: Path) -> None:
-    """Two ranks take over a checkpoint of another run, which is gone before they resume."""
+    """Two ranks branch from a checkpoint of another run, which is removed before they resume."""
     old = make_config(hf_dir, layout="dp2")
     policy = build(old)
     train_one_update(policy, seed=0)

@@ -1,4 +1,4 @@
-"""Checkpoints of a real policy: exact, on the layout that wrote them and on every other."""
+"""Checkpoints of a real policy are exact, on the layout that wrote them and on every other."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def draw() -> tuple[float, float, float]:
 
 
 def resume_exactly(hf_dir: str, run_dir: Path) -> None:
-    """Three updates at a stretch, then the last two again from the checkpoint after the first."""
+    """Three updates without a stop, then the last two again from the checkpoint after the first."""
     config = make_config(hf_dir, layout="dp2")
     policy = build(config)
     assert checkpoint.load_latest(run_dir, policy=policy, config=config) is None
@@ -113,7 +113,7 @@ def test_resume_is_bitwise(hf_dir, tmp_path):
 
 
 def listen() -> list[str]:
-    """Warnings of this rank, from now on."""
+    """Later warnings of this rank."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -122,7 +122,7 @@ def listen() -> list[str]:
 
 
 def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
-    """Four checkpoints, then damage after damage; returns this rank's warnings."""
+    """Write four checkpoints, damage them in turn; returns this rank's warnings."""
     warnings = listen()
     config = make_config(hf_dir, layout="dp2")
     policy = build(config)
@@ -201,7 +201,7 @@ def fill_the_disk(hf_dir: str, run_dir: Path) -> None:
 
 
 def fill_a_real_one(run_dir: Path, policy: Policy, config: Config) -> None:
-    """At some pages of what is written: whoever writes then, the system's words are passed on."""
+    """Fails after some pages, for any writer: the system's error must be passed on."""
     path = save(run_dir, policy, config, step=1)
     folder, filler = checkpoints_dir(run_dir), run_dir / "filler"
     pages = [-(-file.stat().st_size // 4096) for file in path.iterdir()]
@@ -222,7 +222,7 @@ def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path):
 
 
 def put(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], str]:
-    """A change of a file of tensors and plain values."""
+    """Change a file of tensors and plain values."""
 
     def damage(folder: Path, _: Path) -> str:
         content = torch.load(folder / name, weights_only=False)
@@ -261,7 +261,7 @@ SIGNED: list[Callable[[Path, Path], str]] = [
 
 
 def refuse_the_newest(hf_dir: str, run_dir: Path) -> None:
-    """An older one takes its place; nothing is run, and nothing that is not listed is read."""
+    """An older one is loaded; no code is run, and no unlisted file is read."""
     config = make_config(hf_dir, layout="single")
     policy = build(config)
     trace = run_dir / "trace"
@@ -394,7 +394,7 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
         assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
     assert read.batch.advantages.equal(open_step.batch.advantages)
 
-    # What is kept of a step is one rank's, and one plan's: with others it is no checkpoint.
+    # Files of an open step depend on rank and plan: with others the checkpoint is unusable.
     changed = config.model_copy(
         update={
             "batch": config.batch.model_copy(update={"minibatch_prompts": 1}),

@@ -1,4 +1,4 @@
-"""Context parallelism: what each rank holds, and layouts of four ranks that have it with others."""
+"""Context parallelism: each rank's share, and layouts of four ranks that combine it."""
 
 from __future__ import annotations
 

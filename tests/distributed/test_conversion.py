@@ -1,8 +1,8 @@
-"""Architectures in layouts: the logits of transformers, and its weights, bit for bit.
+"""Architectures in layouts: logits as in transformers, and bitwise equal weights.
 
-Around the circle: a Hugging Face folder, the Megatron folder that is written of it without
-Megatron-core, the policy that Megatron-core's loader fills from it in a layout, the checkpoint that
-this policy saves there, and from that the Hugging Face tensors again.
+The full circle: a Hugging Face folder; the Megatron folder converted from it without Megatron-core;
+the policy loaded from that by Megatron-core in a layout; the checkpoint that this policy saves; and
+the Hugging Face tensors converted from the checkpoint.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run(
     groups: ParallelGroups,
     parallel: dict[str, int],
 ) -> Tensor | None:
-    """What is loaded from every folder is the same; logits; `saved` is written."""
+    """Check that all folders load the same weights; return logits; write `saved`."""
     policy = Policy.build(make_config(hf_dir, parallel=parallel), groups, "cpu")
     parameters = [parameter.detach() for parameter in policy.stages[0].parameters()]
     policy.load_hf_weights(read_weights(hf_dir))
@@ -149,7 +149,7 @@ def run(
 
 @dataclass(frozen=True)
 class Ran:
-    """What four ranks did."""
+    """Results of four ranks."""
 
     cases: list[tuple[str, str]]
     root: Path

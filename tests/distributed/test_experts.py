@@ -1,4 +1,4 @@
-"""Training a model with experts: gradients and updates of transformers, whoever holds them."""
+"""Training a model with experts: gradients and updates as in transformers, in any layout."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BATCH = make_batch(vocab_size=VOCAB_SIZE)
 
 
 def update_where_one_loss_has_no_gradient(folder: Path, skip_inactive: bool) -> list[float]:
-    """Gradient norms; the last one where no rank's loss has one."""
+    """Gradient norms; in the last update no rank's loss has a gradient."""
     config = make_config(folder, parallel={EP: 2})
     groups = initialize(config.parallel)
     policy = Policy.build(config, groups, "cpu")
@@ -88,7 +88,7 @@ def test_a_loss_without_gradient_keeps_no_rank_waiting(tmp_path: Path, skip_inac
 
 @dataclass
 class Report:
-    """What one rank saw."""
+    """Results of one rank."""
 
     gradients: dict[str, Tensor]
     """Of the first update, whole, by Hugging Face name."""
@@ -97,7 +97,7 @@ class Report:
     weights: dict[str, Tensor]
     """After the last update."""
     resumed: dict[str, Tensor]
-    """The same, had the run ended after the first update and gone on from a checkpoint."""
+    """The same, if the run is resumed from a checkpoint after the first update."""
     moved: dict[str, Tensor]
     """The same, from the checkpoint of the layout before this one."""
 
@@ -159,7 +159,7 @@ def train_all(root: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, str],
 
 @dataclass
 class Expected:
-    """As `Report` has it."""
+    """In the form of `Report`."""
 
     gradients: dict[str, Tensor]
     grad_norms: list[float]
@@ -193,7 +193,7 @@ def expected(hf_dir: Path) -> Expected:
 
 
 def by_hf_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As on disk: an expert at a time, its gate and up projection apart."""
+    """As on disk: single experts, with separate gate and up projections."""
     result = {}
     for name, tensor in tensors.items():
         prefix, found, last = name.rpartition(".mlp.experts.")

@@ -1,4 +1,4 @@
-"""Whole weights on every rank: the same bits from every layout, by few and bounded collectives."""
+"""Whole weights on every rank: the same bits from every layout, by few, bounded collectives."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.distributed.policy_setup import EP, PP, SP, TP, make_config, read_wei
 
 NUM_LAYERS = 4
 SMALL = 20_000
-"""Bytes: of an expert's 13,824 only one fits, of a layer's parameters some."""
+"""Bytes: fits one expert (13,824), and some of a layer's parameters."""
 
 
 @dataclass
 class Sent:
-    """Bytes that each collective leaves on a rank."""
+    """Bytes of each collective's result on a rank."""
 
     broadcasts: list[int] = field(default_factory=list)
     gathers: list[int] = field(default_factory=list)
@@ -89,14 +89,14 @@ def export_all(root: Path) -> dict[tuple[str, int], Sent]:
 
 
 def adjacent(names: list[str]) -> bool:
-    """Tensors of one module of the engine come next to each other: it holds those of one only."""
+    """Tensors of an engine module are consecutive: the engine holds those of one module only."""
     modules = [engine_module(name) for name in names]
     changes = [b for a, b in zip([None, *modules], modules, strict=False) if a != b]
     return len(changes) == len(set(changes))
 
 
 def engine_module(name: str) -> str:
-    """Query, key and value are one in it; gate and up projection; all experts of a layer."""
+    """Fused modules: query, key and value; gate and up projection; all experts of a layer."""
     layer, _, rest = name.partition(".mlp.experts.")
     if rest:
         return f"{layer}.mlp.experts"
@@ -127,7 +127,7 @@ def test_a_layer_takes_one_collective_of_each_kind(
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_held_is_bounded(name: str, sent: list[dict[tuple[str, int], Sent]]) -> None:
-    """By one parameter that is larger alone, and is so in every bucket size."""
+    """Only by a single parameter that is larger than any bucket."""
     for rank in sent:
         few, many = rank[name, export.BUCKET_BYTES], rank[name, SMALL]
         for large, small in ((few.broadcasts, many.broadcasts), (few.gathers, many.gathers)):

@@ -44,7 +44,7 @@ BATCH = make_batch()
 EXPERTS_BATCH = make_batch(vocab_size=conversion_setup.VOCAB_SIZE)
 SPLIT = ((0, 1, 2, 3, 4), (5, 6, 7))
 SMALL = 2.0**10
-"""A loss scale at which nothing here overflows; the first one overflows several times."""
+"""A loss scale at which nothing here overflows; the initial scale overflows several times."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def build(
     precision: str = "fp16",
     **sections: dict[str, Any],
 ) -> Policy:
-    """A policy at weights that fp16, bf16 and fp32 hold alike."""
+    """A policy at weights that fp16, bf16 and fp32 represent exactly."""
     model = {"precision": precision} | sections.pop("model", {})
     policy = Policy.build(make_config(folder, model=model, **sections), groups, "cpu")
     policy.load_hf_weights((n, t.bfloat16().half().float()) for n, t in read_weights(folder))
@@ -168,7 +168,7 @@ def test_an_overflow_takes_no_step_and_the_pass_is_repeated_at_half_the_scale(
 
 
 def test_without_a_scale_small_gradients_are_lost(folder: Path, groups: ParallelGroups) -> None:
-    """What the scale is there for: a loss of small gradients, beside its own multiple."""
+    """The purpose of the scale: a loss with small gradients, compared with its multiple."""
     microbatches, norms = pack_all(BATCH, SPLIT), []
     for scale, size in ((1.0, 2.0**-18), (SMALL, 2.0**-18), (SMALL, 1.0)):
         policy = build(folder, groups, scale=scale)
@@ -235,7 +235,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[list[tuple[int, ...]]]]] = {
 
 @dataclass
 class Report:
-    """What one rank saw of two updates."""
+    """Results of two updates on one rank."""
 
     norms: list[float]
     scale: LossScale

@@ -1,4 +1,4 @@
-"""Checkpoints of a policy in fp16: the loss scale is part of what a run resumes from."""
+"""Checkpoints of a policy in fp16 contain the loss scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed import checkpoint_setup
 
 
 def resume_across_overflows(hf_dir: str, run_dir: Path, layout: str) -> None:
-    """Three updates at a stretch, then the last two again from the checkpoint after the first."""
+    """Three updates without a stop, then the last two again from the checkpoint after the first."""
     config = checkpoint_setup.make_config(hf_dir, layout=layout)
     model = config.model.model_copy(update={"precision": "fp16"})
     config = config.model_copy(update={"model": model})
@@ -53,7 +53,7 @@ def test_resuming_across_an_overflow_is_bitwise(
 
 
 def go_on_in_fp16(hf_dir: str, run_dir: Path) -> None:
-    """What the warning about bf16's rounding advises: its checkpoint, resumed in fp16."""
+    """As the warning about bf16's rounding advises: its checkpoint, resumed in fp16."""
     config = checkpoint_setup.make_config(hf_dir, layout="single")
 
     def with_precision(precision: str) -> Config:

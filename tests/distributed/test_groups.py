@@ -1,4 +1,4 @@
-"""Process groups are closed, not only forgotten."""
+"""Process groups are closed, not only dropped."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def num_threads() -> int:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """Nothing is collected in passing."""
+    """No automatic garbage collection."""
     gc.disable()
     yield
     gc.enable()
 
 
 def test_threads_of_closed_groups_do_not_pile_up(no_gc: None, tmp_path: Path) -> None:
-    """Those of the last policy may stay until the next is closed."""
+    """Groups of the last policy may stay until the next is closed."""
     save_model(tmp_path, "qwen2_tied")
     config = make_config(tmp_path)
     with single_rank():

@@ -61,7 +61,7 @@ def stop_in_every_layout(folder: Path, layouts: Sequence[str], has_masks: bool) 
 
 
 def assert_same_statistics(found: dict[str, float], expected: dict[str, float], name: str) -> None:
-    """What ranks add, and what they take the maximum of: no rank's part is missing, none twice."""
+    """Sums and maxima over ranks contain every rank's part exactly once."""
     assert found.keys() == expected.keys(), name
     for part in ("per_c/correct/sequences", "per_c/wrong/ratio_abs_deviation_max", "mismatch/max"):
         assert any(key.startswith(part) for key in expected), part

@@ -1,4 +1,4 @@
-"""The operator with the vocabulary or the positions spread over ranks."""
+"""The head operator with the vocabulary or the positions sharded over ranks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def one_bad_shard(group: dist.ProcessGroup) -> None:
 
 
 def shards_of_unequal_tokens(group: dist.ProcessGroup) -> None:
-    """Ranks agree on the blocks of rows also where the last one has far fewer tokens.
+    """Ranks agree on the blocks of rows even if the last rank has far fewer tokens.
 
     At the tiles' own sizes, where 7000 rows are two blocks for 1200 columns, and one for 100.
     """
@@ -151,5 +151,5 @@ def test_vocabulary_over_ranks_agrees_with_float64(
 
 
 def test_every_rank_saw_every_example(ranks: list[dict[Any, Any]]) -> None:
-    """What they have to agree with, `Case.check` says; a failure there ends all ranks."""
+    """`Case.check` compares the results; a failure there ends all ranks."""
     assert [rank["examples"] for rank in ranks] == [NUM_EXAMPLES] * 4

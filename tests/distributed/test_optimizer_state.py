@@ -1,4 +1,4 @@
-"""A checkpoint holds the optimizer's state where it belongs, however buffers are cut and padded."""
+"""A checkpoint assigns optimizer state correctly, for any split and padding of buffers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(folder: Path, name: str) -> tuple[Config, Policy]:
 
 
 def host_bytes(policy: Policy) -> int:
-    """What this rank's host keeps of the optimizer's state while it saves."""
+    """Optimizer state kept on this rank's host during a save."""
     return sum(
         tensor.nbytes
         for part in megatron_optimizer.parts(policy.optimizer)
@@ -133,7 +133,7 @@ def test_state_lies_with_its_weight(folder: Path, tmp_path: Path) -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's, as far as it goes without a step: no moments, no step counter."""
+    """Like Transformer Engine's, before a first step: no moments, no step counter."""
 
     def __init__(self, params: Any, *, adam_w_mode: bool, **settings: Any) -> None:
         assert adam_w_mode
@@ -170,7 +170,7 @@ Look = Callable[..., dict[int, Any]]
 
 
 def without_padding(look_up: Look) -> Look:
-    """As Megatron-core's pull request 5077 has it: less the padding of the buckets before."""
+    """As in Megatron-core's pull request 5077: minus the padding of earlier buckets."""
 
     def wrapped(part: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
         with ExitStack() as undo:

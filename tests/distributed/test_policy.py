@@ -62,7 +62,7 @@ CLIPPED_SHARES = {
 
 @dataclass
 class Report:
-    """What one rank saw; tensors by sequence exist on the last pipeline stage only."""
+    """Results of one rank; tensors by sequence exist on the last pipeline stage only."""
 
     grad_norms: list[float]
     log_probs: dict[int, Tensor]
@@ -99,7 +99,7 @@ def train(folder: Path, parallel: dict[str, object], shares: list[list[tuple[int
 
 @dataclass
 class Skipping:
-    """What one rank saw of updates in which sequences are clipped."""
+    """Results of one rank for updates in which sequences are clipped."""
 
     weights: dict[str, Tensor]
     num_updates: int
@@ -150,7 +150,7 @@ def train_every_layout(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
 
 
 def diverge(folder: Path) -> list[tuple[str, bool, int]]:
-    """Per layout the error of an update with one bad old log-prob, and what it left behind."""
+    """For each layout, the error of an update with a bad old log-prob, and the state after it."""
     seen = []
     for parallel in ({}, {"pipeline_model_parallel_size": 2}):
         config = make_config(folder, parallel=parallel)

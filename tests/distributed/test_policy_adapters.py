@@ -1,4 +1,4 @@
-"""A policy that trains something other than its weights: low-rank updates around attention."""
+"""A policy with an adapter: trains low-rank updates around attention."""
 
 from __future__ import annotations
 

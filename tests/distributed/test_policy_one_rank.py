@@ -89,7 +89,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def optimizer_state(policy: Policy) -> dict[str, list[Tensor]]:
-    """What an update needs besides weights and gradients, by name; not what is a weight itself."""
+    """Optimizer state beside weights and gradients, by name, without views of weights."""
     (adam,) = inner_optimizers(policy.optimizer)
     held = {weight.untyped_storage().data_ptr() for weight in policy.stages[0].parameters()}
     masters = [one for group in adam.param_groups for one in group["params"]]
@@ -193,7 +193,7 @@ def test_segments_expand_in_passes_and_not_while_the_engine_allocates(
 
 
 def test_rotary_tables_are_few_whatever_the_lengths(groups: ParallelGroups) -> None:
-    """Of Megatron-core's own rotary embedding, which models with Transformer Engine have."""
+    """Frequencies of Megatron-core's own rotary embedding, used with Transformer Engine."""
     with cpu.device_scope():
         rotary = RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=groups.cp_group)
         whole = rotary.get_emb(1024)
@@ -515,7 +515,7 @@ def test_every_spelling_of_a_megatron_folder_is_loaded(
     tmp_path: Path,
     groups: ParallelGroups,
 ) -> None:
-    """What Megatron-core saves under its options; "te" stands in for Transformer Engine's names."""
+    """Files saved by Megatron-core under its options; "te" imitates Transformer Engine's names."""
     weights = Weights(make_hf_config(model_type, tie_word_embeddings=False))
     with cpu.device_scope():
         writer = make_model(weights.config, norms=norms)

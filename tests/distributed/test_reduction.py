@@ -1,4 +1,4 @@
-"""Reducing gradients during the last backward pass moves no weight, whatever ranks leave out."""
+"""Overlapping the gradient reduction changes no weight, whichever passes ranks skip."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ MORE_OF_ONE: Shares = [[(0,), (1,), (2, 3)], [(4, 5, 6, 7)]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how it is cut."""
+    """A model and its layout."""
 
     model: str
     shares: Shares
     parallel: dict[str, Any] = field(default_factory=dict)
     bucket_size: int = 1
-    """Of 1: a bucket for each parameter. Autograd brings them in another order than they lie."""
+    """With 1: a bucket for each parameter. Autograd produces them in another order than memory."""
     recompute: str = "none"
 
 
@@ -87,13 +87,13 @@ FOUR_RANKS = {
 
 @dataclass
 class Report:
-    """What one rank saw."""
+    """Results of one rank."""
 
     weights: dict[str, Tensor]
     grad_norms: list[float]
     num_buckets: int = 0
     num_begun: list[int] = field(default_factory=list)
-    """Buckets on their way when the last backward pass was over, of each update."""
+    """Buckets in progress at the end of the last backward pass of each update."""
 
 
 def configure(folder: Path, case: Case, *, overlap: bool) -> Config:
@@ -128,7 +128,7 @@ def train(folder: Path, case: Case, groups: ParallelGroups, *, overlap: bool) ->
 
 @contextlib.contextmanager
 def watch(num_begun: list[int]) -> Iterator[None]:
-    """Append how many buckets have begun wherever the rest is to begin."""
+    """Record the number of started buckets whenever the rest is started."""
     begin_rest = GradientReduction.begin_rest
 
     def watched(self: GradientReduction) -> None:
@@ -176,7 +176,7 @@ def compare(reports: list[tuple[Report, ...]], *, where: str) -> None:
 
 
 def num_begun(case: Case, *, num_buckets: int, dp_rank: int, stage: int) -> list[int]:
-    """All buckets where there is a last backward pass, in it; none where there is none."""
+    """All buckets start within a last backward pass, if there is one; otherwise none."""
     if PP in case.parallel and (stage == 0 or VPP in case.parallel):
         # Zeros go back; and a virtual stage is over when the schedule says so.
         return [num_buckets] * len(CLIPPED)
@@ -187,7 +187,7 @@ def num_begun(case: Case, *, num_buckets: int, dp_rank: int, stage: int) -> list
 
 
 def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
-    """Weights after two updates in a row, and after each way to stop and go on between them."""
+    """Weights after two updates, and after each way to stop and resume between them."""
     case = TWO_RANKS["larger buckets"]
     groups = initialize(configure(folder, case, overlap=True).parallel)
     found = []
@@ -287,7 +287,7 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind(policy: Policy) -> 
 
 
 def test_a_gradient_too_late_is_an_error_and_not_lost(policy: Policy) -> None:
-    """As if the schedule took every backward pass for the last one."""
+    """As if the schedule treated every backward pass as the last."""
     microbatches = [policy.pack(BATCH, indices) for indices in APART[0]]
     reduction: Any = policy.reduction
 

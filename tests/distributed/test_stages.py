@@ -1,4 +1,4 @@
-"""Pipeline ranks with several stages, and with unequal ones: what each has, and that all agree."""
+"""Pipeline ranks with several or unequal stages: their layers, and equal results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
 
 
 def planned_shapes(folder: Path) -> list[str]:
-    """Layouts in which a stage knew every shape that its neighbours told it."""
+    """Layouts in which a stage had planned every shape that its neighbours sent."""
     planned = PlannedCommunicator._communicate_shapes
     asked = P2PCommunicator._communicate_shapes
     good, num_shapes = [], 0

@@ -64,7 +64,7 @@ FEW, MANY = 2, 4
 NUM_SEQUENCES = 20
 
 Counts = dict[tuple[str, int], Waits]
-"""What was counted in a stage with so many micro-batches."""
+"""Counts of a stage with this number of micro-batches."""
 
 
 def batch_with_advantages() -> Batch:
@@ -93,7 +93,7 @@ def plan_of(batch: Batch, *, num_minibatches: int, num_microbatches: int, dp_siz
 
 @contextmanager
 def counted_updates() -> Iterator[list[Waits]]:
-    """What each update of `learn` waited for."""
+    """Synchronisations of each update of `learn`."""
     counts: list[Waits] = []
 
     def counted(*args: Any, **options: Any) -> UpdateResult:
@@ -157,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def per_microbatch(counts: Counts, stage: str) -> Waits:
-    """What a stage waited for more often where it had more micro-batches."""
+    """Synchronisations of a stage that grow with the number of micro-batches."""
     few, many = counts[stage, FEW], counts[stage, MANY]
     assert not few - many  # nothing is waited for less often
     return many - few

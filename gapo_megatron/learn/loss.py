@@ -92,8 +92,8 @@ class MinibatchLoss:
     def find_old_log_probs(self, index: int, log_probs: torch.Tensor) -> torch.Tensor:
         """[R] float32: old log-probs for the ratios of micro-batch `index`.
 
-        `log_probs` [R] are the current log-probs, which in the first mini-batch are the old ones
-        too.
+        `log_probs` [R] are the current log-probs, which in the first mini-batch are also the old
+        log-probs.
         """
         if self._is_around_engine:
             return self.microbatches[index].rollout_log_probs

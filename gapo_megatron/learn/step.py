@@ -66,7 +66,7 @@ def learn(
     """Take one optimizer step per mini-batch of the batch's plan.
 
     Args:
-        policy: at the weights that generated the last tokens of `batch` (newer ones with
+        policy: at the weights that generated the last tokens of `batch` (newer weights with
             `rollout.max_staleness`), after the updates in `progress`; the rest are taken here.
         batch: planned; the same on every rank except for the tokens: this rank holds its
             data-parallel share.

@@ -199,7 +199,7 @@ def _buckets(
 
 
 def _by_layer(rules: Sequence[Rule], groups: ParallelGroups) -> Iterator[list[tuple[Rule, Place]]]:
-    """Parameters by layer, those outside layers one by one; experts are the first rank's."""
+    """Parameters by layer, and single parameters outside layers; experts are the first rank's."""
     own = [rule for rule in rules if not rule.tied]
     for num_layers, in_layer in itertools.groupby(own, lambda rule: rule.num_layers):
         if num_layers is None:

@@ -337,14 +337,14 @@ class Policy:
         self.optimizer.zero_grad()
 
     def unscale_gradients(self) -> None:
-        """Divide the summed gradients by the loss scale, if there is one; exact."""
+        """Divide the summed gradients by the loss scale, if any; exact."""
         if self.loss_scale is not None:
             for wrapped in self.model:
                 wrapped.scale_gradients(1 / self.loss_scale.value)
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Use the initial weights within the block; the current ones are restored bit for bit.
+        """Use the initial weights within the block; the current weights are restored bitwise.
 
         For log-probs only. Needs `objective.kl_coef` > 0, without which no copy is kept.
         """

@@ -64,7 +64,7 @@ class Engine(Protocol):
     """
 
     replicas: Replicas
-    """Replicas: which ranks form one engine, and how all ranks communicate."""
+    """Replicas: which ranks form an engine, and how all ranks communicate."""
     policy_version: int
     """Version of the weights it generates with; -1 before the first `update_weights` and during
     every call of it."""

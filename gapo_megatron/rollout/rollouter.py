@@ -59,7 +59,7 @@ class Rollouter:
     A group whose valid rollouts all have the same reward has A = 0 throughout and teaches nothing.
     With `batch.dynamic_sampling_rounds` (DAPO's dynamic sampling) such groups are replaced
     by those of the next prompts, in at most that many rounds; if groups are still missing, the
-    first of the replaced ones fill the batch.
+    first of the replaced groups fill the batch.
 
     With `batch.oversampling` more prompts are begun than are needed. Each engine stops once its
     share of groups is complete; the problems of aborted groups are returned to the source. With

@@ -302,7 +302,7 @@ def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
     if not state.num_open_updates:
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
         generation.sync(probe, policy_version=state.step)
-        if state.open_step is not None:  # its batch exists: order the next ones
+        if state.open_step is not None:  # its batch exists: order the next batches
             generation.sample_ahead()
     generation.stopwatch = trainer.stopwatch
     return generation

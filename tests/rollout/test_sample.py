@@ -626,7 +626,7 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
     opened = setup.rollouter.gather_open_groups()
     everything = [*scored, *(one for group in opened for one in group)]
     assert sum(len(one.token_ids) for one in everything) == setup.engine.num_tokens
-    # Without the option, what is open goes on once more, and then the source has it back.
+    # Without the option, open groups continue once more, then return to the source.
     alone = config.batch.model_copy(update={"partial_rollouts": False, "oversampling": 1.0})
     setup.rollouter = setup.begin(config.model_copy(update={"batch": alone}), source)
     setup.rollouter.resume(opened)

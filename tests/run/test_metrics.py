@@ -138,7 +138,7 @@ def test_a_full_disk_is_named_and_the_resumed_run_equals_the_uninterrupted_one(
         writer.close()
 
     write(whole, 0)
-    num_bytes = (whole / name).stat().st_size // 2 + 1  # in the midst of a line
+    num_bytes = (whole / name).stat().st_size // 2 + 1  # within a line
     with full_disk(num_bytes), pytest.raises(MachineError, match=mentions(full / name)):
         write(full, 0)
     write(full, 2)

@@ -50,7 +50,7 @@ from tests.waiting import HANG_S, wait_until
 
 NUM_STEPS, EOS = 4, 1
 NUM_RESPONSES = 4
-"""Of a rank that generates, in a step."""
+"""Responses of a generating rank in a step."""
 PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "") for i in range(20)]
 
 

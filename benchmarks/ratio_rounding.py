@@ -153,7 +153,8 @@ def run_once(case: Case, hf_dir: str, output: Path) -> None:
             batch, config.batch, needs_every_sequence=False, data_parallel_size=1
         )
         batch = replace(batch, plan=planned)
-        metrics = learn(policy, batch, config, Stopwatch(), measures_rounding=True)
+        sections = (config.objective, config.rollout)
+        metrics = learn(policy, batch, *sections, Stopwatch(), measures_rounding=True)
     destroy()
     assert metrics is not None
     before, after = scores
@@ -220,6 +221,7 @@ def sample(hf_dir: str, case: Case, *, folder: Path) -> Batch:
         answers,
         [np.zeros(num_tokens, dtype=np.float32) for _ in answers],
     )
+    rollouts = rollouts.changed(sample=[*range(K)] * len(contexts))
     return Batch(
         rollouts.table,
         rollouts.tokens,
@@ -263,7 +265,7 @@ def _generate(hf_dir: str, num_tokens: int, seed: int) -> tuple[np.ndarray, ...]
 
 def move_between(policy: Policy, seed: int) -> None:
     """Move master weights by up to half the distance to the next 16-bit number; weights stay."""
-    dtype = getattr(torch, policy.config.model.dtype)
+    dtype = policy.stages[0].config.params_dtype
     if dtype == torch.float32:
         dtype = torch.bfloat16  # fp32 has no master weights: move it as bf16's
     generator = torch.Generator().manual_seed(seed)

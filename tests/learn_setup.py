@@ -226,7 +226,8 @@ def run_learn(
 
     def go_on(opened: OpenStep, **options: Any) -> dict[str, float] | None:
         batch = planned(opened.batch, config, data_parallel_size=groups.dp_size)
-        return learn(policy, batch, config, Stopwatch(), progress=opened.progress, **options)
+        sections = (config.objective, config.rollout)
+        return learn(policy, batch, *sections, Stopwatch(), progress=opened.progress, **options)
 
     with record(policy) as updates:
         for _ in range(num_steps):

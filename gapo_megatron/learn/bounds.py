@@ -40,7 +40,8 @@ def find_widths(
     Raises:
         DivergenceError: see `score.log_probs`.
     """
-    scores = log_probs(policy, microbatches)
+    with_entropy = loss.objective.entropy_coef > 0
+    scores = log_probs(policy, microbatches, with_entropy=with_entropy)
     if not policy.groups.is_last_stage:
         return None
     tokens = [torch.empty(0, 3, dtype=torch.float64, device=policy.device)]
@@ -51,7 +52,7 @@ def find_widths(
         rows = torch.stack([now.double() - old, advantages, old], dim=1)
         tokens.append(rows[advantages != 0])
     log_ratio, advantages, old_log_probs = _gather(torch.cat(tokens), policy.groups.dp_group).T
-    return find_bounds(log_ratio, advantages, old_log_probs, loss.config.objective.resolve())
+    return find_bounds(log_ratio, advantages, old_log_probs, loss.objective.resolve())
 
 
 def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> np.ndarray:

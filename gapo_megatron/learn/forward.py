@@ -39,7 +39,7 @@ class Scored:
     log_probs: Tensor
     """[R] float32, with autograd unless the pass is forward only."""
     entropy: Tensor | None
-    """[R] float32, likewise; None unless `objective.entropy_coef` > 0."""
+    """[R] float32, likewise; None unless the pass was asked for it."""
     flags: Flags
     """Checks of the pass on the device, read after the last micro-batch."""
     rows: Tensor | None
@@ -59,6 +59,7 @@ def run_pass(
     *,
     forward_only: bool,
     temperature: float | None = None,
+    with_entropy: bool = False,
 ) -> list[Any]:
     """Forward (and backward) over the micro-batches, in Megatron-core's pipeline schedule.
 
@@ -71,6 +72,7 @@ def run_pass(
         flags: set by the head operator and by `head`.
         forward_only: no backward pass.
         temperature: sampling temperature; None: `rollout.temperature`.
+        with_entropy: also compute the entropy of every row's distribution (`Scored.entropy`).
 
     Returns:
         Outputs of `head` for each micro-batch, on the last pipeline stage; empty on other stages.
@@ -97,7 +99,14 @@ def run_pass(
         def after(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             flags.where = f"micro-batch {index}"
             row_plan = _plan_rows(microbatch, flags)
-            values = _log_probs(policy, hidden, microbatch, row_plan, temperature)
+            values = _log_probs(
+                policy,
+                hidden,
+                microbatch,
+                row_plan,
+                temperature=policy.temperature if temperature is None else temperature,
+                with_entropy=with_entropy,
+            )
             log_probs, entropy = _join(policy, values, microbatch)
             if index >= num_given:
                 return without_backward(policy, log_probs.sum()), _NO_TOKENS, None
@@ -148,18 +157,19 @@ def _log_probs(
     hidden: Tensor,
     microbatch: Microbatch,
     row_plan: RowPlan,
-    temperature: float | None,
+    *,
+    temperature: float,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy (if wanted) [R_local] from hidden states [T / cp (/ tp), 1, H]."""
     groups = policy.groups
     weight: Any = policy.stages[-1].head_weight
-    with_entropy = policy.config.objective.entropy_coef > 0
     result: Any = token_log_probs(
         hidden[:, 0],
         weight,
         microbatch.labels,
         row_index=microbatch.row_index,
-        temperature=policy.config.rollout.temperature if temperature is None else temperature,
+        temperature=temperature,
         vocab_start=groups.tp_rank * weight.shape[0],
         vocab_size=policy.hf_config.vocab_size,
         tp_group=groups.tp_group if groups.tp_size > 1 else None,

@@ -7,11 +7,11 @@ environment have no row: every array here omits them, as `batching.pack` omits t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.metrics import Sums
 from gapo_megatron.objective import (
@@ -43,7 +43,13 @@ class MinibatchLoss:
     mini-batch the current log-probs, detached, replace them."""
     ref_log_probs: LogProbs
     """The reference model's log-probs; empty: no KL term."""
-    config: Config
+    objective: ObjectiveConfig
+    _: KW_ONLY
+    rollouts_per_prompt: int
+    """k of the run; unknown verdicts make the k of a group smaller."""
+    max_response_tokens: int
+    measures_staleness: bool
+    """Whether older weights may have sampled the responses (`rollout.max_staleness`)."""
     widths: tuple[float, float] | None = None
     """Lower and upper clip width of this mini-batch (`learn.bounds`); None: the method's."""
 
@@ -57,7 +63,7 @@ class MinibatchLoss:
         sums = {} if at_begin is None else self._engine_sums(at_begin, given)
         old = self.find_old_log_probs(scored.index, log_probs)
         weighted = given.advantages
-        if (largest := self.config.objective.importance_weight_max) is not None:
+        if (largest := self.objective.importance_weight_max) is not None:
             weights = importance_weights(
                 old,
                 given.rollout_log_probs,
@@ -73,7 +79,7 @@ class MinibatchLoss:
             sequence_ids=given.sequence_ids,
             advantages=given.advantages,
             num_correct=given.num_correct,
-            group_size=self.config.batch.rollouts_per_prompt,
+            group_size=self.rollouts_per_prompt,
             num_response_tokens=given.num_sampled_tokens,
             is_carried=given.is_carried,
         )
@@ -87,7 +93,7 @@ class MinibatchLoss:
     @property
     def _is_around_engine(self) -> bool:
         """Whether ratios compare with the log-probs that the engine returned while sampling."""
-        return self.config.objective.old_log_probs == "rollout"
+        return self.objective.old_log_probs == "rollout"
 
     def find_old_log_probs(self, index: int, log_probs: torch.Tensor) -> torch.Tensor:
         """[R] float32: old log-probs for the ratios of micro-batch `index`.
@@ -124,7 +130,7 @@ class MinibatchLoss:
         sums = _mismatch(at_begin, given.rollout_log_probs)
         if self._is_around_engine:
             sums["mismatch_tokens"] = given.advantages.new_full((), len(at_begin))
-        if self.config.rollout.max_staleness:
+        if self.measures_staleness:
             shares = clipped_share(
                 at_begin,
                 given.rollout_log_probs,
@@ -132,7 +138,7 @@ class MinibatchLoss:
                 advantages=given.advantages,
                 num_correct=given.num_correct,
                 group_size=given.group_size,
-                method=self.config.objective.resolve(),
+                method=self.objective.resolve(),
             )
             sums["outside_clip"] = shares.sum()
             sums["outside_clip_sequences"] = (given.advantages != 0).sum().double()
@@ -154,30 +160,29 @@ class MinibatchLoss:
             group_size=given.group_size,
             num_tokens_global=self.minibatch.num_tokens_global,
             num_sequences_global=self.minibatch.num_sequences_global,
-            max_response_tokens=self.config.rollout.max_response_tokens,
-            method=self.config.objective.resolve(),
+            max_response_tokens=self.max_response_tokens,
+            method=self.objective.resolve(),
             widths=widths,
             flags=scored.flags,
         )
 
     def _add_penalties(self, loss: torch.Tensor, scored: Scored, sums: Sums) -> torch.Tensor:
         """KL and entropy terms: means over the valid response tokens of the mini-batch."""
-        objective = self.config.objective
         denominator = max(self.minibatch.num_tokens_global, 1)
         if self.ref_log_probs:
             reference = self.ref_log_probs[scored.index]
             assert reference is not None
             kl = kl_penalty(scored.log_probs, reference).sum()
-            loss = loss + objective.kl_coef * kl / denominator
+            loss = loss + self.objective.kl_coef * kl / denominator
             sums["kl"] = kl.detach()
         if scored.entropy is not None:
             total = scored.entropy.double().sum()
-            loss = loss - objective.entropy_coef * total / denominator
+            loss = loss - self.objective.entropy_coef * total / denominator
             sums["entropy"] = total.detach()
         return loss
 
 
-def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
+def may_lose_gradients(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
     """Whether some rows may have no gradient, decided on the host without reading the device.
 
     At the weights of its old log-probs no ratio is clipped; bounding an importance weight removes
@@ -187,22 +192,21 @@ def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
     start.
 
     Args:
-        config: the run's settings; reads `objective`.
+        objective: section `objective`.
         has_moved: the weights differ from those of some old log-probs of the trainer.
     """
-    objective = config.objective
     if objective.entropy_coef > 0:
         return False
     if objective.kl_coef > 0:
         return True
     method = objective.resolve()
     stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
-    return may_differ(config, has_moved=has_moved) and stops
+    return may_differ(objective, has_moved=has_moved) and stops
 
 
-def may_differ(config: Config, *, has_moved: bool) -> bool:
+def may_differ(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
     """Whether a ratio may differ from 1; arguments as in `may_lose_gradients`."""
-    return has_moved or config.objective.old_log_probs == "rollout"
+    return has_moved or objective.old_log_probs == "rollout"
 
 
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:

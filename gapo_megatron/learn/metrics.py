@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.objective import diagnostics
 from gapo_megatron.types import Plan
 
@@ -58,7 +58,7 @@ def add_over_ranks(sums: Sums, *, group_size: int, device: torch.device) -> Sums
 def summarize(
     totals: Sums,
     plan: Plan,
-    config: Config,
+    objective: ObjectiveConfig,
     *,
     lengths: np.ndarray,
     grad_norms: Sequence[float],
@@ -69,7 +69,7 @@ def summarize(
     Args:
         totals: the result of `add_over_ranks`.
         plan: the step's packing plan.
-        config: the run's settings.
+        objective: section `objective`.
         lengths: [B] int64 tokens fed to the model per sequence.
         grad_norms: gradient norm of every update, before clipping.
         learning_rate: learning rate of the last update.
@@ -93,14 +93,14 @@ def summarize(
         "optim/grad_norm": sum(grad_norms) / num_updates,
         "optim/learning_rate": learning_rate,
     }
-    metrics |= _compared(totals, config)
-    metrics |= _skipped(totals, plan, config, lengths)
+    metrics |= _compared(totals, objective)
+    metrics |= _skipped(totals, plan, objective, lengths)
     metrics["skip/updates"] = float(list(grad_norms).count(0.0))
-    if config.objective.kl_coef > 0:
+    if objective.kl_coef > 0:
         metrics["loss/kl"] = float(totals["kl"]) / num_tokens
-    if config.objective.entropy_coef > 0:
+    if objective.entropy_coef > 0:
         metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
-    if config.objective.importance_weight_max is not None:
+    if objective.importance_weight_max is not None:
         count = max(float(totals["importance_weights_count"]), 1.0)
         metrics["mismatch/importance_weight"] = float(totals["importance_weights"]) / count
         metrics["mismatch/importance_weight_cut"] = float(totals["importance_weights_cut"]) / count
@@ -110,10 +110,10 @@ def summarize(
     return metrics | diagnostics.summarize(totals)
 
 
-def _compared(totals: Sums, config: Config) -> dict[str, float]:
+def _compared(totals: Sums, objective: ObjectiveConfig) -> dict[str, float]:
     """Differences of the engine's log-probs from the trainer's at the start of the step."""
     metrics = {}
-    is_partial = config.objective.old_log_probs == "rollout"
+    is_partial = objective.old_log_probs == "rollout"
     num_tokens = float(totals["mismatch_tokens" if is_partial else "tokens"])
     if num_tokens or not is_partial:
         mean = float(totals["mismatch"]) / max(num_tokens, 1.0)
@@ -124,12 +124,14 @@ def _compared(totals: Sums, config: Config) -> dict[str, float]:
     return metrics
 
 
-def _skipped(totals: Sums, plan: Plan, config: Config, lengths: np.ndarray) -> dict[str, float]:
+def _skipped(
+    totals: Sums, plan: Plan, objective: ObjectiveConfig, lengths: np.ndarray
+) -> dict[str, float]:
     fed = max(plan.num_tokens_skipped + plan.num_tokens_computed, 1)
     num_old = sum(
         int(lengths[list(indices)].sum())
         for minibatch in plan.minibatches[1:]
-        if config.objective.old_log_probs == "trainer"
+        if objective.old_log_probs == "trainer"
         for rank in minibatch.microbatches
         for indices in rank
     )

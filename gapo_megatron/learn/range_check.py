@@ -68,7 +68,7 @@ def _watching(policy: Policy) -> Iterator[_Watch]:
     """Watch the modules of this rank's decoder layers, and the final norm."""
     watch, hooks = _Watch(), []
     num_layers = policy.hf_config.num_hidden_layers
-    layers = layers_of_stages(policy.config.parallel, num_layers)[policy.groups.pp_rank]
+    layers = layers_of_stages(policy.parallel, num_layers)[policy.groups.pp_rank]
     for stage, numbers in zip(policy.stages, layers, strict=True):
         for number, layer in zip(numbers, stage.decoder.layers, strict=True):
             for name, module in layer.named_modules():

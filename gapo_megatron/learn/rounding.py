@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import MetricsConfig, ObjectiveConfig, RolloutConfig
 from gapo_megatron.config.methods import Method
+from gapo_megatron.learn.loss import may_differ
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
 from gapo_megatron.objective.families import FAMILIES
@@ -75,30 +76,46 @@ class Scores:
             return cls(in_run, score(policy, batch, packing))
 
 
-def is_due(step: int, config: Config, device: torch.device) -> bool:
+def is_due(
+    step: int,
+    policy: Policy,
+    objective: ObjectiveConfig,
+    rollout: RolloutConfig,
+    metrics: MetricsConfig,
+) -> bool:
     """Whether `step` is measured: by `metrics.rounding_every_steps`, if possible.
 
     Not if attention in the higher precision needs memory for every pair of tokens: on a GPU in
     float64, and without Transformer Engine under context parallelism. Nor if ratios compare with
     log-probs of an engine with older weights: then more than this step has changed them.
     """
-    is_quadratic = config.model.precision == "fp32" or config.parallel.context_parallel_size > 1
-    if device.type == "cuda" and is_quadratic:
+    is_quadratic = policy.precision == "fp32" or policy.groups.cp_size > 1
+    if policy.device.type == "cuda" and is_quadratic:
         return False
-    if config.objective.old_log_probs == "rollout" and config.rollout.max_staleness:
+    if objective.old_log_probs == "rollout" and rollout.max_staleness:
         return False
-    every = config.metrics.rounding_every_steps
+    every = metrics.rounding_every_steps
     return every > 0 and step % every == 0
 
 
-def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dict[str, float]:
+def measure(
+    policy: Policy,
+    batch: Batch,
+    before: Scores,
+    objective: ObjectiveConfig,
+    rollout: RolloutConfig,
+    *,
+    has_partial_rollouts: bool = False,
+) -> dict[str, float]:
     """Compare a step's ratios with the ratios without rounding; warn if they differ.
 
     Args:
         policy: at the weights after the step; unchanged.
         batch: the step's batch, as passed to `Scores.of` before its updates.
         before: result of `Scores.of` before the updates.
-        config: the run's settings.
+        objective: section `objective`.
+        rollout: section `rollout`.
+        has_partial_rollouts: `batch.partial_rollouts`: older weights may have sampled some tokens.
 
     Returns:
         `numerics/*` (docs/metrics.md), the same bits on every rank; empty without sequences.
@@ -109,8 +126,8 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
         DivergenceError: a log-prob is not finite.
     """
     after = Scores.of(policy, batch)
-    method, group_size = config.objective.resolve(), config.batch.rollouts_per_prompt
-    if config.objective.old_log_probs == "rollout":  # compare with the engine's log-probs
+    method, group_size = objective.resolve(), batch.rollouts_per_prompt
+    if objective.old_log_probs == "rollout":  # compare with the engine's log-probs
         engine = {i: _of_engine(batch, i) for i in before.in_run}
         before = replace(before, in_run=engine)
     local = torch.zeros(len(_SUMS) + 2 * (group_size + 1), dtype=torch.float64)
@@ -124,10 +141,12 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
     metrics = _summarize(named, method)
     if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
         metrics |= _changed_decisions(decided, changed)
-    if not _engine_had_these_weights(config):
+    # Otherwise the engine's log-probs are not those of the policy at the start of the step.
+    has_older_weights = rollout.max_staleness > 0 or has_partial_rollouts
+    if has_older_weights or rollout.top_p != 1:
         metrics = {name: one for name, one in metrics.items() if "engine" not in name}
     if policy.groups.rank == 0:
-        _log(metrics, config)
+        _log(metrics, policy.precision, method, may_clip=_may_clip(batch, objective))
     return metrics
 
 
@@ -216,22 +235,16 @@ def _changed_decisions(decided: Iterable[float], changed: Iterable[float]) -> di
     return shares
 
 
-def _engine_had_these_weights(config: Config) -> bool:
-    """Whether the engine's log-probs are those of the policy at the start of a step."""
-    rollout = config.rollout
-    return not (rollout.max_staleness or config.batch.partial_rollouts) and rollout.top_p == 1
-
-
-def _may_clip(config: Config) -> bool:
+def _may_clip(batch: Batch, objective: ObjectiveConfig) -> bool:
     """Whether the method clips ratios that may differ from 1."""
-    method, batch = config.objective.resolve(), config.batch
-    may_differ = batch.num_minibatches > 1 or batch.partial_rollouts
+    assert batch.plan is not None
+    method = objective.resolve()
+    has_moved = len(batch.plan.minibatches) > 1 or batch.has_carried
     stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
-    return stops and (may_differ or config.objective.old_log_probs == "rollout")
+    return stops and may_differ(objective, has_moved=has_moved)
 
 
-def _log(metrics: dict[str, float], config: Config) -> None:
-    method = config.objective.resolve()
+def _log(metrics: dict[str, float], precision: str, method: Method, *, may_clip: bool) -> None:
     correlation = metrics.get("numerics/ratio_correlation")
     changed = metrics.get("numerics/clip_decisions_changed")
     text = (
@@ -245,7 +258,7 @@ def _log(metrics: dict[str, float], config: Config) -> None:
             f"; it changed {changed:.1%} of the clip's decisions (eps_low {method.eps_low:g}, "
             f"eps_high_max {method.eps_high_max:g})"
         )
-    if correlation is None or correlation >= LEAST_CORRELATION or not _may_clip(config):
+    if correlation is None or correlation >= LEAST_CORRELATION or not may_clip:
         logger.info("%s", text)
         return
     logger.warning(
@@ -253,5 +266,5 @@ def _log(metrics: dict[str, float], config: Config) -> None:
         "objective.eps_low and objective.eps_high_max (docs/numerics.md)",
         text,
         LEAST_CORRELATION,
-        _REMEDIES[config.model.precision],
+        _REMEDIES[precision],
     )

@@ -55,7 +55,11 @@ def score(
 
 
 def log_probs(
-    policy: Policy, microbatches: Sequence[Microbatch], *, temperature: float | None = None
+    policy: Policy,
+    microbatches: Sequence[Microbatch],
+    *,
+    temperature: float | None = None,
+    with_entropy: bool = False,
 ) -> list[Tensor | None]:
     """Log-probs of packed micro-batches, left on the device.
 
@@ -66,6 +70,7 @@ def log_probs(
         policy: unchanged.
         microbatches: this data-parallel rank's micro-batches, equally many on every rank.
         temperature: sampling temperature; None: `rollout.temperature`.
+        with_entropy: as in the update, whose kernels then are the same; the entropy is dropped.
 
     Returns:
         Per micro-batch [R] float32 on the last pipeline stage (all tensor and context parallel
@@ -87,7 +92,13 @@ def log_probs(
     flags = Flags()
     with torch.no_grad():
         values = run_pass(
-            policy, microbatches, keep, flags, forward_only=True, temperature=temperature
+            policy,
+            microbatches,
+            keep,
+            flags,
+            forward_only=True,
+            temperature=temperature,
+            with_entropy=with_entropy,
         )
     flags.check()
     return values if policy.groups.is_last_stage else [None] * len(microbatches)

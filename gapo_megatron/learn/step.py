@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config
+from gapo_megatron.config import ObjectiveConfig, RolloutConfig
 from gapo_megatron.learn import metrics, rounding
 from gapo_megatron.learn.bounds import find_widths
 from gapo_megatron.learn.loss import LogProbs, MinibatchLoss, may_differ, may_lose_gradients
@@ -20,7 +21,7 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Batch
-from gapo_megatron.types import Microbatch, Plan
+from gapo_megatron.types import Microbatch
 
 
 @dataclass
@@ -56,11 +57,13 @@ class Progress:
 def learn(
     policy: Policy,
     batch: Batch,
-    config: Config,
+    objective: ObjectiveConfig,
+    rollout: RolloutConfig,
     stopwatch: Stopwatch,
     *,
     progress: Progress | None = None,
     measures_rounding: bool = False,
+    has_partial_rollouts: bool = False,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of the batch's plan.
@@ -70,11 +73,13 @@ def learn(
             `rollout.max_staleness`), after the updates in `progress`; the rest are taken here.
         batch: planned; the same on every rank except for the tokens: this rank holds its
             data-parallel share.
-        config: the run's settings: method, coefficients, rollouts per prompt, response limit.
+        objective: section `objective`: method and coefficients.
+        rollout: section `rollout`: response limit, staleness, and how the engine sampled.
         stopwatch: times the stages `old_log_probs`, `update` and `rounding`.
         progress: progress of an earlier call that had to stop; resumed with the same bits.
             Updated in place.
         measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
+        has_partial_rollouts: `batch.partial_rollouts`, for that comparison.
         must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
@@ -102,33 +107,55 @@ def learn(
             [policy.pack(batch, indices) for indices in one.microbatches[policy.groups.dp_rank]]
             for one in plan.minibatches
         ]
-        reference = _score(policy, packed, config, progress)
-    lengths = batch.num_fed_tokens.numpy()
-    has_bounds = config.objective.resolve().bounds != "fixed"
+        reference = _score(policy, packed, objective, progress)
+    lengths, group_size = batch.num_fed_tokens.numpy(), batch.rollouts_per_prompt
+    has_bounds = objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
         if i and must_stop():
             return None
         with stopwatch("update"):
             old = progress.old_log_probs[i]
-            loss = MinibatchLoss(plan.minibatches[i], packed[i], i == 0, old, reference[i], config)
+            loss = MinibatchLoss(
+                plan.minibatches[i],
+                packed[i],
+                is_first=i == 0,
+                old_log_probs=old,
+                ref_log_probs=reference[i],
+                objective=objective,
+                rollouts_per_prompt=group_size,
+                max_response_tokens=rollout.max_response_tokens,
+                measures_staleness=rollout.max_staleness > 0,
+            )
             has_moved = bool(old) or batch.has_carried
-            if has_bounds and may_differ(config, has_moved=has_moved):
+            if has_bounds and may_differ(objective, has_moved=has_moved):
                 loss = replace(loss, widths=find_widths(policy, packed[i], loss))
-            skips = may_lose_gradients(config, has_moved=has_moved)
-            result = update(policy, packed[i], loss, skip_inactive=skips)
+            result = update(
+                policy,
+                packed[i],
+                loss,
+                skip_inactive=may_lose_gradients(objective, has_moved=has_moved),
+                with_entropy=objective.entropy_coef > 0,
+            )
             # The loss is computed on the last pipeline stage only.
             progress.add(result, packed[i] if policy.groups.is_last_stage else [], lengths)
-    summary = _summarize(policy, plan, progress, config, lengths)
+    summary = _summarize(policy, batch, progress, objective)
     if progress.scores is not None:
         with stopwatch("rounding"):
-            summary |= rounding.measure(policy, batch, progress.scores, config)
+            summary |= rounding.measure(
+                policy,
+                batch,
+                progress.scores,
+                objective,
+                rollout,
+                has_partial_rollouts=has_partial_rollouts,
+            )
     return summary
 
 
 def _score(
     policy: Policy,
     packed: Sequence[Sequence[Microbatch]],
-    config: Config,
+    objective: ObjectiveConfig,
     progress: Progress,
 ) -> list[LogProbs]:
     """Compute old log-probs into `progress`; returns the reference's log-probs, for a KL term.
@@ -140,29 +167,28 @@ def _score(
     mini-batch. With `objective.old_log_probs` = "rollout" there is no pass: the batch has the
     engine's log-probs.
     """
+    score_one = partial(log_probs, policy, with_entropy=objective.entropy_coef > 0)
     if not progress.old_log_probs:
-        needs_pass = config.objective.old_log_probs == "trainer"
-        others = [log_probs(policy, one) if needs_pass else [] for one in packed[1:]]
+        needs_pass = objective.old_log_probs == "trainer"
+        others = [score_one(one) if needs_pass else [] for one in packed[1:]]
         progress.old_log_probs = [[], *others]
-    if config.objective.kl_coef == 0:
+    if objective.kl_coef == 0:
         return [[]] * len(packed)
     with policy.reference_weights():
-        return [log_probs(policy, microbatches) for microbatches in packed]
+        return [score_one(one) for one in packed]
 
 
 def _summarize(
-    policy: Policy, plan: Plan, progress: Progress, config: Config, lengths: np.ndarray
+    policy: Policy, batch: Batch, progress: Progress, objective: ObjectiveConfig
 ) -> dict[str, float]:
     """Metrics of the step, the same bits on every rank. Collective."""
+    assert batch.plan is not None
     sums = progress.sums if policy.groups.is_first_copy else {}
-    totals = metrics.add_over_ranks(
-        sums, group_size=config.batch.rollouts_per_prompt, device=policy.device
-    )
     summary = metrics.summarize(
-        totals,
-        plan,
-        config,
-        lengths=lengths,
+        metrics.add_over_ranks(sums, group_size=batch.rollouts_per_prompt, device=policy.device),
+        batch.plan,
+        objective,
+        lengths=batch.num_fed_tokens.numpy(),
         grad_norms=progress.grad_norms,
         learning_rate=progress.learning_rate,
     )

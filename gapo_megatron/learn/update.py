@@ -48,6 +48,7 @@ def update(
     *,
     learning_rate: float | None = None,
     skip_inactive: bool = False,
+    with_entropy: bool = False,
 ) -> UpdateResult:
     """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks.
 
@@ -69,6 +70,7 @@ def update(
         learning_rate: replaces the configured schedule.
         skip_inactive: skip work that cannot change the weights (`_cut_backward`); worthwhile if
             many rows may have no gradient.
+        with_entropy: also compute the entropy that `loss` reads (`Scored.entropy`).
 
     Collectives: for each pass those of `forward.run_pass`; with `skip_inactive` and expert
     parallelism, on the last stage, one flag per micro-batch over the expert parallel group; the
@@ -81,12 +83,13 @@ def update(
             1, after halvings), or a flag is raised; raised on every rank. Weights, optimizer state
             and `num_updates` are unchanged.
     """
-    config, scale = policy.config.optimizer, policy.loss_scale
+    settings, scale = policy.optimizer_settings, policy.loss_scale
     if learning_rate is None:
-        learning_rate = optim.learning_rate(config, policy.num_updates)
+        learning_rate = optim.learning_rate(settings, policy.num_updates)
+    options = {"skip_inactive": skip_inactive, "with_entropy": with_entropy}
     with cpu.device_scope():
         while True:
-            grad_norm, outputs = _gradient(policy, microbatches, loss, skip_inactive=skip_inactive)
+            grad_norm, outputs = _gradient(policy, microbatches, loss, **options)
             if math.isfinite(grad_norm):
                 break
             assert scale is not None  # otherwise `_gradient` has raised
@@ -101,7 +104,7 @@ def update(
             if scale is not None:
                 scale.updated()
             optim.set_learning_rate(policy.optimizer, learning_rate)
-            optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
+            optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=settings.clip_grad)
             policy.num_updates += 1
     values = iter(to_host([value for output in outputs for value in output.values()]))
     outputs = [{name: next(values) for name in output} for output in outputs]
@@ -109,7 +112,12 @@ def update(
 
 
 def _gradient(
-    policy: Policy, microbatches: Sequence[Microbatch], loss: Loss, *, skip_inactive: bool
+    policy: Policy,
+    microbatches: Sequence[Microbatch],
+    loss: Loss,
+    *,
+    skip_inactive: bool,
+    with_entropy: bool,
 ) -> tuple[float, list[Outputs]]:
     """Run a forward and backward pass, and prepare gradients for a step.
 
@@ -129,7 +137,9 @@ def _gradient(
         return value, outputs | {"active_rows": num_active}
 
     policy.begin_update()
-    outputs = run_pass(policy, microbatches, head, flags, forward_only=False)
+    outputs = run_pass(
+        policy, microbatches, head, flags, forward_only=False, with_entropy=with_entropy
+    )
     policy.unscale_gradients()
     policy.optimizer.prepare_grads()
     grad_norm = float(policy.optimizer.get_grad_norm())

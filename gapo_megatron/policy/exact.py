@@ -47,8 +47,8 @@ def exact_stages(policy: Policy) -> list[PolicyModel]:
             policy.hf_config,
             policy.groups,
             policy.device,
-            precision="fp64" if policy.config.model.precision == "fp32" else "fp32",
-            parallel=policy.config.parallel,
+            precision="fp64" if policy.precision == "fp32" else "fp32",
+            parallel=policy.parallel,
         )
     for stage in stages:
         stage.requires_grad_(False)

@@ -50,7 +50,12 @@ class Policy:
     """One rank's part of the policy.
 
     Attributes:
-        config: the run's settings.
+        precision: `model.precision`.
+        parallel: section `parallel`.
+        temperature: sampling temperature (`rollout.temperature`); part of its distribution.
+        optimizer_settings: section `optimizer`.
+        sequence_multiple: required divisor of the number of packed tokens. Sequence and context
+            parallel ranks get equal shares, each a multiple of what fp8 matrix products need.
         hf_config: the model's Hugging Face config.
         groups: this rank's parallel groups.
         device: device of the parameters.
@@ -73,7 +78,10 @@ class Policy:
         head: Resolved,
         adapter: Adapter,
     ) -> None:
-        self.config = config
+        self.precision = config.model.precision
+        self.parallel = config.parallel
+        self.temperature = config.rollout.temperature
+        self.optimizer_settings = config.optimizer
         self.hf_config: PretrainedConfig = model[0].module.hf_config
         self.groups = groups
         self.device = device
@@ -82,8 +90,13 @@ class Policy:
         self.optimizer = optimizer
         self.head = head
         self.num_updates = 0
-        self.loss_scale = LossScale() if config.model.precision == "fp16" else None
+        self.loss_scale = LossScale() if self.precision == "fp16" else None
         self.reduction = GradientReduction(model) if config.parallel.overlap_grad_reduce else None
+        self._num_shards = groups.tp_size if config.parallel.sequence_parallel else 1
+        align = fp8_multiple(config.model) * num_chunks(groups.cp_size)
+        self.sequence_multiple = self._num_shards * align
+        self._model_settings = config.model
+        self._keeps_reference = config.objective.kl_coef > 0
         self._rules = model[0].module.rules
         self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
         self._adapter = adapter
@@ -143,16 +156,6 @@ class Policy:
             optimizer = build_optimizer(config.optimizer, model)
         return cls(config, groups, device, model, optimizer, head, adapter)
 
-    @property
-    def sequence_multiple(self) -> int:
-        """Required divisor of the number of packed tokens.
-
-        Sequence and context parallel ranks get equal shares, each a multiple of the size that fp8
-        matrix products need.
-        """
-        ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
-        return ranks * fp8_multiple(self.config.model) * num_chunks(self.groups.cp_size)
-
     def pack(self, batch: Rollouts, indices: Sequence[int]) -> Microbatch:
         """Pack sequences of `batch` for this policy's layout: `batching.pack`."""
         whole = pack(
@@ -164,8 +167,7 @@ class Policy:
             for_loss=self.groups.is_last_stage,
             device="cpu",
         )
-        num_shards = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
-        return to_rank(whole, self.groups, num_shards=num_shards, device=self.device)
+        return to_rank(whole, self.groups, num_shards=self._num_shards, device=self.device)
 
     def pack_nothing(self) -> Microbatch:
         """A micro-batch without sequences, for ranks that must take part in collectives."""
@@ -185,10 +187,10 @@ class Policy:
         Raises:
             ConfigError, ConversionError: see `load_megatron_weights`, `hf.weights.read_hf`.
         """
-        if self.config.model.megatron_dir:
-            self.load_megatron_weights(self.config.model.megatron_dir, on_bytes=on_bytes)
+        if self._model_settings.megatron_dir:
+            self.load_megatron_weights(self._model_settings.megatron_dir, on_bytes=on_bytes)
         else:
-            self.load_hf_weights(read_hf(self.config.model.hf_dir))
+            self.load_hf_weights(read_hf(self._model_settings.hf_dir))
 
     @torch.no_grad()
     def load_hf_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -240,12 +242,12 @@ class Policy:
 
     def _start_from_weights(self) -> None:
         for name, parameter in self._parameters.items():
-            precision = self.config.model.precision
+            precision = self.precision
             finite_extremes(parameter.detach(), name=f"{name}, in model.precision {precision},")
         with cpu.device_scope():
             self.optimizer.reload_model_params()
         self.num_updates = 0
-        if self.config.objective.kl_coef > 0:
+        if self._keeps_reference:
             self._reference = self._snapshot()
 
     def iterate_hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -295,7 +297,7 @@ class Policy:
         with cpu.device_scope():
             for i, stage in enumerate(self.stages):
                 stage.load_state_dict(state["model"][f"stage_{i}"])
-            load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
+            load_state(self.optimizer, state["optimizer"], config=self.optimizer_settings)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
             # Checkpoints of other precisions have no loss scale: fp16 starts with the default.
@@ -308,7 +310,7 @@ class Policy:
         host memory until the next update. A checkpoint may be written meanwhile.
         """
         self._segments.use(False)
-        if self.config.optimizer.offload != "none":
+        if self.optimizer_settings.offload != "none":
             self._offload.to_host()
         with cpu.device_scope():
             for wrapped in self.model:
@@ -317,7 +319,7 @@ class Policy:
 
     def make_room_of_weights(self) -> None:
         """With `optimizer.offload = "all"`, move the weights to host memory until the next pass."""
-        if self.config.optimizer.offload == "all":
+        if self.optimizer_settings.offload == "all":
             self._weight_offload.to_host()
 
     def begin_pass(self) -> None:

@@ -111,10 +111,7 @@ class Run:
         generation = start.start_generation(trainer, pool, startup)
         stopwatch.lap(num_tokens=0)  # the time of steps counts from here
         writer = MetricsWriter(
-            config.run.output_dir,
-            config=config,
-            resume_step=state.step,
-            enabled=world.rank == 0,
+            config.run.output_dir, config=config, resume_step=state.step, enabled=world.rank == 0
         )
         writer.log_startup(state.step, startup.seconds, sizes=start.sizes(world))
         channel = GroupChannel(world.gloo_group)
@@ -231,7 +228,7 @@ class Run:
         state, config = self.state, self.config
         if rollouts is not None:
             batch = self._planned(make_batch(rollouts, config.objective.resolve()))
-            num_rollouts = config.batch.rollouts_per_prompt
+            num_rollouts = batch.rollouts_per_prompt
             metrics = rollouts.metrics | count_by_correct(batch, group_size=num_rollouts)
             batch = self.generation.bring_tokens(replace(batch, metrics=metrics))
             state.open(batch, is_ahead=self.generation.samples_ahead)
@@ -263,15 +260,19 @@ class Run:
         """
         config, open_step = self.config, self.state.open_step
         assert open_step is not None
-        measures = rounding.is_due(self.state.step, config, self.policy.device)
+        measures = rounding.is_due(
+            self.state.step, self.policy, config.objective, config.rollout, config.metrics
+        )
         stages = ("old_log_probs", "update", "rounding")[: 2 + measures]
         learned = learn(
             self.policy,
             batch,
-            config,
+            config.objective,
+            config.rollout,
             self.stopwatch,
             progress=open_step.progress,
             measures_rounding=measures,
+            has_partial_rollouts=config.batch.partial_rollouts,
             must_stop=lambda: self._is_stopping or self._must_stop(*stages),
         )
         if learned is None:
@@ -387,11 +388,10 @@ class Run:
 
     def _planned(self, batch: Batch) -> Batch:
         """The batch with its packing plan."""
-        settings = self.config.batch
         with self.stopwatch("plan"):
             plan = plan_step(
                 batch,
-                settings,
+                self.config.batch,
                 needs_every_sequence=self.config.objective.needs_every_sequence,
                 data_parallel_size=self.policy.groups.dp_size,
             )

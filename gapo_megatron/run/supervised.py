@@ -33,7 +33,12 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     tokenizer = load_tokenizer(
         settings.initial_hf_dir, field="supervised.initial_hf_dir", facts=facts
     )
-    examples = _read_examples(settings.train_path, tokenizer, config)
+    examples = _read_examples(
+        settings.train_path,
+        tokenizer,
+        chat_template=config.data.chat_template,
+        longest=config.max_sequence_tokens,
+    )
 
     model = str(Path(config.model.hf_dir).absolute())
     world = process_group.start(
@@ -45,7 +50,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
             "model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir}),
             # Likelihood at temperature 1, whatever temperature rollouts use.
             "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
-            "objective": ObjectiveConfig(),  # neither reference weights nor entropy
+            "objective": ObjectiveConfig(),  # no reference weights
         }
     )
     policy = Policy.build(start, groups, world.device)
@@ -60,7 +65,12 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
         bar = progress.add_task("supervised", total=settings.num_steps)
         for step in range(settings.num_steps):
             learning_rate = _learning_rate(settings.learning_rate, step, settings.num_steps)
-            loss = _supervised_step(policy, next(batches), config, learning_rate)
+            loss = _supervised_step(
+                policy,
+                next(batches),
+                max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+                learning_rate=learning_rate,
+            )
             progress.update(bar, advance=1, description=f"supervised  loss {loss:.3f}")
     weights = policy.iterate_hf_weights()
     write_hf(
@@ -74,13 +84,13 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
 
 
 def _supervised_step(
-    policy: Policy, batch: Rollouts, config: Config, learning_rate: float
+    policy: Policy, batch: Rollouts, *, max_tokens_per_microbatch: int, learning_rate: float
 ) -> float:
     """Update on `batch`, the same on every rank; returns the loss before the update. Collective."""
     groups = policy.groups
     packing = plan_scoring(
         batch,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
         data_parallel_size=groups.dp_size,
     )
     microbatches = [policy.pack(batch, indices) for indices in packing[groups.dp_rank]]
@@ -109,10 +119,9 @@ def _learning_rate(peak: float, step: int, num_steps: int) -> float:
 
 
 def _read_examples(
-    path: str, tokenizer: PreTrainedTokenizerBase, config: Config
+    path: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool, longest: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
-    longest = config.max_sequence_tokens
     rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
@@ -120,7 +129,7 @@ def _read_examples(
             prompt = encode_prompt(
                 row["prompt"],
                 tokenizer,
-                chat_template=config.data.chat_template,
+                chat_template=chat_template,
                 max_tokens=longest - 1,
             )
         except LengthError as error:

@@ -58,9 +58,9 @@ def learn_once(config: Config, rollouts: Rollouts) -> Found:
         found["widths"].append(find_widths(*args))
         return found["widths"][-1]
 
-    def watched_pass(*args: Any) -> Any:
+    def watched_pass(*args: Any, **options: Any) -> Any:
         found["passes"] += 1
-        return log_probs(*args)
+        return log_probs(*args, **options)
 
     def watched_loss(values: torch.Tensor, *args: Any, **kwargs: Any) -> PolicyLoss:
         result = policy_loss(values, *args, **kwargs)
@@ -75,7 +75,7 @@ def learn_once(config: Config, rollouts: Rollouts) -> Found:
         patch.object(bounds_module, "log_probs", watched_pass),
         patch.object(loss_module, "policy_loss", watched_loss),
     ):
-        metrics = step_module.learn(policy, batch, config, Stopwatch())
+        metrics = step_module.learn(policy, batch, config.objective, config.rollout, Stopwatch())
     assert metrics is not None
     found |= {"metrics": metrics, "scores": policy.groups.is_last_stage}
     found["after"] = {name: weight.clone() for name, weight in policy.iterate_hf_weights()}

@@ -136,7 +136,7 @@ def test_only_the_adapter_is_trained_and_it_is_merged_on_export(
     after = exported(policy)
     parts = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
     assert changed(start, after) == {name for name in start if name.endswith(parts)}
-    plain = Policy.build(policy.config, groups, "cpu")
+    plain = Policy.build(make_config(folder), groups, "cpu")
     plain.load_hf_weights(after.items())
     ours, theirs = (torch.cat(log_probs(one, MICROBATCHES)) for one in (policy, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # fp32: (W + BA) x, W x + B A x

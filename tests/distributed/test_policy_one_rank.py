@@ -358,7 +358,7 @@ def test_learning_rate_warms_up_or_is_given(folder: Path, groups: ParallelGroups
 
 def test_temperature_and_entropy_reach_the_head(folder: Path, groups: ParallelGroups) -> None:
     model = save_model(folder, "qwen2_tied")
-    policy = build(folder, groups, rollout={"temperature": 0.5}, objective={"entropy_coef": 0.1})
+    policy = build(folder, groups, rollout={"temperature": 0.5})
     microbatch = pack_all(BATCH, [(0,)])
     seen = []
 
@@ -367,7 +367,7 @@ def test_temperature_and_entropy_reach_the_head(folder: Path, groups: ParallelGr
         seen.append((scored.log_probs, scored.entropy))
         return scored.log_probs.sum() + scored.entropy.sum(), {}
 
-    update(policy, microbatch, loss)
+    update(policy, microbatch, loss, with_entropy=True)
     logits = model(microbatch[0].tokens).logits[0][microbatch[0].row_index].detach() / 0.5
     expected = logits.log_softmax(dim=-1)
     (values, entropy) = seen[0]

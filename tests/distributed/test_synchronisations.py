@@ -61,19 +61,21 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 FEW, MANY = 2, 4
 """Micro-batches of each data parallel rank and mini-batch."""
-NUM_SEQUENCES = 20
+NUM_SEQUENCES, GROUP_SIZE = 20, 4
 
 Counts = dict[tuple[str, int], Waits]
 """Counts of a stage with this number of micro-batches."""
 
 
 def batch_with_advantages() -> Batch:
-    correct = torch.arange(NUM_SEQUENCES) % 2
+    index = torch.arange(NUM_SEQUENCES)
+    correct = index % 2
+    batch = make_batch(NUM_SEQUENCES, vocab_size=conversion_setup.VOCAB_SIZE)
     return replace(
-        make_batch(NUM_SEQUENCES, vocab_size=conversion_setup.VOCAB_SIZE),
+        batch.changed(sample=index % GROUP_SIZE),
         advantages=correct.double() - 0.5,
         num_correct=torch.full((NUM_SEQUENCES,), 2),
-        group_size=torch.full((NUM_SEQUENCES,), 4),
+        group_size=torch.full((NUM_SEQUENCES,), GROUP_SIZE),
     )
 
 
@@ -113,6 +115,10 @@ def count(folder: Path, **sections: dict[str, Any]) -> Counts:
     policy = Policy.build(config, groups, "cpu")
     policy.load_hf_weights(read_weights(folder))
     batch = batch_with_advantages()
+
+    def learn_once(planned: Batch) -> None:
+        learn(policy, planned, config.objective, config.rollout, Stopwatch())
+
     counts: Counts = {}
     for number in (FEW, MANY):
         planned = functools.partial(plan_of, batch, num_microbatches=number, dp_size=groups.dp_size)
@@ -128,11 +134,11 @@ def count(folder: Path, **sections: dict[str, Any]) -> Counts:
             with counted_waits() as counts["log_probs", number]:
                 log_probs(policy, [packed[indices] for indices in mine])
             with counted_waits() as counts["learn", number], counted_updates() as updates:
-                learn(policy, replace(batch, plan=one), config, Stopwatch())
+                learn_once(replace(batch, plan=one))
             (counts["update", number],) = updates
             # The first moves the weights, so that the second may find clipped sequences.
             with counted_updates() as updates:
-                learn(policy, replace(batch, plan=two), config, Stopwatch())
+                learn_once(replace(batch, plan=two))
             _, counts["second update", number] = updates
     destroy()
     return counts

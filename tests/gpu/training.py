@@ -92,7 +92,7 @@ def nothing_to_score(setting: Setting, report: Report) -> None:
         for packing in (whole, with_empty):
             policy.load_hf_weights(weights)
             planned = dataclasses.replace(batch, plan=packing)
-            metrics.append(learn(policy, planned, config, Stopwatch()) or {})
+            metrics.append(_learn(policy, planned, config, Stopwatch()))
         without, with_one = (found["optim/grad_norm"] for found in metrics)
         report.claim(
             f"{method}: gradient norm with and without",
@@ -112,7 +112,14 @@ def ten_sft_steps(setting: Setting, report: Report) -> None:
     losses = []
     start = time.perf_counter()
     for _ in range(10):
-        losses.append(_supervised_step(policy, batch, config, 1e-3 if setting.tiny else 1e-5))
+        losses.append(
+            _supervised_step(
+                policy,
+                batch,
+                max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+                learning_rate=1e-3 if setting.tiny else 1e-5,
+            )
+        )
     seconds = time.perf_counter() - start
     falls = losses[-1] < losses[0]
     report.claim("loss, last", losses[-1], f"below the first, {losses[0]:.4g}", holds=falls)
@@ -130,7 +137,7 @@ def ten_learn_steps(setting: Setting, report: Report) -> None:
         batch = setting.batch(config, num_prompts=4, seed=step)
         packing = _plan(policy, batch, config)
         planned = dataclasses.replace(batch, plan=packing)
-        metrics = learn(policy, planned, config, stopwatch) or {}
+        metrics = _learn(policy, planned, config, stopwatch)
         num_tokens += packing.num_tokens_computed
         policy.make_room()
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -190,7 +197,7 @@ def rounding(setting: Setting, report: Report) -> None:
         batch = setting.batch(config, num_prompts=4)
         batch = dataclasses.replace(batch, plan=_plan(policy, batch, config))
         stopwatch = Stopwatch()
-        metrics = learn(policy, batch, config, stopwatch, measures_rounding=True) or {}
+        metrics = _learn(policy, batch, config, stopwatch, measures_rounding=True)
         for name in ("ratio_signal", "ratio_rounding", "ratio_correlation"):
             report.figure(f"{precision}: {name}", metrics.get(f"numerics/{name}", math.nan))
         report.figure(f"{precision}: measured in", stopwatch.seconds["rounding"], "s")
@@ -201,6 +208,12 @@ def rounding(setting: Setting, report: Report) -> None:
     report.claim("fp16: rounding of log-ratios", rms["fp16"], "half of bf16's", holds=nearer)
     nearer = 10 * rms["fp32"] < rms["fp16"]
     report.claim("fp32: rounding of log-ratios", rms["fp32"], "a tenth of fp16's", holds=nearer)
+
+
+def _learn(
+    policy: Policy, batch: Batch, config: Config, stopwatch: Stopwatch, **options: bool
+) -> dict[str, float]:
+    return learn(policy, batch, config.objective, config.rollout, stopwatch, **options) or {}
 
 
 def _plan(policy: Policy, batch: Batch, config: Config) -> Plan:

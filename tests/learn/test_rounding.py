@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,7 +49,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep": {"expert_model_parallel_size": 2},
 }
 GRPO = {"method": "grpo"}
-CPU = torch.device("cpu")
 
 
 def batch_of(*, data_parallel_size: int = 1, **facts: Tensor) -> Batch:
@@ -60,7 +60,8 @@ def batch_of(*, data_parallel_size: int = 1, **facts: Tensor) -> Batch:
     advantages = torch.where(index % 2 == 0, 0.5, -0.5).double()
     advantages[index % 4 == 3] = 0
     columns = {"advantages": advantages, "num_correct": 1 + index % 3} | facts
-    batch = replace(make_batch(NUM_SEQUENCES), group_size=torch.full_like(index, K), **columns)
+    batch = make_batch(NUM_SEQUENCES).changed(sample=index % K)
+    batch = replace(batch, group_size=torch.full_like(index, K), **columns)
     sizes = BatchConfig(rollout_prompts=6, minibatch_prompts=3, rollouts_per_prompt=K)
     plan = plan_step(
         batch, sizes, needs_every_sequence=False, data_parallel_size=data_parallel_size
@@ -119,7 +120,19 @@ def over_a_step(
     batch = batch_of(data_parallel_size=policy.groups.dp_size)
     before = Scores.of(policy, batch)
     policy.load_hf_weights(moved(folder))
-    return measure(policy, batch, before, config)
+    return measured(policy, batch, before, config)
+
+
+def measured(policy: Policy, batch: Batch, before: Scores, config: Config) -> dict[str, float]:
+    """`measure` with the sections that `learn` gives it."""
+    return measure(
+        policy,
+        batch,
+        before,
+        config.objective,
+        config.rollout,
+        has_partial_rollouts=config.batch.partial_rollouts,
+    )
 
 
 def planted(policy: Policy, config: Config, noise: dict[int, float]) -> dict[str, float]:
@@ -132,10 +145,12 @@ def planted(policy: Policy, config: Config, noise: dict[int, float]) -> dict[str
     return between(policy, config, before, after)
 
 
-def between(policy: Policy, config: Config, before: Scores, after: Scores) -> dict[str, float]:
+def between(
+    policy: Policy, config: Config, before: Scores, after: Scores, batch: Batch = BATCH
+) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scores, "of", lambda *_: after)
-        return measure(policy, BATCH, before, config)
+        return measured(policy, batch, before, config)
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -205,7 +220,7 @@ def test_at_equal_weights_there_is_neither_signal_nor_rounding(
     policy: Policy, folder: Path
 ) -> None:
     config = config_of(folder)
-    metrics = measure(policy, BATCH, Scores.of(policy, BATCH), config)
+    metrics = measured(policy, BATCH, Scores.of(policy, BATCH), config)
     assert metrics["numerics/ratio_signal"] == metrics["numerics/ratio_rounding"] == 0
     assert metrics["numerics/clip_decisions_changed"] == 0
     assert "numerics/ratio_correlation" not in metrics
@@ -297,7 +312,7 @@ def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
 def test_a_clip_around_the_engine_sees_its_rounding_too(policy: Policy, folder: Path) -> None:
     """Without an update only the difference of engine and trainer remains."""
     config = config_of(folder, objective={"old_log_probs": "rollout"})
-    found = measure(policy, BATCH, Scores.of(policy, BATCH), config)
+    found = measured(policy, BATCH, Scores.of(policy, BATCH), config)
     assert found["numerics/ratio_signal"] == 0
     engine = found["numerics/engine_rounding"]
     assert found["numerics/ratio_rounding"] == pytest.approx(engine, rel=1e-5)
@@ -318,7 +333,8 @@ def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -
             folder, batch=sizes, optimizer={"learning_rate": 1e-3, "offload": offload}
         )
         stepped = build(config, policy.groups)
-        metrics = learn(stepped, BATCH, config, Stopwatch(), measures_rounding=measures)
+        sections = (config.objective, config.rollout)
+        metrics = learn(stepped, BATCH, *sections, Stopwatch(), measures_rounding=measures)
         assert metrics is not None
         kept = {name: one for name, one in metrics.items() if "numerics" not in name}
         assert (kept == metrics) != measures
@@ -331,7 +347,7 @@ def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -
 def test_a_batch_without_an_advantage_has_no_figures(policy: Policy, folder: Path) -> None:
     batch = batch_of(advantages=torch.zeros(NUM_SEQUENCES, dtype=torch.float64))
     config = config_of(folder)
-    assert measure(policy, batch, Scores.of(policy, batch), config) == {}
+    assert measured(policy, batch, Scores.of(policy, batch), config) == {}
 
 
 # --- what it finds --------------------------------------------------------------------------------
@@ -373,15 +389,22 @@ def test_every_layout_finds_what_one_rank_does(tmp_path: Path, layout: str) -> N
 
 
 def test_measured_at_every_so_many_steps(folder: Path) -> None:
+    def is_due(step: int, device: str = "cpu", **sections: dict[str, Any]) -> bool:
+        config = config_of(folder, **sections)
+        parts = Mock(spec=[], cp_size=config.parallel.context_parallel_size)
+        policy = Mock(
+            spec=[], precision=config.model.precision, device=torch.device(device), groups=parts
+        )
+        return rounding.is_due(step, policy, config.objective, config.rollout, config.metrics)
+
     for every, expected in ((0, []), (1, [*range(8)]), (3, [0, 3, 6])):
-        config = config_of(folder, metrics={"rounding_every_steps": every})
-        assert [step for step in range(8) if rounding.is_due(step, config, CPU)] == expected
-    assert not rounding.is_due(0, config, torch.device("cuda")), "float64 attention on a GPU"
-    bf16 = config_of(folder, model={"precision": "bf16"})
-    assert rounding.is_due(0, bf16, torch.device("cuda"))
+        metrics = {"rounding_every_steps": every}
+        assert [step for step in range(8) if is_due(step, metrics=metrics)] == expected
+    assert not is_due(0, "cuda"), "float64 attention on a GPU"
+    assert is_due(0, "cuda", model={"precision": "bf16"})
     in_context = {"parallel": {"context_parallel_size": 2}, "model": {"precision": "bf16"}}
-    assert not rounding.is_due(0, config_of(folder, **in_context), torch.device("cuda"))
-    assert rounding.is_due(0, config_of(folder, **in_context), CPU)
+    assert not is_due(0, "cuda", **in_context)
+    assert is_due(0, **in_context)
 
 
 @pytest.mark.parametrize(
@@ -396,28 +419,31 @@ def test_warns_where_the_clip_decides_on_rounding(
     policy: Policy,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     precision: str,
     named: list[str],
     not_named: list[str],
 ) -> None:
-    config = config_of(folder, model={"precision": precision})
+    config = config_of(folder)
     before = Scores.of(policy, BATCH)
+    monkeypatch.setattr(policy, "precision", precision)
     signs = {i: 1.0 if n % 2 else -1.0 for n, i in enumerate(before.exact)}
     others = {i: 1.0 if n % 4 < 2 else -1.0 for n, i in enumerate(before.exact)}  # uncorrelated
 
-    def warnings(share: float, config: Config = config) -> list[str]:
+    def warnings(share: float, config: Config = config, batch: Batch = BATCH) -> list[str]:
         caplog.clear()
         exact = {i: v + 1e-2 * signs[i] for i, v in before.exact.items()}
         seen = {i: v + 1e-2 * (signs[i] + share * others[i]) for i, v in before.in_run.items()}
-        between(policy, config, before, Scores(seen, exact))
+        between(policy, config, before, Scores(seen, exact), batch)
         return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
     # The correlation is 1 / sqrt(1 + share^2): 0.9 at 0.484.
     assert warnings(0.47) == []
     (message,) = warnings(0.5)
     # Where nothing can be clipped: one mini-batch, a rule without an edge.
-    one = config.batch.model_copy(update={"minibatch_prompts": config.batch.rollout_prompts})
-    assert warnings(0.5, config.model_copy(update={"batch": one})) == []
+    assert BATCH.plan is not None
+    one = replace(BATCH.plan, minibatches=BATCH.plan.minibatches[:1])
+    assert warnings(0.5, batch=replace(BATCH, plan=one)) == []
     assert warnings(0.5, config_of(folder, objective={"method": "sapo"})) == []
     assert re.search(
         mentions("model.precision", "objective.eps_low", "objective.eps_high_max", *named), message

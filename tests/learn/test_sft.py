@@ -68,6 +68,10 @@ def config(**sections: dict[str, Any]) -> Config:
     return parse_config(tree, source="test")
 
 
+LIMITS: dict[str, Any] = {"chat_template": False, "longest": 12}
+"""Arguments of `_read_examples`, as `config` gives them."""
+
+
 def write(path: Path, *rows: dict[str, str]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -77,7 +81,7 @@ def test_examples_are_tokens_with_one_eos(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1+2=", "response": "3"})
-    ((prompt, response),) = _read_examples(path, tokenizer, config())
+    ((prompt, response),) = _read_examples(path, tokenizer, **LIMITS)
     assert tokenizer.decode(prompt) == "1+2="
     assert response.tolist() == [*tokenizer.encode("3"), tokenizer.eos_token_id]
 
@@ -88,25 +92,25 @@ def test_bad_examples_name_file_and_line(
     good = {"prompt": "1+2=", "response": "3"}
     path = write(tmp_path / "long.jsonl", good, {"prompt": "1+2=", "response": "3>" * 6})
     with pytest.raises(DataError, match=mentions("long.jsonl:2", 4, 13, 12)):
-        _read_examples(path, tokenizer, config())
+        _read_examples(path, tokenizer, **LIMITS)
     path = write(tmp_path / "long.jsonl", good, {"prompt": "1+2=" * 4, "response": "3"})
     with pytest.raises(DataError, match=mentions("long.jsonl:2: the prompt has", 16, 12)):
-        _read_examples(path, tokenizer, config())
+        _read_examples(path, tokenizer, **LIMITS)
     for key in good:
         path = write(tmp_path / "huge.jsonl", good | {key: "1" * 10**6})
         with (  # megabytes are not tokenised
             patch.object(type(tokenizer), "_encode_plus", return_value={"input_ids": [1]}),
             pytest.raises(DataError, match=r"huge\.jsonl:1.*12"),
         ):
-            _read_examples(path, tokenizer, config())
+            _read_examples(path, tokenizer, **LIMITS)
     path = write(tmp_path / "key.jsonl", good, good, {"prompt": "1+2="})
     with pytest.raises(DataError, match=r"key\.jsonl:3.*response"):
-        _read_examples(path, tokenizer, config())
+        _read_examples(path, tokenizer, **LIMITS)
     (tmp_path / "torn.jsonl").write_text(json.dumps(good) + '\n{"prompt": "1')
     with pytest.raises(DataError, match=r"torn\.jsonl:2.*JSON"):
-        _read_examples(str(tmp_path / "torn.jsonl"), tokenizer, config())
+        _read_examples(str(tmp_path / "torn.jsonl"), tokenizer, **LIMITS)
     with pytest.raises(DataError, match=mentions(tmp_path / "empty.jsonl")):
-        _read_examples(write(tmp_path / "empty.jsonl"), tokenizer, config())
+        _read_examples(write(tmp_path / "empty.jsonl"), tokenizer, **LIMITS)
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth() -> None:

@@ -178,7 +178,7 @@ def test_a_loss_that_ignores_log_probs_moves_nothing(folder: Path, groups: Paral
 
 
 def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGroups) -> None:
-    policy = build(folder, groups, objective={"entropy_coef": 0.1})
+    policy = build(folder, groups)
     passes = count_backward(policy)
 
     def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
@@ -186,7 +186,7 @@ def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGrou
         assert entropy is not None
         return (entropy[1:2] if scored.index == 1 else entropy * 0).sum(), {}
 
-    result = update(policy, MICROBATCHES, loss, skip_inactive=True)
+    result = update(policy, MICROBATCHES, loss, skip_inactive=True, with_entropy=True)
     assert [outputs["active_rows"].item() for outputs in result.outputs] == [0, 1, 0, 0]
     assert len(passes) == 1 and result.grad_norm > 0
 

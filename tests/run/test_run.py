@@ -168,7 +168,9 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         stopwatch = Stopwatch()
         rollouter = cast(Any, ScriptedRollouter(script, inputs.source, keeps_open=keeps_open))
         groups = SimpleNamespace(rank=0, dp_size=1)
-        policy = cast(Any, SimpleNamespace(groups=groups, device=torch.device("cpu")))
+        policy = cast(
+            Any, SimpleNamespace(groups=groups, device=torch.device("cpu"), precision="fp32")
+        )
         engine = cast(
             Any,
             SimpleNamespace(

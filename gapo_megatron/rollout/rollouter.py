@@ -12,7 +12,7 @@ import numpy as np
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Patient, Stopwatch
-from gapo_megatron.config import BatchConfig, Config
+from gapo_megatron.config import BatchConfig
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError
@@ -32,13 +32,12 @@ _TAG = 1
 """Tag of messages with the tokens of open groups."""
 
 
-def check_problems(problems: Sequence[Prompt], config: Config) -> None:
+def check_problems(problems: Sequence[Prompt], batch: BatchConfig, *, train_path: str) -> None:
     """Refuse a dataset with fewer problems than a step may draw without repetition.
 
     Raises:
         DataError: names the numbers and the settings they come from.
     """
-    batch = config.batch
     rounds = batch.dynamic_sampling_rounds
     most = num_begun(batch, batch.rollout_prompts) * (1 + rounds)
     if len(problems) < most:
@@ -48,7 +47,7 @@ def check_problems(problems: Sequence[Prompt], config: Config) -> None:
         if rounds:
             factors += f", up to 1 + batch.dynamic_sampling_rounds ({rounds}) times"
         raise DataError(
-            f"one step may draw {most} different problems: {factors}; {config.data.train_path} "
+            f"one step may draw {most} different problems: {factors}; {train_path} "
             f"holds {len(problems)} problems"
         )
 

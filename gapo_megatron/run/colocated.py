@@ -60,7 +60,9 @@ class Colocated:
                 pool=self.pool,
                 environment=self.rollouter.environment,
                 config=self.config,
-                output=evaluation_path(self.config, step) if self.attempt.leads else None,
+                output=evaluation_path(self.config.run.output_dir, step)
+                if self.attempt.leads
+                else None,
                 should_abort=self.attempt.patience(self.stopwatch.expect("evaluate")),
             )
 

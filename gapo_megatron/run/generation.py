@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gapo_megatron.config import Config
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Episode
@@ -79,6 +78,6 @@ class Generation(Protocol):
         """End worker processes and the generation side. Called once, at the end."""
 
 
-def evaluation_path(config: Config, step: int) -> Path:
+def evaluation_path(run_dir: str, step: int) -> Path:
     """File of an evaluation's counts by problem."""
-    return Path(config.run.output_dir) / "evaluations" / f"step_{step}.json"
+    return Path(run_dir) / "evaluations" / f"step_{step}.json"

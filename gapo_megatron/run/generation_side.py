@@ -138,7 +138,9 @@ class GenerationSide:
                 pool=self.pool,
                 environment=self.rollouter.environment,
                 config=self.config,
-                output=evaluation_path(self.config, order.step) if self.is_first else None,
+                output=evaluation_path(self.config.run.output_dir, order.step)
+                if self.is_first
+                else None,
                 should_abort=self._patient.patience(self.stopwatch.expect("evaluate")),
             )
         self._post(f"answer/{number}", pack(metrics))

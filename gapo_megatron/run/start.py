@@ -110,7 +110,7 @@ def read_problems(
         "keep_unreadable": has_begun,
     }
     problems = read_prompts(data.train_path, **limits)
-    check_problems(problems, config)
+    check_problems(problems, config.batch, train_path=data.train_path)
     held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
     return problems, held_out
 

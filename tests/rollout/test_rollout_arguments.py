@@ -130,7 +130,8 @@ def test_the_bound_of_a_sync_goes_by_what_rounds(
     config = make_config(tmp_path, precision=precision, **{"verify_bound": None, **rollout})
     for device in ("cpu", "cuda"):
         bound = expected[device] if isinstance(expected, dict) else expected
-        assert verify_bound(config, hf_config, torch.device(device)) == bound
+        sections = (config.model, config.rollout)
+        assert verify_bound(*sections, hf_config, torch.device(device)) == bound
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

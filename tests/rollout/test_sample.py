@@ -295,7 +295,8 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     """Every group has A = 0, so every round draws new problems; one problem fewer is refused."""
     config = config_of(8, oversampling=1.3, dynamic_sampling_rounds=2)
     problems = [Prompt(str(3 * i), (i,), "") for i in range(3 * 11)]
-    check_problems(problems, config)
+    path = config.data.train_path
+    check_problems(problems, config.batch, train_path=path)
     source, stopwatch = PromptSource(problems, seed=0), Stopwatch()
     given_back: list[Prompt] = []
     monkeypatch.setattr(source, "give_back", given_back.extend)
@@ -314,11 +315,11 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share(setup.running))
 
     rounds = ("batch.oversampling (1.3)", "batch.dynamic_sampling_rounds (2)")
-    named = mentions("batch.rollout_prompts (8)", *rounds, 33, config.data.train_path, 32)
+    named = mentions("batch.rollout_prompts (8)", *rounds, 33, path, 32)
     with pytest.raises(DataError, match=named):
-        check_problems(problems[1:], config)
+        check_problems(problems[1:], config.batch, train_path=path)
     with pytest.raises(DataError, match=mentions("batch.rollout_prompts (64)", 33)) as caught:
-        check_problems(problems, config_of(64))
+        check_problems(problems, config_of(64).batch, train_path=path)
     assert "oversampling" not in str(caught.value)
 
 

@@ -86,7 +86,7 @@ class RolloutEngine:
         self.policy_version = -1
         self.max_sequence_tokens = config.max_sequence_tokens
         self.vocab_size: int = hf_config.vocab_size
-        self.verify_bound = verify_bound(config, hf_config, device)
+        self.verify_bound = verify_bound(config.model, config.rollout, hf_config, device)
         self.eos_token_ids = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
         self.gloo_group = gloo_group or dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)

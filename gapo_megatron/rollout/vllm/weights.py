@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine
-from gapo_megatron.config import Config
+from gapo_megatron.config import ModelConfig, RolloutConfig
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.models.rules import checked
@@ -81,7 +81,9 @@ def check_loaded(sent: Digests, loaded: Digests, replicas: Replicas) -> None:
             )
 
 
-def verify_bound(config: Config, hf_config: PretrainedConfig, device: torch.device) -> float:
+def verify_bound(
+    model: ModelConfig, rollout: RolloutConfig, hf_config: PretrainedConfig, device: torch.device
+) -> float:
     """`rollout.verify_bound`, or by default a bound well above differences by rounding.
 
     Mean difference of log-probs per token: in fp32 about 1e-6 on a CPU, more on CUDA, where vLLM's
@@ -90,11 +92,11 @@ def verify_bound(config: Config, hf_config: PretrainedConfig, device: torch.devi
     rounding routes a token to other experts, or with products in fp8. A wrong tensor changes
     log-probs by whole units.
     """
-    if config.rollout.verify_bound is not None:
-        return config.rollout.verify_bound
-    if config.model.precision == "fp32" and not config.rollout.quantization:
+    if rollout.verify_bound is not None:
+        return rollout.verify_bound
+    if model.precision == "fp32" and not rollout.quantization:
         return 1e-2 if device.type == "cuda" else 1e-3
-    if config.model.precision == "fp8" or config.rollout.quantization:
+    if model.precision == "fp8" or rollout.quantization:
         return 0.3
-    dense, with_experts = (0.02, 0.06) if config.model.precision == "fp16" else (0.1, 0.3)
+    dense, with_experts = (0.02, 0.06) if model.precision == "fp16" else (0.1, 0.3)
     return with_experts if num_experts(hf_config) else dense

@@ -104,8 +104,6 @@ def measure(
     before: Scores,
     objective: ObjectiveConfig,
     rollout: RolloutConfig,
-    *,
-    has_partial_rollouts: bool = False,
 ) -> dict[str, float]:
     """Compare a step's ratios with the ratios without rounding; warn if they differ.
 
@@ -115,7 +113,6 @@ def measure(
         before: result of `Scores.of` before the updates.
         objective: section `objective`.
         rollout: section `rollout`.
-        has_partial_rollouts: `batch.partial_rollouts`: older weights may have sampled some tokens.
 
     Returns:
         `numerics/*` (docs/metrics.md), the same bits on every rank; empty without sequences.
@@ -142,7 +139,7 @@ def measure(
     if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
         metrics |= _changed_decisions(decided, changed)
     # Otherwise the engine's log-probs are not those of the policy at the start of the step.
-    has_older_weights = rollout.max_staleness > 0 or has_partial_rollouts
+    has_older_weights = rollout.max_staleness > 0 or batch.has_carried
     if has_older_weights or rollout.top_p != 1:
         metrics = {name: one for name, one in metrics.items() if "engine" not in name}
     if policy.groups.rank == 0:

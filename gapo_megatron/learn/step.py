@@ -63,7 +63,6 @@ def learn(
     *,
     progress: Progress | None = None,
     measures_rounding: bool = False,
-    has_partial_rollouts: bool = False,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of the batch's plan.
@@ -79,7 +78,6 @@ def learn(
         progress: progress of an earlier call that had to stop; resumed with the same bits.
             Updated in place.
         measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
-        has_partial_rollouts: `batch.partial_rollouts`, for that comparison.
         must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
@@ -141,14 +139,7 @@ def learn(
     summary = _summarize(policy, batch, progress, objective)
     if progress.scores is not None:
         with stopwatch("rounding"):
-            summary |= rounding.measure(
-                policy,
-                batch,
-                progress.scores,
-                objective,
-                rollout,
-                has_partial_rollouts=has_partial_rollouts,
-            )
+            summary |= rounding.measure(policy, batch, progress.scores, objective, rollout)
     return summary
 
 

@@ -272,7 +272,6 @@ class Run:
             self.stopwatch,
             progress=open_step.progress,
             measures_rounding=measures,
-            has_partial_rollouts=config.batch.partial_rollouts,
             must_stop=lambda: self._is_stopping or self._must_stop(*stages),
         )
         if learned is None:

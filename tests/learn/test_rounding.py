@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -125,14 +125,7 @@ def over_a_step(
 
 def measured(policy: Policy, batch: Batch, before: Scores, config: Config) -> dict[str, float]:
     """`measure` with the sections that `learn` gives it."""
-    return measure(
-        policy,
-        batch,
-        before,
-        config.objective,
-        config.rollout,
-        has_partial_rollouts=config.batch.partial_rollouts,
-    )
+    return measure(policy, batch, before, config.objective, config.rollout)
 
 
 def planted(policy: Policy, config: Config, noise: dict[int, float]) -> dict[str, float]:
@@ -294,18 +287,14 @@ def test_a_decision_counts_where_only_rounding_crosses_the_edge(
     assert found["numerics/clip_decisions_changed"] == pytest.approx(2 / len(chosen))
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"batch": {"rollouts_per_prompt": K, "oversampling": 1.5, "partial_rollouts": True}},
-        {"rollout": {"max_response_tokens": 64, "top_p": 0.9}},
-    ],
-)
+@pytest.mark.parametrize(("has_carried", "top_p"), [(True, 1.0), (False, 0.9)])
 def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
-    policy: Policy, folder: Path, sections: dict[str, Any]
+    policy: Policy, folder: Path, has_carried: bool, top_p: float
 ) -> None:
     assert any("engine" in name for name in planted(policy, config_of(folder), {0: 1e-3}))
-    found = planted(policy, config_of(folder, **sections), {0: 1e-3})
+    config = config_of(folder, rollout={"max_response_tokens": 64, "top_p": top_p})
+    with patch.object(type(BATCH), "has_carried", has_carried):
+        found = planted(policy, config, {0: 1e-3})
     assert found and not any("engine" in name for name in found)
 
 

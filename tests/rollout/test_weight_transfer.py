@@ -133,7 +133,7 @@ def _plant(folder: Path, precision: str) -> list[str]:
                 engine.update_weights(weights, policy_version=1)
             except WeightSyncError as error:
                 assert engine.policy_version == -1
-                if module_of(stale) in str(error) and "of 1 modules" in str(error):
+                if module_of(stale) in str(error) and "1 modules" in str(error):
                     continue
         missed.append(f"bit {bit} of {stale}")
     engine.update_weights(weights, policy_version=2)

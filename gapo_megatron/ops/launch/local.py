@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,22 +173,21 @@ def _requests() -> Iterator[Sequence[int]]:
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
         numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with _handling(numbers, note):
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def _deaf() -> AbstractContextManager[None]:
+    """Make child processes ignore SIGINT and SIGHUP, which are for this process."""
+    return _handling([signal.SIGINT, signal.SIGHUP], signal.SIG_IGN)
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Make child processes ignore SIGINT and SIGHUP, which are for this process."""
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
-    }
+def _handling(numbers: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
+    """Handle signals in another way inside the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -160,11 +160,7 @@ def check_run_dir(run_dir: str | Path) -> Check:
 
 def check_disk_space(run_dir: str | Path, *, min_free_gib: float) -> Check:
     """Free space of the file system; quotas are not considered."""
-    try:
-        free = shutil.disk_usage(run_dir).free / GIB
-    except OSError as error:
-        return Check("disk_space", False, f"{run_dir}: {error.strerror}")
-    return _at_least("disk_space", free, min_free_gib, f"GiB free in {run_dir}")
+    return _free_space("disk_space", run_dir, min_free_gib)
 
 
 def check_memory(env: Mapping[str, str]) -> Check:
@@ -178,11 +174,7 @@ def check_memory(env: Mapping[str, str]) -> Check:
 
 def check_shm() -> Check:
     """Free space of /dev/shm."""
-    try:
-        free = shutil.disk_usage("/dev/shm").free / GIB
-    except OSError as error:
-        return Check("shm", False, f"/dev/shm: {error.strerror}")
-    return _at_least("shm", free, MIN_SHM_GIB, "GiB free in /dev/shm")
+    return _free_space("shm", "/dev/shm", MIN_SHM_GIB)
 
 
 def check_packages() -> Check:
@@ -310,6 +302,14 @@ def _number(cell: str) -> int | None:
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split(",")]
+
+
+def _free_space(name: str, folder: str | Path, minimum_gib: float) -> Check:
+    try:
+        free = shutil.disk_usage(folder).free / GIB
+    except OSError as error:
+        return Check(name, False, f"{folder}: {error.strerror}")
+    return _at_least(name, free, minimum_gib, f"GiB free in {folder}")
 
 
 def _at_least(name: str, value: float, minimum: float, what: str) -> Check:

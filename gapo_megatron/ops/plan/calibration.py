@@ -193,17 +193,27 @@ def efficiencies_table(calibration: Calibration) -> Table:
     return table
 
 
-def check_calibration(path: str | Path) -> None:
-    """Raise ConfigError if `path` is a file that `write_calibration` has not written."""
+def check_written(path: str | Path, mark: str, *, option: str) -> None:
+    """Raise ConfigError if `path` is a file that tools/plan.py has not written.
+
+    Args:
+        path: the file to write.
+        mark: text of the first line of a file that may be replaced.
+        option: option that names the file, for the error.
+    """
     if not os.path.lexists(path):
         return
     with naming(path), open_file(path) as file:
-        is_ours = file.readline(2**12).startswith(_HEAD.encode())
+        is_ours = mark.encode() in file.readline(2**12)
     if not is_ours:
         raise ConfigError(
-            f"--calibration ({path}) exists and was not written by tools/plan.py: choose another "
-            "name"
+            f"{option} ({path}) exists and was not written by tools/plan.py: choose another name"
         )
+
+
+def check_calibration(path: str | Path) -> None:
+    """Raise ConfigError if `path` is a file that `write_calibration` has not written."""
+    check_written(path, _HEAD, option="--calibration")
 
 
 def write_calibration(calibration: Calibration, path: str | Path) -> None:

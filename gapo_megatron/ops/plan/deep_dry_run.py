@@ -101,7 +101,8 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
         no_data.reset_peak()
         before = no_data.live_bytes
         num_microbatches = groups.pp_size * min(groups.vpp_size, 2)
-        with KeptForBackward(besides=parameters.values()) as kept:
+        kept = KeptForBackward(besides=parameters.values())
+        with kept:
             update(policy, [microbatch] * num_microbatches, _loss)
         weights, gradients, optimizer = allocated_bytes(policy)
         return Found(

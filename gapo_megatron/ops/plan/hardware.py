@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gapo_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
-import dataclasses
 
 GIB = 2**30
 CPU_NAME = "cpu"
@@ -82,86 +78,32 @@ class Gpu:
         return max(1, math.gcd(size * stride, self.gpus_per_node) // stride)
 
 
+# For each device: GiB; operations per second in bf16, fp8 and fp32; bytes per second of memory,
+# link, network and host; compute capability.
+#
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
 # as in NVIDIA's DGX H100 and H200 reference systems; assumed for H20 nodes too. Host
 # memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together. A100 and B200 have
 # figures of their own beside them.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 and 1,979 fp8 without sparsity, 67 fp32,
-        # 80 GB, 3.35 TB/s.
-        Gpu(
-            name="h100",
-            memory_bytes=int(79.1 * GIB),
-            bf16_flops=989e12,
-            fp8_flops=1979e12,
-            fp32_flops=67e12,
-            bandwidth=3.35e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-            host_bandwidth=64e9,
-            compute_capability=9.0,
-        ),
-        # NVIDIA H200 SXM data sheet: the H100's products, 141 GB, 4.8 TB/s.
-        Gpu(
-            name="h200",
-            memory_bytes=int(139.7 * GIB),
-            bf16_flops=989e12,
-            fp8_flops=1979e12,
-            fp32_flops=67e12,
-            bandwidth=4.8e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-            host_bandwidth=64e9,
-            compute_capability=9.0,
-        ),
-        # NVIDIA H20, as its resellers print the data sheet: 148 TFLOP/s bf16, 296 fp8, 44 fp32,
-        # 96 GB, 4.0 TB/s, NVLink 900 GB/s.
-        Gpu(
-            name="h20",
-            memory_bytes=int(95.0 * GIB),
-            bf16_flops=148e12,
-            fp8_flops=296e12,
-            fp32_flops=44e12,
-            bandwidth=4.0e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-            host_bandwidth=64e9,
-            compute_capability=9.0,
-        ),
-        # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16 without sparsity, no fp8 (a layout in it
-        # is refused), 19.5 fp32, 80 GB, 2,039 GB/s, NVLink 3 of 600 GB/s; DGX A100: 200 Gb/s of
-        # network for each GPU, PCIe 4, 2 TB.
-        Gpu(
-            name="a100",
-            memory_bytes=int(79.1 * GIB),
-            bf16_flops=312e12,
-            fp8_flops=0.0,
-            fp32_flops=19.5e12,
-            bandwidth=2.039e12,
-            link_bandwidth=300e9,
-            network_bandwidth=25e9,
-            host_bandwidth=32e9,
-            compute_capability=8.0,
-        ),
-        # NVIDIA DGX B200 data sheet, of 8 GPUs: 36 PFLOP/s bf16 and 72 fp8 with sparsity (half of
-        # it without), 1,440 GB, 64 TB/s, NVLink 5 of 1.8 TB/s for each GPU, 400 Gb/s of network
-        # for each, 2 TB; 80 TFLOP/s fp32 as resellers print it.
-        Gpu(
-            name="b200",
-            memory_bytes=int(178.0 * GIB),
-            bf16_flops=2250e12,
-            fp8_flops=4500e12,
-            fp32_flops=80e12,
-            bandwidth=8.0e12,
-            link_bandwidth=900e9,
-            network_bandwidth=50e9,
-            host_bandwidth=64e9,
-            compute_capability=10.0,
-        ),
-    )
+_DATA_SHEETS = {
+    # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 and 1,979 fp8 without sparsity, 67 fp32,
+    # 80 GB, 3.35 TB/s.
+    "h100": (79.1, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 9.0),
+    # NVIDIA H200 SXM data sheet: the H100's products, 141 GB, 4.8 TB/s.
+    "h200": (139.7, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 9.0),
+    # NVIDIA H20, as its resellers print the data sheet: 148 TFLOP/s bf16, 296 fp8, 44 fp32,
+    # 96 GB, 4.0 TB/s, NVLink 900 GB/s.
+    "h20": (95.0, 148e12, 296e12, 44e12, 4.0e12, 450e9, 50e9, 64e9, 9.0),
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16 without sparsity, no fp8 (a layout in it
+    # is refused), 19.5 fp32, 80 GB, 2,039 GB/s, NVLink 3 of 600 GB/s; DGX A100: 200 Gb/s of
+    # network for each GPU, PCIe 4, 2 TB.
+    "a100": (79.1, 312e12, 0.0, 19.5e12, 2.039e12, 300e9, 25e9, 32e9, 8.0),
+    # NVIDIA DGX B200 data sheet, of 8 GPUs: 36 PFLOP/s bf16 and 72 fp8 with sparsity (half of
+    # it without), 1,440 GB, 64 TB/s, NVLink 5 of 1.8 TB/s for each GPU, 400 Gb/s of network
+    # for each, 2 TB; 80 TFLOP/s fp32 as resellers print it.
+    "b200": (178.0, 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 10.0),
 }
+GPUS = {name: Gpu(name, int(gib * GIB), *rates) for name, (gib, *rates) in _DATA_SHEETS.items()}
 
 
 def find_gpu(name: str) -> Gpu:

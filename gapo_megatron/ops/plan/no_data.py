@@ -17,8 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,34 +43,24 @@ from gapo_megatron.policy import parallel
 from gapo_megatron.policy.parallel import ParallelGroups
 
 _ATEN, _C10D = torch.ops.aten, torch.ops.c10d
-_BUFFER_ARGUMENT = {
-    "allgather_": 0,
-    "_allgather_base_": 0,
-    "allgather_into_tensor_coalesced_": 0,
-    "reduce_scatter_": 1,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "alltoall_": 1,
-    "alltoall_base_": 1,
+_COLLECTIVES = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "alltoall_": ("all-to-all", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+    "barrier": ("barrier", 0),
 }
-"""Index of the collective's argument that holds the whole tensor, not one rank's part."""
-_NAMES = {
-    "allreduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "alltoall_": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "send": "send",
-    "recv_": "receive",
-    "barrier": "barrier",
-}
+"""Name of a collective, and index of its argument that holds the whole tensor, not a rank's."""
 
 
 @dataclass(slots=True)
@@ -141,11 +130,11 @@ class NoData(TorchDispatchMode):
         return result
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        name = operator_name(func)
-        whole = tree_leaves(args[_BUFFER_ARGUMENT.get(name, 0)])
+        name, place = _COLLECTIVES[operator_name(func)]
+        whole = tree_leaves(args[place])
         buffers = [leaf for leaf in whole if isinstance(leaf, Tensor)]
         group = next(unboxed for unboxed in map(process_group, args) if unboxed is not None)
-        traffic = self.traffic[_NAMES[name], group.group_desc]
+        traffic = self.traffic[name, group.group_desc]
         traffic.num_calls += 1
         traffic.num_bytes += sum(tensor.nbytes for tensor in buffers)
         if not any(isinstance(tensor, FakeTensor) for tensor in tree_leaves(args)):
@@ -175,7 +164,7 @@ def _is_made_without_data(func: Any, result: Any) -> bool:
     return result.numel() > 1 or func.overloadpacket is _ATEN.empty
 
 
-class KeptForBackward:
+class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
     """Counts the memory that autograd saves for the backward pass, while active.
 
     Memory counts once and as a whole, however many tensors and views share it.
@@ -187,23 +176,9 @@ class KeptForBackward:
 
     def __init__(self, besides: Iterable[Tensor]) -> None:
         """`besides`: tensors whose memory is not counted (weights)."""
+        super().__init__(self._save, lambda tensor: tensor)
         self.num_bytes = self.peak_bytes = 0
         self._counted = {storage_id(tensor.untyped_storage()) for tensor in besides}
-        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(
-            self._save, lambda tensor: tensor
-        )
-
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, at)
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -69,7 +69,8 @@ def test_without_data_autograd_keeps_as_much_as_with(
             for parameter in policy.stages[0].parameters():
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
         microbatch = deep_dry_run._full_microbatch(config, policy)
-        with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
+        kept = KeptForBackward(besides=policy.stages[0].parameters())
+        with kept:
             update(policy, [microbatch], deep_dry_run._loss)
     # Real: integers too, a few bytes of every token.
     assert found.kept <= kept.peak_bytes <= 1.02 * found.kept

@@ -54,7 +54,8 @@ def measured(policy: Policy, num_tokens: int) -> int:
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     microbatch = policy.pack(full_batch(num_tokens), [0, 1])
     assert microbatch.tokens.shape == (1, num_tokens)
-    with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
+    kept = KeptForBackward(besides=policy.stages[0].parameters())
+    with kept:
         update(policy, [microbatch], lambda scored: (-scored.log_probs.sum(), {}))
     return kept.peak_bytes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -12,10 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TOOL = Path(__file__).parents[1] / "tools" / "prepare_data.py"
-_spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
-tool = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tool)
+from gapo_megatron.data.schema import Prompt, read_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
+from tools import prepare_data as tool
 
 
 def runner(tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
@@ -34,6 +32,20 @@ def runner(tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 def written(folder: Path, name: str = "problems") -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def counts_of(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())["counts"]
+
+
+def prompts_of(folder: Path, hf_dir: Path, kind: str, *, max_tokens: int = 2048) -> list[Prompt]:
+    """The problems as training reads them."""
+    return read_prompts(
+        folder / "problems.jsonl",
+        tokenizer=load_tokenizer(hf_dir),
+        max_prompt_tokens=max_tokens,
+        kind=kind,
+    )
 
 
 def put_tokenizer(folder: Path) -> Path:

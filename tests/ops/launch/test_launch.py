@@ -57,16 +57,38 @@ SLURM = {
 }
 
 
-def test_alone_without_any_variable():
-    assert read_placement({}) == Placement(0, 1, 0, "", 0)
-
-
-def test_torchrun():
-    assert read_placement(TORCHRUN) == Placement(3, 4, 1, "host", 29500)
-
-
-def test_slurm():
-    assert read_placement(SLURM) == Placement(5, 8, 1, "gpu017", 24567)
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, Placement(0, 1, 0, "", 0)),
+        (TORCHRUN, Placement(3, 4, 1, "host", 29500)),
+        (SLURM, Placement(5, 8, 1, "gpu017", 24567)),
+        # A step that is smaller than its job.
+        (
+            SLURM | {"SLURM_NTASKS": "64", "SLURM_STEP_NODELIST": "gpu018", "SLURM_STEP_ID": "2"},
+            Placement(5, 8, 1, "gpu018", 24569),
+        ),
+        # A master that is given stays.
+        (
+            SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"},
+            Placement(5, 8, 1, "10.0.0.1", 4000),
+        ),
+        # torchrun inside an srun task has ranks of its own.
+        (
+            SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "1"},
+            Placement(3, 4, 1, "host", 29500),
+        ),
+        # Ranks exported by hand, which agree with Slurm's.
+        (
+            SLURM | TORCHRUN | {"RANK": "5", "WORLD_SIZE": "8"},
+            Placement(5, 8, 1, "host", 29500),
+        ),
+        # A shell inside an allocation.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, Placement()),
+    ],
+)
+def test_placement(env, expected):
+    assert read_placement(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,30 +131,6 @@ def test_world_size_of_a_dry_run(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     assert world_size() == 4
-
-
-def test_slurm_step_smaller_than_the_job():
-    env = SLURM | {"SLURM_NTASKS": "64", "SLURM_STEP_NODELIST": "gpu018", "SLURM_STEP_ID": "2"}
-    assert read_placement(env) == Placement(5, 8, 1, "gpu018", 24569)
-
-
-def test_slurm_keeps_a_given_master():
-    env = SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
-    assert read_placement(env) == Placement(5, 8, 1, "10.0.0.1", 4000)
-
-
-def test_torchrun_inside_an_srun_task_has_ranks_of_its_own():
-    env = SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "1"}
-    assert read_placement(env).rank == 3
-
-
-def test_ranks_exported_by_hand_agree_with_slurm():
-    env = SLURM | TORCHRUN | {"RANK": "5", "WORLD_SIZE": "8"}
-    assert read_placement(env) == Placement(5, 8, 1, "host", 29500)
-
-
-def test_a_shell_inside_an_allocation_is_alone():
-    assert read_placement({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == Placement()
 
 
 @pytest.mark.parametrize(

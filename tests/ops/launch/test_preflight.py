@@ -30,6 +30,7 @@ from gapo_megatron.ops.launch.node_checks import (
     visible_gpus,
 )
 from gapo_megatron.ops.launch.preflight import Preflight
+from tests.executables import write_program
 from tests.messages import mentions
 from tests.waiting import HANG_S, wait_until
 
@@ -123,10 +124,7 @@ def without_network() -> tuple[str, ...]:
 
 def stand_in(folder: Path, script: str) -> str:
     """A PATH on which nvidia-smi is this script."""
-    folder.mkdir(exist_ok=True)
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/bash\n{script}\n")
-    program.chmod(0o755)
+    write_program(folder / "nvidia-smi", script)
     return f"{folder}:{os.environ['PATH']}"
 
 
@@ -282,13 +280,6 @@ def test_usage(tmp_path: Path, env: dict[str, str], words: str) -> None:
     assert words in done.stderr
 
 
-def test_it_starts_without_anything_heavy() -> None:
-    code = "import sys, gapo_megatron.ops.launch.preflight; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert not set(done.stdout.split()) & {"torch", "numpy", "megatron", "vllm", "pydantic"}
-
-
 # --- who tries again ------------------------------------------------------------------------------
 
 
@@ -371,24 +362,22 @@ def test_a_gpu_that_does_not_answer(line: str) -> None:
         parse_gpus(line)
 
 
-def test_a_gpu_off_its_bus_makes_the_node_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = "Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error"
-    monkeypatch.setenv("PATH", stand_in(tmp_path, f"echo {message}; exit 255"))
-    (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
-    assert not check.ok
-    assert message in check.detail
+OFF_ITS_BUS = "Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error"
 
 
-def test_an_nvidia_smi_that_hangs_makes_the_node_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [(f"echo {OFF_ITS_BUS}; exit 255", OFF_ITS_BUS), ("exec sleep infinity", "nvidia-smi")],
+    ids=["fails", "hangs"],
+)
+def test_without_an_answer_of_nvidia_smi_the_node_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, named: str
 ) -> None:
-    monkeypatch.setenv("PATH", stand_in(tmp_path, "exec sleep infinity"))
-    monkeypatch.setattr(node_checks, "_COMMAND_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("PATH", stand_in(tmp_path, script))
+    monkeypatch.setattr(node_checks, "_COMMAND_TIMEOUT_S", 2.0)
     (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
     assert not check.ok
-    assert "nvidia-smi" in check.detail
+    assert named in check.detail
 
 
 def test_stray_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

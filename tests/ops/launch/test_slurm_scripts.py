@@ -23,6 +23,7 @@ import pytest
 
 from gapo_megatron.config import load_config
 from gapo_megatron.ops.plan.layout import Layout
+from tests.executables import write_program
 from tests.needs import need
 from tests.waiting import HANG_S, wait_until
 
@@ -87,6 +88,11 @@ def dry_run(path: Path, folder: Path, python: str, *words: str, code: int = 0, *
     return done.stdout + (done.stderr if code else "")
 
 
+def _told(folder: Path, what: str = '"$PWD"') -> str:
+    """An interpreter that says where it runs (or `what` else), and with what arguments."""
+    return str(write_program(folder / "python", f'printf "%s\\n" {what} "$@"'))
+
+
 @pytest.mark.parametrize(
     ("name", "words", "nodes"),
     [
@@ -102,13 +108,11 @@ def test_asks_for_the_processes_its_config_needs(
 ) -> None:
     """As its directives say, or as many nodes as `sbatch --nodes` asks for."""
     path = ROOT / "slurm" / f"{name}.sbatch"
-    python = tmp_path / "python"
-    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$WORLD_SIZE" "$@"\n')
-    python.chmod(0o755)
+    python = _told(tmp_path, '"$PWD" "$WORLD_SIZE"')
     directives = directives_of(path)
     tasks = int(nodes or directives["nodes"]) * int(directives["ntasks-per-node"])
     env = {"SLURM_NTASKS": str(tasks)} if nodes else {}
-    folder, world_size, *found = dry_run(path, tmp_path, str(python), *words, **env).splitlines()
+    folder, world_size, *found = dry_run(path, tmp_path, python, *words, **env).splitlines()
     assert int(world_size) == tasks
     assert found[:2] == ["-m", "gapo_megatron.train"]
     assert tuple(found[2 : 2 + len(words)]) == words
@@ -120,13 +124,11 @@ def test_asks_for_the_processes_its_config_needs(
 
 def test_a_dry_run_knows_nodes_and_those_that_generate(tmp_path: Path) -> None:
     """`GENERATION_NODES=2 sbatch --nodes=6`: in the job, where Slurm says what was asked for."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/bash\nprintf "%s\\n" "$WORLD_SIZE" "$LOCAL_WORLD_SIZE" "$@"\n')
-    python.chmod(0o755)
+    python = _told(tmp_path, '"$WORLD_SIZE" "$LOCAL_WORLD_SIZE"')
     script = ROOT / "slurm" / "gapo_ds_r1.sbatch"
 
     def found(**env: str) -> list[str]:
-        return dry_run(script, tmp_path, str(python), **env).splitlines()
+        return dry_run(script, tmp_path, python, **env).splitlines()
 
     six_nodes = {"SLURM_NTASKS": "48", "SLURM_NTASKS_PER_NODE": "8"}
     world_size, per_node, *words = found(GENERATION_NODES="2", **six_nodes)
@@ -140,31 +142,11 @@ def test_a_dry_run_knows_nodes_and_those_that_generate(tmp_path: Path) -> None:
     assert found(WORLD_SIZE="32")[:2] == ["32", "8"]
 
 
-def test_a_batch_script_without_its_config_says_what_is_missing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "slurm" / "gapo.sbatch")],
-        env=without_launcher_variables(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "CONFIG.toml" in done.stderr
-
-
 def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
     shown = dry_run(ROOT / "slurm" / "gapo_demo.sbatch", tmp_path, sys.executable, code=2)
     assert "data.train_path (runs/demo/task/train.jsonl)" in shown.partition("error")[2]
     assert "seed = 7" in shown
     assert "2 = tensor" in shown
-
-
-def _told(folder: Path) -> str:
-    """An interpreter that says where it runs, and with what."""
-    python = folder / "python"
-    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$@"\n')
-    python.chmod(0o755)
-    return str(python)
 
 
 def test_a_relative_config_is_one_of_the_folder_of_the_call(tmp_path: Path) -> None:
@@ -260,6 +242,11 @@ class Run:
     @property
     def attempts(self) -> list[Path]:
         return sorted((self.folder / "attempts").glob("local-*"))
+
+    def seen(self, rank: int = 1) -> dict[str, str]:
+        """The variables that a rank of the first attempt was told to SHOW."""
+        lines = (self.attempts[0] / f"rank_{rank}.log").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines[:-1])
 
     @property
     def steps(self) -> list[str]:
@@ -378,12 +365,29 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
     assert alone.end()[0] == exit_code
 
 
-def test_failures_in_a_row_are_bounded(start: Start, run_dir: Path) -> None:
-    run = start(run_dir, ACTIONS="exit:7")
-    exit_code, output = run.end()
-    assert exit_code == 7
-    assert "MAX_FAILURES" in output
-    assert len(run.attempts) == 3
+@pytest.mark.parametrize(
+    ("env", "exit_code", "num_attempts", "said"),
+    [
+        ({"ACTIONS": "exit:7"}, 7, 3, "MAX_FAILURES"),
+        ({"ACTIONS": "save:7", "MAX_RESTARTS": "2"}, 7, 3, "2 restarts (MAX_RESTARTS)"),
+        # A new checkpoint starts the count of failures anew.
+        ({"ACTIONS": "exit:7,exit:7,save:7,exit:7,train"}, 0, 5, "finished"),
+        # A retry mends neither a config nor the loss of the run to a newer attempt.
+        ({"ACTIONS": "exit:2"}, 2, 1, ""),
+        ({"ACTIONS": "exit:3"}, 3, 1, ""),
+        # Ranks that end without an outcome have failed.
+        ({"ACTIONS": "quit", "MAX_FAILURES": "1"}, 1, 1, ""),
+    ],
+    ids=lambda value: value["ACTIONS"] if isinstance(value, dict) else "",
+)
+def test_starts_of_a_job_are_bounded(
+    start: Start, run_dir: Path, env: dict[str, str], exit_code: int, num_attempts: int, said: str
+) -> None:
+    run = start(run_dir, **env)
+    found, output = run.end()
+    assert found == exit_code
+    assert said in output
+    assert len(run.attempts) == num_attempts
 
 
 def test_a_new_job_starts_the_count_of_failures_anew(start: Start, run_dir: Path) -> None:
@@ -418,33 +422,6 @@ def test_preparation_runs_before_everything_else(start: Start, run_dir: Path) ->
     assert failed.end()[0] == 1 and failed.attempts == []
 
 
-def test_a_new_checkpoint_starts_the_count_of_failures_anew(start: Start, run_dir: Path) -> None:
-    run = start(run_dir, ACTIONS="exit:7,exit:7,save:7,exit:7,train")
-    assert run.end()[0] == 0
-    assert len(run.attempts) == 5
-
-
-def test_restarts_are_bounded(start: Start, run_dir: Path) -> None:
-    run = start(run_dir, ACTIONS="save:7", MAX_RESTARTS="2")
-    exit_code, output = run.end()
-    assert exit_code == 7
-    assert "2 restarts (MAX_RESTARTS)" in output
-    assert len(run.attempts) == 3
-
-
-@pytest.mark.parametrize("exit_code", [2, 3])
-def test_what_a_retry_cannot_mend_is_not_retried(
-    start: Start, run_dir: Path, exit_code: int
-) -> None:
-    run = start(run_dir, ACTIONS=f"exit:{exit_code}")
-    assert run.end()[0] == exit_code
-    assert len(run.attempts) == 1
-
-
-def test_ranks_that_end_without_an_outcome_have_failed(start: Start, run_dir: Path) -> None:
-    assert start(run_dir, ACTIONS="quit", MAX_FAILURES="1").end()[0] == 1
-
-
 def test_a_bad_config_starts_nothing(start: Start, run_dir: Path) -> None:
     run = start(run_dir, PREPARE_EXIT="2")
     assert run.end() == (2, "error: stand-in config\n")
@@ -458,7 +435,7 @@ def test_the_nodes_that_generate_are_a_setting_of_the_run(start: Start, run_dir:
     words = (next((run_dir / "code").iterdir()) / "config.toml").read_text().split()
     assert "rollout.generation_nodes=0" in words
     assert words[words.index("--ranks-per-node") + 1] == "2"
-    assert (run.attempts[0] / "rank_1.log").read_text().startswith("LOCAL_WORLD_SIZE=2\n")
+    assert run.seen() == {"LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize("number", ["1", "2", "-1", "08", "x"])
@@ -514,6 +491,11 @@ def ranks_of(run: Run) -> list[str]:
     return alive
 
 
+def assert_ranks_ended(run: Run) -> None:
+    log = (run.attempts[0] / "launch.log").read_text()
+    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+
+
 def test_ctrl_c_in_a_terminal_saves_and_ends(start: Start, run_dir: Path) -> None:
     run = start(run_dir, kind=RunInTerminal, STEPS="10000", SAVE_S="0.5")
     assert isinstance(run, RunInTerminal)
@@ -543,19 +525,15 @@ def test_who_is_in_a_hurry_at_a_terminal_leaves_nobody_behind(
         run.type(b"\x03")
     assert run.end()[0] == 143
     assert ranks_of(run) == []
-    log = (run.attempts[0] / "launch.log").read_text()
-    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+    assert_ranks_ended(run)
 
 
 def test_local_starts_take_a_port_of_their_own(start: Start, run_dir: Path) -> None:
     """One that is free: process numbers may differ by any number."""
     runs = [start(run_dir.with_name(name), SHOW="MASTER_PORT") for name in ("one", "other")]
     assert [run.end()[0] for run in runs] == [0, 0]
-    ports = []
-    for run in runs:
-        logs = [(run.attempts[0] / f"rank_{rank}.log").read_text() for rank in (0, 1)]
-        assert logs[0].splitlines()[0] == logs[1].splitlines()[0]
-        ports.append(int(logs[0].splitlines()[0].removeprefix("MASTER_PORT=")))
+    assert all(run.seen(0) == run.seen(1) for run in runs)
+    ports = [int(run.seen()["MASTER_PORT"]) for run in runs]
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert ports[0] != ports[1] and all(low <= port <= high for port in ports)
 
@@ -582,17 +560,14 @@ def test_a_cancelled_run_ends_its_ranks(
     assert exit_code == 143
     assert "cancelled" in output
     assert len(run.attempts) == 1
-    log = (run.attempts[0] / "launch.log").read_text()
-    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+    assert_ranks_ended(run)
 
 
 def test_a_rank_that_has_no_session_yet_ends_too(start: Start, run_dir: Path) -> None:
     """It is not in the group that the launcher will call it by."""
     setsid, pids, go = (run_dir.parent / name for name in ("bin/setsid", "pids", "go"))
-    setsid.parent.mkdir()
     wait = f"echo $$ >>{pids}; while [ ! -e {go} ]; do sleep 0.02; done"
-    setsid.write_text(f'#!/bin/bash\n{wait}\nexec {shutil.which("setsid")} "$@"\n')
-    setsid.chmod(0o755)
+    write_program(setsid, f'{wait}\nexec {shutil.which("setsid")} "$@"')
     run = start(run_dir, ACTIONS="hang", PATH=f"{setsid.parent}:{os.environ['PATH']}")
     run.wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, "two ranks")
     run.process.send_signal(signal.SIGTERM)
@@ -620,8 +595,7 @@ def test_ranks_know_their_place_and_code(start: Start, run_dir: Path) -> None:
     run = start(run_dir, SHOW=f"{names} PYTHONPATH PYTHONSAFEPATH", PYTHONPATH="/theirs")
     assert run.end()[0] == 0
     (attempt,) = run.attempts
-    lines = (attempt / "rank_1.log").read_text().splitlines()
-    assert dict(line.split("=") for line in lines[:-1]) == {
+    assert run.seen() == {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
@@ -649,8 +623,7 @@ def test_threads_beside_a_gpu_are_the_tasks_cores(
 ) -> None:
     run = start(run_dir, SHOW="OMP_NUM_THREADS", **{"OMP_NUM_THREADS": ""} | given)
     assert run.end()[0] == 0
-    (attempt,) = run.attempts
-    assert (attempt / "rank_0.log").read_text().startswith(f"OMP_NUM_THREADS={expected}\n")
+    assert run.seen() == {"OMP_NUM_THREADS": expected}
 
 
 def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path) -> None:
@@ -659,8 +632,7 @@ def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path)
     cache = run_dir.parent / "cache"
     run = start(run_dir, SHOW=names, CACHE_DIR=str(cache), TRITON_CACHE_DIR="/theirs")
     assert run.end()[0] == 0
-    lines = (run.attempts[0] / "rank_1.log").read_text().splitlines()
-    assert dict(line.split("=") for line in lines[:-1]) == {
+    assert run.seen() == {
         "CACHE_DIR": str(cache),
         "VLLM_CACHE_ROOT": f"{cache}/vllm",
         "TRITON_CACHE_DIR": "/theirs",
@@ -669,8 +641,7 @@ def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path)
     run = start(run_dir.with_name("default"), SHOW="CACHE_DIR TRITON_CACHE_DIR")
     assert run.end()[0] == 0
     folder = f"/tmp/gapo_cache_{os.getuid()}"
-    log = (run.attempts[0] / "rank_1.log").read_text()
-    assert log.startswith(f"CACHE_DIR={folder}\nTRITON_CACHE_DIR={folder}/triton\n")
+    assert run.seen() == {"CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
 
 
 def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
@@ -684,16 +655,13 @@ def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
         run_dir, launch=tree / "slurm" / "launch.sh", PYTHON="", SHOW="IN_CONTAINER NCCL_DEBUG"
     )
     assert run.end()[0] == 0
-    log = (run.attempts[0] / "rank_0.log").read_text()
-    assert log.startswith("IN_CONTAINER=1\nNCCL_DEBUG=WARN\n")
+    assert run.seen() == {"IN_CONTAINER": "1", "NCCL_DEBUG": "WARN"}
 
 
 def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> None:
     """Its launcher sleeps for ten seconds, by a `sleep` that only says so."""
-    sleep, slept = run_dir.parent / "bin" / "sleep", run_dir.parent / "slept"
-    sleep.parent.mkdir()
-    sleep.write_text(f'#!/bin/bash\necho "$1" >>{slept}\n')
-    sleep.chmod(0o755)
+    slept = run_dir.parent / "slept"
+    sleep = write_program(run_dir.parent / "bin" / "sleep", f'echo "$1" >>{slept}')
     path = f"{sleep.parent}:{os.environ['PATH']}"
     run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1", PATH=path)
     assert run.end()[0] == 7

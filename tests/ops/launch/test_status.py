@@ -21,6 +21,7 @@ from gapo_megatron.ops.launch.status import (
     read_statuses,
     status_table,
 )
+from tests.executables import write_program
 from tests.messages import mentions
 
 
@@ -192,9 +193,8 @@ def test_what_slurm_says_comes_first(
     expected: tuple[str, str, str],
 ) -> None:
     """The choice among answers; that squeue answers so is shown on a cluster."""
-    program = tmp_path / "bin" / "squeue"
-    write(program, f"#!/bin/sh\n{'echo' if squeue else 'true'} '{squeue}'\n")
-    program.chmod(0o755)
+    said = f"{'echo' if squeue else 'true'} '{squeue}'"
+    program = write_program(tmp_path / "bin" / "squeue", said)
     monkeypatch.setenv("PATH", f"{program.parent}:/bin")
     make_run(tmp_path / "run", steps=1)
     write(tmp_path / "run" / "OWNER", "3.0\n")
@@ -206,11 +206,8 @@ def test_what_slurm_says_comes_first(
 def test_a_job_that_slurm_forgot_before_it_started_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "squeue"
-    write(
-        program, "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n"
-    )
-    program.chmod(0o755)
+    said = "slurm_load_jobs error: Invalid job id specified"
+    write_program(tmp_path / "squeue", f"echo '{said}' >&2\nexit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     write(tmp_path / "run" / "code" / "a" / "config.toml", "[run]\nnum_steps = 3\n")
     write(tmp_path / "run" / JOBS_NAME, "17\n")

@@ -35,6 +35,14 @@ def study_file(folder: Path, text: str) -> Path:
     return path
 
 
+def runs_of(folder: Path, text: str) -> list[Run]:
+    return read_study(study_file(folder, HEAD + text)).runs
+
+
+def names_of(folder: Path, text: str) -> list[str]:
+    return [run.name for run in runs_of(folder, text)]
+
+
 def test_grid_is_every_combination_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,12 +50,8 @@ def test_grid_is_every_combination_in_order(
     text = HEAD + "[grid]\nobjective.method = ['gspo', 'gapo']\n'run.seed' = [0, 1]\n"
     study = read_study(study_file(tmp_path, text), ["run.num_steps=3"])
     assert (study.name, study.folder) == ("clips", tmp_path / "runs" / "s")
-    assert [run.name for run in study.runs] == [
-        "gspo-seed_0",
-        "gspo-seed_1",
-        "gapo-seed_0",
-        "gapo-seed_1",
-    ]
+    names = ["gspo-seed_0", "gspo-seed_1", "gapo-seed_0", "gapo-seed_1"]
+    assert [run.name for run in study.runs] == names
     assert study.runs[3].run_dir == tmp_path / "runs" / "s" / "gapo-seed_1"
     assert study.runs[3].config == load_config(
         DEMO,
@@ -61,16 +65,13 @@ def test_grid_is_every_combination_in_order(
 
 
 def test_several_grids_are_run_after_one_another(tmp_path: Path) -> None:
-    text = HEAD + (
+    text = (
         "[[grid]]\nobjective.method = ['gspo', 'gapo']\nrun.seed = [0, 1]\n"
         "[[grid]]\nobjective.method = ['grpo']\nobjective.eps_high_max = [0.02]\nrun.seed = [0]\n"
     )
-    runs = read_study(study_file(tmp_path, text)).runs
+    runs = runs_of(tmp_path, text)
     assert [run.name for run in runs] == [
-        "gspo-seed_0",
-        "gspo-seed_1",
-        "gapo-seed_0",
-        "gapo-seed_1",
+        *("gspo-seed_0", "gspo-seed_1", "gapo-seed_0", "gapo-seed_1"),
         "grpo-eps_high_max_0.02-seed_0",
     ]
     assert runs[4].config.objective.eps_high_max == 0.02
@@ -78,12 +79,12 @@ def test_several_grids_are_run_after_one_another(tmp_path: Path) -> None:
 
 
 def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Path) -> None:
-    text = HEAD + (
+    text = (
         "[grid]\nobjective.eps_low = [1e-3]\nobjective.eps_high_max = [2e-3, 4e-3]\n"
         "[[runs]]\nobjective.eps_low = 0.01\nobjective.eps_high_max = 0.02\n"
         "[[runs]]\nmodel.recompute = 'full'\nrollout.enforce_eager = false\n"
     )
-    runs = read_study(study_file(tmp_path, text)).runs
+    runs = runs_of(tmp_path, text)
     assert [run.name for run in runs] == [
         "eps_low_0.001-eps_high_max_0.002",
         "eps_low_0.001-eps_high_max_0.004",
@@ -97,25 +98,21 @@ def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Pat
 
 def test_a_name_is_of_the_runs_own_settings(tmp_path: Path) -> None:
     """Another value, added later, must not give the first runs other folders."""
-    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['a b+c', 'd']\n"
-    names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
-    assert names == ["num_steps_5-a_b+c", "num_steps_5-d"]
-    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['d']\n"
-    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == names[1:]
+    text = "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = {}\n"
+    assert names_of(tmp_path, text.format(["a b+c", "d"])) == ["num_steps_5-a_b+c", "num_steps_5-d"]
+    assert names_of(tmp_path, text.format(["d"])) == ["num_steps_5-d"]
 
 
 def test_branches_are_told_apart_by_what_they_left(tmp_path: Path) -> None:
     """The first of a name keeps it: it may have been run before there was another one."""
     branch = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_{}'\n"
     alone = "[[runs]]\ncheckpoint.branch_from = 'runs/b/checkpoints/step_5'\n"
-    text = HEAD + branch.format(100) + branch.format(150) + alone
-    runs = read_study(study_file(tmp_path, text)).runs
+    runs = runs_of(tmp_path, branch.format(100) + branch.format(150) + alone)
     assert [run.name for run in runs] == ["seed_1", "seed_1-a-step_150", "b-step_5"]
     assert runs[1].config.checkpoint.branch_from == "runs/a/checkpoints/step_150"
     assert len({run.run_dir for run in runs} | {tmp_path / "runs" / "s"}) == 4
-    path = study_file(tmp_path, HEAD + 3 * branch.format(100))
     with pytest.raises(ConfigError, match=mentions("two", "seed_1-a-step_100")):
-        read_study(path)
+        runs_of(tmp_path, 3 * branch.format(100))
 
 
 BRANCH = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = '{}'\n"
@@ -306,8 +303,8 @@ def test_overrides_that_contradict_the_study(tmp_path: Path, override: str, word
 
 def test_values_of_a_study_are_not_read_twice(tmp_path: Path) -> None:
     """A string stays one, whatever it would be as an override."""
-    text = HEAD + "[[runs]]\nmetrics.wandb_project = '7'\n[[runs]]\nmetrics.wandb_project = 'a'\n"
-    runs = read_study(study_file(tmp_path, text)).runs
+    text = "[[runs]]\nmetrics.wandb_project = '7'\n[[runs]]\nmetrics.wandb_project = 'a'\n"
+    runs = runs_of(tmp_path, text)
     assert [run.config.metrics.wandb_project for run in runs] == ["7", "a"]
 
 
@@ -350,21 +347,17 @@ def test_runs_may_ask_for_resources_of_their_own(tmp_path: Path) -> None:
 
 def test_runs_that_differ_in_how_they_are_placed_alone_have_names(tmp_path: Path) -> None:
     """But the first keeps its own: it may be there already."""
-    text = HEAD + "[grid]\nrun.seed = [0]\nresources.cpus_per_task = [4, 8]\n"
-    runs = read_study(study_file(tmp_path, text)).runs
+    runs = runs_of(tmp_path, "[grid]\nrun.seed = [0]\nresources.cpus_per_task = [4, 8]\n")
     assert {run.name: run.resources.cpus_per_task for run in runs} == {
         "seed_0": 4,
         "seed_0-cpus_per_task_8": 8,
     }
-    text = HEAD + "[grid]\nresources.exclusive = [true, false]\nresources.partition = ['a', 'b']\n"
-    names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
-    assert names == ["a", "b", "exclusive_False-a", "exclusive_False-b"]
+    text = "[grid]\nresources.exclusive = [true, false]\nresources.partition = ['a', 'b']\n"
+    names = ["a", "b", "exclusive_False-a", "exclusive_False-b"]
+    assert names_of(tmp_path, text) == names
     for field, values in (("time", "['30', '40']"), ("account", "['a', 'b']")):
-        path = study_file(
-            tmp_path, HEAD + f"[grid]\nrun.seed = [0]\nresources.{field} = {values}\n"
-        )
         with pytest.raises(ConfigError, match=mentions("two", "'seed_0'")):
-            read_study(path)
+            runs_of(tmp_path, f"[grid]\nrun.seed = [0]\nresources.{field} = {values}\n")
 
 
 def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(

@@ -30,12 +30,18 @@ LARGER = (
 )
 
 
+def refused(folder: Path, named: str, *arguments: str, **env: str) -> None:
+    """Nothing is submitted, and the error names what is wrong."""
+    done = submit(folder, *arguments, **env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(named, done.stderr), done.stderr
+
+
 def test_runs_of_equal_resources_are_one_array(tmp_path: Path) -> None:
     """The scripts one after another, each with its own runs and links."""
     study = write_study(tmp_path, num_runs=2, num_steps=5, more=LARGER)
-    done = submit(tmp_path, str(study), "--dry-run", "--chain=2", "--time=40")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(r"\btime\W+40\b.*\b1-00:00:00, 30\b", done.stderr)
+    options = (str(study), "--dry-run", "--chain=2", "--time=40")
+    refused(tmp_path, r"\btime\W+40\b.*\b1-00:00:00, 30\b", *options)
     done = submit(tmp_path, str(study), "--dry-run", "--chain=2", "--parallel=2")
     assert (done.returncode, done.stderr) == (0, "")
     codes = re.findall(r"^  (\S+)$", done.stdout, re.MULTILINE)
@@ -85,26 +91,20 @@ def test_each_run_is_checked_against_its_own_ranks(
     study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
     assert submit(tmp_path, str(study), "--dry-run").returncode == 0
     # Spare nodes are those of every run: they would train on another number of ranks than they say.
-    done = submit(tmp_path, str(study), "--dry-run", NUM_NODES="1")
-    assert done.returncode == 2
-    assert re.search(r"\bNUM_NODES\W+1\b.*\bnodes\W+1, 2\b", done.stderr)
-    done = submit(tmp_path, str(study), "--dry-run", NUM_NODES="two")
-    assert done.returncode == 2
-    assert re.search(r"\bNUM_NODES\W+two\b", done.stderr)
+    dry_run, differ = (str(study), "--dry-run"), r"\bNUM_NODES\W+1\b.*\bnodes\W+1, 2\b"
+    refused(tmp_path, differ, *dry_run, NUM_NODES="1")
+    refused(tmp_path, r"\bNUM_NODES\W+two\b", *dry_run, NUM_NODES="two")
     # Also where those that are left ask for as many.
     (tmp_path / "runs" / "seed_0").mkdir(parents=True)
     finished = read_study(study).runs[0]
     (tmp_path / "runs" / "seed_0" / "config.toml").write_text(to_toml(finished.config))
     mark_finished(tmp_path / "runs" / "seed_0", num_steps=5)
-    done = submit(tmp_path, str(study), "--dry-run", NUM_NODES="1")
-    assert done.returncode == 2
-    assert re.search(r"\bNUM_NODES\W+1\b.*\bnodes\W+1, 2\b", done.stderr)
+    refused(tmp_path, differ, *dry_run, NUM_NODES="1")
     assert submit(tmp_path, str(study), "--dry-run").stdout.count("#!/bin/bash") == 1
     study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(3))
-    done = submit(tmp_path, str(study), "--dry-run")
-    assert done.returncode == 2
     settings = ("parallel.pipeline_model_parallel_size", "world size", 6)
-    assert re.search(mentions("pipeline_model_parallel_size_4-nodes_3", *settings), done.stderr)
+    named = mentions("pipeline_model_parallel_size_4-nodes_3", *settings)
+    refused(tmp_path, named, str(study), "--dry-run")
 
 
 def test_nodes_that_generate_are_those_of_the_environment_too(tmp_path: Path) -> None:
@@ -112,34 +112,29 @@ def test_nodes_that_generate_are_those_of_the_environment_too(tmp_path: Path) ->
     more = "[[runs]]\nrun.seed = 7\nresources.nodes = {}\n"
     (tmp_path / "one").mkdir()
     one_node = write_study(tmp_path / "one", num_runs=1, num_steps=5)
-    done = submit(tmp_path, str(one_node), "--dry-run", GENERATION_NODES="1")
-    assert done.returncode == 2
-    assert re.search(mentions("seed_0", "rollout.generation_nodes", 1), done.stderr)
-    done = submit(tmp_path, str(one_node), "--dry-run", "--nodes=2", GENERATION_NODES="1")
+    dry_run, env = (str(one_node), "--dry-run"), {"GENERATION_NODES": "1"}
+    refused(tmp_path, mentions("seed_0", "rollout.generation_nodes", 1), *dry_run, **env)
+    done = submit(tmp_path, *dry_run, "--nodes=2", **env)
     assert (done.returncode, done.stderr) == (0, "")
     # Of two nodes of two ranks one trains: on both of its ranks.
     wide = ("parallel.tensor_model_parallel_size=4", "rollout.generation_nodes=1")
-    done = submit(tmp_path, str(one_node), "--dry-run", "--nodes=2", *wide)
-    assert done.returncode == 2
-    size = "parallel.tensor_model_parallel_size"
-    assert re.search(mentions("seed_0", size, 4, "world size", 2), done.stderr)
+    named = mentions("seed_0", "parallel.tensor_model_parallel_size", 4, "world size", 2)
+    refused(tmp_path, named, *dry_run, "--nodes=2", *wide)
     study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
-    done = submit(tmp_path, str(study), "--dry-run", GENERATION_NODES="1")
-    assert re.search(mentions("seed_0", "rollout.generation_nodes"), done.stderr)
+    named = mentions("seed_0", "rollout.generation_nodes")
+    refused(tmp_path, named, str(study), "--dry-run", **env)
     # What a study varies is not one number.
     varied = write_study(
         tmp_path, num_runs=1, num_steps=5, more="[[runs]]\nrollout.generation_nodes = 1\n"
     )
-    done = submit(tmp_path, str(varied), "--dry-run", GENERATION_NODES="1")
-    assert done.returncode == 2
-    assert re.search(mentions("rollout.generation_nodes=1", "varies"), done.stderr)
+    named = mentions("rollout.generation_nodes=1", "varies")
+    refused(tmp_path, named, str(varied), "--dry-run", **env)
 
 
 def test_some_of_the_ranks_here_may_only_generate(tmp_path: Path) -> None:
     write_study(tmp_path, num_runs=1, num_steps=3)
-    done = submit(tmp_path, "study.toml", "--local", "rollout.generation_ranks=2")
-    assert done.returncode == 2
-    assert re.search(mentions("seed_0", "rollout.generation_ranks", 2), done.stderr)
+    named = mentions("seed_0", "rollout.generation_ranks", 2)
+    refused(tmp_path, named, "study.toml", "--local", "rollout.generation_ranks=2")
     done = submit(tmp_path, "study.toml", "--local", "rollout.generation_ranks=1")
     assert done.returncode == 0, done.stdout + done.stderr
     logs = sorted((tmp_path / "runs" / "seed_0" / "attempts" / "latest").glob("rank_*.log"))
@@ -169,9 +164,8 @@ def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:
         "seed_8-tasks_per_node_1": (1, "2"),
     }
     write_study(tmp_path, num_runs=1, num_steps=3, more=LARGER)
-    done = submit(tmp_path, "study.toml", "--local")
-    assert done.returncode == 2
-    assert re.search(r"\bseed_7-nodes_2\b.*\bnodes\W+2\b.*--local\b", done.stderr)
+    named = r"\bseed_7-nodes_2\b.*\bnodes\W+2\b.*--local\b"
+    refused(tmp_path, named, "study.toml", "--local")
 
 
 def test_what_is_wrong_with_a_runs_branch_point_names_the_run(tmp_path: Path) -> None:
@@ -180,9 +174,8 @@ def test_what_is_wrong_with_a_runs_branch_point_names_the_run(tmp_path: Path) ->
     manifest = tmp_path / "other" / "checkpoints" / "step_00000002" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{")
-    done = submit(tmp_path, "study.toml", "--dry-run")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(r"^error: .*\bseed_7\b.*\bstep_00000002\b", done.stderr)
+    named = r"^error: .*\bseed_7\b.*\bstep_00000002\b"
+    refused(tmp_path, named, "study.toml", "--dry-run")
 
 
 # -- what is written into a batch script -----------------------------------------------------------

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from typing import get_args
@@ -14,7 +15,6 @@ import pytest
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS, BOXED
-from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.ops.prepare import rules
 from gapo_megatron.ops.prepare.duplicates import Duplicates
@@ -22,26 +22,14 @@ from gapo_megatron.rewards import code
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
 from tests.messages import mentions
 from tests.prepare_data_setup import (
-    TOOL,
+    counts_of,
     problem,
+    prompts_of,
     put,
     put_benchmarks,
-    put_tokenizer,
-    runner,
-    tool,
     written,
 )
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    return put_tokenizer(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture
-def run(tmp_path, hf_dir, monkeypatch):
-    return runner(tmp_path, hf_dir, monkeypatch)
-
+from tools import prepare_data as tool
 
 # DeepScaleR.
 
@@ -87,7 +75,7 @@ def test_deepscaler_keeps_each_text_once_and_none_that_contradicts_itself(run, t
     assert dropped[3]["same_as"] == "deepscaler-0"
     for row, field in ((8, "answer"), (9, "problem"), (10, "answer")):
         assert field in dropped[row]["reason"]
-    counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
+    counts = counts_of(tmp_path / "out")
     assert (counts["dropped"]["contradictory"], counts["contradictory_texts"]) == (3, 1)
     shown = capsys.readouterr().out
     assert re.search(r"\banswers\W+1$", shown, re.MULTILINE)
@@ -215,24 +203,15 @@ def test_prompts_that_are_too_long_are_dropped_and_what_stays_can_be_read(run, t
     assert run("deepscaler", rows, "--max-prompt-tokens", limit) == 0
     (dropped,) = written(tmp_path / "out", "dropped")
     assert (dropped["rule"], dropped["tokens"]) == ("too_long", limit + 1)
-    tokenizer = load_tokenizer(hf_dir)
-    (prompt,) = read_prompts(
-        tmp_path / "out" / "problems.jsonl",
-        tokenizer=tokenizer,
-        max_prompt_tokens=limit,
-        kind="math",
-    )
+    (prompt,) = prompts_of(tmp_path / "out", hf_dir, "math", max_tokens=limit)
     assert (prompt.id, prompt.answer, len(prompt.token_ids)) == ("deepscaler-0", "1", limit)
 
 
 def test_the_template_counts_and_the_suffix_is_the_users(run, tmp_path, hf_dir):
-    folder = tmp_path / "instruct"
+    folder = shutil.copytree(hf_dir, tmp_path / "instruct")
     tokenizer = load_tokenizer(hf_dir)
     tokenizer.chat_template = "two words {{ messages[0].content }}"
     tokenizer.save_pretrained(folder)
-    # Not of a model whose class of tokenizers would read the file in its own way.
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
     rows = [problem("a b"), problem("a b c")]
     options = ("--suffix", " end", "--max-prompt-tokens", 5)
     assert run("deepscaler", rows, *options) == 0
@@ -300,12 +279,7 @@ def test_deepcoder_reads_every_sets_rows_and_puts_tests_apart(run, tmp_path, hf_
     files.append(put(tmp_path / "leetcode" / "train.json", [LEETCODE]))
     assert run("deepcoder", files) == 0
     folder = tmp_path / "out"
-    prompts = read_prompts(
-        folder / "problems.jsonl",
-        tokenizer=load_tokenizer(hf_dir),
-        max_prompt_tokens=2048,
-        kind="code",
-    )
+    prompts = prompts_of(folder, hf_dir, "code")
     assert [prompt.level for prompt in prompts] == ["primeintellect", "taco", "lcbv5", "leetcode"]
     assert [json.loads(prompt.answer)["file"] for prompt in prompts] == [
         str(folder / "tests.jsonl")
@@ -319,19 +293,13 @@ def test_deepcoder_reads_every_sets_rows_and_puts_tests_apart(run, tmp_path, hf_
     assert "function `add`" in texts[1]
     assert LCB["starter_code"] in texts[2]
     assert texts[3] == LEETCODE["problem"]
-    levels = json.loads((folder / "manifest.json").read_text())["counts"]["levels"]
-    assert levels == {prompt.level: {"written": 1} for prompt in prompts}
+    assert counts_of(folder)["levels"] == {prompt.level: {"written": 1} for prompt in prompts}
 
 
 def test_what_deepcoder_wrote_is_judged_by_the_reward(run, tmp_path, hf_dir):
     files = [put(tmp_path / "a.json", [PRIME, LCB])]
     assert run("deepcoder", files) == 0
-    prompts = read_prompts(
-        tmp_path / "out" / "problems.jsonl",
-        tokenizer=load_tokenizer(hf_dir),
-        max_prompt_tokens=99,
-        kind="code",
-    )
+    prompts = prompts_of(tmp_path / "out", hf_dir, "code")
     # The sandbox has tests of its own.
     options = {"sandbox": "unsafe", "python": sys.executable}
     outcomes = [
@@ -349,8 +317,8 @@ def test_deepcoder_drops_unreadable_tests_and_long_prompts_but_no_duplicates(run
     assert [row["id"] for row in written(tmp_path / "out")] == ["deepcoder-0", "deepcoder-1"]
     rules = [row["rule"] for row in written(tmp_path / "out", "dropped")]
     assert rules == ["too_long", "unreadable", "unreadable"]
-    levels = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]["levels"]
-    assert levels == {tmp_path.name: {"written": 2, "too_long": 1, "unreadable": 2}}
+    levels = {tmp_path.name: {"written": 2, "too_long": 1, "unreadable": 2}}
+    assert counts_of(tmp_path / "out")["levels"] == levels
 
 
 # One's own files.
@@ -379,8 +347,7 @@ def test_a_row_that_repeats_another_with_its_id_is_a_duplicate_or_contradictory(
     assert run("own", rows, output="two") == 0
     rules = [row["rule"] for row in written(tmp_path / "two", "dropped")]
     assert rules == ["contradictory", "contradictory"]
-    counts = json.loads((tmp_path / "two" / "manifest.json").read_text())["counts"]
-    assert counts["contradictory_texts"] == 1
+    assert counts_of(tmp_path / "two")["contradictory_texts"] == 1
 
 
 def test_own_instructions_and_programs_are_objects_or_json_text(run, tmp_path):
@@ -473,7 +440,7 @@ def test_ids_used_twice_other_files_and_an_output_that_exists_are_errors(run, tm
 def test_help_teaches_each_source_and_the_kinds_are_the_configs():
     for words, expected in (((), "deepcoder"), (("deepscaler",), "--benchmarks")):
         done = subprocess.run(
-            [sys.executable, TOOL, *words, "--help"],
+            [sys.executable, tool.__file__, *words, "--help"],
             capture_output=True,
             text=True,
             check=True,

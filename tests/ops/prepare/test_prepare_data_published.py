@@ -7,23 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.data.schema import read_prompts
-from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.rewards.code.forms import read_tests
-from tests.prepare_data_setup import put_tokenizer, runner, written
+from tests.prepare_data_setup import counts_of, prompts_of, written
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    return put_tokenizer(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture
-def run(tmp_path, hf_dir, monkeypatch):
-    return runner(tmp_path, hf_dir, monkeypatch)
 
 
 @pytest.mark.system
@@ -32,7 +20,7 @@ def test_deepscaler_as_published_is_accounted_for_row_by_row(run, tmp_path, hf_d
     """The counts that docs/data.md reports."""
     path = DATA / "deepscaler" / "deepscaler_40k_by_difficulty.jsonl"
     assert run("deepscaler", [path], "--benchmarks", DATA, "--max-prompt-tokens", 10_000) == 0
-    counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
+    counts = counts_of(tmp_path / "out")
     assert counts["read"] == 40_308
     assert counts["dropped"] == {
         "contradictory": 524,
@@ -45,12 +33,7 @@ def test_deepscaler_as_published_is_accounted_for_row_by_row(run, tmp_path, hf_d
         row for row in written(tmp_path / "out", "dropped") if row["rule"] == "contradictory"
     ]
     assert len({row["same_as"] for row in contradictory}) == 155
-    prompts = read_prompts(
-        tmp_path / "out" / "problems.jsonl",
-        tokenizer=load_tokenizer(hf_dir),
-        max_prompt_tokens=10_000,
-        kind="math",
-    )
+    prompts = prompts_of(tmp_path / "out", hf_dir, "math", max_tokens=10_000)
     assert len(prompts) == counts["written"]
 
 
@@ -58,14 +41,9 @@ def test_deepscaler_as_published_is_accounted_for_row_by_row(run, tmp_path, hf_d
 def test_the_programs_of_the_published_samples_are_all_read(run, tmp_path, hf_dir):
     folder = DATA / "deepcoder_rllm"
     assert run("deepcoder", sorted(folder.glob("*.json")), "--benchmarks", DATA) == 0
-    counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
+    counts = counts_of(tmp_path / "out")
     assert (counts["read"], counts["written"], counts["dropped"]) == (2497, 2497, {})
-    prompts = read_prompts(
-        tmp_path / "out" / "problems.jsonl",
-        tokenizer=load_tokenizer(hf_dir),
-        max_prompt_tokens=2048,
-        kind="code",
-    )
+    prompts = prompts_of(tmp_path / "out", hf_dir, "code")
     rows = json.loads((folder / "codeforces_test.json").read_text())
     for prompt, row in zip(prompts, rows, strict=False):
         assert read_tests(prompt.answer) == read_tests(json.dumps(row["tests"]))

@@ -149,21 +149,35 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm(tmp_path):
     assert len(compare(*folders, other).arms) == 2
 
 
+SLOWER = (
+    *("batch.max_tokens_per_microbatch=8192", "checkpoint.every_steps=7", "reward.num_workers=1"),
+    *("evaluation.every_steps=10", "metrics.tensorboard=false", "model.recompute=full"),
+    *("model.head=torch", "parallel.timeout_s=2000", "reward.sandbox=unsafe", "reward.python=py"),
+    *("rollout.cpu_kv_cache_gib=2", "rollout.enforce_eager=false", "rollout.verify_bound=0.1"),
+    *("rollout.memory_fraction=0.4", "rollout.tensor_parallel_size=2", "run.stop_margin_s=60"),
+    "optimizer.offload=true",
+)
+"""Where and how fast a run computes, and how often it reports."""
+
+
 @pytest.mark.parametrize(
-    ("override", "label"),
+    ("usual", "unusual", "label"),
     [
-        ("batch.rollouts_per_prompt=4", "gapo k=4"),
-        ("objective.eps_high_max=0.03", "gapo eps_high_max=0.03"),
-        ("optimizer.learning_rate=1e-6", "gapo learning_rate=1e-06"),
-        ("objective.kl_coef=0.1", "gapo kl_coef=0.1"),
-        ("rollout.temperature=0.6", "gapo temperature=0.6"),
-        ("data.train_path=other.jsonl", "gapo train_path=other.jsonl"),
+        ([], ["batch.rollouts_per_prompt=4"], "gapo k=4"),
+        ([], ["objective.eps_high_max=0.03"], "gapo eps_high_max=0.03"),
+        ([], ["optimizer.learning_rate=1e-6"], "gapo learning_rate=1e-06"),
+        ([], ["objective.kl_coef=0.1"], "gapo kl_coef=0.1"),
+        ([], ["rollout.temperature=0.6"], "gapo temperature=0.6"),
+        ([], ["data.train_path=other.jsonl"], "gapo train_path=other.jsonl"),
+        (["reward.timeout_s=5"], [], "gapo timeout_s=None"),  # what a run goes without
+        (["objective.aggregation=token_mean"], [], ""),  # a default that is spelled out
+        ([], SLOWER, ""),
     ],
 )
-def test_an_arm_is_called_by_what_is_unusual_about_it(tmp_path, override, label):
-    usual = write_run(tmp_path / "usual")
-    unusual = write_run(tmp_path / "unusual", override)
-    assert labels(compare(usual, unusual)) == ["gapo", label]
+def test_an_arm_is_called_by_what_is_unusual_about_it(tmp_path, usual, unusual, label):
+    """Where nothing is, the runs are one arm."""
+    folders = [write_run(tmp_path / "a", *usual), write_run(tmp_path / "b", *unusual, seed=1)]
+    assert labels(compare(*folders)) == ["gapo", label][: 1 + bool(label)]
 
 
 def test_methods_that_differ_in_more_than_their_objective_say_so(tmp_path):
@@ -182,11 +196,6 @@ def test_methods_that_differ_in_more_than_their_objective_say_so(tmp_path):
     assert labels(compare(folders[0], widths)) == ["gapo", "dr_grpo"]  # clips are a method's own
 
 
-def test_what_a_run_goes_without_is_a_difference(tmp_path):
-    folders = [write_run(tmp_path / "a", "reward.timeout_s=5"), write_run(tmp_path / "b")]
-    assert labels(compare(*folders)) == ["gapo", "gapo timeout_s=None"]
-
-
 def test_prompts_that_go_with_k_are_not_named(tmp_path):
     usual = [write_run(tmp_path / f"a_{seed}", seed=seed) for seed in (0, 1)]
     sizes = ("batch.rollout_prompts=16", "batch.minibatch_prompts=4")
@@ -200,34 +209,6 @@ def test_prompts_that_go_with_k_are_not_named(tmp_path):
     ]
     alone = write_run(tmp_path / "d", *sizes)
     assert labels(compare(*usual, alone))[1] == "gapo minibatch_prompts=4 rollout_prompts=16"
-
-
-def test_a_default_that_is_spelled_out_is_no_difference(tmp_path):
-    folders = [write_run(tmp_path / "a", "objective.aggregation=token_mean")]
-    folders.append(write_run(tmp_path / "b", seed=1))
-    assert labels(compare(*folders)) == ["gapo"]
-
-
-def test_where_and_how_fast_is_no_difference(tmp_path):
-    other = (
-        *(
-            "batch.max_tokens_per_microbatch=8192",
-            "checkpoint.every_steps=7",
-            "reward.num_workers=1",
-        ),
-        *("evaluation.every_steps=10", "metrics.tensorboard=false", "model.recompute=full"),
-        *(
-            "model.head=torch",
-            "parallel.timeout_s=2000",
-            "reward.sandbox=unsafe",
-            "reward.python=py",
-        ),
-        *("rollout.cpu_kv_cache_gib=2", "rollout.enforce_eager=false", "rollout.verify_bound=0.1"),
-        *("rollout.memory_fraction=0.4", "rollout.tensor_parallel_size=2", "run.stop_margin_s=60"),
-        "optimizer.offload=true",
-    )
-    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", *other, seed=1)]
-    assert labels(compare(*folders)) == ["gapo"]
 
 
 def test_a_seed_counts_once(tmp_path):

@@ -11,7 +11,15 @@ from scipy import stats
 from gapo_megatron.ops.report.outcomes import clip_sweep, others, over_k, summary
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import style
-from tests.report_setup import NUM_STEPS, compare, pass_at, rows_of, t_interval, write_run
+from tests.report_setup import (
+    NUM_STEPS,
+    compare,
+    pass_at,
+    rows_of,
+    t_interval,
+    write_run,
+    write_study,
+)
 
 METHODS = ("gapo", "gspo_asym")
 SEEDS = (0, 1, 2)
@@ -21,17 +29,7 @@ CLIP_03 = "objective.eps_high_max=0.03"
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """Two methods of three seeds, and of one seed with another k and with another clip."""
-    root = tmp_path_factory.mktemp("study")
-    folders = []
-    for method in METHODS:
-        for seed in SEEDS:
-            folders.append(write_run(root / f"{method}_{seed}", method=method, seed=seed))
-        for name, override in {
-            "k": "batch.rollouts_per_prompt=4",
-            "clip": CLIP_03,
-        }.items():
-            folders.append(write_run(root / f"{method}_{name}", override, method=method))
-    return compare(*folders)
+    return write_study(tmp_path_factory.mktemp("study"), METHODS, SEEDS)
 
 
 @pytest.fixture(scope="module")

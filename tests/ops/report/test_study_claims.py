@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import study
+from gapo_megatron.ops.launch.study import read_study
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.runs import read_run
 from tests.messages import mentions
 from tests.report_setup import NUM_STEPS, write_run
 
-_PATH = Path(__file__).parents[3] / "benchmarks" / "study.py"
-
-
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("benchmarks_study", _PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for themselves
-    spec.loader.exec_module(module)
-    return module
-
-
+ROOT = Path(__file__).parents[3]
 ARMS: list[tuple[str, int, float]] = [
     *((method, 8, 5e-3) for method in ("gapo", "gspo_asym", "f_gspo", "gapo_token", "dr_grpo")),
     *((method, 8, 3e-3) for method in ("gspo", "grpo", "f_grpo")),
@@ -127,7 +116,7 @@ def worlds(tmp_path_factory):
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_every_claim_looks_where_it_says_and_in_the_right_direction(study, worlds, holds):
+def test_every_claim_looks_where_it_says_and_in_the_right_direction(worlds, holds):
     found = list(study.findings(study.Study(worlds[holds])))
     assert len({(one.claim, one.what) for one in found}) == len(found)
     numbers = [8 + 8, 8, 6, 3, 1 + 3, 9 + 9, 1, 3 + 1, 2, 1, 1, 1, 2, 1 + 3]
@@ -140,7 +129,7 @@ def test_every_claim_looks_where_it_says_and_in_the_right_direction(study, world
         assert len(one.values) == shared, one.what
 
 
-def test_values_are_those_of_the_runs(study, worlds):
+def test_values_are_those_of_the_runs(worlds):
     found = {one.what: one for one in study.findings(study.Study(worlds[True]))}
     # Points of five problems: four of 16 samples more on each, on one of them not for seed 1.
     gained = found["gapo minus gspo: pass@1"]
@@ -171,7 +160,7 @@ def test_values_are_those_of_the_runs(study, worlds):
         ((0.9, 1.1, 1.0), 1.0, "not resolvable"),
     ],
 )
-def test_the_interval_decides(study, values, margin, verdict):
+def test_the_interval_decides(values, margin, verdict):
     found = study.Finding("claim", "what", dict(enumerate(values)), p_value=0.02, margin=margin)
     assert found.verdict == verdict
     assert found.row().endswith(f"| 3 | {verdict} |")
@@ -183,7 +172,7 @@ def without(runs, *words):
     return [run for run in runs if not all(word in run.folder.name for word in words)]
 
 
-def test_what_cannot_be_judged_is_named(study, worlds):
+def test_what_cannot_be_judged_is_named(worlds):
     runs = worlds[True]
     with pytest.raises(SystemExit, match=r"\bgrpo\b.*\b8\b"):
         study.table(without(runs, "grpo-8"))
@@ -195,24 +184,22 @@ def test_what_cannot_be_judged_is_named(study, worlds):
         study.table(without(runs, "gspo_asym-8-0.005", "-1"))
 
 
-def test_a_run_that_is_not_finished_is_named(study, tmp_path):
+def test_a_run_that_is_not_finished_is_named(tmp_path):
     whole = write_run(tmp_path / "whole", seed=0)
     cut = write_run(tmp_path / "cut", seed=1, num_steps=30)
     with pytest.raises(SystemExit, match=r"\bcut\b.*\b30\b.*\b40\b"):
         study.Study([read_run(whole), read_run(cut)])
 
 
-def test_two_arms_that_no_claim_tells_apart_are_named(study, tmp_path):
+def test_two_arms_that_no_claim_tells_apart_are_named(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "optimizer.learning_rate=1e-3")]
     with pytest.raises(SystemExit, match=mentions("gapo", "learning_rate", "eps_high_max")):
         study.Study([read_run(folder) for folder in folders])
 
 
-def test_the_repository_has_these_arms(study):
+def test_the_repository_has_these_arms():
     """What the configs run is what the table asks for."""
-    from gapo_megatron.ops.launch.study import read_study
-
-    configs = _PATH.parents[1] / "configs"
+    configs = ROOT / "configs"
     runs = read_study(configs / "study_miniature.toml").runs
     arms = {}
     for run in runs:
@@ -235,8 +222,8 @@ def test_the_repository_has_these_arms(study):
         assert 100 in folders[left].config.checkpoint.keep_steps
 
 
-def test_the_document_says_what_the_data_say(study):
-    docs = _PATH.parents[1] / "docs"
+def test_the_document_says_what_the_data_say():
+    docs = ROOT / "docs"
     text = (docs / "study.md").read_text(encoding="utf-8")
     table = study.table(read_archive(docs / "study" / "data"))
     assert text.endswith(table)

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,19 +16,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gapo_megatron import rewards
 from gapo_megatron.compat.transformer_engine import DEBUG_ENVIRONMENT, attention_in_use
 from gapo_megatron.config import DTYPES, Config, load_config, parse_config
-from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.hf.headers import find_files
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.logprob import choose_implementation
-from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.hardware import GPUS
-from gapo_megatron.ops.plan.memory import fits
-from gapo_megatron.ops.sides import Sides, schedule
+from gapo_megatron.ops.doctor.settings import look_at_settings
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
 
@@ -49,7 +42,6 @@ _MODEL = {
     "vocab_size": 512,
 }
 _TIMEOUT_S = 120
-_MOST_PROCESSES = 2**14
 _NUM_TOKENS = 64
 """Tokens of each sequence: 16 of the prompt, the others of the response."""
 
@@ -126,7 +118,7 @@ def rollout(precision: str) -> None:
 
 
 def config(path: str, world_size: int, ranks_per_node: int | None) -> None:
-    """Print a resolved config, its model, and its layout on `world_size` processes.
+    """Print a resolved config, and the findings on it.
 
     Args:
         path: path of the TOML file.
@@ -144,81 +136,10 @@ def look_at_config(
     settings: Config, *, world_size: int, ranks_per_node: int | None = None
 ) -> dict[str, Any]:
     """What `config` prints for a valid config."""
+    found = look_at_settings(settings, world_size=world_size, ranks_per_node=ranks_per_node)
     return {
         "config": settings.model_dump(mode="json"),
-        "model": _or_error(lambda: _model(settings)),
-        "verifier": _or_error(lambda: _verifier(settings)),
-        "world_size": _or_error(lambda: _world_size(settings, world_size, ranks_per_node)),
-        "memory": _or_error(lambda: _memory(settings, world_size, ranks_per_node)),
-    }
-
-
-def _or_error(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return look()
-    except GapoError as error:
-        return {"error": str(error)}
-
-
-def _model(settings: Config) -> dict[str, Any]:
-    """Open the model as the trainer does; of the weights, only headers are read."""
-    from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.models.checks import check_shapes
-    from gapo_megatron.policy.load import check_megatron_dir
-    from gapo_megatron.policy.model import read_hf_config
-
-    hf_dir, megatron_dir = settings.model.hf_dir, settings.model.megatron_dir
-    facts = check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
-    hf_config = read_hf_config(hf_dir)
-    check_shapes(hf_config, settings.parallel, settings.model)
-    load_tokenizer(hf_dir, facts=facts)
-    if megatron_dir:
-        check_megatron_dir(settings, hf_config)
-    else:
-        find_files(hf_dir)
-    return {"architecture": hf_config.architectures[0], "weights": megatron_dir or hf_dir}
-
-
-def _verifier(settings: Config) -> dict[str, Any]:
-    rewards.check(settings.reward)
-    return {}
-
-
-def _world_size(settings: Config, world_size: int, ranks_per_node: int | None) -> dict[str, Any]:
-    def fits(size: int) -> bool:
-        try:
-            Sides.of(settings, world_size=size, ranks_per_node=ranks_per_node)
-        except ConfigError:
-            return False
-        return True
-
-    smallest = next(filter(fits, range(1, _MOST_PROCESSES)), 1)
-    sides = Sides.of(settings, world_size=world_size or smallest, ranks_per_node=ranks_per_node)
-    trained, generated, batch = sides.num_training, sides.num_generation, settings.batch
-    return {
-        "smallest": smallest,
-        "world_size": sides.world_size,
-        "cut": sides.layout.cut,
-        "training": f"{trained}, {sides.place(0, trained)}",
-        "generation": f"{generated}, {sides.place(trained, generated)}" if generated else "",
-        "engines": f"{sides.num_engines} vLLM replicas of {settings.rollout.tensor_parallel_size}",
-        "schedule": schedule(settings),
-        "rollout_sequences": batch.rollout_prompts * batch.rollouts_per_prompt,
-    }
-
-
-def _memory(settings: Config, world_size: int, ranks_per_node: int | None) -> dict[str, Any]:
-    """GPUs that the run fits on `world_size` processes (0: eight); empty without the model."""
-    hf_config, _ = find_model(settings.model.hf_dir)
-    if hf_config is None:
-        return {"fits": [], "not_fits": [], "world_size": 0}
-    size = world_size or GPUS["h100"].gpus_per_node
-    layout = Sides.of(settings, world_size=size, ranks_per_node=ranks_per_node).layout
-    found = fits(hf_config, settings, layout)
-    return {
-        "fits": [one.shown for one in found if one.fits],
-        "not_fits": [one.shown for one in found if not one.fits],
-        "world_size": size,
+        "findings": [asdict(finding) for finding in found],
     }
 
 

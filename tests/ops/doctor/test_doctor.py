@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,10 +27,12 @@ from gapo_megatron.ops.launch.node_checks import parse_links
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from tests.distributed.conversion_setup import convert
 from tests.doctor_setup import install
+from tests.executables import write_program
 from tests.messages import mentions
 from tests.needs import need
 from tests.slurm.cluster import missing_programs, running_cluster
 from tests.waiting import HANG_S
+from tools import doctor
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,16 +71,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def doctor() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doctor", ROOT / "tools" / "doctor.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["doctor"] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(*arguments: str, **env: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code and findings by name (where two sections have one, the later)."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "CUDA_"))}
@@ -104,10 +94,8 @@ def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "topo").write_text(NVSWITCH)
     gpu = "GPU-{0}, NVIDIA H200, 575.57.08, 143771, 5000, 0"
     (folder / "gpus").write_text("".join(f"{i}, {gpu.format(i)}\n" for i in range(4)))
-    smi = folder / "nvidia-smi"
     shows = f"--query-gpu=*) cat {folder}/gpus;; topo) cat {folder}/topo;;"
-    smi.write_text(f"#!/bin/bash\ncase $1 in {shows} esac\n")
-    smi.chmod(0o755)
+    write_program(folder / "nvidia-smi", f"case $1 in {shows} esac")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
@@ -170,7 +158,7 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
     assert all(one["advice"] for one in found.values() if one["status"] != "ok")
 
 
-def test_what_a_person_reads(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
     finding = Finding("program", "lock", "fail", "a [b] c", "do [this]")
     doctor._print([finding, Finding("slurm", "client", "ok", "d")])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -206,8 +194,7 @@ def test_a_config_whose_model_and_data_are_not_here(tmp_path: Path) -> None:
 
 def test_an_interpreter_without_packages_is_told_what_it_lacks(tmp_path: Path) -> None:
     venv.create(tmp_path)
-    python, doctor = tmp_path / "bin" / "python", ROOT / "tools" / "doctor.py"
-    command = [str(python), "-E", str(doctor), "any.toml"]
+    command = [str(tmp_path / "bin" / "python"), "-E", str(doctor.__file__), "any.toml"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
     lines = [line.split("\t") for line in done.stdout.splitlines()]
@@ -428,9 +415,7 @@ def test_runs_on_a_disk_of_this_machine_alone() -> None:
 
 
 def test_a_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho 'scontrol: fatal: no' >&2; exit 1\n")
-    scontrol.chmod(0o755)
+    write_program(tmp_path / "scontrol", "echo 'scontrol: fatal: no' >&2; exit 1")
     (tmp_path / "sbatch").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert statuses(look_at_slurm({"SLURM_CONF": "/nowhere"})) == {"client": "fail"}
@@ -441,10 +426,8 @@ def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statuses(look_at_slurm({})) == {"client": "warn"}
 
 
-def test_usage(doctor: ModuleType) -> None:
+@pytest.mark.parametrize(("words", "code"), [(["a.toml", "b.toml"], 2), (["--help"], 0)])
+def test_usage(words: list[str], code: int) -> None:
     with pytest.raises(SystemExit) as caught:
-        doctor.main(["a.toml", "b.toml"])
-    assert caught.value.code == 2
-    with pytest.raises(SystemExit) as caught:
-        doctor.main(["--help"])
-    assert not caught.value.code
+        doctor.main(words)
+    assert caught.value.code == code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import pty
@@ -31,6 +30,7 @@ from gapo_megatron.ops.launch.study import Resources
 from gapo_megatron.ops.launch.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
 from tests.waiting import HANG_S, wait_until
+from tools import submit as tool
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 ONE = Submission(
@@ -85,18 +85,6 @@ def test_the_frozen_code_is_that_of_the_arrays_task(tmp_path: Path) -> None:
         assert done.stdout == f"{ARRAY.codes[task]}|1|{python}\n"
 
 
-def test_the_environments_dry_run_submits_nothing_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = write_study(tmp_path, num_runs=1, num_steps=5, tasks=4)
-    wanted = submit(tmp_path, str(study), "--dry-run")
-    monkeypatch.setenv("DRY_RUN", "1")
-    done = submit(tmp_path, str(study))
-    assert done.returncode == 0, done.stderr
-    shown = [re.sub(r"submitted-\S+", "", one.stdout) for one in (done, wanted)]  # when
-    assert shown[0] == shown[1] and "#!/bin/bash" in shown[0]
-
-
 def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
     study = write_study(tmp_path, num_runs=3, num_steps=5, tasks=4)
     before = {*tmp_path.rglob("*"), tmp_path / "python", tmp_path / "trainer.py"}
@@ -119,6 +107,9 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
         chain=1,
     )
     assert done.stdout == expected.scripts()[0]
+    asked = submit(tmp_path, str(study), "--parallel=2", "--account=physics", DRY_RUN="1")
+    shown = [re.sub(r"submitted-\S+", "", one.stdout) for one in (done, asked)]  # when
+    assert shown[0] == shown[1]
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -164,10 +155,6 @@ def test_usage_errors_leave_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin/nowhere")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    spec = importlib.util.spec_from_file_location("submit", SUBMIT[1])
-    assert spec and spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     try:
         exit_code = tool.main(arguments)
     except SystemExit as end:  # argparse's
@@ -245,6 +232,13 @@ def states(folder: Path) -> dict[str, str]:
     assert done.returncode == 0, done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     return {row[1].strip(): row[3].strip() for row in rows}
+
+
+def result_of_the_job(folder: Path) -> tuple[str, str]:
+    """Outcome of the only job that has a result, and the state of its run."""
+    (result,) = (folder / "runs" / "submitit").glob("*_result.pkl")
+    outcome, status = pickle_load(result)
+    return outcome, status["state"]
 
 
 class Terminal:
@@ -356,9 +350,7 @@ def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> N
     wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
     # The job ended as one that was asked to, not by the terminal's signal.
-    (result,) = (tmp_path / "runs" / "submitit").glob("*_result.pkl")
-    outcome, status = pickle_load(result)
-    assert (outcome, status["state"]) == ("success", "stopped")
+    assert result_of_the_job(tmp_path) == ("success", "stopped")
     assert 3 <= len(steps_of(run_dir)) <= 10
     assert submit(tmp_path, "study.toml", "--local", "--parallel=2").returncode == 0
     assert states(tmp_path) == {"seed_0": "finished", "seed_1": "finished"}
@@ -381,9 +373,7 @@ def test_so_do(tmp_path: Path, how: str) -> None:
     wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
     # The job ended as one that was asked to, not by the terminal's signal.
-    (result,) = (tmp_path / "runs" / "submitit").glob("*_result.pkl")
-    outcome, status = pickle_load(result)
-    assert (outcome, status["state"]) == ("success", "stopped")
+    assert result_of_the_job(tmp_path) == ("success", "stopped")
 
 
 def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
@@ -431,10 +421,11 @@ def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
     assert states(tmp_path) == {"seed_0": "finished", "seed_1": "queued"}
 
 
-def test_loads_in_a_blink() -> None:
-    """A job's first process unpickles it; --status and --help need no pydantic."""
+def test_what_a_job_begins_and_ends_with_loads_in_a_blink() -> None:
+    """A job's first process unpickles `submit`; --status and --help need no pydantic."""
+    modules = ("submit", "local", "preflight", "postmortem")
     program = (
-        "import sys, gapo_megatron.ops.launch.submit, gapo_megatron.ops.launch.local, tools.submit;"
+        f"import sys, tools.submit; from gapo_megatron.ops.launch import {', '.join(modules)}\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'megatron', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 
 from gapo_megatron import train
-from gapo_megatron.config import load_config
+from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.tables import rules_for
@@ -167,12 +168,21 @@ def test_virtual_stages_have_the_same_weights(tmp_path: Path, rank: int) -> None
     assert sent / found.num_microbatches > 2 * sent_plain / plain.num_microbatches
 
 
-def test_unequal_stages_are_compared_as_others(tmp_path: Path) -> None:
+def printed(config: Config, *, rank: int, world_size: int) -> str:
     output = io.StringIO()
-    config = make(tmp_path, TINY, parallel_of(1, 2, last=1))
-    print_deep_dry_run(config, rank=0, world_size=2, console=Console(file=output))
-    (line,) = [line for line in output.getvalue().splitlines() if "│ weights " in line]
+    print_deep_dry_run(config, rank=rank, world_size=world_size, console=Console(file=output))
+    return output.getvalue()
+
+
+def assert_predicted(text: str, part: str) -> None:
+    """The table of memory has a ratio of nearly 1."""
+    (line,) = [line for line in text.splitlines() if f"│ {part} " in line]
     assert float(line.split("│")[4]) == pytest.approx(1, abs=0.1)
+
+
+def test_unequal_stages_are_compared_as_others(tmp_path: Path) -> None:
+    config = make(tmp_path, TINY, parallel_of(1, 2, last=1))
+    assert_predicted(printed(config, rank=0, world_size=2), "weights")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -277,23 +287,18 @@ def test_our_configs_take_a_step(tmp_path: Path, name: str) -> None:
 
 def test_fp8_and_triton_are_run_as_what_a_cpu_has(tmp_path: Path) -> None:
     config = make(tmp_path, WIDE, parallel_of(1, 1), precision="fp8", head="triton")
-    output = io.StringIO()
-    print_deep_dry_run(config, rank=0, world_size=1, console=Console(file=output))
-    assert "bf16" in output.getvalue()
-    (line,) = [line for line in output.getvalue().splitlines() if "│ optimizer " in line]
-    assert float(line.split("│")[4]) == pytest.approx(1, abs=0.1)
+    text = printed(config, rank=0, world_size=1)
+    assert "bf16" in text
+    assert_predicted(text, "optimizer")
 
 
 def test_what_is_printed(tmp_path: Path) -> None:
     config = make(tmp_path, TINY, parallel_of(2, 2))
-    output = io.StringIO()
-    print_deep_dry_run(config, rank=5, world_size=8, console=Console(file=output))
-    text = output.getvalue()
+    text = printed(config, rank=5, world_size=8)
     assert "Rank 5 of 8: tensor 2 x pipeline 2 x data 2, stage 1" in text
     assert "256 tokens" in text
     for part in ("weights", "gradients", "optimizer"):
-        (line,) = [line for line in text.splitlines() if f"│ {part} " in line]
-        assert float(line.split("│")[4]) == pytest.approx(1, abs=0.1)
+        assert_predicted(text, part)
 
 
 def test_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
@@ -326,19 +331,18 @@ def test_command_line(
 ) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n")
     words = [str(write_toml(tmp_path)), "batch.max_tokens_per_microbatch=256"]
-    plain = [*words[:position], "--dry-run", *words[position:]]
-    monkeypatch.setattr(sys, "argv", ["train", *plain])
-    train.main()
-    text = capsys.readouterr().out
+
+    def said(*kind: str, more: Sequence[str] = ()) -> str:
+        given = [*words[:position], *kind, *words[position:], *more]
+        monkeypatch.setattr(sys, "argv", ["train", *given])
+        train.main()
+        return capsys.readouterr().out
+
+    text = said("--dry-run")
     assert "1 = tensor 1 x pipeline 1 x data 1" in text and "Rank" not in text
-    monkeypatch.setattr(sys, "argv", ["train", *plain, "--rank", "2/4"])
-    train.main()
-    text = capsys.readouterr().out
+    text = said("--dry-run", more=["--rank", "2/4"])
     assert "4 = tensor 1 x pipeline 1 x data 4" in text and "Rank" not in text
-    deep = [*words[:position], *deep_words, *words[position:], "--rank", "2/4"]
-    monkeypatch.setattr(sys, "argv", ["train", *deep])
-    train.main()
-    text = capsys.readouterr().out
+    text = said(*deep_words, more=["--rank", "2/4"])
     assert "World-size arithmetic" in text and "Rank 2 of 4: tensor 1 x pipeline 1 x data 4" in text
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
+from tools import convert_hf_to_megatron, convert_megatron_to_hf
 
 TOOLS = Path(__file__).parents[1] / "tools"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -31,33 +32,27 @@ class Done(NamedTuple):
     err: str
 
 
-def _main(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
-_MAINS = {name: _main(f"convert_{name}") for name in ("hf_to_megatron", "megatron_to_hf")}
-
-
-def _run(name: str, *arguments: Any) -> Done:
+def _run(tool: ModuleType, *arguments: Any) -> Done:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            exit_code = _MAINS[name](list(map(str, arguments)))
+            exit_code = tool.main(list(map(str, arguments)))
         except SystemExit as end:  # argparse
             exit_code = end.code
     return Done(exit_code, out.getvalue(), err.getvalue())
 
 
+def succeeded(done: Done) -> Done:
+    assert done.exit_code == 0, done.err
+    return done
+
+
 def to_megatron(hf_dir: Path, output: Path, *options: Any) -> Done:
-    return _run("hf_to_megatron", "--hf", hf_dir, "--megatron", output, *options)
+    return _run(convert_hf_to_megatron, "--hf", hf_dir, "--megatron", output, *options)
 
 
 def to_hf(megatron_dir: Path, output: Path, *options: Any) -> Done:
-    return _run("megatron_to_hf", "--megatron", megatron_dir, "--hf", output, *options)
+    return _run(convert_megatron_to_hf, "--megatron", megatron_dir, "--hf", output, *options)
 
 
 def save_model_with_tokenizer(folder: Path, name: str, **changes: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.ops.launch.freeze import freeze
+from tests.executables import write_program
 from tests.slurm.cluster import REPOSITORY, Cluster, until
 
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
@@ -54,6 +55,11 @@ class Launch:
 
     def log(self, job: str) -> str:
         return (self.folder / f"{job}.out").read_text()
+
+    def until_at_work(self, attempt: str) -> None:
+        """Until rank 1 of an attempt has said something."""
+        log = self.run_dir / "attempts" / attempt / "rank_1.log"
+        until(lambda: log.exists() and log.read_text() != "", f"a rank of {attempt} at work")
 
     def attempts(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "attempts").glob("*.*"))
@@ -128,8 +134,7 @@ def test_a_finished_run_stays_finished(launch: Launch) -> None:
 
 def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     job = launch.submit("wait")
-    log = launch.run_dir / "attempts" / f"{job}.0" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a rank at work")
+    launch.until_at_work(f"{job}.0")
 
     second = launch.submit("finish", "--nodes=1")
     assert launch.cluster.wait(second, "FAILED")["ExitCode"] == "2:0"
@@ -205,13 +210,11 @@ def test_a_restart_reads_nothing_of_the_checkout(cluster: Cluster, tmp_path: Pat
         *("slurm/gapo_demo.sbatch", f"run.output_dir={launch.run_dir}"),
         cwd=checkout,
     )
-    log = launch.run_dir / "attempts" / f"{job}.0" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a rank at work")
+    launch.until_at_work(f"{job}.0")
     (checkout / "configs" / "demo.toml").write_text("broken")
     shutil.rmtree(checkout / "gapo_megatron")
     cluster.run("scontrol", "requeue", job)
-    log = launch.run_dir / "attempts" / f"{job}.1" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a second attempt")
+    launch.until_at_work(f"{job}.1")
     cluster.run("scancel", job)
     cluster.wait(job, "CANCELLED")
 
@@ -224,12 +227,8 @@ def test_a_bad_node_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
     """
     bad = cluster.nodes[1]
     good = [node for node in cluster.nodes if node != bad]
-    python = tmp_path / "python"
-    python.write_text(f"""#!/bin/bash
-[ "$SLURMD_NODENAME" != {bad} ] || exit 127
-exec {sys.executable} "$@"
-""")
-    python.chmod(0o755)
+    script = f'[ "$SLURMD_NODENAME" != {bad} ] || exit 127\nexec {sys.executable} "$@"'
+    python = write_program(tmp_path / "python", script)
     checked = {"CHECK_NODES": "1", "PYTHON": str(python)}
     spare, moving = Launch(cluster, tmp_path / "spare"), Launch(cluster, tmp_path / "moving")
     with_spare = spare.submit("finish", "--nodes=3", NUM_NODES="2", **checked)
@@ -249,18 +248,15 @@ def test_the_jobs_output_is_kept_in_the_run_folder(launch: Launch) -> None:
     """Of every start, and all of it: also what Slurm says of the job's end."""
     before = set(launch.code.iterdir())
     job = launch.submit("wait", f"--output={launch.code}/%x-%j.out")
-    attempts = launch.run_dir / "attempts"
-    log = attempts / f"{job}.0" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a rank at work")
+    launch.until_at_work(f"{job}.0")
     assert not set(launch.code.glob("*.out")) - before
     launch.cluster.run("scontrol", "requeue", job)
-    log = attempts / f"{job}.1" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a rank at work again")
+    launch.until_at_work(f"{job}.1")
     launch.cluster.run("scancel", job)
     launch.cluster.wait(job, "CANCELLED")
     assert not set(launch.code.glob("*.out")) - before
     for attempt, says in ((f"{job}.0", "REQUEUE"), (f"{job}.1", "CANCELLED")):
-        text = (attempts / attempt / "job.out").read_text()
+        text = (launch.run_dir / "attempts" / attempt / "job.out").read_text()
         assert attempt in text and says in text, text
 
 

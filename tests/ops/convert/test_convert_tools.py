@@ -31,6 +31,7 @@ from tests.convert_tools_setup import (
     rewrite,
     save_model_with_tokenizer,
     set_field,
+    succeeded,
     to_hf,
     to_megatron,
 )
@@ -57,8 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("models")
     for name in MODELS:
         save_model_with_tokenizer(path / name, name)
-        done = to_megatron(path / name, path / f"{name}-megatron", "--verify", "full")
-        assert done.exit_code == 0, done.err
+        done = succeeded(to_megatron(path / name, path / f"{name}-megatron", "--verify", "full"))
         (path / f"{name}.txt").write_text(done.out)
     return path
 
@@ -95,7 +95,7 @@ def test_a_round_trip_changes_no_bit(root, tmp_path, name, num_parameters):
 
 
 def test_a_folder_says_what_it_was_made_of_and_hands_that_to_nobody(root, tmp_path):
-    assert to_hf(root / "qwen2-megatron", tmp_path / "back").exit_code == 0
+    succeeded(to_hf(root / "qwen2-megatron", tmp_path / "back"))
     said = json.loads((tmp_path / "back" / "conversion.json").read_text())
     assert said["source"] == str(root / "qwen2-megatron" / "release")
     assert said["dtypes"] == ["float32"]
@@ -104,7 +104,7 @@ def test_a_folder_says_what_it_was_made_of_and_hands_that_to_nobody(root, tmp_pa
     ]
     assert "manifest.json" in said["checks"]["files"]  # there is none
     assert said["checks"]["round trip"].startswith("24 of 31 ")  # a sample
-    assert to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "none").exit_code == 0
+    succeeded(to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "none"))
     assert not (tmp_path / "again" / "hf" / "conversion.json").exists()
     said = json.loads((tmp_path / "again" / "conversion.json").read_text())
     assert "--verify none" in said["checks"]["logits"] == said["checks"]["round trip"]
@@ -115,37 +115,39 @@ def test_dtype(root, tmp_path, dtype):
     option = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     name = str(dtype).removeprefix("torch.")
     expected = {key: tensor.to(dtype) for key, tensor in weights(root / "qwen2").items()}
-    done = to_megatron(root / "qwen2", tmp_path / "half", "--dtype", option, "--verify", "full")
-    assert done.exit_code == 0, done.err
+    done = succeeded(
+        to_megatron(root / "qwen2", tmp_path / "half", "--dtype", option, "--verify", "full")
+    )
     assert done.out.count(name) == done.out.count("float32")
-    assert to_hf(tmp_path / "half", tmp_path / "back").exit_code == 0
+    succeeded(to_hf(tmp_path / "half", tmp_path / "back"))
     assert_equal(weights(tmp_path / "back"), expected)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == name
-    done = to_hf(root / "qwen2-megatron", tmp_path / "cast", "--dtype", option, "--verify", "full")
-    assert done.exit_code == 0, done.err
+    done = succeeded(
+        to_hf(root / "qwen2-megatron", tmp_path / "cast", "--dtype", option, "--verify", "full")
+    )
     assert_equal(weights(tmp_path / "cast"), expected)
     # Again, from a folder that holds these: nothing is rounded.
-    assert to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "full").exit_code == 0
-    assert to_hf(tmp_path / "again", tmp_path / "same", "--verify", "full").exit_code == 0
+    succeeded(to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "full"))
+    succeeded(to_hf(tmp_path / "again", tmp_path / "same", "--verify", "full"))
     assert_equal(weights(tmp_path / "same"), expected)
 
 
 def test_max_shard_size(root, tmp_path):
     # The vocabulary's tensors and the larger ones of the MLP get files of their own.
     options = ("--max-shard-size", "20kB", "--workers", 3, "--verify", "full")
-    assert to_hf(root / "qwen2-megatron", tmp_path / "out", *options).exit_code == 0
+    succeeded(to_hf(root / "qwen2-megatron", tmp_path / "out", *options))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 15
     for file in files:
         assert sum(tensor.nbytes for tensor in load_file(file).values()) <= 20_000
     assert_equal(weights(tmp_path / "out"), weights(root / "qwen2"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert to_megatron(tmp_path / "out", tmp_path / "megatron").exit_code == 0
+    succeeded(to_megatron(tmp_path / "out", tmp_path / "megatron"))
 
 
 def test_an_output_is_replaced_when_asked_and_whole(root, tmp_path):
     output = tmp_path / "out"
-    assert to_hf(root / "qwen3_moe-megatron", output, "--verify", "none").exit_code == 0
+    succeeded(to_hf(root / "qwen3_moe-megatron", output, "--verify", "none"))
     before = weights(output)
     done = to_hf(root / "qwen2-megatron", output, "--verify", "none")
     assert done.exit_code == 2 and str(output) in done.err and "--overwrite" in done.err
@@ -154,7 +156,7 @@ def test_an_output_is_replaced_when_asked_and_whole(root, tmp_path):
     rewrite(too_large, lambda t: t["model.norm.weight"].fill_(1e6))
     assert to_megatron(too_large, output, "--overwrite", "--dtype", "fp16").exit_code == 1
     assert_equal(weights(output), before)
-    assert to_hf(root / "qwen2-megatron", output, "--overwrite").exit_code == 0
+    succeeded(to_hf(root / "qwen2-megatron", output, "--overwrite"))
     assert_equal(weights(output), weights(root / "qwen2"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "too_large"]
 
@@ -185,8 +187,7 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/step_00000003"])
 def test_a_training_run_becomes_a_model(root, tmp_path, run_dir, place):
-    done = to_hf(run_dir / place, tmp_path / "out", "--verify", "full")
-    assert done.exit_code == 0, done.err
+    done = succeeded(to_hf(run_dir / place, tmp_path / "out", "--verify", "full"))
     assert re.search(r"files .*SHA-256.*manifest.json", done.out)
     expected = {name: 2 * tensor for name, tensor in weights(root / "qwen2").items()}
     assert_equal(weights(tmp_path / "out"), expected)
@@ -209,7 +210,7 @@ def test_a_flipped_bit_of_a_training_run_is_refused(root, tmp_path, run_dir, nam
     # What the manifest does not list has no digest.
     sign_document(source, lambda document: document["files"].pop(name))
     if name == "rng_00000.pt":  # nobody reads it
-        assert to_hf(source, tmp_path / "out", "--verify", "none").exit_code == 0
+        succeeded(to_hf(source, tmp_path / "out", "--verify", "none"))
     else:
         assert_refused(to_hf(source, tmp_path / "out"), tmp_path / "out", name, "manifest.json")
 
@@ -269,15 +270,13 @@ def test_a_folder_of_megatron_lm_needs_a_config(root, tmp_path, run_dir):
     assert done.exit_code == 2
     assert re.search(mentions(iteration, "config.json", "--hf-config"), done.err)
     options = ("--hf-config", root / "qwen2")
-    done = to_hf(tmp_path / "lm", tmp_path / "out", *options)
-    assert done.exit_code == 0, done.err
+    done = succeeded(to_hf(tmp_path / "lm", tmp_path / "out", *options))
     assert str(iteration / "common.pt") in done.out
     assert_equal(weights(tmp_path / "out"), weights(root / "qwen2"))
     # Nothing that says what it holds.
     common = torch.load(iteration / "common.pt", weights_only=False)
     torch.save({name: common[name] for name in common if name != "args"}, iteration / "common.pt")
-    done = to_hf(iteration, tmp_path / "out", *options, "--overwrite")
-    assert done.exit_code == 0, done.err
+    done = succeeded(to_hf(iteration, tmp_path / "out", *options, "--overwrite"))
     assert "common.pt" not in done.out and "config.json unchecked" in done.out
 
 
@@ -286,8 +285,7 @@ def test_rows_that_the_config_does_not_count_are_left_out_and_said(root, tmp_pat
     shutil.copytree(root / "qwen2", tmp_path / "config", ignore=shutil.ignore_patterns("*token*"))
     set_field(tmp_path / "config" / "config.json", vocab_size=59)
     options = ("--hf-config", tmp_path / "config", "--verify", "full")
-    done = to_hf(tmp_path / "padded", tmp_path / "out", *options)
-    assert done.exit_code == 0, done.err
+    done = succeeded(to_hf(tmp_path / "padded", tmp_path / "out", *options))
     assert "2 rows" in done.out and "59" in done.out
     before, after = weights(root / "qwen2"), weights(tmp_path / "out")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -297,8 +295,7 @@ def test_rows_that_the_config_does_not_count_are_left_out_and_said(root, tmp_pat
 
 def test_a_model_that_cannot_be_computed_here_is_converted_all_the_same(tmp_path):
     save_model_with_tokenizer(tmp_path / "hf", "mistral", sliding_window=16)
-    done = to_megatron(tmp_path / "hf", tmp_path / "out")
-    assert done.exit_code == 0, done.err
+    done = succeeded(to_megatron(tmp_path / "hf", tmp_path / "out"))
     assert "sliding_window (16)" in done.out
 
 
@@ -307,8 +304,7 @@ def test_a_tied_model_may_store_its_output_layer_as_long_as_it_is_the_embedding(
     save_model_with_tokenizer(source, "qwen2", tie_word_embeddings=True)
     name, embedding = "lm_head.weight", weights(source)["model.embed_tokens.weight"]
     rewrite(source, lambda t: t.update({name: embedding.clone()}))
-    done = to_megatron(source, tmp_path / "out", "--verify", "full")
-    assert done.exit_code == 0, done.err
+    done = succeeded(to_megatron(source, tmp_path / "out", "--verify", "full"))
     assert name in done.out
     rewrite(source, lambda t: t.update({name: embedding + 1}))
     done = to_megatron(source, tmp_path / "other")

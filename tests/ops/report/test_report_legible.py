@@ -92,17 +92,25 @@ def check_readable(exhibit, name):
     )
     assert figure.legends or name == "solve_rates"  # whose colours have a scale
     assert len(exhibit.aid) > 40
-    inside = figure.bbox.padded(1)
-    boxes = []
-    for text in shown_texts(figure):
-        assert text.get_fontsize() >= 7, text
-        box = text.get_window_extent()
-        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
-        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
-        boxes.append((text.get_text(), box))
+    boxes = [(text.get_text(), text.get_window_extent()) for text in check_texts(figure)]
     # A pixel: boxes hold a little room around the letters.
     for (one, box), (another, other) in combinations(boxes, 2):
         assert not box.padded(-1).overlaps(other.padded(-1)), (one, another)
+
+
+def check_texts(figure):
+    """The texts of a figure that has been drawn: none outside of it, letters of 7 points."""
+    texts = shown_texts(figure)
+    for text in texts:
+        assert text.get_fontsize() >= 7, text
+        check_inside(figure, text)
+    return texts
+
+
+def check_inside(figure, artist):
+    inside, box = figure.bbox.padded(1), artist.get_window_extent()
+    assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, artist
+    assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, artist
 
 
 def shown_texts(figure):

@@ -23,7 +23,7 @@ from gapo_megatron.ops.report.style import style
 from tests.hf.test_convert_models import CONFIGS
 from tests.messages import mentions
 from tests.ops.plan.test_scaling_calibration import CPU, SMALL, a_step, write_run
-from tests.ops.report.test_report_legible import shown_texts
+from tests.ops.report.test_report_legible import check_inside, check_texts
 from tests.scaling_setup import config, layout, write_model
 from tools import plan as tool
 
@@ -206,12 +206,7 @@ def test_a_figure_can_be_read(study, name):
     assert figure.get_figwidth() == pytest.approx(3.3)
     assert all(axis.get_xlabel() and axis.get_ylabel() for axis in figure.axes)
     assert figure.legends
-    inside = figure.bbox.padded(1)
-    for text in shown_texts(figure):
-        box = text.get_window_extent()
-        assert text.get_fontsize() >= 7
-        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
-        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
+    check_texts(figure)
 
 
 def test_lines_are_batches_and_layouts(study):
@@ -320,15 +315,13 @@ def test_a_long_name_of_a_line_can_be_read(study, tmp_path):
     # Its lines make the figure higher, not the panels lower (a fifth, if it did not grow).
     heights = [one.axes[0].get_window_extent().height for one in (before, figure)]
     assert heights[1] == pytest.approx(heights[0], rel=0.1)
-    inside = figure.bbox.padded(1)
     (legend,) = figure.legends
     shown = [" ".join(text.get_text().split()) for text in legend.texts]
     assert (
         "256 prompts, TP 2 vLLM TP 2 recompute full overlap offload fp8 blockwise vLLM fp8" in shown
     )
-    for box in (legend.get_window_extent(), *(one.get_window_extent() for one in legend.texts)):
-        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1
-        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1
+    for artist in (legend, *legend.texts):
+        check_inside(figure, artist)
 
 
 def test_one_process_is_no_processes(study, tmp_path):
@@ -438,10 +431,7 @@ def test_many_lines_can_be_read(larger):
     with style():
         figure = throughput(larger, rows, H200).figure
         figure.draw_without_rendering()
-    inside = figure.bbox.padded(1)
-    for text in shown_texts(figure):
-        box = text.get_window_extent()
-        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
+    check_texts(figure)
 
 
 def test_rows_are_in_order(larger):
@@ -467,11 +457,20 @@ def test_rows_are_in_order(larger):
 # -- tools/plan.py --------------------------------------------------------------------------------
 
 
+def measure(*words: object) -> int:
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    return tool.main([*command, *map(str, words)])
+
+
+def data_of(folder: Path, name: str = "throughput") -> list[dict[str, str]]:
+    with (folder / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
     runs(tmp_path / "study")
     (tmp_path / "study" / "waiting" / "code").mkdir(parents=True)
-    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
-    assert tool.main([*command, str(tmp_path / "study")]) == 0
+    assert measure(tmp_path / "study") == 0
     said = capsys.readouterr().out
     assert re.search(r"\bMeasured\b.*\bh200\b", said)
     assert re.search(r"\bEfficiencies\b.*\bassumed\b", said)
@@ -481,17 +480,15 @@ def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{kind}" for name in ("throughput", "step_split") for kind in ("csv", "pdf", "png")
     }
-    with (folder / "throughput.csv").open() as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
+    rows = {row["run"]: row for row in data_of(folder)}
     assert rows.keys() == {"one", "strong", "strong_tp", "weak", "longer"}
     assert rows["weak"]["strong_efficiency"] == ""
     assert float(rows["one"]["generation_s"]) == 8.0
-    with (folder / "step_split.csv").open() as file:
-        split = [row for row in csv.DictReader(file) if row["run"] == "one"]
+    split = [row for row in data_of(folder, "step_split") if row["run"] == "one"]
     assert sum(float(row["seconds"]) for row in split) == pytest.approx(8.0 + OTHERS_S)
     assert sum(float(row["share"]) for row in split) == pytest.approx(1.0)
     # Again: what was written is no run.
-    assert tool.main([*command, str(tmp_path / "study")]) == 0
+    assert measure(tmp_path / "study") == 0
 
 
 def test_one_run_that_cannot_be_read_does_not_keep_back_the_others(tmp_path, capsys):
@@ -499,25 +496,22 @@ def test_one_run_that_cannot_be_read_does_not_keep_back_the_others(tmp_path, cap
     with (tmp_path / "study" / "strong" / "timings.jsonl").open("a") as file:
         file.write("damaged\n")
     (tmp_path / "study" / "weak" / "config.toml").write_text("garbage = [")
-    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
-    assert tool.main([*command, str(tmp_path / "study")]) == 0
+    assert measure(tmp_path / "study") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"\bstrong \(\w+\): \S+/strong/timings\.jsonl:6\b", said)
     assert re.search(r"\bweak \(\w+\): \S+/weak/config\.toml\b", said)
-    with (tmp_path / "study" / "scaling" / "throughput.csv").open() as file:
-        assert [row["run"] for row in csv.DictReader(file)] == ["one", "strong_tp", "longer"]
+    rows = data_of(tmp_path / "study" / "scaling")
+    assert [row["run"] for row in rows] == ["one", "strong_tp", "longer"]
 
 
 def test_one_run_alone_and_two_of_one_name(tmp_path, capsys):
     runs(tmp_path / "a")
     runs(tmp_path / "b", model=CONFIGS["Qwen2.5-7B"])
-    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
-    assert tool.main([*command, str(tmp_path / "a" / "one")]) == 0
+    assert measure(tmp_path / "a" / "one") == 0
     assert (tmp_path / "a" / "one" / "scaling" / "throughput.png").exists()
-    command += ["--output", str(tmp_path / "both" / "figures")]
-    assert tool.main([*command, str(tmp_path / "a"), str(tmp_path / "b" / "one")]) == 0
-    with (tmp_path / "both" / "figures" / "throughput.csv").open() as file:
-        rows = [(row["run"], row["model"]) for row in csv.DictReader(file)]
+    output = tmp_path / "both" / "figures"
+    assert measure("--output", output, tmp_path / "a", tmp_path / "b" / "one") == 0
+    rows = [(row["run"], row["model"]) for row in data_of(output)]
     assert (str(tmp_path / "a" / "one"), "Qwen2.5-1.5B") in rows
     assert (str(tmp_path / "b" / "one"), "Qwen2.5-7B") in rows
     assert ("strong", "Qwen2.5-1.5B") in rows
@@ -525,32 +519,12 @@ def test_one_run_alone_and_two_of_one_name(tmp_path, capsys):
 
 
 def test_folders_without_runs_are_refused(tmp_path, capsys):
-    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
-    assert tool.main([*command, str(tmp_path)]) == 1
+    assert measure(tmp_path) == 1
     assert re.search(mentions(tmp_path, "config.toml", "no run"), capsys.readouterr().err)
     write_model(tmp_path / "model", SMALL)
     write_run(tmp_path / "early", rows=[a_step()], hf_dir=tmp_path / "model")
     (tmp_path / "early" / "timings.jsonl").write_text(json.dumps({"step": 0}) + "\n")
-    assert tool.main([*command, str(tmp_path / "early")]) == 1
+    assert measure(tmp_path / "early") == 1
     said = capsys.readouterr().err
     assert re.search(r"/early\b.*\btimed\b", said)
     assert not (tmp_path / "early" / "scaling").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["measure", "x"], ("--gpu",)),
-        (["measure", "--gpu", "h20"], ("RUN",)),
-        (["measure", "x", "y", "--gpu", "h20"], ("--output",)),
-        (["measure", "x", "--gpu", "h20", "--processes", "8"], ("--processes",)),
-        (["measure", "x", "--gpu", "h20", "--nodes", "2"], ("--nodes",)),
-        (["calibrate", "--from-run", "x", "--gpu", "h20", "--output", "y"], ("--output",)),
-    ],
-)
-def test_wrong_usage(command, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        tool.main(command)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err.rpartition("error:")[2]  # behind the usage, which names all
-    assert re.search(mentions(*words), error)

@@ -78,32 +78,32 @@ class Gpu:
         return max(1, math.gcd(size * stride, self.gpus_per_node) // stride)
 
 
-# For each device: GiB; operations per second in bf16, fp8 and fp32; bytes per second of memory,
+# For each device: memory; operations per second in bf16, fp8 and fp32; bytes per second of memory,
 # link, network and host; compute capability.
 #
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
 # as in NVIDIA's DGX H100 and H200 reference systems; assumed for H20 nodes too. Host
 # memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together. A100 and B200 have
 # figures of their own beside them.
-_DATA_SHEETS = {
+_DATA_SHEETS = (
     # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 and 1,979 fp8 without sparsity, 67 fp32,
     # 80 GB, 3.35 TB/s.
-    "h100": (79.1, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 9.0),
+    Gpu("h100", int(79.1 * GIB), 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 9.0),
     # NVIDIA H200 SXM data sheet: the H100's products, 141 GB, 4.8 TB/s.
-    "h200": (139.7, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 9.0),
+    Gpu("h200", int(139.7 * GIB), 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 9.0),
     # NVIDIA H20, as its resellers print the data sheet: 148 TFLOP/s bf16, 296 fp8, 44 fp32,
     # 96 GB, 4.0 TB/s, NVLink 900 GB/s.
-    "h20": (95.0, 148e12, 296e12, 44e12, 4.0e12, 450e9, 50e9, 64e9, 9.0),
+    Gpu("h20", int(95.0 * GIB), 148e12, 296e12, 44e12, 4.0e12, 450e9, 50e9, 64e9, 9.0),
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16 without sparsity, no fp8 (a layout in it
     # is refused), 19.5 fp32, 80 GB, 2,039 GB/s, NVLink 3 of 600 GB/s; DGX A100: 200 Gb/s of
     # network for each GPU, PCIe 4, 2 TB.
-    "a100": (79.1, 312e12, 0.0, 19.5e12, 2.039e12, 300e9, 25e9, 32e9, 8.0),
+    Gpu("a100", int(79.1 * GIB), 312e12, 0.0, 19.5e12, 2.039e12, 300e9, 25e9, 32e9, 8.0),
     # NVIDIA DGX B200 data sheet, of 8 GPUs: 36 PFLOP/s bf16 and 72 fp8 with sparsity (half of
     # it without), 1,440 GB, 64 TB/s, NVLink 5 of 1.8 TB/s for each GPU, 400 Gb/s of network
     # for each, 2 TB; 80 TFLOP/s fp32 as resellers print it.
-    "b200": (178.0, 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 10.0),
-}
-GPUS = {name: Gpu(name, int(gib * GIB), *rates) for name, (gib, *rates) in _DATA_SHEETS.items()}
+    Gpu("b200", int(178.0 * GIB), 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 10.0),
+)
+GPUS = {gpu.name: gpu for gpu in _DATA_SHEETS}
 
 
 def find_gpu(name: str) -> Gpu:

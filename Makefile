@@ -91,7 +91,7 @@ arena: ## Compare all clip rules side by side (docs/arena.md) on this CPU (about
 	$(PY) -m benchmarks.arena $(ARGS)
 
 # All but those that need arguments, whose commands RESULTS.md and docs/study.md have.
-BENCHMARKS = $(filter-out benchmarks/code_verdicts.py benchmarks/ratio_rounding.py benchmarks/study.py, $(shell grep -l __main__ benchmarks/*.py))
+BENCHMARKS = $(filter-out benchmarks/study.py, $(shell grep -l __main__ benchmarks/*.py))
 
 bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs the demo)
 	@tools/setup_env.sh dev

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -17,6 +16,7 @@ from gapo_megatron.rewards.code.program import extract_program
 from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_node, tree_node
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
+from tests.problem_sets import SETS
 from tests.sandbox_setup import PATIENT, needs_sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -595,22 +595,11 @@ def test_programs_find_what_contests_import_as_modules_and_as_names():
 # Real problems
 
 
-@pytest.fixture(scope="module")
-def sets():
-    spec = importlib.util.spec_from_file_location(
-        "code_verdicts", ROOT / "benchmarks" / "code_verdicts.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @needs_sandbox
 @needs_data
 @pytest.mark.parametrize(("name", "step"), [("leetcode", 160), ("humaneval", 20)])
-def test_reference_solutions_pass_and_with_a_bug_fail(sets, name, step):
-    for solution, bug, tests in sets.SETS[name](REAL_DATA)[::step]:
+def test_reference_solutions_pass_and_with_a_bug_fail(name, step):
+    for solution, bug, tests in SETS[name](REAL_DATA)[::step]:
         assert run_tests(solution, tests) == Verdict(Outcome.CORRECT), solution
         assert run_tests(bug, tests).outcome is Outcome.WRONG, bug
 

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from head_providers import CLIPPED_D, PROVIDERS, Batch, Head, Problem, gspo_loss, load_head
-from head_report import load_records, print_report, save_plot
+from head_report import load_records, print_report
 
 from gapo_megatron.objective.segments import segment_mean
 
@@ -48,9 +48,9 @@ gradient; they are picked such that they hold about that share of the tokens. Th
   compacted  A = 0 is known before: the caller passes on the active rows alone, to every provider
 
 Exact means: largest error of D at most 1e-6 for float32 inputs, 1e-5 for bfloat16. Those that are
-not have a "~" and hollow markers. TFLOP/s are effective: 8 T H V / time, four matrix products.
-Samples go to --output as JSON lines while they come, the plot beside it. --report draws tables and
-plot of such files again, several in one.
+not have a "~". TFLOP/s are effective: 8 T H V / time, four matrix products.
+Samples go to --output as JSON lines while they come. --report prints the tables of such files
+again, several in one.
 
 providers:
   ours               token_log_probs; dweight fresh, in the weight's dtype, as of all others
@@ -75,7 +75,7 @@ GSPO_CLIP = 3e-4
 
 
 def main() -> None:
-    """Measure, or read earlier results; print the tables and save the plot."""
+    """Measure, or read earlier results; print the tables."""
     arguments = parse_arguments()
     if arguments.child:
         task = json.loads(arguments.child)
@@ -94,12 +94,8 @@ def main() -> None:
             for shape in arguments.shapes:
                 for dtype in arguments.dtype:
                     measure(arguments, shape, dtype, lines, progress)
-    files, plot = arguments.report or [output], output.with_suffix(".png")
-    records = load_records(files)
-    print_report(records, console)
-    if not arguments.no_plot:
-        save_plot(records, plot)
-        console.print(f"plot: {plot}", highlight=False)
+    files = arguments.report or [output]
+    print_report(load_records(files), console)
     console.print(f"samples: {', '.join(map(str, files))}", highlight=False)
 
 
@@ -130,7 +126,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="on a CPU: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/head.jsonl"), help="%(default)s")
-    parser.add_argument("--no-plot", action="store_true", help="which needs matplotlib")
     parser.add_argument("--report", nargs="+", type=Path, metavar="JSONL", help="measure nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

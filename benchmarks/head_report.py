@@ -1,4 +1,4 @@
-"""Tables and plot of what benchmarks/head.py has measured."""
+"""Tables of what benchmarks/head.py has measured."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ Record = dict[str, Any]
 OURS, NAIVE = "ours", "naive"
 MAX_TIME, MAX_MEMORY, MIN_SPEEDUP = 1.1, 0.05, 2.0
 """Aims: time and extra memory of naive's at f = 1; speed-up over exact peers at f = 0.5."""
-COLORS = {
-    "ours": "#D55E00",
-    "ours-torch": "#8C2D04",
-    "ours-main-grad": "#E69F00",
-    "naive": "#000000",
-    "naive-rounded": "#7F7F7F",
-    "torch": "#0072B2",
-    "torch-large-chunk": "#56B4E9",
-    "liger": "#009E73",
-    "liger-grpo": "#7BC8A4",
-    "cce": "#CC79A7",
-    "cce-filter": "#E8B9D4",
-    "verl": "#5B3A8E",
-    "verl-triton": "#A58BD0",
-}
 
 
 class Group:
@@ -201,74 +186,3 @@ def aims(group: Group) -> list[str]:
             f"         f=0.5: {ratio:.2f} x as fast as naive, not exact here ({error:.1e})"
         )
     return lines
-
-
-def save_plot(records: list[Record], path: Path) -> None:
-    """Plot time against f by group: solid if clipped, dashed if the caller compacts rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    groups = groups_of(records)
-    columns = min(len(groups), 2 if len(groups) <= 4 else 3)
-    rows = math.ceil(len(groups) / columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(5.2 * columns, 3.9 * rows + 1), squeeze=False, layout="constrained"
-    )
-    figure.suptitle("Seconds per step of the head, forward + backward", x=0.01, ha="left")
-    for axis in axes.flat[len(groups) :]:
-        axis.set_visible(False)
-    for axis, group in zip(axes.flat, groups, strict=False):
-        for name in reversed(group.providers):
-            draw_provider(axis, group, name)
-        axis.set_title(group.title, fontsize=10, loc="left")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
-        axis.invert_xaxis()
-        axis.set_xticks(group.active("clipped"))
-        axis.set_xlabel("share f of sequences that are active")
-        axis.grid(axis="y", which="both", linewidth=0.3, alpha=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
-    shown = [name for name in COLORS if any(name in group.providers for group in groups)]
-    handles = [Line2D([], [], color=COLORS[name], marker="o", label=name) for name in shown]
-    gray: dict[str, Any] = {"color": "0.4", "marker": "o"}
-    handles += [
-        Line2D([], [], **gray, label="inactive: clipped"),
-        Line2D([], [], **gray, linestyle="--", label="A = 0, caller compacts"),
-        Line2D([], [], **gray, markerfacecolor="white", label="not exact"),
-    ]
-    place: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "handlelength": 3}
-    figure.legend(handles=handles, ncols=2 * columns, fontsize=8, **place)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
-
-
-def draw_provider(axis: Any, group: Group, name: str) -> None:
-    """Plot one provider's lines in one panel, with a p10 to p90 band."""
-    ours = name == OURS
-    face = COLORS[name] if group.alone[name]["exact"] else "white"
-    for mode, style in (("clipped", "-"), ("compacted", "--")):
-        points = [(f, t) for f in group.active(mode) if (t := group.total(name, mode, f))]
-        if not points:
-            continue
-        shares = [f for f, _ in points]
-        medians = [statistics.median(t) for _, t in points]
-        axis.plot(
-            shares,
-            medians,
-            style,
-            color=COLORS[name],
-            linewidth=(2.6 if ours else 1.3) if mode == "clipped" else 0.8,
-            marker="o",
-            markersize=(6 if ours else 4) if mode == "clipped" else 3,
-            markerfacecolor=face,
-            zorder=3 if ours else 2,
-        )
-        low, high = ([quantile(t, q) for _, t in points] for q in (0.1, 0.9))
-        if mode == "clipped":
-            axis.fill_between(shares, low, high, color=COLORS[name], alpha=0.12, linewidth=0)

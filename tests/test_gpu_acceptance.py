@@ -235,7 +235,7 @@ def test_the_head_goes_on_without_who_breaks_down(
     monkeypatch.setattr(head, "sample", sample)
     output = tmp_path / "head.jsonl"
     arguments = f"head.py --device cpu --shapes 64x128x512 --dtype bfloat16 --output {output}"
-    arguments += " --providers ours naive --repeats 3 --active 1 0.5 --clipped-only --no-plot"
+    arguments += " --providers ours naive --repeats 3 --active 1 0.5 --clipped-only"
     monkeypatch.setattr(
         sys, "argv", [*arguments.split(), "--threads", str(torch.get_num_threads())]
     )

@@ -108,7 +108,7 @@ def head(setting: Setting, report: Report) -> None:
         "0.5",
     ]
     command += ["--dtype", "bfloat16", "--repeats", "2" if setting.tiny else "15"]
-    command += ["--patience-s", "20", "--no-plot"]
+    command += ["--patience-s", "20"]
     command += ["--providers", "ours", *(PEERS[:2] if setting.tiny else PEERS)]
     # In time to compare what it has: its records come one by one.
     code = run_program(command, limit_s=480)

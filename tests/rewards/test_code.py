@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.rewards import code
 from gapo_megatron.rewards.code import run_tests, verify
 from gapo_megatron.rewards.code.compare import same_text, same_value
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
@@ -25,6 +24,7 @@ needs_data = pytest.mark.skipif(
     not REAL_DATA.is_dir(), reason="needs the public problem sets beside the checkout"
 )
 
+CORRECT = Verdict(Outcome.CORRECT)
 SUM = {"inputs": ["3 4\n", "10 20\n"], "outputs": ["7\n", "30\n"]}
 ADD = {"fn_name": "add", "inputs": [[3, 4], [10, 20]], "outputs": [7, 30]}
 
@@ -407,7 +407,7 @@ READS = "a, b = map(int, input().split())\n"
 def test_programs_are_judged_by_their_outputs(program, tests, reason):
     verdict = judge(program, tests)
     if reason is None:
-        assert verdict == Verdict(Outcome.CORRECT)
+        assert verdict == CORRECT
     else:
         assert verdict.outcome is Outcome.WRONG
         assert reason in verdict.reason
@@ -454,7 +454,7 @@ def test_a_response_without_a_program_is_wrong():
 def test_programs_define_no_more_of_their_asserts_than_functions(program, tests, reason):
     verdict = judge(program, {"test_list": tests, "test_setup_code": "K = 3"})
     if reason is None:
-        assert verdict == Verdict(Outcome.CORRECT)
+        assert verdict == CORRECT
     else:
         unknown = reason.startswith("?")
         assert verdict.outcome is (Outcome.UNKNOWN if unknown else Outcome.WRONG)
@@ -483,17 +483,17 @@ def test_every_test_finds_a_fresh_process_and_an_empty_folder():
         "print(input(), sys.seen, len(os.listdir('.')))\nopen('left', 'w').write('x')"
     )
     tests = {"inputs": ["a", "b", "c"], "outputs": ["a 1 0", "b 1 0", "c 1 0"]}
-    assert judge(program, tests) == Verdict(Outcome.CORRECT)
+    assert judge(program, tests) == CORRECT
 
 
 @needs_sandbox
 def test_large_inputs_and_outputs_pass():
     text = " ".join(map(str, range(300_000)))
     program = "import sys\nsys.stdout.write(sys.stdin.read())"
-    assert judge(program, {"inputs": [text], "outputs": [text]}) == Verdict(Outcome.CORRECT)
+    assert judge(program, {"inputs": [text], "outputs": [text]}) == CORRECT
     values = list(range(300_000))
     tests = {"fn_name": "f", "inputs": [[values]], "outputs": [values[::-1]]}
-    assert judge("def f(x): return x[::-1]", tests) == Verdict(Outcome.CORRECT)
+    assert judge("def f(x): return x[::-1]", tests) == CORRECT
 
 
 @needs_sandbox
@@ -507,7 +507,7 @@ def test_large_inputs_and_outputs_pass():
 )
 def test_asserts_ask_for_and_send_large_values(program, check):
     tests = {"test_list": [f"assert {check}"]}
-    assert judge(program, tests) == Verdict(Outcome.CORRECT)
+    assert judge(program, tests) == CORRECT
 
 
 @needs_sandbox
@@ -530,22 +530,14 @@ def test_a_call_has_a_limit_of_its_own(tests):
     assert (loop.outcome, "1 s of CPU time" in loop.reason) == (Outcome.WRONG, True)
     burns = "import time\ndef f(x):\n    t = time.process_time() + 0.9\n"
     burns += "    while time.process_time() < t: pass\n    return x"
-    assert judge(burns, tests, cpu_s=1) == Verdict(Outcome.CORRECT)
+    assert judge(burns, tests, cpu_s=1) == CORRECT
 
 
 @needs_sandbox
 def test_programs_recurse_as_deep_as_livecodebench_lets_them():
     tests = {"fn_name": "f", "inputs": [[100_000]], "outputs": [100_000]}
     program = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
-    assert judge(program, tests) == Verdict(Outcome.CORRECT)
-
-
-@needs_sandbox
-def test_a_reference_solution_gives_the_expected_values():
-    values = code.call_program("def f(x): return (x, {x})", "f", [[1], [2]])
-    assert values == [(1, {1}), (2, {2})]
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        code.call_program("def f(x): return 1 / x", "f", [[1], [0]])
+    assert judge(program, tests) == CORRECT
 
 
 USUAL = [
@@ -575,21 +567,25 @@ USUAL = [
 
 @needs_sandbox
 def test_programs_find_what_contests_import_as_modules_and_as_names():
-    program = "def f(text): return eval(text)\ndef gcd(a, b): return {math.gcd(a, b)}"
-    calls = [[text] for text in USUAL if "gcd" not in text]
-    assert [*map(bool, code.call_program(program, "f", calls))] == [True] * len(calls)
-    assert code.call_program(program, "gcd", [[4, 6]]) == [{2}]  # its own come first
+    program = "def f(text): return eval(text)\ndef gcd(a, b): return f'{math.gcd(a, b)} of mine'"
+
+    def call(program: str, name: str, calls: list[list[object]], values: list[object]) -> Verdict:
+        return judge(program, {"fn_name": name, "inputs": calls, "outputs": values})
+
+    texts = [f"bool({text})" for text in USUAL if "gcd" not in text]
+    assert call(program, "f", [[one] for one in texts], [True] * len(texts)) == CORRECT
+    assert call(program, "gcd", [[4, 6]], ["2 of mine"]) == CORRECT  # its own come first
     imports = "import bisect, datetime\nfrom copy import *\nfrom time import time\n"
     asks = "[bisect.bisect([1], 1), datetime.datetime(1, 1, 1).day, copy(2), time() > 0]"
-    assert code.call_program(imports + program, "f", [[asks]]) == [[1, 1, 2, True]]
+    assert call(imports + program, "f", [[asks]], [[1, 1, 2, True]]) == CORRECT
     derived = "class Day(datetime): pass\nclass Row(array): pass\n"
     asks = "[isinstance(Day(1, 1, 2), datetime), Day(1, 1, 2).day, Row('i', [3])[0]]"
-    assert code.call_program(derived + program, "f", [[asks]]) == [[True, 2, 3]]
+    assert call(derived + program, "f", [[asks]], [[True, 2, 3]]) == CORRECT
     for unusual in ("np.zeros(1)", "os.getcwd()", "SortedList()", "bisect.bisect_middle", "copy.x"):
-        with pytest.raises(RuntimeError, match=r"NameError|AttributeError"):
-            code.call_program(program, "f", [[unusual]])
+        reason = call(program, "f", [[unusual]], [0]).reason
+        assert "NameError" in reason or "AttributeError" in reason, unusual
     tests = {"test_list": [f"assert ({text}) and f(1)" for text in USUAL if "argv" not in text]}
-    assert judge("def f(x): return x", tests) == Verdict(Outcome.CORRECT)
+    assert judge("def f(x): return x", tests) == CORRECT
 
 
 # Real problems
@@ -600,7 +596,7 @@ def test_programs_find_what_contests_import_as_modules_and_as_names():
 @pytest.mark.parametrize(("name", "step"), [("leetcode", 160), ("humaneval", 20)])
 def test_reference_solutions_pass_and_with_a_bug_fail(name, step):
     for solution, bug, tests in SETS[name](REAL_DATA)[::step]:
-        assert run_tests(solution, tests) == Verdict(Outcome.CORRECT), solution
+        assert run_tests(solution, tests) == CORRECT, solution
         assert run_tests(bug, tests).outcome is Outcome.WRONG, bug
 
 
@@ -627,6 +623,6 @@ def test_livecodebench_samples_are_judged():
     for line in lines:
         row = json.loads(line)
         program = answers[row["id"]]
-        assert judge(program, row["input_output"]) == Verdict(Outcome.CORRECT)
+        assert judge(program, row["input_output"]) == CORRECT
         bug = program.replace("==", "!=").replace(">", "<")
         assert judge(bug, row["input_output"]).outcome is Outcome.WRONG

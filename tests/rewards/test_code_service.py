@@ -488,44 +488,33 @@ def listener_that(answer: Callable[[socket.socket, list[bytes]], None]) -> Itera
         thread.join(HANG_S)
 
 
-GREETING = seal.PROTOCOL + b" " + b"0" * 32 + b"\n"
+NUMBER = b"0" * 32 + b"\n"
 
 
-def _grant(connection: socket.socket, received: list[bytes]) -> None:
-    """Without any proof."""
-    connection.sendall(GREETING)
-    received.append(connection.recv(2**16))
-    connection.sendall(b"+\n")
-    received.append(connection.recv(2**16))
+def _granting(greeting: bytes, proof: Callable[[bytes], bytes]) -> Any:
+    """Greets, and grants a sandbox with a proof made of what the client has said."""
+
+    def answer(connection: socket.socket, received: list[bytes]) -> None:
+        connection.sendall(greeting)
+        received.append(connection.recv(2**16))
+        connection.sendall(proof(received[-1]) + b"+\n")
+        received.append(connection.recv(2**16))
+
+    return answer
 
 
-def _guess(connection: socket.socket, received: list[bytes]) -> None:
-    """With a code of the right form."""
-    connection.sendall(GREETING)
-    received.append(connection.recv(2**16))
-    connection.sendall(b"0" * seal.CODE_BYTES + b" +\n")
-    received.append(connection.recv(2**16))
-
-
-def _reflect(connection: socket.socket, received: list[bytes]) -> None:
-    """With the client's own code."""
-    connection.sendall(GREETING)
-    received.append(connection.recv(2**16))
-    connection.sendall(received[-1][: seal.CODE_BYTES] + b" +\n")
-    received.append(connection.recv(2**16))
-
-
-def _as_before(connection: socket.socket, received: list[bytes]) -> None:
-    """As the version that proved nothing."""
-    connection.sendall(b"0" * 32 + b"\n")
-    received.append(connection.recv(2**16))
-    connection.sendall(b"+\n")
-    received.append(connection.recv(2**16))
-
-
-@pytest.mark.parametrize("answer", [_grant, _guess, _reflect, _as_before])
-def test_a_listener_without_the_secret_sees_no_test_and_judges_nothing(secret, answer):
-    with listener_that(answer) as (sandbox, received):
+@pytest.mark.parametrize(
+    ("greeting", "proof"),
+    [
+        (seal.PROTOCOL + b" " + NUMBER, lambda said: b""),
+        (seal.PROTOCOL + b" " + NUMBER, lambda said: b"0" * seal.CODE_BYTES + b" "),  # a guess
+        # The client's own code.
+        (seal.PROTOCOL + b" " + NUMBER, lambda said: said[: seal.CODE_BYTES] + b" "),
+        (NUMBER, lambda said: b""),  # as the version that proved nothing
+    ],
+)
+def test_a_listener_without_the_secret_sees_no_test_and_judges_nothing(secret, greeting, proof):
+    with listener_that(_granting(greeting, proof)) as (sandbox, received):
         verdict = judge(GOOD_ADD, ASSERTS, sandbox=sandbox)
         assert verdict.outcome is Outcome.UNKNOWN
         assert not any(b"return" in line for line in received)

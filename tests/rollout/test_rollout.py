@@ -13,7 +13,7 @@ import torch
 
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import write_hf
-from gapo_megatron.models.rules import to_hf, to_megatron
+from gapo_megatron.models.rules import to_megatron
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.progress import Occupancy
@@ -23,6 +23,7 @@ from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Prompt
+from tests.convert_setup import to_hf
 from tests.messages import mentions
 from tests.rollout_setup import (
     EOS,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,7 +25,7 @@ from gapo_megatron.rewards.sandbox import (
     SandboxError,
     start_sandbox,
 )
-from gapo_megatron.rewards.sandbox.inside.values import decode, encode
+from gapo_megatron.rewards.sandbox.inside.values import encode
 from gapo_megatron.types import Outcome, Verdict
 
 DEFAULT_LIMITS = Limits()
@@ -130,30 +129,6 @@ def run_tests(
         return Verdict(Outcome.UNKNOWN, str(error))
 
 
-def call_program(
-    program: str,
-    function: str,
-    arguments: Sequence[Sequence[Any]],
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-    sandbox: str = "bubblewrap",
-    python: str = SYSTEM_PYTHON,
-) -> list[Any]:
-    """Return the values of a reference solution, for tests without expected values.
-
-    Raises:
-        ProgramError: the program failed.
-        SandboxError: the sandbox failed.
-    """
-    with start_sandbox(limits, sandbox=sandbox, python=python) as box:
-        most = itertools.repeat(limits.max_values())
-        replies = list(_calls(program, function, arguments, box, max_values=most))
-    for reply in replies:
-        if "value" not in reply:
-            raise ProgramError(f"failed: {reply.get('error')}")
-    return [decode(reply["value"]) for reply in replies]
-
-
 def _run_texts(program: str, tests: TextTests, box: Sandbox) -> Verdict:
     box.send({"program": program, "prelude": ""})
     for number, (text, expected) in enumerate(zip(tests.inputs, tests.outputs, strict=True), 1):
@@ -168,10 +143,12 @@ def _run_texts(program: str, tests: TextTests, box: Sandbox) -> Verdict:
 def _run_calls(program: str, tests: CallTests, box: Sandbox) -> Verdict:
     tolerance = TOLERANCE if tests.tolerance is None else tests.tolerance
     expected = [encode(output) for output in tests.outputs]
-    # Twice as many, because a tuple in place of a list is encoded with its kind.
-    most = [2 * _num_values(value) + _MESSAGE_VALUES for value in expected]
-    replies = _calls(program, tests.function, tests.arguments, box, max_values=most)
-    for number, (reply, output) in enumerate(zip(replies, expected, strict=True), 1):
+    box.send({"program": program, "prelude": ""})
+    box.send({"calls": True})
+    for number, (args, output) in enumerate(zip(tests.arguments, expected, strict=True), 1):
+        message = {"function": [tests.function], "args": encode(list(args)), "kwargs": {}}
+        # Twice as many, because a tuple in place of a list is encoded with its kind.
+        reply = box.ask(message, max_values=2 * _num_values(output) + _MESSAGE_VALUES)
         if "value" not in reply:
             return _wrong(f"test {number}: {reply.get('error')}")
         accepted = [output, output[0]] if tests.wrapped else [output]
@@ -185,21 +162,6 @@ def _num_values(value: Any) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(_num_values, value.values()))
     return 1 + (sum(map(_num_values, value)) if isinstance(value, list) else 0)
-
-
-def _calls(
-    program: str,
-    function: str,
-    arguments: Sequence[Sequence[Any]],
-    box: Sandbox,
-    *,
-    max_values: Iterable[int],
-) -> Iterator[dict[str, Any]]:
-    box.send({"program": program, "prelude": ""})
-    box.send({"calls": True})
-    for args, most in zip(arguments, max_values, strict=False):
-        message = {"function": [function], "args": encode(list(args)), "kwargs": {}}
-        yield box.ask(message, max_values=most)
 
 
 def _run_asserts(program: str, tests: AssertTests, box: Sandbox, *, asserts: Sandbox) -> Verdict:
@@ -238,7 +200,6 @@ def _wrong(reason: str) -> Verdict:
 
 
 __all__ = [
-    "call_program",
     "check_answer",
     "check_excerpt",
     "read_tests",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,13 +16,18 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.code import verify
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits
 from gapo_megatron.rewards.sandbox.check import check_sandbox
+from gapo_megatron.types import Outcome, Verdict
 from tests.needs import needs
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PATIENT = {"cpu_s": 60, "wall_s": 300, "total_s": 300}
 """Limits of a program that is not about them: a busy machine is never late for these."""
+SUM = {"inputs": ["3 4\n", "10 20\n"], "outputs": ["7\n", "30\n"]}
+CORRECT = Verdict(Outcome.CORRECT)
 
 
 def _obstacle(sandbox: str) -> str:
@@ -34,6 +40,19 @@ def _obstacle(sandbox: str) -> str:
 
 OBSTACLE = _obstacle("bubblewrap")
 needs_sandbox = needs(OBSTACLE)
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+def judge(program: str, tests: object, *, sandbox: str = "bubblewrap", **limits: int) -> Verdict:
+    """The verdict on a program of that response, with patient limits unless others are given."""
+    return verify(fenced(program), json.dumps(tests), sandbox=sandbox, limits=PATIENT | limits)
+
+
+def wait_until_gone(marker: str) -> None:
+    wait_until(lambda: not processes_with(marker), "the end of a sandbox's processes")
 
 
 def open_to_everyone(folder: Path) -> None:

@@ -16,7 +16,7 @@ from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_nod
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
 from tests.problem_sets import SETS
-from tests.sandbox_setup import PATIENT, needs_sandbox
+from tests.sandbox_setup import CORRECT, SUM, judge, needs_sandbox
 
 ROOT = Path(__file__).parents[2]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -24,17 +24,7 @@ needs_data = pytest.mark.skipif(
     not REAL_DATA.is_dir(), reason="needs the public problem sets beside the checkout"
 )
 
-CORRECT = Verdict(Outcome.CORRECT)
-SUM = {"inputs": ["3 4\n", "10 20\n"], "outputs": ["7\n", "30\n"]}
 ADD = {"fn_name": "add", "inputs": [[3, 4], [10, 20]], "outputs": [7, 30]}
-
-
-def fenced(program: str) -> str:
-    return f"Here it is:\n```python\n{program}\n```\nDone."
-
-
-def judge(program: str, tests: object, **limits: int) -> Verdict:
-    return verify(fenced(program), json.dumps(tests), limits=PATIENT | limits)
 
 
 # What is in a response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,30 +12,25 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rewards.code import verify
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, SandboxError, process
 from gapo_megatron.rewards.sandbox.apptainer import empty_folder
 from gapo_megatron.rewards.sandbox.check import check_sandbox
-from gapo_megatron.types import Outcome, Verdict
+from gapo_megatron.types import Outcome
 from tests.messages import mentions
-from tests.sandbox_setup import PATIENT, ROOT, apptainer, processes_with
-from tests.waiting import wait_until
+from tests.sandbox_setup import (
+    PATIENT,
+    ROOT,
+    SUM,
+    apptainer,
+    judge,
+    processes_with,
+    wait_until_gone,
+)
 
 __all__ = ["apptainer"]  # a fixture
 
-SUM = {"inputs": ["3 4", "10 20"], "outputs": ["7", "30"]}
 ASSERTS = {"test_list": ["assert add(3, 4) == 7"]}
 SMALL = Limits(memory_mib=128)
-
-
-def judge(program: str, tests: object, *, sandbox: str, **limits: int) -> Verdict:
-    return verify(
-        f"```\n{program}\n```", json.dumps(tests), sandbox=sandbox, limits=PATIENT | limits
-    )
-
-
-def _wait_until_gone(marker: str) -> None:
-    wait_until(lambda: not processes_with(marker), "the end of a sandbox's processes")
 
 
 def test_the_check_says_what_to_install(monkeypatch):
@@ -139,7 +133,7 @@ def test_nothing_is_left_when_the_judge_is_killed(apptainer):
         assert judging.stdout.readline() == b"started\n"
         assert processes_with('"disk_mib": 53')
         judging.kill()
-    _wait_until_gone('"disk_mib": 53')
+    wait_until_gone('"disk_mib": 53')
 
 
 def test_an_image_in_one_file_serves_too(apptainer, tmp_path):
@@ -156,6 +150,6 @@ def test_an_image_in_one_file_serves_too(apptainer, tmp_path):
         verdict = judge(loop, SUM, sandbox=f"apptainer:{image}", cpu_s=1)
         assert verdict.outcome is Outcome.WRONG
         assert "CPU time" in verdict.reason
-        _wait_until_gone("squashfuse")
+        wait_until_gone("squashfuse")
     finally:
         os.unlink(image)

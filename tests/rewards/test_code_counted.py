@@ -22,9 +22,9 @@ from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, ProgramError, b
 from gapo_megatron.rewards.sandbox.inside import seccomp
 from gapo_megatron.rewards.sandbox.inside.seccomp import compile_filter
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
-from gapo_megatron.types import Outcome, Verdict
-from tests.rewards.test_code_sandbox import SUM, fenced, run_first
-from tests.sandbox_setup import PATIENT, needs_sandbox
+from gapo_megatron.types import Outcome
+from tests.rewards.test_code_sandbox import run_first
+from tests.sandbox_setup import CORRECT, PATIENT, SUM, fenced, needs_sandbox
 from tests.waiting import HANG_S, wait_until
 
 pytestmark = needs_sandbox
@@ -74,7 +74,7 @@ def test_the_time_of_all_processes_is_counted_together(kind, program):
     short, long = PATIENT | {"cpu_s": 1}, PATIENT | {"cpu_s": 30}
     verdict = verify(response, tests, limits=short, sandbox=kind)
     assert (verdict.outcome, "CPU time" in verdict.reason) == (Outcome.WRONG, True)
-    assert verify(response, tests, limits=long, sandbox=kind) == Verdict(Outcome.CORRECT)
+    assert verify(response, tests, limits=long, sandbox=kind) == CORRECT
 
 
 TAKES_MEMORY = """

@@ -32,7 +32,16 @@ from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict
 from tests.hostile import read_programs
 from tests.rewards.test_code_hostile import ASSERTS, CALL_TESTS
-from tests.sandbox_setup import PATIENT, needs_sandbox, processes_with
+from tests.sandbox_setup import (
+    CORRECT,
+    PATIENT,
+    SUM,
+    fenced,
+    judge,
+    needs_sandbox,
+    processes_with,
+    wait_until_gone,
+)
 from tests.waiting import HANG_S, wait_until
 
 pytestmark = needs_sandbox
@@ -41,15 +50,6 @@ ROOT = Path(__file__).parents[2]
 NUM_PROCESSES = 4
 """Of a program with one child: bubblewrap, ours, the two."""
 READS = "a, b = map(int, input().split())\n"
-SUM = {"inputs": ["3 4\n", "10 20\n"], "outputs": ["7\n", "30\n"]}
-
-
-def fenced(program: str) -> str:
-    return f"```python\n{program}\n```"
-
-
-def judge(program: str, tests: object) -> Verdict:
-    return verify(fenced(program), json.dumps(tests), limits=PATIENT)
 
 
 def run_first(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -126,10 +126,6 @@ def test_junk_beside_a_wrong_value_is_wrong_and_costs_the_judge_little(tests):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024  # KiB
 
 
-def _wait_until_gone(marker: str) -> None:
-    wait_until(lambda: not processes_with(marker), "the end of a sandbox's processes")
-
-
 def test_nothing_is_left_of_a_sandbox_when_it_closes_or_its_judge_is_killed():
     limits = Limits(num_processes=17, disk_mib=61, **PATIENT)  # recognised by its command line
     marker = f"{61 * 2**20}"
@@ -138,7 +134,7 @@ def test_nothing_is_left_of_a_sandbox_when_it_closes_or_its_judge_is_killed():
         box.send({"stdin": ""})
         _wait_for_child(box)
         assert processes_with(marker)
-    _wait_until_gone(marker)
+    wait_until_gone(marker)
 
     program = "import time\ntime.sleep(3600)"  # no limit of its own ends it
     script = (
@@ -157,7 +153,7 @@ def test_nothing_is_left_of_a_sandbox_when_it_closes_or_its_judge_is_killed():
     judge_process.kill()
     judge_process.wait()
     judge_process.stdout.close()
-    _wait_until_gone(marker)
+    wait_until_gone(marker)
 
 
 def _wait_for_child(box: ProcessSandbox) -> list[int]:
@@ -233,7 +229,7 @@ def test_without_a_sandbox_programs_run_only_when_told_and_with_a_warning():
         sandbox="unsafe",
         python=sys.executable,
     )
-    assert verdict == Verdict(Outcome.CORRECT)
+    assert verdict == CORRECT
 
 
 def test_without_a_namespace_nothing_is_left_of_a_program_either():
@@ -245,7 +241,7 @@ def test_without_a_namespace_nothing_is_left_of_a_program_either():
         with pytest.raises(ProgramError, match="longer than 1 s"):
             box.ask({"stdin": ""})
         wait_until(lambda: processes_with(repr(seconds)), "the program's other command line")
-    _wait_until_gone(repr(seconds))
+    wait_until_gone(repr(seconds))
 
 
 LEAVES_ORPHANS = """
@@ -362,7 +358,7 @@ def f():
 import os
 print([n for n, holds in enumerate(f()) if not holds])
 """
-    assert judge(program, {"inputs": [""], "outputs": ["[]"]}) == Verdict(Outcome.CORRECT)
+    assert judge(program, {"inputs": [""], "outputs": ["[]"]}) == CORRECT
 
 
 def test_no_number_goes_on_from_one_program_to_the_next():
@@ -395,7 +391,7 @@ for number in (-1, os.open("/dev/zero", os.O_RDWR)):
     except OSError: print("refused")
 """
     tests = {"inputs": [""], "outputs": ["refused refused"]}
-    assert judge(program, tests) == Verdict(Outcome.CORRECT)
+    assert judge(program, tests) == CORRECT
 
 
 def test_the_pool_judges_programs_beside_one_that_hangs():

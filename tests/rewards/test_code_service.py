@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rewards.code import verify
 from gapo_megatron.rewards.sandbox import (
     SYSTEM_PYTHON,
     Limits,
@@ -34,24 +33,25 @@ from gapo_megatron.rewards.sandbox import (
 )
 from gapo_megatron.rewards.sandbox import service as client
 from gapo_megatron.rewards.sandbox.check import check_sandbox
-from gapo_megatron.types import Outcome, Verdict
-from tests.sandbox_setup import PATIENT, needs_sandbox, processes_with, running_server, service
+from gapo_megatron.types import Outcome
+from tests.sandbox_setup import (
+    CORRECT,
+    PATIENT,
+    SUM,
+    judge,
+    needs_sandbox,
+    processes_with,
+    running_server,
+    service,
+)
 from tests.waiting import HANG_S, wait_until
 
 __all__ = ["service"]  # a fixture
 pytestmark = needs_sandbox
 
-SUM = {"inputs": ["3 4", "10 20"], "outputs": ["7", "30"]}
 ASSERTS = {"test_list": ["assert add(3, 4) == 7"]}
 GOOD_SUM = "a, b = map(int, input().split())\nprint(a + b)"
 GOOD_ADD = "def add(a, b): return a + b"
-CORRECT = Verdict(Outcome.CORRECT)
-
-
-def judge(program: str, tests: object, *, sandbox: str, **limits: int) -> Verdict:
-    return verify(
-        f"```\n{program}\n```", json.dumps(tests), sandbox=sandbox, limits=PATIENT | limits
-    )
 
 
 @contextmanager

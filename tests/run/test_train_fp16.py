@@ -12,40 +12,44 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import train_setup
 from tests.messages import mentions
 from tests.programs import Program
-from tests.run import test_train
-from tests.run.test_train import assert_same_run, documented_names, finish, launched, metrics_of
+from tests.train_setup import (
+    arguments,
+    assert_same_run,
+    documented_names,
+    finish,
+    interrupt,
+    launched,
+    metrics_of,
+    run,
+    steps_of,
+)
 
 # The bound of a sync is the default one of fp16.
-CONFIG = test_train.CONFIG.replace("verify_bound = 1e-4\n", "").replace(
+CONFIG = train_setup.CONFIG.replace("verify_bound = 1e-4\n", "").replace(
     "num_steps = 6", "num_steps = 3"
 )
+FP16 = "model.precision=fp16"
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As in `test_train`, which makes the warm start in fp32."""
-    return test_train.prepare(tmp_path_factory.mktemp("fp16"), CONFIG)
-
-
-def arguments(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
-    return (
-        *(root / "config.toml", f"run.output_dir={root}/{name}", "model.precision=fp16"),
-        *overrides,
-    )
+    return train_setup.prepare(tmp_path_factory.mktemp("fp16"), CONFIG)
 
 
 @pytest.fixture(scope="module")
 def whole_run(root: Path) -> Path:
-    finish(Program("gapo_megatron.train", *arguments(root, "whole")))
+    run(root, "whole", FP16)
     return root / "whole"
 
 
 def test_a_run_in_fp16_trains_scales_its_loss_and_agrees_with_its_engine(
     root: Path, whole_run: Path
 ) -> None:
-    steps = [line for line in metrics_of(whole_run) if "loss/policy" in line]
+    steps = steps_of(whole_run)
     assert [line["step"] for line in steps] == list(range(3))
     for line in steps:
         assert line["optim/loss_scale"] == 2.0**24 / 2 ** line["optim/overflows"]
@@ -68,24 +72,22 @@ def test_a_stop_between_overflows_of_one_step_repeats_the_run_bitwise(
     root: Path, whole_run: Path
 ) -> None:
     stopped = root / "stopped"
-    attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(2)]
-    command = arguments(root, "stopped")
-    asked = launched(attempts[0]) | {"STAGE": "step 0: update", "SIGNAL": "SIGUSR1"}
-    finish(Program("tests.signalled", *command, env=asked))
+    first, second = (stopped / "attempts" / name for name in ("7.0", "7.1"))
+    stop = {"stage": "step 0: update", "by": "SIGUSR1"}
+    interrupt(root, "stopped", FP16, **stop, env=launched(first))
     assert (stopped / "checkpoints/step_00000000_1").is_dir()
-    finish(Program("gapo_megatron.train", *command, env=launched(attempts[1])))
+    run(root, "stopped", FP16, env=launched(second))
     assert_same_run(stopped, whole_run)
 
 
 def test_a_rank_that_only_generates_changes_nothing(root: Path, whole_run: Path) -> None:
-    command = arguments(root, "two_sides", "rollout.generation_ranks=1")
-    finish(Program("gapo_megatron.train", *command, ranks=2))
+    run(root, "two_sides", FP16, "rollout.generation_ranks=1", ranks=2)
     assert_same_run(root / "two_sides", whole_run)
 
 
 def test_partial_rollouts_keep_their_log_probs(root: Path) -> None:
     partial = ("batch.oversampling=1.5", "batch.partial_rollouts=true", "evaluation.every_steps=0")
-    finish(Program("gapo_megatron.train", *arguments(root, "partial", *partial)))
+    run(root, "partial", FP16, *partial)
     lines = metrics_of(root / "partial")
     assert lines[-1]["rollout/carried_token_share"] > 0
     # Each token is compared at the weights that sampled it.
@@ -98,7 +100,7 @@ def test_a_model_beyond_the_range_is_refused_before_its_first_step(root: Path) -
     for part in ("gate_proj", "up_proj"):
         tensors[f"model.layers.1.mlp.{part}.weight"] *= 500
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    command = arguments(root, "refused", f"model.hf_dir={folder}")
+    command = arguments(root, "refused", FP16, f"model.hf_dir={folder}")
     output = finish(Program("gapo_megatron.train", *command), exit_code=2)
     assert re.search(mentions("model.precision ('fp16')", "layer 1", "linear_fc2"), output)
     assert not (root / "refused/metrics.jsonl").exists()

@@ -1,0 +1,90 @@
+"""Mistakes of users that end a run before any model is built."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from gapo_megatron.config import load_config
+from gapo_megatron.errors import ConfigError, DataError, GapoError
+from gapo_megatron.train import train
+from tests.distributed.conversion_setup import convert
+from tests.messages import mentions
+from tests.train_setup import CONFIG, write_inputs
+
+TORN = '{"id": "a", "prompt": "1+1=", "answer": "2"}\n{"id":'
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose config.toml names a Hugging Face model, and a Megatron folder of the same."""
+    root: Path = tmp_path_factory.mktemp("refused")
+    text, _, _ = CONFIG.replace("/base", "/init").partition("[supervised]")
+    write_inputs(root, text)
+    convert(root / "init", root / "megatron")
+    return root
+
+
+def assert_refused(
+    root: Path, *settings: str, named: tuple[object, ...], error: type[GapoError] = ConfigError
+) -> None:
+    """The error names all of `named`."""
+    config = load_config(root / "config.toml", list(settings))
+    with pytest.raises(error, match=mentions(*named)):
+        train(config)
+
+
+def test_user_mistakes_are_named(root: Path, tmp_path: Path) -> None:
+    missing, output = tmp_path / "nowhere", "run.output_dir"
+    (tmp_path / "torn.jsonl").write_text(TORN)
+    (tmp_path / "empty.jsonl").write_text("")
+    for setting, named in (
+        (f"data.train_path={missing}", (missing,)),
+        ("data.max_prompt_tokens=4", ("train.jsonl:1", "tokens")),
+        (f"data.train_path={tmp_path}/torn.jsonl", ("torn.jsonl:2",)),
+        (f"data.train_path={tmp_path}/empty.jsonl", ("empty.jsonl",)),
+    ):
+        assert_refused(root, setting, named=named, error=DataError)
+
+    (tmp_path / "own/hf").mkdir(parents=True)
+    (tmp_path / "own/hf/precious").write_text("")
+    (tmp_path / "file").write_text("")
+    for setting, named in (
+        (f"model.hf_dir={missing}", ("model.hf_dir", missing)),
+        (f"model.hf_dir={root}/run/hf", (f"{output}/hf", "model.hf_dir")),
+        (f"model.hf_dir={root}/run/hf/x", (f"{output}/hf", "model.hf_dir")),
+        (f"{output}={tmp_path}/own", (f"{output}/hf", "own/hf")),
+        (f"{output}={tmp_path}/file/run", (output,)),
+    ):
+        assert_refused(root, setting, named=named)
+    assert_refused(root, "reward.kind=code", "reward.python=/nowhere", named=("reward.kind",))
+
+
+def test_a_wrong_megatron_folder_is_named(root: Path, tmp_path: Path) -> None:
+    field, megatron_dir = "model.megatron_dir", root / "megatron"
+    shutil.copytree(megatron_dir, tmp_path / "cut")
+    (tmp_path / "cut/metadata.json").unlink()
+    shutil.copytree(megatron_dir, tmp_path / "around/megatron")
+    for folder, named in (
+        ("nowhere", (tmp_path / "nowhere",)),
+        (".", (tmp_path,)),
+        ("cut", ("metadata.json",)),
+        ("around/megatron", ("run.output_dir",)),
+    ):
+        settings = (f"{field}={tmp_path / folder}", f"run.output_dir={tmp_path}/around")
+        assert_refused(root, *settings, named=(field, *named))
+
+    fields = Qwen2Config.from_pretrained(root / "init").to_dict()
+    for name, value, named in (
+        ("intermediate_size", 96, ()),
+        ("num_hidden_layers", 3, ()),
+        ("rms_norm_eps", 1e-3, ("rms_norm_eps", "1e-06", 0.001)),
+    ):
+        other = shutil.copytree(root / "init", tmp_path / name)
+        changed = Qwen2Config.from_dict(fields | {name: value, "layer_types": None})
+        changed.save_pretrained(other)
+        settings = (f"{field}={megatron_dir}", f"model.hf_dir={other}")
+        assert_refused(root, *settings, named=(megatron_dir, *named))

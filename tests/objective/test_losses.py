@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapo_megatron.errors import ConfigError, DivergenceError
-from gapo_megatron.objective import METHODS, kl_penalty, policy_loss
+from gapo_megatron.objective import METHODS, kl_penalty
 from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.objective.ratio import MAX_LOG_RATIO
 from tests.messages import mentions
+from tests.objective.families.response import evaluate, loss_of
 from tests.objective_reference import ROUNDING, Case, cases, reference
 
 VARIANTS = [
@@ -83,19 +84,10 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("advantage", "c", "ratio", "factor", "clipped"), BY_HAND)
 def test_both_edges_and_both_signs_by_hand(advantage, c, ratio, factor, clipped):
-    num_tokens = 4
-    old = torch.full((num_tokens,), -1.0, dtype=torch.float64)
+    old = torch.full((4,), -1.0, dtype=torch.float64)
     log_probs = (old + math.log(ratio)).requires_grad_()
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        advantages=torch.tensor([advantage]),
-        num_correct=torch.tensor([c]),
-        group_size=8,
-        num_tokens_global=10,
-        method=METHODS["gapo"],
-    )
+    method = METHODS["gapo"]
+    result = loss_of(method, advantage, log_probs, old, num_correct=c, num_tokens=10)
     assert float(result.ratio) == pytest.approx(ratio, rel=ROUNDING)
     assert result.clipped.tolist() == [clipped]
     # Each of the 4 tokens carries -A * factor; 10 tokens in the mini-batch.
@@ -112,16 +104,7 @@ def test_token_ratio_clips_each_token_alone():
     """Two tokens of one correct rollout: one over the edge, one not."""
     old = torch.tensor([-1.0, -1.0], dtype=torch.float64)
     log_probs = (old + torch.tensor([1.3, 1.1]).double().log()).requires_grad_()
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.tensor([0, 0]),
-        advantages=torch.tensor([0.5]),
-        num_correct=torch.tensor([4]),
-        group_size=8,
-        num_tokens_global=2,
-        method=METHODS["dapo"],
-    )
+    result = loss_of(METHODS["dapo"], 0.5, log_probs, old)
     (gradient,) = torch.autograd.grad(result.loss, log_probs)
     assert result.clipped.tolist() == [True, False]
     # -0.5 * (1.28 + 1.1) / 2; 1.3 and 1.1 are float32 here, hence the tolerance.
@@ -223,16 +206,7 @@ def test_log_ratios_are_accumulated_in_float64():
     old = -torch.rand(20_000, generator=generator) * 8
     log_probs = old + 1e-2 * torch.randn(20_000, generator=generator)
     log_probs[0], old[0] = -1e-6, -7.0  # a difference that float32 does not hold
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.zeros(20_000, dtype=torch.int64),
-        advantages=torch.tensor([0.5]),
-        num_correct=torch.tensor([4]),
-        group_size=8,
-        num_tokens_global=20_000,
-        method=METHODS["gapo"],
-    )
+    result = loss_of(METHODS["gapo"], 0.5, log_probs, old)
     exact = math.fsum(
         new - before for new, before in zip(log_probs.tolist(), old.tolist(), strict=True)
     )
@@ -297,16 +271,7 @@ def test_a_ratio_out_of_all_bounds_stays_finite_and_is_pulled_back(name):
     """A wrong response 500 nats up: exp would overflow, a clamped exp would let it go."""
     old = torch.tensor([-501.0, -501.0])
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.tensor([0, 0]),
-        advantages=torch.tensor([-0.5]),
-        num_correct=torch.tensor([4]),
-        group_size=8,
-        num_tokens_global=2,
-        method=METHODS[name],
-    )
+    result = loss_of(METHODS[name], -0.5, log_probs, old)
     result.loss.backward()
     assert result.ratio.flatten()[0] == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-12)
     assert bool((log_probs.grad > 0).all() & log_probs.grad.isfinite().all())
@@ -345,20 +310,7 @@ def test_shapes_that_do_not_fit_are_shown():
 
 def test_cispo_keeps_a_gradient_where_it_clips():
     """Weight min(s, 1.28), stopped; the gradient of each token is -A * weight / N."""
-    old = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
-    ratios = torch.tensor([2.0, 1.1, 0.1], dtype=torch.float64)
-    log_probs = (old + ratios.log()).requires_grad_()
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.zeros(3, dtype=torch.int64),
-        advantages=torch.tensor([-0.5]),
-        num_correct=torch.tensor([4]),
-        group_size=8,
-        num_tokens_global=3,
-        method=METHODS["cispo"],
-    )
-    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    result, gradient = evaluate(METHODS["cispo"], -0.5, [2.0, 1.1, 0.1], [1.0] * 3)
     assert result.clipped.tolist() == [True, False, False]
     assert gradient.tolist() == pytest.approx([0.5 * w / 3 for w in (1.28, 1.1, 0.1)], rel=1e-12)
 

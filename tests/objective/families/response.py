@@ -1,37 +1,45 @@
 """One response of c = 4 of 8 under a method, for checks by hand and against a second reference."""
 
+import pytest
 import torch
 
 from gapo_megatron.objective import policy_loss
 
 
-def _of_one(method, advantage, size):
-    return {
-        "sequence_ids": torch.zeros(size, dtype=torch.int64),
-        "advantages": torch.tensor([advantage], dtype=torch.float64),
-        "num_correct": torch.tensor([4]),
-        "group_size": 8,
-        "method": method,
-    }
-
-
-def loss_of(method, advantage, log_probs, old_log_probs):
-    """`policy_loss` of log-probs [T]; the mini-batch is this response."""
+def loss_of(method, advantage, log_probs, old_log_probs, *, num_correct=4, num_tokens=None):
+    """`policy_loss` of log-probs [T]; the mini-batch is this response, or has `num_tokens`."""
+    size = len(log_probs)
     return policy_loss(
         log_probs,
         old_log_probs,
-        num_tokens_global=len(log_probs),
+        sequence_ids=torch.zeros(size, dtype=torch.int64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        num_correct=torch.tensor([num_correct]),
+        group_size=8,
+        num_tokens_global=num_tokens or size,
         num_sequences_global=1,
-        **_of_one(method, advantage, len(log_probs)),
+        method=method,
     )
 
 
-def evaluate(method, advantage, new, old):
+def evaluate(method, advantage, new, old, **counts):
     """Of probabilities [T], new and old: the loss, and its gradient with respect to log-probs."""
     new, old = (torch.as_tensor(values, dtype=torch.float64) for values in (new, old))
     log_probs = new.log().requires_grad_()
-    result = loss_of(method, advantage, log_probs, old.log())
+    result = loss_of(method, advantage, log_probs, old.log(), **counts)
     return result, torch.autograd.grad(result.loss, log_probs)[0]
+
+
+def assert_found(found, *, loss, gradient, ratio, clipped, mass, lost):
+    """`found` by `evaluate` is what was worked by hand; a gradient of zero is exactly zero."""
+    result, slopes = found
+    assert result.clipped.tolist() == clipped
+    assert result.ratio.tolist() == pytest.approx(ratio, rel=1e-11)
+    assert float(result.loss.detach()) == pytest.approx(loss, rel=1e-11)
+    assert slopes.tolist() == pytest.approx(gradient, rel=1e-11)
+    assert [slope == 0 for slope in slopes.tolist()] == [slope == 0 for slope in gradient]
+    assert result.gradient_mass.tolist() == pytest.approx(mass, rel=1e-11)
+    assert result.gradient_mass_lost.tolist() == pytest.approx(lost, rel=1e-9, abs=1e-11)
 
 
 def random_tokens(seed, size=200, scale=1.0):

@@ -8,7 +8,7 @@ import torch
 
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.ratio import MAX_LOG_RATIO
-from tests.objective.families.response import compare, evaluate
+from tests.objective.families.response import assert_found, compare, evaluate
 
 # Its two constants told apart: of 4 tokens, -0.06..0.1.
 FSPO = dataclasses.replace(METHODS["fspo"], eps_high_max=0.05)
@@ -31,20 +31,19 @@ BY_HAND = [
 def test_both_sides_of_every_bound_by_hand(method, advantage, total, taken, clipped):
     old = torch.tensor([0.5, 0.1, 0.3, 0.2], dtype=torch.float64)
     shares = torch.tensor([2.0, -1.0, 0.5, -0.5], dtype=torch.float64)  # of the sum
-    result, gradient = evaluate(method, advantage, old * (shares * total).exp(), old)
     # The mean's loss is carried by each of the 4 tokens.
     divisor, copies = (4, 4) if method is MEAN else (1, 1)
-    assert result.clipped.tolist() == [clipped]
-    assert result.ratio.tolist() == pytest.approx([math.exp(total / divisor)], rel=1e-12)
-    loss = -advantage * math.exp(taken / divisor) * copies
-    assert float(result.loss.detach()) == pytest.approx(loss, rel=1e-11)
-    weight = 0 if clipped else advantage * math.exp(total / divisor)
-    assert gradient.tolist() == pytest.approx([-weight] * 4, rel=1e-11)
-    mass = 4 * abs(advantage) * math.exp(total / divisor)
-    assert result.gradient_mass.tolist() == pytest.approx([mass], rel=1e-11)
-    assert result.gradient_mass_lost.tolist() == pytest.approx([mass * clipped], rel=1e-11)
-    if clipped:
-        assert not gradient.any(), "the gradient of a clipped response is exactly zero"
+    ratio = math.exp(total / divisor)
+    weight, mass = 0 if clipped else advantage * ratio, 4 * abs(advantage) * ratio
+    assert_found(
+        evaluate(method, advantage, old * (shares * total).exp(), old),
+        loss=-advantage * math.exp(taken / divisor) * copies,
+        gradient=[-weight] * 4,
+        ratio=[ratio],
+        clipped=[clipped],
+        mass=[mass],
+        lost=[mass * clipped],
+    )
 
 
 @pytest.mark.parametrize("length", [1, 25, 400])

@@ -6,27 +6,10 @@ import math
 import pytest
 import torch
 
-from gapo_megatron.objective import METHODS, policy_loss
+from gapo_megatron.objective import METHODS
+from tests.objective.families.response import assert_found, evaluate, loss_of
 
 SAPO = METHODS["sapo"]
-
-
-def loss_of(ratios, advantage, method=SAPO, *, num_correct=4):
-    """(result, log_probs) of one response whose tokens have `ratios`, in a batch of it alone."""
-    old = torch.full((len(ratios),), -1.0, dtype=torch.float64)
-    log_probs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.zeros(len(ratios), dtype=torch.int64),
-        advantages=torch.tensor([advantage]),
-        num_correct=torch.tensor([num_correct]),
-        group_size=8,
-        num_tokens_global=len(ratios),
-        num_sequences_global=1,
-        method=method,
-    )
-    return result, log_probs
 
 
 # (advantage, tau, ratio, clipped). w = 1/2 at 1 + 2 ln(1 + sqrt(2)) / tau: 2.76275 and 2.67881.
@@ -43,23 +26,22 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("advantage", "tau", "ratio", "clipped"), BY_HAND)
 def test_loss_gradient_and_mass_by_hand(advantage, tau, ratio, clipped):
-    result, log_probs = loss_of([ratio], advantage)
-    (gradient,) = torch.autograd.grad(result.loss, log_probs)
     gate = 1 / math.cosh(tau / 2 * (ratio - 1)) ** 2
-    value = 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
-    assert float(result.loss.detach()) == pytest.approx(-advantage * value, rel=1e-12)
-    assert float(gradient) == pytest.approx(-advantage * ratio * gate, rel=1e-12)
-    assert result.clipped.tolist() == [clipped]
-    mass, lost = float(result.gradient_mass), float(result.gradient_mass_lost)
-    assert mass == pytest.approx(0.5 * ratio, rel=1e-12)
-    assert mass - lost == pytest.approx(0.5 * ratio * gate, rel=1e-12)
+    assert_found(
+        evaluate(SAPO, advantage, [ratio], [1.0]),
+        loss=-advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1))),
+        gradient=[-advantage * ratio * gate],
+        ratio=[ratio],
+        clipped=[clipped],
+        mass=[0.5 * ratio],
+        lost=[0.5 * ratio * (1 - gate)],
+    )
 
 
 def test_figures_of_other_peoples_curves():
     """r w at r = 3 and 5, as measured on TRL's own loss."""
     for advantage, expected in ((1.0, [1.26, 0.353]), (-1.0, [1.17, 0.291])):
-        result, log_probs = loss_of([3.0, 5.0], advantage)
-        (gradient,) = torch.autograd.grad(result.loss, log_probs)
+        _, gradient = evaluate(SAPO, advantage, [3.0, 5.0], [1.0, 1.0])
         # Three digits were written down; a mean over two tokens.
         assert (2 * gradient.abs()).tolist() == pytest.approx(expected, rel=4e-3)
 
@@ -68,8 +50,7 @@ def test_temperature_goes_by_c_where_widths_do():
     """Widths 0.5 + 0.5 (8 - c) / 7 of correct responses; wrong ones keep 0.5."""
     method = dataclasses.replace(SAPO, adaptive=True, eps_low=0.5)
     for advantage, num_correct, width in ((0.5, 1, 1.0), (0.5, 4, 0.5 + 2 / 7), (-0.5, 1, 0.5)):
-        result, log_probs = loss_of([2.0], advantage, method, num_correct=num_correct)
-        (gradient,) = torch.autograd.grad(result.loss, log_probs)
+        _, gradient = evaluate(method, advantage, [2.0], [1.0], num_correct=num_correct)
         gate = 1 / math.cosh(1 / (2 * width)) ** 2
         assert float(gradient) == pytest.approx(-advantage * 2 * gate, rel=1e-12)
 
@@ -78,17 +59,7 @@ def test_temperature_goes_by_c_where_widths_do():
 def test_runaway_log_ratios_stay_finite(advantage):
     log_probs = torch.tensor([-1.0, -501.0, -30.0], requires_grad=True)
     old = torch.tensor([-501.0, -1.0, -1.0])
-    result = policy_loss(
-        log_probs,
-        old,
-        sequence_ids=torch.zeros(3, dtype=torch.int64),
-        advantages=torch.tensor([advantage]),
-        num_correct=torch.tensor([4]),
-        group_size=8,
-        num_tokens_global=3,
-        num_sequences_global=1,
-        method=SAPO,
-    )
+    result = loss_of(SAPO, advantage, log_probs, old)
     result.loss.backward()
     assert bool(log_probs.grad.isfinite().all() & result.loss.isfinite())
     assert bool((result.gradient_mass.isfinite() & result.gradient_mass_lost.isfinite()).all())

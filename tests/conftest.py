@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ gc.disable()  # while a million objects are imported, none of them garbage
 # would inherit that: Ctrl-C is among what is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """The default process group of one rank."""
+    from tests.dist import single_rank
+
+    with single_rank():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

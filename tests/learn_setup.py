@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -398,3 +399,16 @@ def expected_update(
                 result.ratios[row] = update.ratios[i]
                 result.clipped[row] = update.clipped[i]
     return result
+
+
+def assert_update(update: Seen, expected: Expected, *, start: int) -> None:
+    """The update of a mini-batch whose first row is `start` of the batch is the reference's."""
+    assert update.loss == pytest.approx(expected.loss, abs=2e-7)
+    assert {i - start for i in update.ratios} == expected.ratios.keys()
+    for position, ratio in expected.ratios.items():
+        assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
+        assert update.clipped[start + position] == expected.clipped[position]
+    for name, whole in expected.gradients.items():
+        # As in test_policy_reference: float32, 2e-6 measured there.
+        error = (update.gradients[name].double() - whole).norm()
+        assert error <= 1e-5 * whole.norm(), (start, name)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -22,20 +21,15 @@ from gapo_megatron.io import files
 from gapo_megatron.io.files import fsync
 from tests.attempt_setup import make_attempt
 from tests.branch_setup import MODEL, NAMES, begin, make_config, make_old_run
-from tests.dist import single_rank
 from tests.messages import mentions
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     make_old_run(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def listing(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,15 @@ from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.run_folder import mark_finished
 from tests.branch_setup import MODEL, begin, make_checkpoint, make_config, make_old_run
-from tests.dist import single_rank
 from tests.messages import mentions
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     make_old_run(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def test_a_branch_that_has_begun_needs_its_branch_point_no_more(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, lo
 from gapo_megatron.policy import optimizer as optim
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.optimizer import inner_optimizers
-from tests.dist import run_distributed, single_rank
+from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
     CP,
@@ -45,20 +44,6 @@ EXPERTS_BATCH = make_batch(vocab_size=conversion_setup.VOCAB_SIZE)
 SPLIT = ((0, 1, 2, 3, 4), (5, 6, 7))
 SMALL = 2.0**10
 """A loss scale at which nothing here overflows; the initial scale overflows several times."""
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with single_rank():
-        yield initialize(make_config(Path("unused")).parallel)
-        destroy()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save_model(path, "qwen2_tied")
-    return path
 
 
 def build(

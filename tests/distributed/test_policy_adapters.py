@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from gapo_megatron.checkpoint.save import write_state
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
-from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
+from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.policy.load import load_sharded
 from gapo_megatron.policy.optimizer import inner_optimizers
-from tests.dist import single_rank
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import (
     WeightedLoss,
@@ -76,13 +74,6 @@ class LowRank:
             return weight
         linear = stage.get_submodule(name.removesuffix(".base.weight"))
         return weight + linear.up.detach() @ linear.down.detach()
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with single_rank():
-        yield initialize(make_config(Path("unused")).parallel)
-        destroy()
 
 
 @pytest.fixture(scope="module")

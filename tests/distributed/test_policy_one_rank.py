@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import find_rule
-from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
+from gapo_megatron.policy import ParallelGroups, Policy, initialize
 from gapo_megatron.policy.load import load_weights
 from gapo_megatron.policy.model import build_model
 from gapo_megatron.policy.optimizer import inner_optimizers
 from tests.convert_setup import make_config as make_hf_config
-from tests.dist import single_rank
 from tests.distributed.conversion_setup import hf_config
 from tests.distributed.conversion_setup import save_model as save_conversion_model
 from tests.distributed.policy_setup import (
@@ -47,20 +45,6 @@ from tests.messages import mentions
 
 BATCH = make_batch()
 TWO_MICROBATCHES = ((0, 1, 2, 3, 4), (5, 6, 7))
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with single_rank():
-        yield initialize(make_config(Path("unused")).parallel)
-        destroy()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save_model(path, "qwen2_tied")
-    return path
 
 
 def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -> Policy:

@@ -86,13 +86,6 @@ def make_open_groups() -> list[Group]:
 GROUPS = make_open_groups()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save_model(path, "qwen2_tied")
-    return path
-
-
 def with_masks(groups: list[Group]) -> list[Group]:
     """Every third token of the second and third responses is appended by the environment."""
 

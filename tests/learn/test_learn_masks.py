@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 from gapo_megatron.rollouts import Rollouts
-from tests.dist import single_rank
-from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
     Report,
+    assert_update,
     carry_some,
     expected_update,
     load_model,
@@ -27,20 +25,9 @@ from tests.learn_setup import (
     with_columns,
 )
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 OBJECTIVE = {"method": "gapo", "importance_weight_max": 1.05}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save_model(path, "qwen2_tied")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +61,7 @@ def test_only_sampled_tokens_are_learned_from(
     ):
         model = load_model(folder, update.weights)
         expected = expected_update(model, part, old=old, config=config)
-        assert update.loss == pytest.approx(expected.loss, abs=2e-7)
-        start = number * len(part)
-        assert {i - start for i in update.ratios} == expected.ratios.keys()
-        for position, ratio in expected.ratios.items():
-            assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
-            assert update.clipped[start + position] == expected.clipped[position]
-        for name, whole in expected.gradients.items():
-            # As in test_learn: float32 against float64.
-            error = (update.gradients[name].double() - whole).norm()
-            assert error <= 1e-5 * whole.norm(), (number, name)
+        assert_update(update, expected, start=number * len(part))
 
 
 def test_what_stands_at_a_masked_token_is_never_read(

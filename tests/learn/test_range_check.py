@@ -16,7 +16,7 @@ from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.rollouts import Rollouts
-from tests.dist import run_distributed, single_rank
+from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
     EP,
@@ -31,6 +31,8 @@ from tests.distributed.policy_setup import (
 )
 from tests.messages import mentions
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 NUM_LAYERS = 4
 BATCH = make_batch(3, vocab_size=conversion_setup.VOCAB_SIZE)
 PROBE = Rollouts.of([*BATCH.prompt_ids.values()], [*BATCH.response_ids.values()])
@@ -41,12 +43,6 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "virtual stages": {PP: 2, VPP: 2},
     "data": {},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 @pytest.fixture(scope="module")

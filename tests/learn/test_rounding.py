@@ -82,13 +82,6 @@ def model_of(layout: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save_model(path, "qwen2_tied")
-    return path
-
-
-@pytest.fixture(scope="module")
 def policy(folder: Path) -> Iterator[Policy]:
     with single_rank():
         yield build(config_of(folder))

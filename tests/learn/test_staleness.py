@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ from gapo_megatron.logprob import RowPlan
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Microbatch, Minibatch
-from tests.dist import single_rank
-from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
     GROUP_SIZE,
     Expected,
-    Report,
+    assert_update,
     expected_update,
     load_model,
     make_config,
@@ -40,6 +37,8 @@ from tests.learn_setup import (
     with_columns,
 )
 from tests.peers.reference import in_float64, response_log_probs
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 STALE = {"rollout": {"max_staleness": 1, "generation_ranks": 1}}
 LARGEST = 1.05
@@ -237,19 +236,6 @@ def test_the_engines_ratios_may_be_clipped_from_the_start() -> None:
 # --- whole steps ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save_model(path, "qwen2_tied")
-    return path
-
-
 @pytest.fixture(scope="module")
 def rollouts(folder: Path) -> Rollouts:
     """Sampled by other weights than those in `folder`, with those weights' log-probs."""
@@ -273,19 +259,6 @@ def around_engine(rollouts: Rollouts) -> Rollouts:
     return with_columns(rollouts, carried_log_probs=[*rollouts.rollout_log_probs.values()])
 
 
-def check_update(found: Report, number: int, expected: Expected) -> None:
-    update, start = found.updates[number], number * 5 * GROUP_SIZE
-    assert update.loss == pytest.approx(expected.loss, abs=2e-7)
-    assert {i - start for i in update.ratios} == expected.ratios.keys()
-    for position, ratio in expected.ratios.items():
-        assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
-        assert update.clipped[start + position] == expected.clipped[position]
-    for name, whole in expected.gradients.items():
-        # As in test_policy_reference: float32, 2e-6 measured there.
-        error = (update.gradients[name].double() - whole).norm()
-        assert error <= 1e-5 * whole.norm(), (number, name)
-
-
 def engine_gap(rollouts: Rollouts, expected: Expected) -> Tensor:
     """|trainer - engine| of every token computed; `expected` is at the step's weights."""
     gaps = [
@@ -307,7 +280,7 @@ def test_a_stale_batch_is_clipped_around_the_step_and_weighted(
     for number, part in enumerate(minibatches(rollouts)):
         model = load_model(folder, found.updates[number].weights)
         expected = expected_update(model, part, old=old, config=config)
-        check_update(found, number, expected)
+        assert_update(found.updates[number], expected, start=number * len(part))
         weights += expected.importance_weights.values()
         # The same rule, around the engine's log-probs, at the weights that the step began with.
         unweighted = make_config(folder)
@@ -349,7 +322,7 @@ def test_a_clip_around_the_engine_needs_no_old_pass(
     for number, part in enumerate(minibatches(rollouts)):
         model = load_model(folder, found.updates[number].weights)
         expected = expected_update(model, around_engine(part), old=model, config=plain)
-        check_update(found, number, expected)
+        assert_update(found.updates[number], expected, start=number * len(part))
         assert 1.0 not in expected.ratios.values()
         if number == 0:
             flags, gap = list(expected.clipped.values()), engine_gap(part, expected)

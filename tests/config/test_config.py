@@ -220,70 +220,48 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
 
 
 @pytest.mark.parametrize(
-    ("override", "field", "value", "rule"),
+    ("override", "rule"),
     [
-        ("run.num_steps=0", "run.num_steps", "0", "greater than 0"),
-        ("run.num_steps=2.5", "run.num_steps", "2.5", "integer"),
-        ("run.seed=-1", "run.seed", "-1", "greater than or equal to 0"),
-        ('run.seed="1"', "run.seed", "'1'", "integer"),
-        ("run.output_dir=3", "run.output_dir", "3", "string"),
-        ("model.precision=half", "model.precision", "'half'", "'fp32', 'bf16', 'fp16' or 'fp8'"),
-        (
-            "model.fp8_recipe=rowwise",
-            "model.fp8_recipe",
-            "'rowwise'",
-            "'delayed', 'tensorwise', 'blockwise' or 'mxfp8'",
-        ),
-        ("model.recompute=some", "model.recompute", "'some'", "'none', 'selective' or 'full'"),
-        ("parallel.tensor_model_parallel_size=0", "tensor_model_parallel_size", "0", "than 0"),
-        (
-            "parallel.pipeline_model_parallel_size=-2",
-            "pipeline_model_parallel_size",
-            "-2",
-            "than 0",
-        ),
-        ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "1", "boolean"),
-        ("batch.rollouts_per_prompt=1", "batch.rollouts_per_prompt", "1", "equal to 2"),
-        ("batch.rollout_prompts=true", "batch.rollout_prompts", "True", "integer"),
-        ("rollout.temperature=0", "rollout.temperature", "0", "equal to 0.01"),
-        ("rollout.quantization=int8", "rollout.quantization", "'int8'", "'' or 'fp8'"),
-        ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
-        ("rollout.memory_fraction=1.0", "rollout.memory_fraction", "1.0", "less than 1"),
-        (
-            "reward.kind=maths",
-            "reward.kind",
-            "'maths'",
-            "'math', 'code', 'instructions' or 'exact'",
-        ),
-        ("objective.eps_low=nan", "objective.eps_low", "nan", "finite"),
-        ("objective.eps_low=-0.1", "objective.eps_low", "-0.1", "greater than 0"),
-        ("objective.eps_high_max=-1", "objective.eps_high_max", "-1", "equal to 0"),
-        ("objective.ratio_max=0.9", "objective.ratio_max", "0.9", "equal to 1"),
-        ("objective.off_policy_mask=0", "objective.off_policy_mask", "0", "greater than 0"),
-        ("objective.adaptive=1", "objective.adaptive", "1", "boolean"),
-        ("objective.method=gap", "objective", "'gap'", "'gapo'"),
-        ("objective.aggregation=mean", "objective.aggregation", "'mean'", "'token_mean'"),
-        ("objective.kl_coef=-1", "objective.kl_coef", "-1", "equal to 0"),
-        ("optimizer.learning_rate=inf", "optimizer.learning_rate", "inf", "finite"),
-        ("optimizer.beta2=1.0", "optimizer.beta2", "1.0", "less than 1"),
-        ("optimizer.clip_grad=0", "optimizer.clip_grad", "0", "greater than 0"),
-        ("checkpoint.keep_last=0", "checkpoint.keep_last", "0", "greater than 0"),
-        ("evaluation.temperature=0", "evaluation.temperature", "0", "equal to 0.01"),
-        (
-            "metrics.rounding_every_steps=-1",
-            "metrics.rounding_every_steps",
-            "-1",
-            "equal to 0",
-        ),
+        ("run.num_steps=0", "greater than 0"),
+        ("run.num_steps=2.5", "integer"),
+        ("run.seed=-1", "greater than or equal to 0"),
+        ('run.seed="1"', "integer"),
+        ("run.output_dir=3", "string"),
+        ("model.precision=half", "'fp32', 'bf16', 'fp16' or 'fp8'"),
+        ("model.fp8_recipe=rowwise", "'delayed', 'tensorwise', 'blockwise' or 'mxfp8'"),
+        ("model.recompute=some", "'none', 'selective' or 'full'"),
+        ("parallel.tensor_model_parallel_size=0", "than 0"),
+        ("parallel.pipeline_model_parallel_size=-2", "than 0"),
+        ("parallel.sequence_parallel=1", "boolean"),
+        ("batch.rollouts_per_prompt=1", "equal to 2"),
+        ("batch.rollout_prompts=true", "integer"),
+        ("rollout.temperature=0", "equal to 0.01"),
+        ("rollout.quantization=int8", "'' or 'fp8'"),
+        ("rollout.top_p=1.5", "less than or equal to 1"),
+        ("rollout.memory_fraction=1.0", "less than 1"),
+        ("reward.kind=maths", "'math', 'code', 'instructions' or 'exact'"),
+        ("objective.eps_low=nan", "finite"),
+        ("objective.eps_low=-0.1", "greater than 0"),
+        ("objective.eps_high_max=-1", "equal to 0"),
+        ("objective.ratio_max=0.9", "equal to 1"),
+        ("objective.off_policy_mask=0", "greater than 0"),
+        ("objective.adaptive=1", "boolean"),
+        ("objective.method=gap", "'gapo'"),
+        ("objective.aggregation=mean", "'token_mean'"),
+        ("objective.kl_coef=-1", "equal to 0"),
+        ("optimizer.learning_rate=inf", "finite"),
+        ("optimizer.beta2=1.0", "less than 1"),
+        ("optimizer.clip_grad=0", "greater than 0"),
+        ("checkpoint.keep_last=0", "greater than 0"),
+        ("evaluation.temperature=0", "equal to 0.01"),
+        ("metrics.rounding_every_steps=-1", "equal to 0"),
     ],
 )
-def test_wrong_value_names_field_value_and_rule(
-    minimal: Path, override: str, field: str, value: str, rule: str
-) -> None:
+def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, rule: str) -> None:
+    name, _, value = override.partition("=")
+    shown = "True" if value == "true" else value.strip('"')
     message = error_of(minimal, override)
-    assert field in message, message
-    assert value in message, message
-    assert rule in message, message
+    assert re.search(mentions(*name.split("."), rule), message) and shown in message
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from tests.attempt_setup import make_attempt
 
-NAMES = ["__0_0.distcp", "rng_00000.pt", "trainer_state.json", "sub/common.pt"]
+NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt", "trainer_state.json"]
 MODEL = Qwen2Config(hidden_size=64)
 
 
@@ -38,14 +38,19 @@ def make_config(root: Path, **sections: dict[str, Any]) -> Config:
 
 
 def make_checkpoint(run_dir: Path, config: Config, *, step: int = 600) -> Path:
-    folder = run_dir / "checkpoints"
+    """A checkpoint of `MODEL` in the run's folder."""
+    return publish(run_dir / "checkpoints", step, config=config, model=model_identity(MODEL))
+
+
+def publish(folder: Path, step: int, *, config: Config, model: dict[str, Any]) -> Path:
+    """A checkpoint of a few bytes; returns its folder."""
     temporary = folder / f".tmp_step_{step:08d}"
     (temporary / "sub").mkdir(parents=True)
     for name in NAMES:
-        (temporary / name).write_text(f"{name} of {run_dir.name} after {step}")
+        (temporary / name).write_text(f"{name} of {folder.parent.name} after {step}")
     document = Manifest(
         step=step,
-        model=model_identity(MODEL),
+        model=model,
         config=config.model_dump(mode="json"),
         layout={"data_parallel_size": 2},
         megatron_version="0.16.1",

@@ -47,6 +47,21 @@ def sign_document(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path
     return path
 
 
+def put(*keys: str | int, value: Any) -> Any:
+    """Change of a document: sets the value at the keys; `...` removes it."""
+
+    def change(document: Any) -> None:
+        *path, last = keys
+        for key in path:
+            document = document[key]
+        if value is ...:
+            del document[last]
+        else:
+            document[last] = value
+
+    return change
+
+
 def trap_metadata(folder: Path, trace: Path) -> str:
     """All is there, and a trap where nobody looks; returns the name of the file."""
     path = folder / ".metadata"

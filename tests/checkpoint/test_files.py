@@ -1,0 +1,266 @@
+"""Files of a checkpoint that this package writes and reads; a wrong one is damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gapo_megatron.checkpoint import OpenStep, files, rng
+from gapo_megatron.checkpoint.open_groups import load_open_groups
+from gapo_megatron.checkpoint.state import State
+from gapo_megatron.errors import CheckpointError
+from gapo_megatron.rollouts import ROW, Rollouts
+from tests.damage import put
+from tests.dist import single_rank
+from tests.messages import mentions
+from tests.slurm.training import fill, small_disk
+
+SOURCE = {"epoch": 0, "remaining": [2, 0], "dataset": "d"}
+WINDOW = [[[1, 8.0, 0.5, -1]], []]
+
+
+def write_state(folder: Path) -> None:
+    state = State(step=3, source=SOURCE, num_given_back=7)
+    state.window.load_state_dict(WINDOW)
+    state.write_shared(folder)
+
+
+def test_the_trainer_state_comes_back_as_it_was(tmp_path):
+    write_state(tmp_path)
+    path = tmp_path / "trainer_state.json"
+    document = json.loads(path.read_text())
+    for _ in range(2):
+        state = State.load(tmp_path, step=3)
+        assert (state.step, state.source, state.window.state_dict()) == (3, SOURCE, WINDOW)
+        assert state.num_given_back == 7
+        document.pop("step", None)  # before it said the step
+        path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (put("step", value=4), ("step", 4, 3)),
+        (put("step", value="3"), ("step", 3)),
+        (put("source", value=...), ("source",)),
+        (put("source", "epoch", value=-1), ("source.epoch", -1)),
+        (put("source", "remaining", value=[1, "2"]), ("source.remaining.1", 2)),
+        (put("source", "remaining", value=None), ("source.remaining", None)),
+        (put("source", "dataset", value=5), ("source.dataset", 5)),
+        (put("window", value={}), ("window",)),
+        (put("window", value=[[[1, 2, 3]]]), ("window.0.0",)),
+        (put("window", value=[[[-1, 2, 3, 4]]]), ("window.0.0.0", -1)),
+    ],
+)
+def test_a_misshapen_trainer_state_is_damage(tmp_path, change, named):
+    write_state(tmp_path)
+    path = tmp_path / "trainer_state.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=mentions(path, *named)):
+        State.load(tmp_path, step=3)
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    content = {"tokens": torch.zeros(10_000)}
+    with small_disk(tmp_path / "disk") as is_there:
+        if not is_there:
+            pytest.skip("a small disk needs the right to mount one")
+        for pages in range(10):
+            fill(tmp_path / "disk/filler", leave=4096 * pages)
+            with pytest.raises(OSError, match="No space left on device"):
+                files.write(tmp_path / "disk/rng.pt", content)
+            (tmp_path / "disk/rng.pt").unlink()
+            (tmp_path / "disk/filler").unlink()
+
+
+def saved_groups() -> dict[str, Any]:
+    carried = {"oldest_version": 1, "old_log_probs": torch.tensor([-0.5, -0.25])}
+    tokens = {"token_ids": torch.tensor([1, 2], dtype=torch.int32)}
+    rollout = {"log_probs": torch.tensor([-0.5, -0.25]), "truncated": False, "finished": True}
+    prompt = {"id": "a", "token_ids": (1, 2), "answer": "3", "level": ""}
+    return {"groups": [{"prompt": prompt, "rollouts": [tokens | rollout | carried]}]}
+
+
+PROMPT, ROLLOUT = ("groups", 0, "prompt"), ("groups", 0, "rollouts", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("groups", value=...),
+        put("groups", value=3),
+        put(*PROMPT, value=...),
+        put(*PROMPT, "id", value=4),
+        put(*PROMPT, "token_ids", value=[1]),
+        put(*PROMPT, "more", value=4),
+        put(*PROMPT, "token_ids", value=()),
+        put(*PROMPT, "token_ids", value=(2**40,)),
+        put("groups", 0, "rollouts", value=[]),
+        lambda content: content["groups"].append(
+            content["groups"][0] | {"rollouts": 2 * content["groups"][0]["rollouts"]}
+        ),
+        put(*ROLLOUT, "oldest_version", value=2**40),
+        put(*ROLLOUT, "response_mask", value=torch.zeros(2, dtype=torch.bool)),
+        put(*ROLLOUT, "finished", value=...),
+        put(*ROLLOUT, "truncated", value=None),
+        put(*ROLLOUT, "token_ids", value=torch.ones(2)),
+        put(*ROLLOUT, "log_probs", value=torch.ones(3)),
+        put(*ROLLOUT, "old_log_probs", value=None),
+        put(*ROLLOUT, "oldest_version", value="1"),
+    ],
+)
+def test_misshapen_open_groups_are_damage(tmp_path, change):
+    path, content = tmp_path / "open_groups.pt", saved_groups()
+    files.write(path, content)
+    (group,) = load_open_groups(tmp_path)
+    assert group[0].prompt.token_ids == (1, 2) and group[0].carried_log_probs is not None
+    change(content)
+    files.write(path, content)
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        load_open_groups(tmp_path)
+
+
+def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A batch of one response, and the progress of rank 0."""
+    one = torch.tensor([1])
+    batch = {
+        "prompt_ids": [one.int()],
+        "response_ids": [one.int()],
+        "rollout_log_probs": [one.float()],
+        "advantages": one.double(),
+        "num_correct": one,
+        "group_size": one,
+        "valid": one.bool(),
+        "carried_log_probs": [],
+    }
+    progress = {
+        "old_log_probs": [None, [None, one.float()]],
+        "sums": {"loss": one.double().sum()},
+        "grad_norms": [0.5],
+        "learning_rate": 1e-6,
+    }
+    array = np.ones(1, dtype=np.int32)
+    table = Rollouts.of([array], [array], [array.astype(np.float32)]).table
+    shared = {"batch": batch, "metrics": {"reward/mean": 0.5}, "evaluated": {}}
+    return shared | {"facts": torch.from_numpy(table.view(np.int32)[None])}, progress
+
+
+def count_one_more(kind: str) -> Any:
+    def change(shared: dict[str, Any]) -> None:
+        shared["facts"].numpy().view(ROW)[0][f"num_{kind}_tokens"] += 1
+
+    return change
+
+
+SHARED = (
+    put("metrics", value=...),
+    put("metrics", "reward/mean", value="x"),
+    put("batch", value=[]),
+    put("batch", "valid", value=...),
+    put("batch", "more", value=torch.ones(1)),
+    put("batch", "valid", value=torch.ones(1)),
+    put("batch", "advantages", value=torch.ones(2).double()),
+    put("batch", "advantages", value=torch.tensor([torch.nan]).double()),
+    put("batch", "prompt_ids", value=[]),
+    put("batch", "response_ids", value=[[1]]),
+    put("batch", "carried_log_probs", value=[torch.ones(2)]),
+    put("facts", value=[[1]]),
+    lambda shared: shared.update(facts=shared["facts"].long()),
+    lambda shared: shared.update(facts=shared["facts"].repeat(2, 1)),
+    *map(count_one_more, ("prompt", "response", "sampled", "carried")),
+)
+PROGRESS = (
+    put("sums", value=...),
+    put("grad_norms", value=[]),
+    put("grad_norms", value=["x"]),
+    put("learning_rate", value=None),
+    put("old_log_probs", value=[[1.0]]),
+    put("more", value=1),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(("batch.pt", change) for change in SHARED),
+        *(("progress_00000.pt", change) for change in PROGRESS),
+    ],
+)
+def test_a_misshapen_open_step_is_damage(tmp_path, name, change):
+    shared, progress = saved_step()
+
+    def write_and_load() -> OpenStep:
+        files.write(tmp_path / "batch.pt", shared)
+        files.write(tmp_path / "progress_00000.pt", progress)
+        return OpenStep.load(tmp_path, torch.device("cpu"), num_updates=1)
+
+    with single_rank():
+        assert write_and_load().progress.num_updates == 1
+        change({"batch.pt": shared, "progress_00000.pt": progress}[name])
+        with pytest.raises(CheckpointError, match=mentions(tmp_path / name)):
+            write_and_load()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("torch", value=...),
+        put("torch", value=torch.ones(3)),
+        put("python", value=(3, (1, 2), None)),
+        put("numpy", "bit_generator", value="PCG64"),
+        put("numpy", "state", value=...),
+        put("megatron", value={"one": [1]}),
+        put("cuda", value=5),
+    ],
+)
+def test_a_misshapen_random_state_is_damage_and_sets_nothing(tmp_path, change):
+    path = tmp_path / "rng.pt"
+    rng.save(path)
+    state = torch.load(path, weights_only=True)
+    change(state)
+    files.write(path, state)
+    before = random.getstate()
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x04."])
+def test_a_file_that_torch_cannot_read_is_damage(tmp_path, content):
+    path = tmp_path / "rng.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    path.unlink()
+    files.write(path, {"python": 1})
+    torch.save([1], path)
+    with pytest.raises(CheckpointError, match=mentions(path, "list")):
+        rng.read(path)
+
+
+def test_rng_continues_every_sequence(tmp_path):
+    def draw():
+        return random.random(), float(np.random.normal()), float(torch.rand(()))
+
+    draw()  # NumPy now holds the second half of a Gaussian pair
+    rng.save(tmp_path / "rng.pt")
+    first = draw()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    assert draw() != first
+    rng.restore(rng.read(tmp_path / "rng.pt"))
+    assert draw() == first

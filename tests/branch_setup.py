@@ -13,13 +13,14 @@ from gapo_megatron.config import Config, parse_config
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from tests.attempt_setup import make_attempt
+from tests.configs import merged
 
 NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt", "trainer_state.json"]
 MODEL = Qwen2Config(hidden_size=64)
 
 
 def tree_of(root: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {
+    usual = {
         "run": {"output_dir": str(root / "new"), "num_steps": 900},
         "model": {"hf_dir": str(root / "model")},
         "data": {"train_path": str(root / "train.jsonl")},
@@ -28,9 +29,7 @@ def tree_of(root: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         "objective": {"method": "gapo"},
         "checkpoint": {"branch_from": str(root / "old/checkpoints/step_600")},
     }
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | values
-    return tree
+    return merged(usual, sections)
 
 
 def make_config(root: Path, **sections: dict[str, Any]) -> Config:

@@ -28,11 +28,13 @@ from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult
 from gapo_megatron.objective import PolicyLoss, make_batch
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_rollouts
+from tests.configs import merged
 from tests.distributed import policy_setup
+from tests.distributed.policy_setup import copies, load_policy
 from tests.peers.reference import gapo_update, in_float64, response_log_probs
 
 GROUP_SIZE = 4
@@ -170,8 +172,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
         # Moves the ratios of the second mini-batch by as much as the clips are wide.
         "optimizer": {"learning_rate": 3e-4},
     }
-    merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections}
-    return policy_setup.make_config(folder, **merged)
+    return policy_setup.make_config(folder, **merged(defaults, sections))
 
 
 @dataclass
@@ -220,9 +221,8 @@ def run_learn(
 
     With `stop_in`, a folder, the step is stopped after its first update, and goes on from there.
     """
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(policy_setup.read_weights(Path(config.model.hf_dir)))
+    policy = load_policy(config)
+    groups = policy.groups
     batch = make_batch(rollouts, config.objective.resolve())
 
     def go_on(opened: OpenStep, **options: Any) -> dict[str, float] | None:
@@ -284,11 +284,6 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
         stack.enter_context(patch.object(loss_module, "policy_loss", watched_loss))
         stack.enter_context(patch.object(policy.optimizer, "prepare_grads", watched_grads))
         yield updates
-
-
-def copies(policy: Policy) -> dict[str, Tensor]:
-    """Every whole weight by Hugging Face name. Collective."""
-    return {name: weight.clone() for name, weight in policy.iterate_hf_weights()}
 
 
 @torch.no_grad()

@@ -24,13 +24,14 @@ from transformers import (
 )
 from vllm import EngineArgs
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.generate import Hooks
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm.arguments import engine_args
 from gapo_megatron.types import Prompt
+from tests.configs import config_of
 
 CPU = torch.device("cpu")
 VOCAB, EOS = 61, 1
@@ -60,22 +61,17 @@ def make_model(tied: bool) -> PreTrainedModel:
 
 
 def make_config(hf_dir: Path, *, precision: str = "fp32", **rollout: object) -> Config:
-    return parse_config(
-        {
-            "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": str(hf_dir), "precision": precision},
-            "data": {"train_path": "unused", "max_prompt_tokens": 140},
-            "batch": {"max_tokens_per_microbatch": 256},
-            "rollout": {
-                "max_response_tokens": 24,
-                "enforce_eager": True,
-                "verify_bound": TOLERANCE,
-                **rollout,
-            },
-            "reward": {"kind": "exact"},
+    usual = {
+        "model": {"hf_dir": str(hf_dir), "precision": precision},
+        "data": {"max_prompt_tokens": 140},
+        "batch": {"max_tokens_per_microbatch": 256},
+        "rollout": {
+            "max_response_tokens": 24,
+            "enforce_eager": True,
+            "verify_bound": TOLERANCE,
         },
-        source="test",
-    )
+    }
+    return config_of(usual, {"rollout": rollout})
 
 
 def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:

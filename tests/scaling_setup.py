@@ -12,13 +12,14 @@ from megatron.core.pipeline_parallel import schedules
 from scipy.optimize import brentq
 from transformers import AutoConfig
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS, Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
+from tests.configs import config_of, merged
 from tests.hf.test_convert_models import CONFIGS
 
 # Sizes that are no multiples of 64: parameters and buckets are padded.
@@ -108,23 +109,18 @@ def make_config(hf_dir: str, **sections: dict[str, Any]) -> Config:
         "batch": {"max_tokens_per_microbatch": 256},
         "rollout": {"max_response_tokens": 96},
     }
-    for section, values in sections.items():
-        short[section] = short.get(section, {}) | values
-    return config(**short)
+    return config(**merged(short, sections))
 
 
 def config(**sections: dict[str, Any]) -> Config:
     """Of a model whose lengths are those of the paper's first one."""
-    tree: dict[str, Any] = {
-        "run": {"output_dir": "unused", "num_steps": 10},
+    usual = {
+        "run": {"num_steps": 10},
         "model": {"hf_dir": "/nowhere/x"},
         "data": {"train_path": "/nowhere.jsonl", "max_prompt_tokens": 1000},
         "rollout": {"max_response_tokens": 3092},
-        "reward": {"kind": "exact"},
     }
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | values
-    return parse_config(tree, source="test")
+    return config_of(usual, sections)
 
 
 def layout(

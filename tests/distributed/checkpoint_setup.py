@@ -13,11 +13,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import State
 from gapo_megatron.compat import cpu
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.rollouts import Rollouts
 from tests.attempt_setup import make_attempt
+from tests.configs import config_of
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -47,17 +48,15 @@ def make_model(folder: Path, *, hidden_size: int) -> str:
 
 
 def make_config(hf_dir: str, *, layout: str) -> Config:
-    tree = {
-        "run": {"output_dir": "unused", "num_steps": 4},
+    sections = {
+        "run": {"num_steps": 4},
         "model": {"hf_dir": hf_dir, "precision": "fp32"},
         "parallel": LAYOUTS[layout],
-        "data": {"train_path": "unused", "max_prompt_tokens": 8},
-        "rollout": {"max_response_tokens": 8},
-        "reward": {"kind": "exact"},
+        "data": {"max_prompt_tokens": 8},
         # Large enough that a wrong moment, or a lost step count, moves weights visibly.
         "optimizer": {"learning_rate": 1e-2},
     }
-    return parse_config(tree, source="test")
+    return config_of(sections)
 
 
 def build(config: Config) -> Policy:

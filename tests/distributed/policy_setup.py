@@ -21,12 +21,13 @@ from transformers import (
 )
 
 from gapo_megatron.batching import pack
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.policy import Policy
+from gapo_megatron.policy import ParallelGroups, Policy, initialize
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Microbatch
+from tests.configs import config_of
 
 TP, PP, VPP, CP, EP, SP = (
     "tensor_model_parallel_size",
@@ -85,17 +86,30 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
     """fp32 on one rank; an Adam eps that keeps steps proportional to gradients (see the tests)."""
-    tree: dict[str, Any] = {
-        "run": {"output_dir": "unused", "num_steps": 1},
+    usual = {
         "model": {"hf_dir": str(folder), "precision": "fp32"},
-        "data": {"train_path": "unused", "max_prompt_tokens": 32},
+        "data": {"max_prompt_tokens": 32},
         "rollout": {"max_response_tokens": 64},
-        "reward": {"kind": "exact"},
         "optimizer": {"learning_rate": 1e-3, "eps": 1e-3, "clip_grad": 0.1},
     }
-    for section, values in sections.items():
-        tree[section] = {**tree.get(section, {}), **values}
-    return parse_config(tree, source="test")
+    return config_of(usual, sections)
+
+
+def load_policy(config: Config, groups: ParallelGroups | None = None) -> Policy:
+    """A policy on the CPU with the weights of its model folder, by default on groups of its own."""
+    policy = Policy.build(config, groups or initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
+    return policy
+
+
+def copies(policy: Policy) -> dict[str, Tensor]:
+    """Every whole weight by Hugging Face name. Collective."""
+    return {name: weight.clone() for name, weight in policy.iterate_hf_weights()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """The same names with the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def make_batch(num_sequences: int = 8, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Batch:

@@ -15,10 +15,10 @@ from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as step_module
 from gapo_megatron.objective import PolicyLoss, make_batch
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import destroy
 from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed, single_rank
-from tests.distributed.policy_setup import read_weights, save_model
+from tests.distributed.policy_setup import copies, load_policy, save_model
 from tests.learn_setup import NUM_MINIBATCHES, carry_some, make_config, make_judged, planned
 
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -45,11 +45,9 @@ def config_of(folder: Path, objective: dict[str, Any], *, tokens: int = 48, **si
 
 def learn_once(config: Config, rollouts: Rollouts) -> Found:
     """One step on this rank: widths, losses, clipping, metrics, weights."""
-    parallel = initialize(config.parallel)
-    policy = Policy.build(config, parallel, "cpu")
-    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
+    policy = load_policy(config)
     batch = make_batch(rollouts, config.objective.resolve())
-    batch = planned(batch, config, data_parallel_size=parallel.dp_size)
+    batch = planned(batch, config, data_parallel_size=policy.groups.dp_size)
     found: Found = {"widths": [], "passes": 0, "lost": 0, "gradient": []}
     find_widths, policy_loss = step_module.find_widths, loss_module.policy_loss
     log_probs = bounds_module.log_probs
@@ -78,7 +76,7 @@ def learn_once(config: Config, rollouts: Rollouts) -> Found:
         metrics = step_module.learn(policy, batch, config.objective, config.rollout, Stopwatch())
     assert metrics is not None
     found |= {"metrics": metrics, "scores": policy.groups.is_last_stage}
-    found["after"] = {name: weight.clone() for name, weight in policy.iterate_hf_weights()}
+    found["after"] = copies(policy)
     destroy()
     return found
 

@@ -16,10 +16,15 @@ from gapo_megatron.errors import DivergenceError
 from gapo_megatron.learn import forward
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.logprob import token_log_probs
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import destroy
 from gapo_megatron.policy.context import cut, held_positions, num_chunks
 from tests.dist import run_distributed, single_rank
-from tests.distributed.policy_setup import make_batch, make_config, read_weights, save_model
+from tests.distributed.policy_setup import (
+    load_policy,
+    make_batch,
+    make_config,
+    save_model,
+)
 from tests.distributed.test_policy import compare, train
 from tests.messages import mentions
 
@@ -41,8 +46,7 @@ LAYOUTS = {
 def sequence_that_is_named(folder: Path, poisoned: int) -> str:
     """The error of the rank that holds the last row of a sequence, which is not finite."""
     config = make_config(folder, parallel={"context_parallel_size": 2})
-    policy = Policy.build(config, initialize(config.parallel), "cpu")
-    policy.load_hf_weights(read_weights(folder))
+    policy = load_policy(config)
     microbatch = policy.pack(make_batch(), (2, 5, 1))
     is_poisoned = microbatch.sequence_ids[microbatch.rows] == poisoned
     bad = microbatch.row_index[is_poisoned][-1:]

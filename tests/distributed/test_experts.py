@@ -15,7 +15,7 @@ from gapo_megatron import checkpoint
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import destroy
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import make_state
@@ -28,9 +28,10 @@ from tests.distributed.policy_setup import (
     TP,
     VPP,
     WeightedLoss,
+    copies,
+    load_policy,
     make_batch,
     make_config,
-    read_weights,
     reference_log_probs,
 )
 from tests.learn_setup import gradients
@@ -61,16 +62,14 @@ BATCH = make_batch(vocab_size=VOCAB_SIZE)
 def update_where_one_loss_has_no_gradient(folder: Path, skip_inactive: bool) -> list[float]:
     """Gradient norms; in the last update no rank's loss has a gradient."""
     config = make_config(folder, parallel={EP: 2})
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(folder))
-    microbatches = [policy.pack(BATCH, (groups.dp_rank,))]
+    policy = load_policy(config)
+    microbatches = [policy.pack(BATCH, (policy.groups.dp_rank,))]
     norms = []
     for with_gradient in (0, None):
 
         def loss(scored: Scored, on: int | None = with_gradient) -> object:
             values = scored.log_probs
-            return (values.sum() if groups.dp_rank == on else torch.ones(())), {}
+            return (values.sum() if policy.groups.dp_rank == on else torch.ones(())), {}
 
         norms.append(update(policy, microbatches, loss, skip_inactive=skip_inactive).grad_norm)
     destroy()
@@ -105,10 +104,8 @@ class Report:
 def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
     parallel, shares = LAYOUTS[layout]
     config = make_config(hf_dir, parallel=parallel)
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(hf_dir))
-    microbatches = [policy.pack(BATCH, indices) for indices in shares[groups.dp_rank]]
+    policy = load_policy(config)
+    microbatches = [policy.pack(BATCH, indices) for indices in shares[policy.groups.dp_rank]]
     seen: list[dict[str, Tensor]] = []
     prepare = policy.optimizer.prepare_grads
 
@@ -131,15 +128,14 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
                     config=config,
                     attempt=make_attempt(run_dir),
                 )
-    weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+    weights = copies(policy)
 
     def go_on_from(folder: Path) -> dict[str, Tensor]:
-        policy = Policy.build(config, groups, "cpu")
-        policy.load_hf_weights(read_weights(hf_dir))
-        assert checkpoint.load_latest(folder, policy=policy, config=config)
+        resumed = load_policy(config, policy.groups)
+        assert checkpoint.load_latest(folder, policy=resumed, config=config)
         for _ in range(NUM_UPDATES - 1):
-            update(policy, microbatches, WeightedLoss(BATCH, microbatches))
-        return {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+            update(resumed, microbatches, WeightedLoss(BATCH, microbatches))
+        return copies(resumed)
 
     resumed, moved = go_on_from(run_dir), go_on_from(before)
     destroy()

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.policy import Policy, destroy, export, initialize
+from gapo_megatron.policy import destroy, export
 from tests.dist import run_distributed
 from tests.distributed.conversion_setup import save_model
-from tests.distributed.policy_setup import EP, PP, SP, TP, make_config, read_weights
+from tests.distributed.policy_setup import EP, PP, SP, TP, load_policy, make_config, read_weights
 
 NUM_LAYERS = 4
 SMALL = 20_000
@@ -68,8 +68,7 @@ def export_all(root: Path) -> dict[tuple[str, int], Sent]:
     found = {}
     for name, case in CASES.items():
         config = make_config(root / case.model, parallel=case.parallel)
-        policy = Policy.build(config, initialize(config.parallel), "cpu")
-        policy.load_hf_weights(read_weights(root / case.model))
+        policy = load_policy(config)
         for bucket_bytes in (export.BUCKET_BYTES, SMALL):
             sent = found[name, bucket_bytes] = Sent()
             with (

@@ -29,6 +29,7 @@ from tests.distributed.policy_setup import (
     SP,
     TP,
     WeightedLoss,
+    copies,
     make_batch,
     make_config,
     pack_all,
@@ -251,7 +252,7 @@ def train_on_ranks(
     loss = WeightedLoss(batch, microbatches)
     with patch.object(policy, "unscale_gradients", unscale if plant is None else planted):
         norms = [update(policy, microbatches, loss).grad_norm for _ in range(2)]
-    weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+    weights = copies(policy)
     destroy()
     assert policy.loss_scale is not None
     return Report(norms, policy.loss_scale, weights)
@@ -275,7 +276,7 @@ def overflow_on_one_rank(root: Path, scale: float, factor: float) -> Report:
         norm = update(policy, microbatches, loss).grad_norm
     except DivergenceError:
         assert equal([tensor for _, tensor in policy.iterate_hf_weights()], before)
-    weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+    weights = copies(policy)
     destroy()
     assert policy.loss_scale is not None
     return Report([norm], policy.loss_scale, weights)

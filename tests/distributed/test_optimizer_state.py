@@ -27,7 +27,7 @@ from gapo_megatron.policy import Policy, destroy, initialize, optimizer
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save, tensors_on_disk
-from tests.distributed.policy_setup import make_config, read_weights, save_model
+from tests.distributed.policy_setup import load_policy, make_config, save_model
 from tests.messages import mentions
 
 # Model, parallel settings and bucket size, which counts with the overlap alone.
@@ -46,8 +46,7 @@ def build(folder: Path, name: str) -> tuple[Config, Policy]:
     config = make_config(folder / model, parallel=parallel)
     groups = initialize(config.parallel)
     with patch.object(counts, "bucket_size", lambda _: bucket_size):
-        policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(folder / model))
+        policy = load_policy(config, groups)
     return config, policy
 
 
@@ -149,8 +148,7 @@ def save_before_the_first_update(folder: Path, run_dir: Path) -> None:
             distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam
         ),
     ):
-        policy = Policy.build(config, groups, "cpu")
-        policy.load_hf_weights(read_weights(folder / "qwen2_tied"))
+        policy = load_policy(config, groups)
         path = save(run_dir, policy, config, step=0)
         resumed = Policy.build(config, groups, "cpu")
         state = checkpoint.load_latest(run_dir, policy=resumed, config=config)

@@ -18,17 +18,18 @@ from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import destroy
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
     MODELS,
     ClippedLoss,
     WeightedLoss,
     always_back,
+    copies,
     count_backward,
+    load_policy,
     make_batch,
     make_config,
-    read_weights,
     save_model,
 )
 from tests.messages import mentions
@@ -73,25 +74,23 @@ class Report:
 def train(folder: Path, parallel: dict[str, object], shares: list[list[tuple[int, ...]]]) -> Report:
     """Two updates on this rank's share; the log-probs are those before the second."""
     config = make_config(folder, parallel=parallel)
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(folder))
+    policy = load_policy(config)
     batch = make_batch()
-    microbatches = [policy.pack(batch, indices) for indices in shares[groups.dp_rank]]
+    microbatches = [policy.pack(batch, indices) for indices in shares[policy.groups.dp_rank]]
     grad_norms = []
     for _ in range(NUM_UPDATES):
         old = log_probs(policy, microbatches)
         loss = WeightedLoss(batch, microbatches)
         grad_norms.append(update(policy, microbatches, loss).grad_norm)
     by_sequence = {}
-    if groups.is_last_stage:
+    if policy.groups.is_last_stage:
         assert len(loss.seen) == len(microbatches)
         for microbatch, values in zip(microbatches, old, strict=True):
             for row, index in enumerate(microbatch.indices):
                 by_sequence[index] = values[microbatch.sequence_ids == row]
     else:
         assert old == [None] * len(microbatches) and loss.seen == []
-    weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+    weights = copies(policy)
     destroy()
     equal = all(torch.equal(a, b) for a, b in zip(old, loss.seen, strict=False))
     return Report(grad_norms, by_sequence, equal, weights)
@@ -115,11 +114,9 @@ def train_clipped(
 ) -> Skipping:
     """One update for each entry of CLIPPED, on this rank's share."""
     config = make_config(folder, parallel=parallel, optimizer={"weight_decay": 0.1})
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(folder))
+    policy = load_policy(config)
     batch = make_batch()
-    microbatches = [policy.pack(batch, indices) for indices in shares[groups.dp_rank]]
+    microbatches = [policy.pack(batch, indices) for indices in shares[policy.groups.dp_rank]]
     passes = count_backward(policy)
     report = Skipping({}, 0, [], [], [])
     for clipped in CLIPPED:
@@ -129,7 +126,7 @@ def train_clipped(
         report.grad_norms.append(result.grad_norm)
         report.num_backward.append(len(passes))
         report.num_active.append(sum(bool(o["active_rows"] > 0) for o in result.outputs))
-    report.weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+    report.weights = copies(policy)
     report.num_updates = policy.num_updates
     destroy()
     return report
@@ -154,15 +151,15 @@ def diverge(folder: Path) -> list[tuple[str, bool, int]]:
     seen = []
     for parallel in ({}, {"pipeline_model_parallel_size": 2}):
         config = make_config(folder, parallel=parallel)
-        groups = initialize(config.parallel)
-        policy = Policy.build(config, groups, "cpu")
-        policy.load_hf_weights(read_weights(folder))
+        policy = load_policy(config)
         batch = make_batch()
-        share = [[(0,), (1, 2, 3)], [(4, 5), (6, 7)]][groups.dp_rank]
+        share = [[(0,), (1, 2, 3)], [(4, 5), (6, 7)]][policy.groups.dp_rank]
         microbatches = [policy.pack(batch, indices) for indices in share]
-        before = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+        before = copies(policy)
 
-        def loss(scored: Scored, rank: int = groups.rank) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(
+            scored: Scored, rank: int = policy.groups.rank
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             i, values = scored.index, scored.log_probs
             old, microbatch = values.detach().clone(), microbatches[i]  # noqa: B023
             if rank == 1 and i == 1:

@@ -19,6 +19,7 @@ from gapo_megatron.policy.optimizer import inner_optimizers
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import (
     WeightedLoss,
+    copies,
     make_batch,
     make_config,
     pack_all,
@@ -97,10 +98,6 @@ def train(policy: Policy) -> None:
     update(policy, MICROBATCHES, WeightedLoss(BATCH, MICROBATCHES))
 
 
-def exported(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
-
-
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     assert before.keys() == after.keys()
     return {name for name in before if not torch.equal(before[name], after[name])}
@@ -110,7 +107,7 @@ def test_only_the_adapter_is_trained_and_it_is_merged_on_export(
     folder: Path, groups: ParallelGroups
 ) -> None:
     policy = loaded(folder, groups)
-    start = exported(policy)
+    start = copies(policy)
     assert changed(dict(read_weights(folder)), start) == set()
     own = [p for name, p in policy.stages[0].named_parameters() if name.endswith((".down", ".up"))]
     (adam,) = inner_optimizers(policy.optimizer)
@@ -124,7 +121,7 @@ def test_only_the_adapter_is_trained_and_it_is_merged_on_export(
     moved = changed(before, dict(policy.stages[0].named_parameters()))
     assert moved == {name for name in names if name.endswith((".down", ".up"))}
 
-    after = exported(policy)
+    after = copies(policy)
     parts = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
     assert changed(start, after) == {name for name in start if name.endswith(parts)}
     plain = Policy.build(make_config(folder), groups, "cpu")
@@ -141,21 +138,21 @@ def test_a_megatron_folder_fills_the_weights_beneath(
     convert(folder, tmp_path / "megatron")
     policy = build(folder, groups)
     policy.load_megatron_weights(tmp_path / "megatron")
-    assert changed(dict(read_weights(folder)), exported(policy)) == set()
+    assert changed(dict(read_weights(folder)), copies(policy)) == set()
 
 
 def test_the_reference_is_the_model_without_what_was_trained(
     folder: Path, groups: ParallelGroups
 ) -> None:
     policy = loaded(folder, groups, objective={"kl_coef": 0.1}, optimizer={"offload": "all"})
-    start = exported(policy)
+    start = copies(policy)
     train(policy)
     policy.make_room()
     policy.make_room_of_weights()
-    after = exported(policy)
+    after = copies(policy)
     with policy.reference_weights():
-        assert changed(start, exported(policy)) == set()
-    assert changed(after, exported(policy)) == set()
+        assert changed(start, copies(policy)) == set()
+    assert changed(after, copies(policy)) == set()
     assert changed(start, after)
 
 
@@ -168,7 +165,7 @@ def test_a_checkpoint_resumes_with_the_same_bits(
     write_state(policy.sharded_state_dict(), tmp_path / "saved", groups)
     state = load_sharded(resumed.sharded_state_dict(is_loading=True), tmp_path / "saved")
     resumed.load_state_dict(state)
-    assert changed(exported(policy), exported(resumed)) == set()
+    assert changed(copies(policy), copies(resumed)) == set()
     train(policy), train(resumed)
-    assert changed(exported(policy), exported(resumed)) == set()
+    assert changed(copies(policy), copies(resumed)) == set()
     assert resumed.num_updates == 2

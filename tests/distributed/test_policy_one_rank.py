@@ -33,6 +33,9 @@ from tests.distributed.conversion_setup import save_model as save_conversion_mod
 from tests.distributed.policy_setup import (
     MODELS,
     WeightedLoss,
+    copies,
+    equal,
+    load_policy,
     make_batch,
     make_config,
     pack_all,
@@ -48,9 +51,7 @@ TWO_MICROBATCHES = ((0, 1, 2, 3, 4), (5, 6, 7))
 
 
 def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -> Policy:
-    policy = Policy.build(make_config(folder, **sections), groups, "cpu")
-    policy.load_hf_weights(read_weights(folder))
-    return policy
+    return load_policy(make_config(folder, **sections), groups)
 
 
 def train(policy: Policy, *, num_updates: int = 1) -> tuple[list[UpdateResult], list[Tensor]]:
@@ -60,16 +61,8 @@ def train(policy: Policy, *, num_updates: int = 1) -> tuple[list[UpdateResult], 
     return [update(policy, microbatches, loss) for _ in range(num_updates)], loss.seen
 
 
-def weights(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
-
-
 def gradients(policy: Policy) -> list[Tensor]:
     return [parameter.main_grad.clone() for parameter in policy.stages[0].parameters()]
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def optimizer_state(policy: Policy) -> dict[str, list[Tensor]]:
@@ -134,7 +127,7 @@ def test_what_the_engine_has_no_room_for_leaves_the_device(
         assert buffer.grad_data.untyped_storage().nbytes() == 4 * buffer.numel > 0
         if leaves:
             policy.make_room_of_weights()
-        found.append([*weights(policy).values(), *gradients(policy), *saved_state(policy)])
+        found.append([*copies(policy).values(), *gradients(policy), *saved_state(policy)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -145,20 +138,20 @@ def test_whoever_reads_weights_finds_them(
     sections = {"optimizer": {"offload": "all"}, "objective": {"kl_coef": 0.1}}
     policy, initial = build(folder, groups, **sections), dict(read_weights(folder))
     train(policy)
-    trained = weights(policy)
+    trained = copies(policy)
     stage = {name: weight.clone() for name, weight in policy.stages[0].named_parameters()}
     policy.make_room_of_weights()
     with policy.reference_weights():
-        assert equal(weights(policy), initial)
+        assert equal(copies(policy), initial)
         policy.make_room_of_weights()
     policy.make_room_of_weights()
-    assert equal(weights(policy), trained)
+    assert equal(copies(policy), trained)
     policy.make_room_of_weights()
     policy.load_hf_weights(initial.items())
-    assert equal(weights(policy), initial)
+    assert equal(copies(policy), initial)
     policy.make_room_of_weights()
     policy.load_state_dict({"model": {"stage_0": stage}, "optimizer": {}, "num_updates": 1})
-    assert equal(weights(policy), trained)
+    assert equal(copies(policy), trained)
 
 
 def test_segments_expand_in_passes_and_not_while_the_engine_allocates(
@@ -170,7 +163,7 @@ def test_segments_expand_in_passes_and_not_while_the_engine_allocates(
         train(policy)
         log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
         policy.make_room()
-        weights(policy)  # received by the engine
+        copies(policy)  # received by the engine
         policy.make_room_of_weights()
         policy.sharded_state_dict()
     assert used == 2 * [True, True, True, False]
@@ -206,7 +199,7 @@ def test_log_probs_gradients_and_updates_are_those_of_transformers(
 ) -> None:
     model = save_model(tmp_path, name)
     policy = build(tmp_path, groups)
-    assert equal(weights(policy), dict(read_weights(tmp_path)))
+    assert equal(copies(policy), dict(read_weights(tmp_path)))
 
     # fp32 rounding in another order: sums of up to 96 terms, 1e-6 measured. One sequence at a
     # time there, packed here: any attention across sequences would show as differences of order 1.
@@ -233,7 +226,7 @@ def test_log_probs_gradients_and_updates_are_those_of_transformers(
         assert norm > 0.1  # clipping took part
         adam.step()
     trained = dict(model.named_parameters())
-    for key, value in weights(policy).items():
+    for key, value in copies(policy).items():
         # Three steps of at most 1e-3: what is left is the fp32 rounding of the gradient.
         torch.testing.assert_close(value, trained[key].detach(), rtol=0, atol=3e-7, msg=key)
 
@@ -273,17 +266,17 @@ def test_the_split_into_microbatches_does_not_matter(folder: Path, groups: Paral
 
 def test_a_loss_without_gradient_is_a_step_of_zero(folder: Path, groups: ParallelGroups) -> None:
     policy = build(folder, groups, optimizer={"weight_decay": 0.0})
-    before = weights(policy)
+    before = copies(policy)
     result = update(policy, pack_all(BATCH, [()]), lambda *_: (torch.tensor(1.0), {}))
     assert result.grad_norm == 0.0
-    assert equal(weights(policy), before)
+    assert equal(copies(policy), before)
 
 
 def test_bf16_keeps_fp32_master_weights(folder: Path, groups: ParallelGroups) -> None:
     model = save_model(folder, "qwen2_tied")
     # Steps of at most 1e-5 x 1 / 1e-3 of the clipped gradient: far below a bf16 weight's spacing.
     policy = build(folder, groups, model={"precision": "bf16"}, optimizer={"learning_rate": 1e-5})
-    before = weights(policy)
+    before = copies(policy)
     assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
     expected = torch.cat([x.detach() for x in reference_log_probs(model, BATCH)])
     found = torch.cat(log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES)))
@@ -295,7 +288,7 @@ def test_bf16_keeps_fp32_master_weights(folder: Path, groups: ParallelGroups) ->
     start = torch.cat([p.detach().flatten().clone() for p in masters])
     results, _ = train(policy, num_updates=2)
     moved = (torch.cat([p.detach().flatten() for p in masters]) - start).abs()
-    after = weights(policy)
+    after = copies(policy)
     unchanged = sum(int((before[name] == after[name]).sum()) for name in before)
     assert (moved > 0).float().mean() > 0.5
     assert unchanged > 0.9 * len(start)
@@ -305,27 +298,27 @@ def test_bf16_keeps_fp32_master_weights(folder: Path, groups: ParallelGroups) ->
 def test_divergence_leaves_everything_as_it_was(folder: Path, groups: ParallelGroups) -> None:
     policy, other = build(folder, groups), build(folder, groups)
     train(policy), train(other)
-    before = weights(policy)
+    before = copies(policy)
     microbatches = pack_all(BATCH, TWO_MICROBATCHES)
     for factor in (float("nan"), float("inf")):
         with pytest.raises(DivergenceError, match=mentions("update 1", "gradient norm")):
             update(policy, microbatches, lambda scored, f=factor: (scored.log_probs.sum() * f, {}))
     with pytest.raises(DivergenceError):  # a finite gradient does not excuse the loss
         update(policy, microbatches, lambda scored: (scored.log_probs.sum() * 0 + torch.inf, {}))
-    assert equal(weights(policy), before)
+    assert equal(copies(policy), before)
     assert policy.num_updates == 1
     train(policy), train(other)
-    assert equal(weights(policy), weights(other))  # moments and step count were untouched too
+    assert equal(copies(policy), copies(other))  # moments and step count were untouched too
 
 
 def test_reference_weights_come_and_go_bit_for_bit(folder: Path, groups: ParallelGroups) -> None:
     policy = build(folder, groups, objective={"kl_coef": 0.1})
     train(policy)
-    current = weights(policy)
+    current = copies(policy)
     with pytest.raises(ZeroDivisionError), policy.reference_weights():
-        assert equal(weights(policy), dict(read_weights(folder)))
+        assert equal(copies(policy), dict(read_weights(folder)))
         raise ZeroDivisionError
-    assert equal(weights(policy), current)
+    assert equal(copies(policy), current)
     with pytest.raises(RuntimeError, match="kl_coef"), build(folder, groups).reference_weights():
         pass
 

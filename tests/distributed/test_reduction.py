@@ -33,9 +33,10 @@ from tests.distributed.policy_setup import (
     VPP,
     ClippedLoss,
     WeightedLoss,
+    copies,
+    load_policy,
     make_batch,
     make_config,
-    read_weights,
     save_model,
 )
 from tests.messages import mentions
@@ -109,8 +110,7 @@ def configure(folder: Path, case: Case, *, overlap: bool) -> Config:
 def train(folder: Path, case: Case, groups: ParallelGroups, *, overlap: bool) -> Report:
     config = configure(folder, case, overlap=overlap)
     with patch.object(counts, "bucket_size", lambda _: case.bucket_size):
-        policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(folder / case.model))
+        policy = load_policy(config, groups)
     microbatches = [policy.pack(BATCH, indices) for indices in case.shares[groups.dp_rank]]
     report = Report({}, [])
     with watch(report.num_begun):
@@ -120,7 +120,7 @@ def train(folder: Path, case: Case, groups: ParallelGroups, *, overlap: bool) ->
             result = update(policy, microbatches, loss, skip_inactive=True)
             report.grad_norms.append(result.grad_norm)
             policy.make_room()
-    report.weights = weights(policy)
+    report.weights = copies(policy)
     if policy.reduction is not None:
         report.num_buckets = policy.reduction.num_buckets
     return report
@@ -137,10 +137,6 @@ def watch(num_begun: list[int]) -> Iterator[None]:
 
     with patch.object(GradientReduction, "begin_rest", watched):
         yield
-
-
-def weights(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
 
 
 def train_cases(folder: Path, cases: dict[str, Case]) -> dict[str, tuple[Report, ...]]:
@@ -195,8 +191,7 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
     def build(overlap: bool) -> tuple[Config, Policy]:
         config = configure(folder, case, overlap=overlap)
         with patch.object(counts, "bucket_size", lambda _: case.bucket_size):
-            policy = Policy.build(config, groups, "cpu")
-        policy.load_hf_weights(read_weights(folder / case.model))
+            policy = load_policy(config, groups)
         return config, policy
 
     def move(policy: Policy) -> None:
@@ -215,12 +210,12 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
             attempt=make_attempt(path),
         )
         move(policy)
-        found.append(weights(policy))
+        found.append(copies(policy))
         for after in (True, False):
             config, policy = build(after)
             assert checkpoint.load_latest(path, policy=policy, config=config)
             move(policy)
-            found.append(weights(policy))
+            found.append(copies(policy))
     destroy()
     return found
 
@@ -271,18 +266,17 @@ def policy(folder: Path) -> Iterator[Policy]:
     case = TWO_RANKS["tied"]
     config = configure(folder, case, overlap=True)
     with single_rank(), patch.object(counts, "bucket_size", lambda _: 1):
-        policy = Policy.build(config, initialize(config.parallel), "cpu")
-        policy.load_hf_weights(read_weights(folder / case.model))
+        policy = load_policy(config)
         yield policy
         destroy()
 
 
 def test_a_gradient_that_is_not_finite_leaves_nothing_behind(policy: Policy) -> None:
     microbatches = [policy.pack(BATCH, indices) for indices in APART[0]]
-    before = weights(policy)
+    before = copies(policy)
     with pytest.raises(DivergenceError, match=mentions("gradient norm", "nan")):
         update(policy, microbatches, lambda scored: (scored.log_probs.sum() * torch.nan, {}))
-    assert all(torch.equal(before[name], weight) for name, weight in weights(policy).items())
+    assert all(torch.equal(before[name], weight) for name, weight in copies(policy).items())
     assert update(policy, microbatches, WeightedLoss(BATCH, microbatches)).grad_norm > 0
 
 

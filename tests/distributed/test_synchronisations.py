@@ -25,7 +25,7 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult, update
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import destroy
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Minibatch, Plan
 from tests.dist import run_distributed
@@ -37,9 +37,9 @@ from tests.distributed.policy_setup import (
     SP,
     TP,
     VPP,
+    load_policy,
     make_batch,
     make_config,
-    read_weights,
     save_model,
 )
 from tests.synchronisations import Waits, counted_waits, ours
@@ -111,9 +111,7 @@ def counted_updates() -> Iterator[list[Waits]]:
 def count(folder: Path, **sections: dict[str, Any]) -> Counts:
     """Every stage that runs micro-batches, on this rank."""
     config = make_config(folder, **{"optimizer": {"learning_rate": 1e-3}, **sections})
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_weights(folder))
+    policy = load_policy(config)
     batch = batch_with_advantages()
 
     def learn_once(planned: Batch) -> None:
@@ -121,14 +119,16 @@ def count(folder: Path, **sections: dict[str, Any]) -> Counts:
 
     counts: Counts = {}
     for number in (FEW, MANY):
-        planned = functools.partial(plan_of, batch, num_microbatches=number, dp_size=groups.dp_size)
+        planned = functools.partial(
+            plan_of, batch, num_microbatches=number, dp_size=policy.groups.dp_size
+        )
         one, two = planned(num_minibatches=1), planned(num_minibatches=2)
-        mine = one.minibatches[0].microbatches[groups.dp_rank]
+        mine = one.minibatches[0].microbatches[policy.groups.dp_rank]
         # Packing is the host's: what it reads is its own, which a CPU cannot tell.
         packed = {
             indices: policy.pack(batch, indices)
             for minibatch in (*one.minibatches, *two.minibatches)
-            for indices in minibatch.microbatches[groups.dp_rank]
+            for indices in minibatch.microbatches[policy.groups.dp_rank]
         }
         with patch.object(policy, "pack", lambda _, indices, packed=packed: packed[indices]):
             with counted_waits() as counts["log_probs", number]:
@@ -212,8 +212,7 @@ def count_carry(folder: Path) -> list[Waits]:
         rollout={"max_response_tokens": 20},
         batch={"max_tokens_per_microbatch": 24},
     )
-    policy = Policy.build(config, initialize(config.parallel), "cpu")
-    policy.load_hf_weights(read_weights(folder))
+    policy = load_policy(config)
     counts = []
     for number in (FEW, MANY):  # each response fills a micro-batch
         responses = [random.integers(0, 90, 20).astype(np.int32) for _ in range(number)]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.config import parse_config
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.hf.weights import read_hf
@@ -22,6 +21,7 @@ from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.prepare.demo_task import write_tokenizer
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.vllm.arguments import eos_token_ids
+from tests.configs import config_of
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
 
@@ -57,14 +57,7 @@ def write_model(folder: Path, *, shard_bytes: str = "5GB") -> None:
 
 @functools.cache
 def _parallel() -> Any:
-    tree = {
-        "run": {"output_dir": "run", "num_steps": 1},
-        "model": {"hf_dir": "."},
-        "data": {"train_path": "t"},
-        "rollout": {"max_response_tokens": 8},
-        "reward": {"kind": "exact"},
-    }
-    return parse_config(tree, source="fuzz").parallel
+    return config_of().parallel
 
 
 def _read_all(folder: Path) -> dict[str, Any]:

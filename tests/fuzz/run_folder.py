@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.evaluate.counts import write_counts
 from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
@@ -20,6 +20,7 @@ from gapo_megatron.ops.launch.status import read_status
 from gapo_megatron.ops.report.runs import parse_branch, read_run
 from gapo_megatron.run.metrics import MetricsWriter
 from tests.attempt_setup import make_attempt
+from tests.configs import config_of
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
 
@@ -28,17 +29,12 @@ _NUM_STEPS = 3
 
 
 def _config() -> Config:
-    return parse_config(
-        {
-            "run": {"output_dir": "run", "num_steps": _NUM_STEPS},
-            "model": {"hf_dir": "model", "precision": "fp32"},
-            "data": {"train_path": "train.jsonl"},
-            "rollout": {"max_response_tokens": 64},
-            "reward": {"kind": "exact"},
-            "metrics": {"tensorboard": False},
-        },
-        source="fuzz",
-    )
+    sections = {
+        "run": {"output_dir": "run", "num_steps": _NUM_STEPS},
+        "model": {"precision": "fp32"},
+        "metrics": {"tensorboard": False},
+    }
+    return config_of(sections)
 
 
 def _prepare(folder: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import hf_shapes
@@ -21,6 +21,7 @@ from gapo_megatron.policy import ParallelGroups, Policy, initialize
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Episode, Microbatch, Prompt
 from tests.batches import make_batch
+from tests.configs import config_of
 
 _TINY = {
     "hidden_size": 128,
@@ -62,17 +63,14 @@ class Setting:
         fields = shipped_fields("Qwen2.5-Math-1.5B") | (_TINY if self.tiny else {})
         fields |= {"max_position_embeddings": 32768, "eos_token_id": 0}
         (hf_dir / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        tree: dict[str, dict[str, Any]] = {
-            "run": {"output_dir": str(self.folder / "run"), "num_steps": 1},
+        usual = {
+            "run": {"output_dir": str(self.folder / "run")},
             "model": {"hf_dir": str(hf_dir), "precision": self.precision},
-            "data": {"train_path": "unused", "max_prompt_tokens": self.tokens(512)},
+            "data": {"max_prompt_tokens": self.tokens(512)},
             "rollout": {"max_response_tokens": self.tokens(2048)},
             "batch": {"max_tokens_per_microbatch": self.tokens(8192)},
-            "reward": {"kind": "exact"},
         }
-        for name, values in sections.items():
-            tree[name] = tree.get(name, {}) | values
-        return parse_config(tree, source="test-gpu")
+        return config_of(usual, sections)
 
     def policy(self, config: Config) -> Policy:
         """With random weights: matrices of deviation 0.02, norms of ones, the same every time."""

@@ -24,7 +24,7 @@ from gapo_megatron.exchange import GroupChannel, deal_tokens
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn import carry as carry_module
 from gapo_megatron.learn.share import DataParallelRanks
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Prompt
@@ -33,8 +33,8 @@ from tests.dist import run_distributed, single_rank
 from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.policy_setup import (
     VOCAB_SIZE,
+    load_policy,
     make_config,
-    read_weights,
     reference_log_probs,
     save_model,
 )
@@ -105,16 +105,10 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     return make_config(folder, batch=batch, **sections)
 
 
-def build(config: Config) -> Policy:
-    policy = Policy.build(config, initialize(config.parallel), "cpu")
-    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
-    return policy
-
-
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Iterator[Policy]:
     with single_rank():
-        yield build(config_of(folder))
+        yield load_policy(config_of(folder))
         destroy()
 
 
@@ -197,7 +191,7 @@ def over_layouts(folder: Path) -> dict[str, Any]:
     result = {}
     for name, parallel in LAYOUTS.items():
         config = config_of(folder, parallel=parallel)
-        policy = build(config)
+        policy = load_policy(config)
         groups = carry(policy, GROUPS, config, policy_version=5)
         # One response: a data parallel rank without any.
         alone = GROUPS[0][:2]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gapo_megatron.learn.metrics import add_over_ranks
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollouts import Rollouts
+from tests.distributed.policy_setup import equal
 from tests.learn_setup import (
     GROUP_SIZE,
     NUM_MINIBATCHES,
@@ -59,10 +60,6 @@ def rows_of(rollouts: Rollouts, *, active: bool) -> list[int]:
     if active:
         is_valid &= ((rewards == 1).any(axis=1) & (rewards == 0).any(axis=1))[:, None]
     return np.flatnonzero(is_valid).tolist()
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_single_mini_batch_has_ratio_one(folder: Path) -> None:

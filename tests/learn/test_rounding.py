@@ -24,13 +24,14 @@ from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.rounding import Scores, measure
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import upper_clip
-from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact, initialize
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact
 from gapo_megatron.policy.exact import exact_stages
 from gapo_megatron.rollouts import Batch
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
     VOCAB_SIZE,
+    load_policy,
     make_batch,
     make_config,
     read_weights,
@@ -84,18 +85,12 @@ def model_of(layout: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Iterator[Policy]:
     with single_rank():
-        yield build(config_of(folder))
+        yield load_policy(config_of(folder))
         destroy()
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     return make_config(folder, **{"batch": {"rollouts_per_prompt": K}} | sections)
-
-
-def build(config: Config, groups: ParallelGroups | None = None) -> Policy:
-    policy = Policy.build(config, groups or initialize(config.parallel), "cpu")
-    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
-    return policy
 
 
 def moved(folder: Path, seed: int = 1) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +104,7 @@ def over_a_step(
     folder: Path, config: Config, groups: ParallelGroups | None = None
 ) -> dict[str, float]:
     """Metrics of a step that moves the weights by `moved`."""
-    policy = build(config, groups)
+    policy = load_policy(config, groups)
     batch = batch_of(data_parallel_size=policy.groups.dp_size)
     before = Scores.of(policy, batch)
     policy.load_hf_weights(moved(folder))
@@ -168,7 +163,7 @@ def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in
         ("fp16", torch.float16, 5e-5),
     ):
         config = config_of(folder, model={"precision": precision})
-        scores = Scores.of(build(config, policy.groups), BATCH)
+        scores = Scores.of(load_policy(config, policy.groups), BATCH)
         model = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             for weight in model.parameters():
@@ -314,7 +309,7 @@ def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -
         config = config_of(
             folder, batch=sizes, optimizer={"learning_rate": 1e-3, "offload": offload}
         )
-        stepped = build(config, policy.groups)
+        stepped = load_policy(config, policy.groups)
         sections = (config.objective, config.rollout)
         metrics = learn(stepped, BATCH, *sections, Stopwatch(), measures_rounding=measures)
         assert metrics is not None

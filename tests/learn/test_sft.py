@@ -15,13 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError, DataError
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.policy import destroy
 from gapo_megatron.run.supervised import _learning_rate, _read_examples
 from gapo_megatron.sft import train_supervised
+from tests.configs import config_of
 from tests.messages import mentions
 
 LINES = [
@@ -55,17 +56,14 @@ def tokenizer(initial: Path) -> PreTrainedTokenizerBase:
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"output_dir": "out", "num_steps": 1},
+    usual = {
+        "run": {"output_dir": "out"},
         "model": {"hf_dir": "model", "precision": "fp32"},
         "data": {"train_path": "train.jsonl", "max_prompt_tokens": 6},
         "rollout": {"max_response_tokens": 6},
-        "reward": {"kind": "exact"},
         "batch": {"max_tokens_per_microbatch": 32},
     }
-    for section, values in sections.items():
-        tree[section] = {**tree.get(section, {}), **values}
-    return parse_config(tree, source="test")
+    return config_of(usual, sections)
 
 
 LIMITS: dict[str, Any] = {"chat_template": False, "longest": 12}

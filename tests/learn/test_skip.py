@@ -26,10 +26,10 @@ from tests.distributed.policy_setup import (
     ClippedLoss,
     always_back,
     count_backward,
+    load_policy,
     make_batch,
     make_config,
     pack_all,
-    read_weights,
     save_model,
 )
 from tests.messages import mentions
@@ -54,9 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -> Policy:
-    policy = Policy.build(make_config(folder, **sections), groups, "cpu")
-    policy.load_hf_weights(read_weights(folder))
-    return policy
+    return load_policy(make_config(folder, **sections), groups)
 
 
 def train(policy: Policy, clipped: Collection[int]) -> UpdateResult:

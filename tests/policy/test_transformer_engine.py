@@ -28,7 +28,7 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
-from gapo_megatron.policy import Policy, destroy, initialize, model
+from gapo_megatron.policy import destroy, initialize, model
 from gapo_megatron.policy.load import _is_extra_state
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
@@ -36,10 +36,10 @@ from tests.dist import single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
     WeightedLoss,
+    load_policy,
     make_batch,
     make_config,
     pack_all,
-    read_weights,
     save_model,
 )
 from tests.messages import mentions
@@ -120,8 +120,7 @@ def test_without_it_experts_are_added_up_in_order(
 ) -> None:
     """In both passes, and where a layer is recomputed."""
     conversion_setup.save_model(tmp_path, "qwen3_moe")
-    policy = Policy.build(make_config(tmp_path, model={"recompute": recompute}), groups, "cpu")
-    policy.load_hf_weights(read_weights(tmp_path))
+    policy = load_policy(make_config(tmp_path, model={"recompute": recompute}), groups)
     batch = make_batch(4, vocab_size=policy.hf_config.vocab_size)
     microbatches = pack_all(batch, ((0, 1), (2, 3)))
     hidden_size = policy.hf_config.hidden_size
@@ -209,8 +208,7 @@ def test_weight_gradients_that_are_there_already_count_once(
     found = []
     for fuses in (False, True):
         config = make_config(tmp_path, parallel={"overlap_grad_reduce": overlap})
-        policy = Policy.build(config, groups, "cpu")
-        policy.load_hf_weights(read_weights(tmp_path))
+        policy = load_policy(config, groups)
         (stage,) = policy.stages
         if fuses:
             fuse_weight_gradients(stage)

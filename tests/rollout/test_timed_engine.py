@@ -11,12 +11,12 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import parse_config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
+from tests.configs import config_of
 from tests.scripted_engine import LoneReplicas, ThreadReplicas
 from tests.timed_engine import Costs, CountedPace, Lengths, TimedEngine
 
@@ -100,23 +100,15 @@ def carried(groups: Rollouts, step: int) -> Rollouts:
 
 def sample(oversampling: float, *, partial: bool) -> list[Found]:
     """Several steps of several engines, with generation only."""
-    config = parse_config(
-        {
-            "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": "unused"},
-            "data": {"train_path": "unused", "max_prompt_tokens": 16},
-            "batch": {
-                "rollout_prompts": 8 * NUM_ENGINES,
-                "minibatch_prompts": 8,
-                "rollouts_per_prompt": 2,
-                "oversampling": oversampling,
-                "partial_rollouts": partial,
-            },
-            "rollout": {"max_response_tokens": LIMIT},
-            "reward": {"kind": "exact"},
-        },
-        source="test",
-    )
+    batch = {
+        "rollout_prompts": 8 * NUM_ENGINES,
+        "minibatch_prompts": 8,
+        "rollouts_per_prompt": 2,
+        "oversampling": oversampling,
+        "partial_rollouts": partial,
+    }
+    rollout = {"max_response_tokens": LIMIT}
+    config = config_of({"data": {"max_prompt_tokens": 16}, "batch": batch, "rollout": rollout})
 
     class Tokenizer:
         def decode(self, *_: object, **__: object) -> str:

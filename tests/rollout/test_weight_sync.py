@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.errors import WeightSyncError
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
@@ -24,9 +24,9 @@ from gapo_megatron.types import Prompt
 from tests.broadcast_transport import broadcast
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
+    load_policy,
     make_batch,
     make_config,
-    read_weights,
     save_model,
 )
 from tests.transformers_engine import TransformersEngine
@@ -67,9 +67,7 @@ def make_engine(folder: Path) -> TransformersEngine:
 
 def make_policy(folder: Path, **sections: Any) -> Policy:
     config = make_config(folder, rollout={"temperature": 0.5}, **sections)
-    policy = Policy.build(config, initialize(config.parallel), "cpu")
-    policy.load_hf_weights(read_weights(folder))
-    return policy
+    return load_policy(config)
 
 
 def sync_with_a_second_engine(folder: Path, parallel: dict[str, int]) -> list[WeightCheck]:

@@ -12,33 +12,27 @@ import pytest
 from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.orders import STOP, Order, pack, pack_probe, unpack_probe
+from tests.configs import config_of
 
 T = TypeVar("T")
 NO_PROBE = Rollouts.join([])
 
 
 def make_config(*, max_staleness: int, num_steps: int = 8, every: int = 0) -> Config:
-    tree = {
-        "run": {"output_dir": "/x", "num_steps": num_steps},
-        "model": {"hf_dir": "/x/model"},
-        "data": {"train_path": "unused"},
-        "rollout": {
-            "max_response_tokens": 8,
-            "generation_ranks": 1,
-            "max_staleness": max_staleness,
-        },
-        "reward": {"kind": "exact"},
+    sections = {
+        "run": {"num_steps": num_steps},
+        "rollout": {"generation_ranks": 1, "max_staleness": max_staleness},
         "objective": {"importance_weight_max": 2.0},
         "checkpoint": {"every_steps": every},
     }
-    return parse_config(tree, source="test")
+    return config_of(sections)
 
 
 class Mail(dict[str, bytes]):
@@ -151,6 +145,14 @@ def train(generation: GenerationRanks, steps: Iterable[int], *, first: int | Non
         generation.sample_ahead()
 
 
+def begin_at_0(begin: Any, **settings: Any) -> tuple[Side, GenerationRanks]:
+    """A run whose first weights have been sent, and what is at the other end."""
+    side = Side()
+    generation = begin(side, make_config(**settings))
+    generation.sync(NO_PROBE, policy_version=0)
+    return side, generation
+
+
 @pytest.mark.parametrize(
     ("max_staleness", "versions"),
     [
@@ -163,9 +165,7 @@ def train(generation: GenerationRanks, steps: Iterable[int], *, first: int | Non
 def test_which_weights_sample_which_batch(
     begin: Any, max_staleness: int, versions: list[int]
 ) -> None:
-    side = Side()
-    generation = begin(side, make_config(max_staleness=max_staleness))
-    generation.sync(NO_PROBE, policy_version=0)
+    side, generation = begin_at_0(begin, max_staleness=max_staleness)
     train(generation, range(8))
     generation.close()
     assert [side.sampled[step] for step in range(8)] == versions
@@ -206,9 +206,7 @@ def test_after_a_stop_in_the_midst_of_a_step_no_batch_is_missing(begin: Any) -> 
 
 
 def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> None:
-    side = Side()
-    generation = begin(side, make_config(max_staleness=1))
-    generation.sync(NO_PROBE, policy_version=0)
+    _, generation = begin_at_0(begin, max_staleness=1)
     gaps = []
     for step in range(3):
         gaps.append(generation.collect(step).metrics["rollout/version_gap"])
@@ -220,9 +218,7 @@ def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> Non
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_the_mailbox_does_not_grow_from_step_to_step(begin: Any, max_staleness: int) -> None:
-    side = Side()
-    generation = begin(side, make_config(max_staleness=max_staleness, num_steps=40))
-    generation.sync(NO_PROBE, policy_version=0)
+    side, generation = begin_at_0(begin, max_staleness=max_staleness, num_steps=40)
     sizes = []
     for step in range(40):
         train(generation, [step])
@@ -231,24 +227,19 @@ def test_the_mailbox_does_not_grow_from_step_to_step(begin: Any, max_staleness: 
 
 
 def test_metrics_of_an_on_policy_run_say_nothing_of_versions(begin: Any) -> None:
-    generation = begin(Side(), make_config(max_staleness=0))
-    generation.sync(NO_PROBE, policy_version=0)
+    _, generation = begin_at_0(begin, max_staleness=0)
     assert generation.collect(0).metrics == {"from": 0}
 
 
 def test_an_evaluation_is_of_the_weights_that_were_sent_last(begin: Any) -> None:
-    side = Side()
-    generation = begin(side, make_config(max_staleness=1))
-    generation.sync(NO_PROBE, policy_version=0)
+    _, generation = begin_at_0(begin, max_staleness=1)
     assert generation.evaluate(0) == {"eval/version": 0}
     with pytest.raises(AssertionError):
         generation.evaluate(1)
 
 
 def test_what_is_sampled_ahead_is_discarded_and_counted(begin: Any) -> None:
-    side = Side()
-    generation = begin(side, make_config(max_staleness=2))
-    generation.sync(NO_PROBE, policy_version=0)
+    side, generation = begin_at_0(begin, max_staleness=2)
     generation.collect(0)
     assert generation.discard_ahead() == 11 + 12
     assert STOP in side.mail
@@ -258,19 +249,15 @@ def test_what_is_sampled_ahead_is_discarded_and_counted(begin: Any) -> None:
 
 
 def test_a_batch_that_was_aborted_is_counted_as_well(begin: Any) -> None:
-    side = Side()
+    side, generation = begin_at_0(begin, max_staleness=0)
     side.aborts = {0}
-    generation = begin(side, make_config(max_staleness=0))
-    generation.sync(NO_PROBE, policy_version=0)
     assert generation.collect(0) is None
     assert generation.discard_ahead() == 10
     assert generation.source_state == {"after": -1}
 
 
 def test_a_batch_is_there_once_the_weights_after_it_have_been_sent(begin: Any) -> None:
-    side = Side()
-    generation = begin(side, make_config(max_staleness=1))
-    generation.sync(NO_PROBE, policy_version=0)
+    side, generation = begin_at_0(begin, max_staleness=1)
     generation.collect(0)
     assert not generation.has_batch(1)
     generation.sync(NO_PROBE, policy_version=1)

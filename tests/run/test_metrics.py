@@ -13,27 +13,21 @@ import torch
 from rich.console import Console
 
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config, MetricsConfig, parse_config
+from gapo_megatron.config import Config, MetricsConfig
 from gapo_megatron.errors import ConfigError, DataError, MachineError
 from gapo_megatron.io import console_table
 from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.run import metrics
 from gapo_megatron.run.metrics import MetricsWriter, check_sinks
+from tests.configs import config_of
 from tests.full_disk import full_disk
 from tests.messages import mentions
 from tests.waiting import HANG_S
 
 
 def make_config(**sinks) -> Config:
-    tree = {
-        "run": {"output_dir": "unused", "num_steps": 10},
-        "model": {"hf_dir": "unused"},
-        "data": {"train_path": "unused"},
-        "rollout": {"max_response_tokens": 8},
-        "reward": {"kind": "exact"},
-        "metrics": {"tensorboard": False, **sinks},
-    }
-    return parse_config(tree, source="test")
+    metrics = {"tensorboard": False, **sinks}
+    return config_of({"run": {"num_steps": 10}, "metrics": metrics})
 
 
 def write_steps(run_dir, steps, *, resume_step=0) -> None:

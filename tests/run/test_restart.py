@@ -21,6 +21,7 @@ from gapo_megatron.run import attempt
 from gapo_megatron.run.restart import AFTER_A_SAVE, check_not_lost
 from gapo_megatron.train import check_before_imports
 from tests.branch_setup import make_checkpoint, tree_of
+from tests.configs import merged
 from tests.messages import mentions
 from tests.ops.test_dry_run import text_of
 
@@ -28,9 +29,7 @@ from tests.ops.test_dry_run import text_of
 def make_config(root: Path, **sections: dict[str, Any]) -> Config:
     """A run of 9 steps in `new/`, saved after every third."""
     usual = {"run": {"num_steps": 9}, "checkpoint": {"every_steps": 3, "branch_from": ""}}
-    for section, values in sections.items():
-        usual[section] = usual.get(section, {}) | values
-    return parse_config(tree_of(root, **usual), source="test")
+    return parse_config(tree_of(root, **merged(usual, sections)), source="test")
 
 
 RANK_1 = {

@@ -16,7 +16,7 @@ import torch
 from gapo_megatron import train as program
 from gapo_megatron.checkpoint import OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
-from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.config import Config, load_config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.share import DataParallelRanks
@@ -30,6 +30,7 @@ from gapo_megatron.run.colocated import Colocated
 from gapo_megatron.run.run import Run
 from gapo_megatron.run.saving import Checkpoints
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from tests.configs import config_of
 from tests.scripted_engine import QueueChannel
 
 NUM_STEPS, NUM_PROBLEMS = 4, 6
@@ -37,19 +38,16 @@ PROBLEMS = [Prompt(f"p{i}", (1, 2), "3") for i in range(NUM_PROBLEMS)]
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
-    tree: dict[str, dict[str, Any]] = {
+    usual = {
         "run": {"output_dir": str(folder), "num_steps": NUM_STEPS},
         "model": {"hf_dir": str(folder / "model")},
-        "data": {"train_path": "unused", "eval_path": "unused"},
+        "data": {"eval_path": "unused"},
         "batch": {"rollout_prompts": 2, "minibatch_prompts": 1, "rollouts_per_prompt": 2},
-        "rollout": {"max_response_tokens": 8},
-        "reward": {"kind": "exact"},
         "checkpoint": {"every_steps": 2},
         "evaluation": {"every_steps": 3},
         "metrics": {"rounding_every_steps": 0},
     }
-    merged = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
-    return parse_config(merged, source="test")
+    return config_of(usual, sections)
 
 
 VERDICTS = (Verdict(Outcome.CORRECT), Verdict(Outcome.WRONG))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.objective import make_batch
@@ -44,6 +44,7 @@ from gapo_megatron.run.process_group import World
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.attempt_setup import make_attempt
+from tests.configs import config_of
 from tests.dist import rank_context, run_sides
 from tests.scripted_engine import ScriptedEngine, place_of
 from tests.waiting import HANG_S, wait_until
@@ -55,21 +56,15 @@ PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "") for i in range(20)]
 
 
 def make_config(folder: Path, *, max_staleness: int) -> Config:
-    tree = {
+    ahead = {"generation_ranks": 2, "max_staleness": max_staleness}
+    sections = {
         "run": {"output_dir": str(folder), "num_steps": NUM_STEPS},
-        "model": {"hf_dir": "unused"},
-        "data": {"train_path": "unused"},
         "batch": {"rollout_prompts": 4, "minibatch_prompts": 2, "rollouts_per_prompt": 2},
-        "rollout": {
-            "max_response_tokens": 8,
-            "generation_ranks": 2,
-            "max_staleness": max_staleness,
-        },
+        "rollout": ahead,
         "objective": {"importance_weight_max": 2.0},
-        "reward": {"kind": "exact"},
         "metrics": {"rounding_every_steps": 0},
     }
-    return parse_config(tree, source="test")
+    return config_of(sections)
 
 
 def response(problem: str, sample: int, *, version: int) -> list[int]:

@@ -39,10 +39,11 @@ def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
     if not path.exists():
         return []
     with files.reading(path) as content:
-        groups = [
-            _to_group(_to_prompt(one["prompt"]), one["rollouts"])
-            for one in files.plain(content["groups"], list)
-        ]
+        groups = []
+        for one in files.plain(content["groups"], list):
+            prompt = _to_prompt(one["prompt"])
+            episodes = (_to_episode(prompt, i, fields) for i, fields in enumerate(one["rollouts"]))
+            groups.append(tuple(episodes))
         if len({*map(len, groups)} - {0}) != 1 or not all(groups):
             raise ValueError(f"groups of {sorted({*map(len, groups)})} responses")
         return groups
@@ -99,10 +100,6 @@ def _int32(value: Any) -> int:
     if not 0 <= number < 2**31:
         raise ValueError(f"{number} instead of a number below 2**31")
     return number
-
-
-def _to_group(prompt: Prompt, rollouts: Sequence[dict[str, Any]]) -> tuple[Episode, ...]:
-    return tuple(_to_episode(prompt, i, fields) for i, fields in enumerate(rollouts))
 
 
 def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,29 +107,21 @@ def load_latest(
             )
         return None
     if dist.get_rank() == 0:
-        _set_aside(refused)
+        for skipped in refused:
+            aside = manifest.set_aside(skipped)
+            logger.warning("set aside as %s until the run reaches that step again", aside)
         _log_changes(found, config)
         record_changes(Path(run_dir), found, config)
         _warn_of_lost_metrics(Path(run_dir), found)
     # No rank may train, and prune checkpoints, while a peer still reads.
     dist.barrier()
     if dist.get_rank() == 0:
-        _log_resumed(path, found, state)
+        logger.info("resumed from %s", path)
+        if AHEAD_NAME in found.files and state.open_step is None:
+            logger.warning(
+                "discarded the batch of step %d, sampled ahead with other settings", found.step
+            )
     return state
-
-
-def _log_resumed(path: Path, found: Manifest, state: State) -> None:
-    logger.info("resumed from %s", path)
-    if AHEAD_NAME in found.files and state.open_step is None:
-        logger.warning(
-            "discarded the batch of step %d, sampled ahead with other settings", found.step
-        )
-
-
-def _set_aside(refused: Iterable[Path]) -> None:
-    for path in refused:
-        aside = manifest.set_aside(path)
-        logger.warning("set aside as %s until the run reaches that step again", aside)
 
 
 def _try(

@@ -13,6 +13,7 @@ import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,7 +135,8 @@ def without_request(prompt: str) -> str:
 
 
 def _math(row: Row, *, level: str = "") -> tuple[str, str]:
-    return _text(row, "problem") + BOXED, level
+    """Prompt and level of a mathematical problem; `level` is the column that holds the level."""
+    return _text(row, "problem") + BOXED, _text(row, level) if level else ""
 
 
 def _text(row: Row, key: str) -> str:
@@ -162,19 +164,8 @@ def _one_answer(value: Any) -> str:
 
 
 def _math500(row: Row) -> tuple[str, str]:
-    return _math(row, level=f"level {_one_answer(row['difficulty'])}")
-
-
-def _minerva(row: Row) -> tuple[str, str]:
-    return _math(row, level=_text(row, "type"))
-
-
-def _olympiadbench(row: Row) -> tuple[str, str]:
-    return _math(row, level=_text(row, "subfield"))
-
-
-def _ifeval(row: Row) -> tuple[str, str]:
-    return _text(row, "prompt"), ""
+    prompt, _ = _math(row)
+    return prompt, f"level {_one_answer(row['difficulty'])}"
 
 
 def _ifeval_answers(row: Row) -> tuple[str, ...]:
@@ -324,8 +315,8 @@ _SIX = {
     "aime25": ("AIME25", "aime25", _math),
     "amc23": ("AMC", "amc23", _math),
     "math500": ("MATH500", "math500", _math500),
-    "minerva": ("Minerva", "minerva_math", _minerva),
-    "olympiadbench": ("Olympiad", "olympiadbench", _olympiadbench),
+    "minerva": ("Minerva", "minerva_math", partial(_math, level="type")),
+    "olympiadbench": ("Olympiad", "olympiadbench", partial(_math, level="subfield")),
 }
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -335,7 +326,11 @@ BENCHMARKS: dict[str, Benchmark] = {
             Benchmark(name, title, "math", folder, read, _math_answers, in_average=True)
             for name, (title, folder, read) in _SIX.items()
         ),
-        Benchmark("ifeval", "IFEval", "instructions", "ifeval", _ifeval, _ifeval_answers),
+        Benchmark(
+            *("ifeval", "IFEval", "instructions", "ifeval"),
+            read=lambda row: (_text(row, "prompt"), ""),
+            answers=_ifeval_answers,
+        ),
         Benchmark(
             *("livecodebench", "LCB-v5", "code", "livecodebench"),
             read=_livecodebench,

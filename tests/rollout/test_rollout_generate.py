@@ -24,7 +24,7 @@ from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.types import Episode, Prompt
 from tests.dist import run_distributed
 from tests.messages import mentions
-from tests.rollout.test_sample import ATTEMPT, config_of
+from tests.rollout.test_sample import ATTEMPT, config_of, length_of
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of
 from tests.two_turn import TwoTurn
 from tests.waiting import wait_until
@@ -32,10 +32,6 @@ from tests.waiting import wait_until
 EOS = 1
 SETTINGS = SamplingSettings(num_samples=4, max_response_tokens=40, seed=7, step=3)
 PROMPTS = [Prompt(str(i), (10 + i,), answer="") for i in range(8)]
-
-
-def length_of(problem: str, sample: int) -> int:
-    return 1 + (7 * int(problem) + 3 * sample) % 11
 
 
 def of_some_length(request: Request) -> list[int]:

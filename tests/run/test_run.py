@@ -255,6 +255,18 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
     return loop
 
 
+@pytest.fixture
+def play(make_run: Callable[..., Run], train: Callable[[Run], None]) -> Callable[..., Script]:
+    """Train a run of `make_run` to its end, or stop it after an event; returns its script."""
+
+    def run(stop: str = "", *arguments: Any, **options: Any) -> Script:
+        script = Script(stop)
+        train(make_run(script, *arguments, **options))
+        return script
+
+    return run
+
+
 def remaining(source_state: Any) -> int:
     """Problems still to be drawn from a data position, later epochs included."""
     return len(source_state["remaining"]) - NUM_PROBLEMS * source_state["epoch"]
@@ -265,9 +277,8 @@ def open_step(updates: int, *, evaluated: dict[str, float] | None = None) -> Ope
     return OpenStep(batch, {"from": 2.0}, evaluated or {}, Progress(grad_norms=[1.0] * updates))
 
 
-def test_a_run_evaluates_and_saves_where_due(make_run: Any, train: Any) -> None:
-    script = Script()
-    train(make_run(script))
+def test_a_run_evaluates_and_saves_where_due(play: Any) -> None:
+    script = play()
     step = ["sleep", "update 0", "update 1"]
     assert script.events == [
         *("evaluate 0", "log 0", "collect 0", *step, "log 0"),
@@ -280,42 +291,34 @@ def test_a_run_evaluates_and_saves_where_due(make_run: Any, train: Any) -> None:
     assert [remaining(state.source) for state in script.saved] == [2, -2]
 
 
-def test_metrics_of_a_step_are_those_of_its_stages(make_run: Any, train: Any) -> None:
-    script = Script()
-    train(make_run(script))
+def test_metrics_of_a_step_are_those_of_its_stages(play: Any) -> None:
+    script = play()
     metrics = dict(script.logged)[1]
     assert metrics["from"] == 1 and metrics["loss/policy"] == 0.25
     assert metrics["per_c/groups/c1"] == 2 and metrics["sync/max_abs_log_prob_diff"] == 0
 
 
-def test_stages_are_named_by_their_step_and_a_save_by_the_step_it_follows(
-    make_run: Any, train: Any
-) -> None:
-    script = Script()
-    train(make_run(script))
+def test_stages_are_named_by_their_step_and_a_save_by_the_step_it_follows(play: Any) -> None:
+    script = play()
     assert script.stages[0] == "step 0: evaluate"
     assert "step 1: checkpoint" in script.stages and "step 2: checkpoint" not in script.stages
     assert script.stages[-2:] == ["step 4: evaluate", "export"]
 
 
-def test_a_stop_between_steps_saves_what_is_not_saved(make_run: Any, train: Any) -> None:
-    script = Script(stop="log 0")
-    config = make_config(Path("/x"), evaluation={"every_steps": 0})
-    train(make_run(script, config))
+def test_a_stop_between_steps_saves_what_is_not_saved(play: Any) -> None:
+    script = play("log 0", make_config(Path("/x"), evaluation={"every_steps": 0}))
     assert script.events[-3:] == ["log 0", "save 1", "stopped"]
     assert script.saved[-1].open_step is None
 
-    script = Script(stop="save 2")  # it is saved there already
-    train(make_run(script))
+    script = play("save 2")  # it is saved there already
     assert script.events[-2:] == ["save 2", "stopped"]
     assert [state.step for state in script.saved] == [2]
 
 
 @pytest.mark.parametrize(("stop", "step"), [("evaluate 3", 3), ("collect 1", 1), ("collect 0", 0)])
-def test_a_resume_repeats_an_aborted_stage(make_run: Any, train: Any, stop: str, step: int) -> None:
+def test_a_resume_repeats_an_aborted_stage(play: Any, stop: str, step: int) -> None:
     """A resume evaluates and draws again: its data position is before the step."""
-    script = Script(stop=stop)
-    train(make_run(script))
+    script = play(stop)
     assert script.events[-3:] == [stop, f"save {step}", "stopped"]
     (*_, state) = script.saved
     assert state.open_step is None
@@ -338,7 +341,7 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
 
 @pytest.mark.parametrize("stop", ["update 0", "evaluate 3"])
 def test_discarded_tokens_count_in_their_step_or_the_next(
-    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
+    make_run: Any, train: Any, play: Any, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
     """Tokens sampled ahead count in the interrupted step, or are saved for the next."""
     script = Script(stop=stop)
@@ -358,8 +361,7 @@ def test_discarded_tokens_count_in_their_step_or_the_next(
         assert state.open_step.metrics[name] == 7 and not state.num_given_back
         return
     assert state.num_given_back == 7
-    script = Script()
-    train(make_run(script, state=State(step=state.step, num_given_back=7)))
+    script = play(state=State(step=state.step, num_given_back=7))
     counted = [(step, metrics[name]) for step, metrics in script.logged if name in metrics]
     assert counted == [(state.step, 7)]
 
@@ -401,10 +403,9 @@ def test_a_stop_keeps_the_batch_that_was_sampled_ahead(
     assert state.open_step.metrics["rollout/given_back_tokens"] == 7
 
 
-def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
-    script = Script()
+def test_an_open_step_comes_first_and_is_not_sampled_again(play: Any) -> None:
     opened = open_step(1, evaluated={"eval/pass@1": 0.75})
-    train(make_run(script, state=State(step=3, open_step=opened)))
+    script = play(state=State(step=3, open_step=opened))
     assert script.events == [
         *("log 3", "sleep", "update 1", "log 3", "save 4"),
         *("evaluate 4", "log 4", "sleep", "export", "finished"),
@@ -413,30 +414,23 @@ def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train:
     assert script.logged[1][1]["from"] == 2
 
 
-def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(
-    make_run: Any, train: Any
-) -> None:
+def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(play: Any) -> None:
     for stop, expected in (("log 3", []), ("update 0", ["save 3 open"])):
-        script, opened = Script(stop=stop), open_step(0, evaluated={"eval/pass@1": 0.75})
+        opened = open_step(0, evaluated={"eval/pass@1": 0.75})
         state = State(step=3, open_step=opened)
-        train(make_run(script, state=state, resumed=state))
+        script = play(stop, state=state, resumed=state)
         assert [event for event in script.events if "save" in event] == expected
         assert script.events[-1] == "stopped"
 
 
-def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(
-    make_run: Any, train: Any
-) -> None:
-    script = Script()
+def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(play: Any) -> None:
     state = State(step=NUM_STEPS + 1)
-    train(make_run(script, state=state, resumed=state))
-    assert script.events == ["stopped"]
+    assert play(state=state, resumed=state).events == ["stopped"]
 
 
-def test_a_run_for_its_timings_keeps_nothing(make_run: Any, train: Any) -> None:
+def test_a_run_for_its_timings_keeps_nothing(play: Any) -> None:
     for stop, outcome in (("", "finished"), ("log 1", "stopped")):
-        script = Script(stop=stop)
-        train(make_run(script, keep_weights=False))
+        script = play(stop, keep_weights=False)
         assert script.events[-1] == outcome and not script.saved and "export" not in script.events
         assert not any("checkpoint" in stage for stage in script.stages)
 

@@ -310,7 +310,7 @@ _OTHER_SHAPE = (
     zlib.error,
 )
 
-_SIX = {
+_SIX: dict[str, tuple[str, str, Callable[[Row], tuple[str, str]]]] = {
     "aime24": ("AIME24", "aime24", _math),
     "aime25": ("AIME25", "aime25", _math),
     "amc23": ("AMC", "amc23", _math),

@@ -15,7 +15,7 @@ from gapo_megatron.checkpoint import State
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config
 from gapo_megatron.learn.update import update
-from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
@@ -57,15 +57,6 @@ def make_config(hf_dir: str, *, layout: str) -> Config:
         "optimizer": {"learning_rate": 1e-2},
     }
     return config_of(sections)
-
-
-def build(config: Config) -> Policy:
-    """A policy with the initial weights, read from safetensors at once."""
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    weights = Qwen2ForCausalLM.from_pretrained(config.model.hf_dir, dtype=torch.float32)
-    policy.load_hf_weights(weights.state_dict().items())
-    return policy
 
 
 def train_one_update(policy: Policy, *, seed: int) -> None:

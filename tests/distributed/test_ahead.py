@@ -18,13 +18,13 @@ from tests.attempt_setup import make_attempt
 from tests.damage import Trap, sign
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import (
-    build,
     make_config,
     make_model,
     make_state,
     save,
     stored,
 )
+from tests.distributed.policy_setup import load_policy
 from tests.distributed.test_checkpoint import listen
 
 AFTER = {"epoch": 1, "remaining": [7, 8], "dataset": "d"}
@@ -71,11 +71,11 @@ def keep(hf_dir: str, root: Path, layouts: list[str]) -> None:
     """Read the files of two ranks, in layouts of this number of ranks."""
     if dist.get_world_size() == 2:
         config = make_config(hf_dir, layout="dp2")
-        save_ahead(root, build(config), config)
+        save_ahead(root, load_policy(config), config)
         destroy()
     for layout in layouts:
         config = make_config(hf_dir, layout=layout)
-        require_ahead(checkpoint.load_latest(root, policy=build(config), config=config))
+        require_ahead(checkpoint.load_latest(root, policy=load_policy(config), config=config))
         destroy()
 
 
@@ -89,7 +89,7 @@ def test_what_was_sampled_ahead_is_there_in_every_layout(tmp_path):
 def refuse(hf_dir: str, run_dir: Path) -> None:
     """A damaged batch makes the checkpoint incomplete; an older one is loaded."""
     config = make_config(hf_dir, layout="single")
-    policy, warnings, trace = build(config), listen(), run_dir / "trace"
+    policy, warnings, trace = load_policy(config), listen(), run_dir / "trace"
     save(run_dir, policy, config, step=1)
     batch = OpenStep(make_batch(), {}, {}).shared()
     for content in (
@@ -127,7 +127,7 @@ def test_what_was_sampled_ahead_is_refused_by_name_where_it_is_damaged(tmp_path)
 def give_back(hf_dir: str, root: Path) -> None:
     """Sampled with other settings, it is discarded and its problems are drawn again."""
     old, warnings = make_config(hf_dir, layout="single"), listen()
-    policy = build(old)
+    policy = load_policy(old)
     path = save_ahead(root / "old", policy, old)
     objective = old.objective.model_copy(update={"method": "gspo"})
     config = old.model_copy(

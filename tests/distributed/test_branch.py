@@ -14,7 +14,6 @@ from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import (
     assert_bitwise,
-    build,
     make_config,
     make_model,
     make_state,
@@ -22,12 +21,13 @@ from tests.distributed.checkpoint_setup import (
     tensors_on_disk,
     train_one_update,
 )
+from tests.distributed.policy_setup import load_policy
 
 
 def branch_off(hf_dir: str, root: Path) -> None:
     """Two ranks branch from a checkpoint of another run, which is removed before they resume."""
     old = make_config(hf_dir, layout="dp2")
-    policy = build(old)
+    policy = load_policy(old)
     train_one_update(policy, seed=0)
     path = save(root / "old", policy, old, step=2)
     expected = tensors_on_disk(path)
@@ -39,7 +39,7 @@ def branch_off(hf_dir: str, root: Path) -> None:
         "checkpoint": old.checkpoint.model_copy(update={"branch_from": str(path), "keep_last": 1}),
     }
     config = old.model_copy(update=changes)
-    policy = build(config)
+    policy = load_policy(config)
     point = checkpoint.check_branch(config, policy.hf_config)
     assert point is not None
     checkpoint.begin_branch(point, config, make_attempt(root / "new"))

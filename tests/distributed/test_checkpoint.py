@@ -34,7 +34,6 @@ from tests.damage import TRAPS, sign, sign_document
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import (
     assert_bitwise,
-    build,
     make_config,
     make_model,
     make_state,
@@ -43,6 +42,7 @@ from tests.distributed.checkpoint_setup import (
     tensors_on_disk,
     train_one_update,
 )
+from tests.distributed.policy_setup import load_policy
 from tests.messages import mentions
 from tests.slurm.training import fill, small_disk
 
@@ -56,7 +56,7 @@ def continue_on(hf_dir: str, run_dir: Path, layouts: list[str]) -> None:
     """Per layout: resume, save again at once (the content must not have changed), train, save."""
     for layout in layouts:
         config = make_config(hf_dir, layout=layout)
-        policy = build(config)
+        policy = load_policy(config)
         state = checkpoint.load_latest(run_dir, policy=policy, config=config)
         step = 0
         if state is not None:
@@ -86,7 +86,7 @@ def draw() -> tuple[float, float, float]:
 def resume_exactly(hf_dir: str, run_dir: Path) -> None:
     """Three updates without a stop, then the last two again from the checkpoint after the first."""
     config = make_config(hf_dir, layout="dp2")
-    policy = build(config)
+    policy = load_policy(config)
     assert checkpoint.load_latest(run_dir, policy=policy, config=config) is None
     train_one_update(policy, seed=0)
     random.seed(dist.get_rank())  # ranks differ, and each gets its own state back
@@ -98,7 +98,7 @@ def resume_exactly(hf_dir: str, run_dir: Path) -> None:
     assert policy.num_updates == 3
 
     destroy()
-    resumed = build(config)
+    resumed = load_policy(config)
     state = checkpoint.load_latest(run_dir, policy=resumed, config=config)
     assert state is not None and state.step == 1 and resumed.num_updates == 1
     assert draw() == expected_draw
@@ -125,7 +125,7 @@ def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
     """Write four checkpoints, damage them in turn; returns this rank's warnings."""
     warnings = listen()
     config = make_config(hf_dir, layout="dp2")
-    policy = build(config)
+    policy = load_policy(config)
     folder = checkpoints_dir(run_dir)
 
     def alter(step: int, name: str, keep: slice) -> None:
@@ -160,7 +160,7 @@ def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
 
     destroy()
     stranger_config = make_config(other_dir, layout="dp2")
-    stranger = build(stranger_config)
+    stranger = load_policy(stranger_config)
     with pytest.raises(CheckpointError, match=mentions("hidden_size", 32, 48)):
         checkpoint.load_latest(run_dir, policy=stranger, config=stranger_config)
 
@@ -183,7 +183,7 @@ def test_damage_is_skipped_and_named_by_all_ranks_together(hf_dir, tmp_path):
 
 def fill_the_disk(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="single")
-    policy = build(config)
+    policy = load_policy(config)
     save(run_dir, policy, config, step=1)
     # A file-size limit stands for a full disk: the write fails with an OSError half-way.
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
@@ -263,7 +263,7 @@ SIGNED: list[Callable[[Path, Path], str]] = [
 def refuse_the_newest(hf_dir: str, run_dir: Path) -> None:
     """An older one is loaded; no code is run, and no unlisted file is read."""
     config = make_config(hf_dir, layout="single")
-    policy = build(config)
+    policy = load_policy(config)
     trace = run_dir / "trace"
     expected = tensors_on_disk(save(run_dir, policy, config, step=1))
     train_one_update(policy, seed=1)
@@ -340,7 +340,7 @@ def test_lost_lines_of_metrics_are_said(hf_dir, tmp_path):
 
 def lose_metrics(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="single")
-    policy = build(config)
+    policy = load_policy(config)
     save(run_dir, policy, config, step=2)
     metrics, warnings = run_dir / "metrics.jsonl", listen()
     for lines, said in (("", True), ('{"step": 0}\n', True), ('{"step": 0}\n{"step": 1}\n', False)):
@@ -352,7 +352,7 @@ def lose_metrics(hf_dir: str, run_dir: Path) -> None:
 
 def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="dp2")
-    policy = build(config)
+    policy = load_policy(config)
     rank = dist.get_rank()
     progress = Progress(
         old_log_probs=[[], [torch.tensor([-1.5 - rank]), None]],
@@ -403,16 +403,16 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     )
     assert changed != config
     destroy()
-    found = checkpoint.load_latest(run_dir, policy=build(changed), config=changed)
+    found = checkpoint.load_latest(run_dir, policy=load_policy(changed), config=changed)
     assert found is not None and (found.step, found.open_step) == (3, None)
     save(run_dir, policy, config, step=3, open_step=open_step)
     destroy()
     other = make_config(hf_dir, layout="tp2")
-    found = checkpoint.load_latest(run_dir, policy=build(other), config=other)
+    found = checkpoint.load_latest(run_dir, policy=load_policy(other), config=other)
     assert found is not None and (found.step, found.open_step) == (3, None)
     # It was set aside: what is published next is the newest, and nothing jumps ahead of it.
     destroy()
-    policy = build(config)
+    policy = load_policy(config)
     found = checkpoint.load_latest(run_dir, policy=policy, config=config)
     assert found is not None and found.open_step is None
     path = save(run_dir, policy, config, step=3, open_step=open_step, keep_last=1)
@@ -421,9 +421,9 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     dist.barrier()
     destroy()
     with pytest.raises(CheckpointError, match=mentions("step_00000003_2", "layout")):
-        checkpoint.load_latest(run_dir, policy=build(other), config=other)
+        checkpoint.load_latest(run_dir, policy=load_policy(other), config=other)
     destroy()
-    policy = build(config)
+    policy = load_policy(config)
     save(run_dir, policy, config, step=4)
     assert manifest.list_steps(checkpoints_dir(run_dir)) == [
         manifest.step_dir(checkpoints_dir(run_dir), 4)
@@ -436,7 +436,7 @@ def test_a_step_under_way_is_kept_for_its_own_layout(hf_dir, tmp_path):
 
 def lose_the_run(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="single")
-    policy = build(config)
+    policy = load_policy(config)
     attempt = make_attempt(run_dir)
     (run_dir / "OWNER").write_text("8.1\n")  # while this attempt computes
     state = make_state(1)

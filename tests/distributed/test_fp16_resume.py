@@ -13,6 +13,7 @@ from gapo_megatron.policy import destroy
 from gapo_megatron.policy.loss_scale import LossScale
 from tests.dist import run_distributed
 from tests.distributed import checkpoint_setup
+from tests.distributed.policy_setup import load_policy
 
 
 def resume_across_overflows(hf_dir: str, run_dir: Path, layout: str) -> None:
@@ -20,7 +21,7 @@ def resume_across_overflows(hf_dir: str, run_dir: Path, layout: str) -> None:
     config = checkpoint_setup.make_config(hf_dir, layout=layout)
     model = config.model.model_copy(update={"precision": "fp16"})
     config = config.model_copy(update={"model": model})
-    policy = checkpoint_setup.build(config)
+    policy = load_policy(config)
     checkpoint_setup.train_one_update(policy, seed=0)
     assert policy.loss_scale is not None and policy.loss_scale.num_overflows > 0
     # Between the two checkpoints it overflows again, from where it was.
@@ -33,7 +34,7 @@ def resume_across_overflows(hf_dir: str, run_dir: Path, layout: str) -> None:
     whole = checkpoint_setup.save(run_dir / "whole", policy, config, step=3)
     expected, expected_scale = checkpoint_setup.tensors_on_disk(whole), policy.loss_scale
     destroy()
-    resumed = checkpoint_setup.build(config)
+    resumed = load_policy(config)
     assert checkpoint.load_latest(run_dir, policy=resumed, config=config) is not None
     assert resumed.loss_scale == LossScale(**kept)
     for seed in (1, 2):
@@ -61,11 +62,11 @@ def go_on_in_fp16(hf_dir: str, run_dir: Path) -> None:
         run = config.run.model_copy(update={"allow_changes": ["model.precision"]})
         return config.model_copy(update={"model": model, "run": run})
 
-    policy = checkpoint_setup.build(with_precision("bf16"))
+    policy = load_policy(with_precision("bf16"))
     checkpoint_setup.train_one_update(policy, seed=0)
     checkpoint_setup.save(run_dir, policy, with_precision("bf16"), step=1)
     destroy()
-    resumed = checkpoint_setup.build(with_precision("fp16"))
+    resumed = load_policy(with_precision("fp16"))
     found = checkpoint.load_latest(run_dir, policy=resumed, config=with_precision("fp16"))
     assert found is not None and resumed.num_updates == 1
     assert resumed.loss_scale == LossScale()

@@ -28,7 +28,6 @@ from gapo_megatron.policy.model import read_hf_config
 from tests.attempt_setup import make_attempt
 from tests.damage import Trap, sign
 from tests.distributed.checkpoint_setup import (
-    build,
     make_config,
     make_model,
     make_state,
@@ -36,6 +35,7 @@ from tests.distributed.checkpoint_setup import (
     stored,
     train_one_update,
 )
+from tests.distributed.policy_setup import load_policy
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.models import digest
 from tests.fuzz.mutate import (
@@ -66,7 +66,7 @@ class _Trained:
         self._made = folder
         make_model(folder / "model", hidden_size=32)
         self.config = make_config("model", layout="single")
-        self.policy = build(self.config)
+        self.policy = load_policy(self.config)
         for step in (1, 2):
             train_one_update(self.policy, seed=step)
             save(folder / "run", self.policy, self.config, step=step)

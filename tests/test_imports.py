@@ -16,7 +16,7 @@ PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "models", "hf
 # nothing of each other.
 LAYERS = [
     ["errors", "clock", "isolation"],
-    ["types"],
+    ["types", "user_code"],
     ["rollouts"],
     ["exchange"],
     ["io"],

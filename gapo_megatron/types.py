@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # verifier workers need `Verdict`, and start without torch
     import numpy as np
@@ -23,6 +24,12 @@ class Prompt:
     """Ground truth for the verifier."""
     level: str = ""
     """Stratum for reports (difficulty, subject); empty if the data has none."""
+    source: str = ""
+    """Name of the data source; empty if there is only `data.train_path`."""
+    verifier: str = ""
+    """Verifier of the row, if its file names one; empty: `reward.kind`."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns, as JSON values, for a verifier of the user's own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

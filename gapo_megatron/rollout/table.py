@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Epi
     for number, problem in enumerate(prompts):
         first = number * k
         prompt_ids = tuple(rollouts.prompt_ids[first].tolist())
-        prompt = Prompt(problem.id, prompt_ids, problem.answer, problem.level)
+        prompt = replace(problem, token_ids=prompt_ids)
         rows = range(first, first + k)
         groups.append(tuple(_to_episode(rollouts, row, prompt) for row in rows))
     return groups

@@ -35,8 +35,8 @@ HERE, PACKAGE = Path(__file__).resolve().parents[1], "gapo_megatron"
 # Layers from bottom to top; an import may stay in its layer or go down.
 LAYERS = (
     "errors types clock isolation user_code|rollouts|exchange|io|compat|device|config|models|hf|"
-    "objective|logprob|batching|rewards|data|policy|learn|rollout|checkpoint|evaluate|run|train sft|"
-    "ops"
+    "objective|logprob|batching|rewards|data|policy|learn|rollout|checkpoint|evaluate|run|"
+    "train sft|ops"
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # Layers of modules in older versions; the longest prefix of a module's name counts.

@@ -30,6 +30,7 @@ ROW = np.dtype(
         ("outcome", np.int32),  # 0 wrong, 1 correct, 2 unknown
         ("holder", np.int32),  # rank that has the tokens, in the channel of the exchange
         ("log_prob_sum", np.float64),  # sum over the sampled tokens, by the engine
+        ("grade", np.float64),  # the verifier's number in place of 0 or 1; NaN: none
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
@@ -92,6 +93,7 @@ class Rollouts:
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
+        table["grade"] = np.nan
         carried = carried_log_probs or [np.empty(0, np.float32)] * count
         masks = {
             i: mask for i, mask in enumerate(response_masks) if mask is not None and not mask.all()
@@ -249,9 +251,15 @@ class Rollouts:
         return [row for group in groups for row in range(group * size, (group + 1) * size)]
 
     @property
-    def rewards(self) -> np.ndarray:
+    def outcomes(self) -> np.ndarray:
         """[B] float64: 1 correct, 0 wrong, NaN unknown."""
         return REWARDS[self.table["outcome"]]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[B] float64: `outcomes`, or the verifier's numbers with `reward.graded`; NaN unknown."""
+        outcomes, grades = self.outcomes, self.table["grade"]
+        return np.where(np.isnan(outcomes) | np.isnan(grades), outcomes, grades)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

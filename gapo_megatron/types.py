@@ -89,6 +89,8 @@ class Verdict:
     outcome: Outcome
     reason: str = ""
     """Reason for an unknown outcome (or for a wrong one, if the verifier gives it)."""
+    grade: float | None = None
+    """The verifier's number, if it gives one; with `reward.graded` the advantages come from it."""
 
     @property
     def reward(self) -> float:

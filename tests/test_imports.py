@@ -138,7 +138,7 @@ def test_the_sandbox_is_used_by_what_judges_alone() -> None:
 def test_verifiers_know_episodes_and_no_table() -> None:
     """Their workers start without torch."""
     known = {other for _, package, other in imports_between_packages() if package == "rewards"}
-    assert known <= {"compat", "config", "errors", "io", "isolation", "types"}
+    assert known <= {"compat", "config", "errors", "io", "isolation", "types", "user_code"}
 
 
 def test_only_the_rollout_imports_vllm() -> None:

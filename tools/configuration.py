@@ -43,7 +43,8 @@ def _section(name: str) -> Iterator[str]:
     schema = model.model_json_schema()
     for key, field in schema["properties"].items():
         setting = f"{name}.{key}"
-        default = "required" if key in schema.get("required", ()) else _value(field["default"])
+        is_required = key in schema.get("required", ())
+        default = "required" if is_required else _value(field.get("default", {}))
         meaning = _linked(" ".join(field["description"].split()))
         columns = (f"`{key}`", _values(field, setting), default, *_rules(setting), meaning)
         yield f"| {' | '.join(columns)} |"
@@ -57,6 +58,8 @@ def _values(field: dict[str, Any], setting: str) -> str:
         return ", ".join(map(_value, field["enum"]))
     if field["type"] == "array":
         return f"list of {field['items']['type']}s"
+    if field["type"] == "object":
+        return "table"
     names = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     given = {
         sign: field[name] for name, sign in names.items() if field.get(name, UNLIMITED) < UNLIMITED

@@ -7,6 +7,7 @@ and the metrics summed so far: the remaining updates then give the same bits as 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -167,11 +168,15 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
 def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
     """The table of a file of int32 words, if its lengths match `found`."""
     num_words = ROW.itemsize // 4
-    if not isinstance(words, torch.Tensor) or (words.dtype, words.shape) != (
-        torch.int32,
-        (len(found), num_words),
+    # Files of older versions have no grades.
+    if not isinstance(words, torch.Tensor) or (words.dtype, words.shape) not in (
+        (torch.int32, (len(found), num_words)),
+        (torch.int32, (len(found), num_words - 2)),
     ):
         raise ValueError(f"{words!r:.40} instead of the facts of {len(found)} sequences")
+    if words.shape[1] < num_words:
+        no_grades = torch.full((len(found), 1), math.nan, dtype=torch.float64)
+        words = torch.cat([words, no_grades.view(torch.int32)], dim=1)
     table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
     for kind in ("prompt", "response", "sampled", "carried"):
         name = f"num_{kind}_tokens"

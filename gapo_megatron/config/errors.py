@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -49,7 +49,11 @@ def place(loc: tuple[int | str, ...]) -> str:
 
 def _fields_at(model: Any, path: tuple[Any, ...]) -> list[str]:
     for part in path:
-        annotation = model.model_fields[str(part)].annotation
+        if get_origin(model) is dict:
+            model = get_args(model)[1]
+        else:
+            model = model.model_fields[str(part)].annotation
         # An optional section is `Section | None`.
-        model = (get_args(annotation) or (annotation,))[0]
+        while get_origin(model) not in (None, dict):
+            model = get_args(model)[0]
     return list(model.model_fields)

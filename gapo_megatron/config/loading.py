@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gapo_megatron import user_code
 from gapo_megatron.config.errors import explain
 from gapo_megatron.config.roles import ALLOWABLE, is_setting
 from gapo_megatron.config.schema import Config
@@ -38,7 +39,18 @@ def load_config(
         apply_override(tree, override)
     for name, value in settings.items():
         set_value(tree, name, value)
-    return parse_config(tree, source=str(path))
+    return _with_digests(parse_config(tree, source=str(path)))
+
+
+def _with_digests(config: Config) -> Config:
+    """Fill in `code` of each section that names code of the user's own."""
+    digests = {}
+    for section, value in config:
+        names = getattr(value, "code_names", [])
+        if names or getattr(value, "code", ""):
+            text = " ".join(user_code.digest(name, setting=section) for name in names)
+            digests[section] = value.model_copy(update={"code": text})
+    return config.model_copy(update=digests) if digests else config
 
 
 def parse_config(tree: dict[str, Any], *, source: str) -> Config:

@@ -122,9 +122,10 @@ def _agree(name: str, there: Any, here: Any) -> bool:
     return bool(there == here)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+def _flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings by `section.key`; a sub-table is one value. A manifest may hold anything."""
+    for section, values in tree.items():
+        if isinstance(values, Mapping):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())
         else:
-            yield f"{prefix}{key}", value
+            yield section, values

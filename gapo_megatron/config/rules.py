@@ -41,6 +41,8 @@ def check_together(config: Config) -> None:
             "objective.importance_weight_max: log-probs of a truncated distribution do not measure "
             "the engine's error"
         )
+    if config.reward.graded:
+        _check_graded(config)
     _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(
@@ -50,6 +52,22 @@ def check_together(config: Config) -> None:
     if config.evaluation.every_steps and not config.data.eval_path:
         raise ValueError(
             f"evaluation.every_steps ({config.evaluation.every_steps}) needs data.eval_path"
+        )
+
+
+def _check_graded(config: Config) -> None:
+    """Rules for advantages from a verifier's numbers: c is a count of verdicts."""
+    method = config.objective.resolve()
+    if method.adaptive or method.focal_gamma:
+        key = "adaptive (true)" if method.adaptive else f"focal_gamma ({method.focal_gamma:g})"
+        raise ValueError(
+            f"reward.graded (true) does not go with objective.method {config.objective.method!r}: "
+            f"its {key} depends on c, the number of correct responses"
+        )
+    if not config.reward.code_names:
+        raise ValueError(
+            f"reward.graded (true) needs a verifier of your own that returns numbers, not "
+            f"reward.kind {config.reward.kind!r}"
         )
 
 

@@ -10,7 +10,7 @@ import difflib
 import math
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from gapo_megatron.config.methods import METHODS, Aggregation, Method
 from gapo_megatron.config.removed import drop_removed
@@ -47,12 +47,14 @@ from gapo_megatron.config.types import (
     PathText,
     Positive,
     Seconds,
+    Settings,
     Temperature,
     Text,
     Tokens,
     Workers,
 )
 from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
+from gapo_megatron.user_code import is_code
 
 CONFIG_NAME = "config.toml"
 """File in the run folder with the resolved config of the newest start."""
@@ -207,21 +209,67 @@ class RolloutConfig(Section):
         return self.generation_nodes > 0 or self.generation_ranks > 0
 
 
-class RewardConfig(Section):
-    """How responses are verified."""
+VERIFIERS = ("math", "code", "instructions", "exact")
+"""Verifiers of this package: values of `reward.kind`."""
+
+
+class VerifierConfig(Section):
+    """A verifier: one of this package, or code of the user's own."""
 
     role = LEARNED
     kept = "verdicts must mean the same"
 
-    kind: Literal["math", "code", "instructions", "exact"]
+    kind: Text
     """Verifier. `math` compares the boxed answer, `code` runs unit tests, `instructions` applies
-    IFEval's checks, `exact` compares the text after the last `>` (the demo)."""
-    num_workers: Annotated[Workers, HOW] = 0
-    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8 processes."""
+    IFEval's checks, `exact` compares the text after the last `>` (the demo). Or code of your own,
+    `path/to/file.py:NAME` or `package.module:NAME` (docs/rewards.md)."""
+    settings: Settings = Field(default_factory=dict)
+    """Keyword arguments of your own verifier, checked at the start."""
     timeout_s: Seconds | None = None
     """Time limit for one response: CPU time, or time in which no CPU time is used. After it the
     verdict is unknown, and the response leaves its group. For `code` the limit is for all tests of
     a program, and after it the response is wrong. Unset: 10 s, for `code` 60 s."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if not is_code(self.kind) and self.kind not in VERIFIERS:
+            near = difflib.get_close_matches(self.kind, VERIFIERS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"kind ({self.kind!r}) must be one of {', '.join(VERIFIERS)}, or code of your own, "
+                f"path/to/file.py:NAME{hint}"
+            )
+        if self.settings and not is_code(self.kind):
+            raise ValueError(f"settings ({self.settings!r}) need a kind that is code of your own")
+        return self
+
+
+def _verifier(value: Any) -> Any:
+    if not isinstance(value, str | dict | VerifierConfig):
+        raise ValueError("must be a verifier, as reward.kind, or a table with kind and settings")
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Verifiers = dict[Text, Annotated[VerifierConfig, BeforeValidator(_verifier)]]
+
+
+class RewardConfig(VerifierConfig):
+    """How responses are verified."""
+
+    verifiers: Verifiers = Field(default_factory=dict)
+    """Further verifiers, which a row of the data chooses by `"verifier": NAME`. A value is like
+    `reward.kind`, or a table with `kind`, `settings` and `timeout_s`."""
+    correct_above: float = 0.5
+    """A response is correct, and counts in c, if the number that your own verifier returns is
+    above this value."""
+    graded: bool = False
+    """Advantages from the verifier's numbers instead of 0 and 1. Only with methods that do not use
+    c (docs/rewards.md)."""
+    code: Text = ""
+    """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
+    num_workers: Annotated[Workers, HOW] = 0
+    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8 processes.
+    Verifiers that wait for a network may have more processes than cores."""
     truncated: Literal["judged", "unknown"] = "judged"
     """Training's verdict on responses that reached `rollout.max_response_tokens`: `judged` like any
     other (mostly wrong), or `unknown`, so that they leave their group (docs/rewards.md)."""
@@ -244,6 +292,16 @@ class RewardConfig(Section):
                 "has its own (--python)"
             )
         return self
+
+    @property
+    def by_name(self) -> dict[str, VerifierConfig]:
+        """Every verifier by the name that rows use; the empty name is `reward.kind`."""
+        return {"": self, **self.verifiers}
+
+    @property
+    def code_names(self) -> list[str]:
+        """Code of the user's own that this section names."""
+        return [one.kind for one in self.by_name.values() if is_code(one.kind)]
 
 
 METHOD_KEYS = (

@@ -6,10 +6,11 @@ cannot be read again. So the schema refuses it.
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -129,6 +130,20 @@ MadePath = Annotated[
     AfterValidator(_check_given),
 ]
 """Path of a folder that a command creates."""
+
+
+def _check_json(settings: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(settings, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"must hold strings, finite numbers, booleans, lists, tables: {error}"
+        ) from None
+    return settings
+
+
+Settings = Annotated[dict[str, Any], AfterValidator(_check_json)]
+"""Settings of the user's own code, which this package does not know."""
 
 WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]
 """A project name that Weights & Biases accepts."""

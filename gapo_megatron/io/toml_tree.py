@@ -101,16 +101,23 @@ def to_toml(config: BaseModel) -> str:
 
 
 def sections_to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write tables of strings, numbers, booleans and lists of them as TOML.
+    """Write tables of strings, numbers, booleans, and lists and tables of them, as TOML.
 
-    Values are written as JSON, which TOML reads: no text has the one character that only TOML
-    escapes (`config.types.check_text`), and no number is NaN.
+    Strings and numbers are written as JSON, which TOML reads but for one character; no number is
+    NaN.
     """
     lines: list[str] = []
     for section, values in sections.items():
         lines.append(f"[{section}]")
-        lines += [
-            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
-        ]
+        lines += [f"{key} = {_inline(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(key)} = {_inline(one)}" for key, one in value.items())
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_inline, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -90,7 +90,7 @@ def make_batch(rollouts: Rollouts, method: Method) -> Batch:
     advantages = group_advantages(
         rewards, normalize_std=method.normalize_std, focal_gamma=method.focal_gamma
     )
-    num_correct, group_size = group_counts(rewards)
+    num_correct, group_size = group_counts(torch.from_numpy(rollouts.outcomes).view(-1, num_rows))
     return Batch(
         rollouts.table,
         rollouts.tokens,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron import user_code
 from gapo_megatron.errors import DataError
+from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
@@ -19,6 +18,7 @@ from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 if TYPE_CHECKING:  # a worker imports this package too, and must start fast
     from gapo_megatron.config import RewardConfig
+    from gapo_megatron.config.schema import VerifierConfig
 
 
 logger = logging.getLogger(__name__)
@@ -28,34 +28,52 @@ class _AbortedError(Exception):
     pass
 
 
-def timeout_s(config: RewardConfig) -> int:
-    """Seconds to judge one response; see `RewardConfig.timeout_s`."""
+def timeout_s(config: VerifierConfig) -> int:
+    """Seconds to judge one response; see `VerifierConfig.timeout_s`."""
     return config.timeout_s or {"code": 60}.get(config.kind, 10)
 
 
 def check(config: RewardConfig) -> None:
-    """Check, before any model is built, that the verifier can run on this machine.
+    """Check, before any model is built, that the verifiers can run on this machine.
+
+    Code of the user's own is imported here, in this process, as later in every worker.
 
     Raises:
-        ConfigError: programs cannot be isolated here; names the options.
+        ConfigError: programs cannot be isolated here; names the options. Or code of the user's own
+            cannot be used; names setting, code and reason.
     """
-    if config.kind == "code":
-        limits = Limits(total_s=timeout_s(config))
-        check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
+    for name, one in config.by_name.items():
+        if one.kind == "code":
+            limits = Limits(total_s=timeout_s(one))
+            check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
+        elif user_code.is_code(one.kind):
+            setting = f"reward.verifiers.{name}" if name else "reward.kind"
+            verifiers.load(one.kind, one.settings, setting=setting)
 
 
-def check_answer(kind: str, answer: str) -> None:
+def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) -> None:
     """Refuse a reference answer that the verifier cannot read.
 
     Args:
         kind: verifier, as in `reward.kind`.
         answer: reference answer of a problem.
+        settings: settings of a verifier of the user's own.
 
     Raises:
         DataError: says why the answer cannot be read.
     """
-    with _explained(kind):
-        _verifier(kind).check_answer(answer)
+    own = user_code.is_code(kind)
+    code = kind if own else f"{__name__}.{kind}"
+    check = verifiers.load(code, settings, setting="reward.kind").check_answer
+    if check is None:
+        return
+    try:
+        check(answer)
+    except Exception as error:
+        if not own and not isinstance(error, ValueError | OSError):
+            raise
+        why = f"{error!s:.300}"  # it may quote the whole answer
+        raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
 
 
 def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:
@@ -69,47 +87,49 @@ def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:
     Raises:
         DataError: the ends do not fit the kind, or its verifier reads no separate files.
     """
-    if not (check := getattr(_verifier(kind), "check_excerpt", None)):
+    if kind != "code":
         raise DataError(f"reward.kind {kind!r} reads answers from the row only, not from a file")
-    with _explained(kind):
-        check(head, tail)
+    from gapo_megatron.rewards.code import check_excerpt as check
 
-
-@contextmanager
-def _explained(kind: str) -> Iterator[None]:
     try:
-        yield
+        check(head, tail)
     except (ValueError, OSError) as error:
-        why = f"{error!s:.300}"  # it may quote the whole answer
-        raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
-
-
-def _verifier(kind: str) -> ModuleType:
-    return importlib.import_module(f"gapo_megatron.rewards.{kind}")
+        raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {error}") from None
 
 
 def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
-    """Start the worker processes of a verifier without waiting until they have imported it.
+    """Start the worker processes of the verifiers without waiting until they have imported them.
 
     Args:
-        config: verifier and its options.
+        config: verifiers and their options.
         num_workers: processes of this rank; `config.num_workers` is ignored.
     """
-    limit_s: float = timeout_s(config)
+    by_name = {name: _for_workers(one, config) for name, one in config.by_name.items()}
+    verifier, limit_s, options = by_name.pop("")
+    return Pool(
+        verifier,
+        num_workers=num_workers,
+        timeout_s=limit_s,
+        options=options,
+        others=by_name,
+        correct_above=config.correct_above,
+    )
+
+
+def _for_workers(one: VerifierConfig, config: RewardConfig) -> tuple[str, float, Mapping[str, Any]]:
+    """A verifier's name for `verifiers.load`, its time limit, and its options."""
+    limit_s: float = timeout_s(one)
+    if user_code.is_code(one.kind):
+        return one.kind, limit_s, one.settings
     options: dict[str, Any] = {}
-    if config.kind == "code":
+    if one.kind == "code":
         options = {
             "limits": {"total_s": limit_s},
             "sandbox": config.sandbox,
             "python": config.python,
         }
         limit_s += start_timeout_s(config.sandbox)
-    return Pool(
-        f"gapo_megatron.rewards.{config.kind}",
-        num_workers=num_workers,
-        timeout_s=limit_s,
-        options=options,
-    )
+    return f"{__name__}.{one.kind}", limit_s, options
 
 
 Judge = Callable[[Episode], tuple[str, str]]
@@ -143,7 +163,9 @@ class Judging:
             RewardError: see `Pool.poll`.
         """
         mine = [one for one in ended if one.prompt.id in self._ids]
-        numbers = self.pool.submit([self._judge(one) for one in mine])
+        numbers = self.pool.submit(
+            (*self._judge(one), one.prompt.verifier, one.prompt.row) for one in mine
+        )
         keys = [(one.prompt.id, one.sample) for one in mine]
         self.numbers |= zip(keys, numbers, strict=True)
         self.pool.poll()

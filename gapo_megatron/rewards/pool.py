@@ -19,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 from gapo_megatron.errors import RewardError
 from gapo_megatron.rewards.processes import cpu_seconds, descendants
@@ -53,6 +54,17 @@ MAX_REPLY_BYTES = 64 * 1024
 """Largest reply of a worker."""
 
 
+class Item(NamedTuple):
+    """A response to judge."""
+
+    response: str
+    answer: str
+    verifier: str = ""
+    """Name of one of the pool's `others`; empty: its main verifier."""
+    row: Mapping[str, Any] = MappingProxyType({})
+    """Other columns of the problem's row; JSON values."""
+
+
 class Pool:
     """A fixed number of worker processes, kept until `close`.
 
@@ -68,26 +80,33 @@ class Pool:
         num_workers: int,
         timeout_s: float,
         options: Mapping[str, Any] = {},
+        others: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {},
+        correct_above: float = 0.5,
     ) -> None:
-        """Start the workers without waiting until they have imported the verifier.
+        """Start the workers without waiting until they have imported the verifiers.
 
         Args:
-            verifier: name of a module with `verify(response, answer) -> Verdict`. Only workers
-                import it; it should import neither torch nor transformers.
+            verifier: name as of `verifiers.load`. Only workers import it; it should import neither
+                torch nor transformers.
             num_workers: number of processes.
             timeout_s: limit for one item, counted from when a worker has received all of it: in
                 seconds of CPU time, and of wall-clock time without CPU time.
             options: further keyword arguments of `verify`; JSON values.
+            others: further verifiers, by the name that items give: (verifier, timeout_s, options).
+            correct_above: see `verifiers.to_verdict`.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
         self.verifier = verifier
-        self.timeout_s = timeout_s
-        self._command = [sys.executable, "-m", "gapo_megatron.rewards.worker", verifier]
-        self._command += [json.dumps(dict(options))]
+        self._verifiers = {"": (verifier, timeout_s, options), **others}
+        settings = {
+            "verifiers": {name: (code, opts) for name, (code, _, opts) in self._verifiers.items()},
+            "correct_above": correct_above,
+        }
+        self._command = [sys.executable, "-m", "gapo_megatron.rewards.worker", json.dumps(settings)]
         self._workers = [_Worker(self._command) for _ in range(num_workers)]
         self._num_failed_starts = 0
         self._next_index = 0  # never reused: a late verdict must not count for another item
-        self._waiting: deque[tuple[int, tuple[str, str]]] = deque()
+        self._waiting: deque[tuple[int, Item]] = deque()
         self._open: set[int] = set()
         """Items submitted and not judged yet."""
         self._verdicts: dict[int, Verdict] = {}
@@ -104,17 +123,18 @@ class Pool:
             self._settle()
 
     def judge(
-        self, items: Sequence[tuple[str, str]], *, may_end: Callable[[bool], bool] = bool
+        self, items: Iterable[tuple[Any, ...]], *, may_end: Callable[[bool], bool] = bool
     ) -> list[Verdict]:
         """Submit items and wait for their verdicts: `submit` and `collect` in one call."""
         return self.collect(self.submit(items), may_end=may_end)
 
-    def submit(self, items: Sequence[tuple[str, str]]) -> list[int]:
-        """Queue (response, answer) items; `poll` and `collect` give them to workers.
+    def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
+        """Queue the items, each the arguments of `Item`; `poll` and `collect` hand them out.
 
         Returns:
             The numbers of the items, for `collect`.
         """
+        items = [Item(*one) for one in items]
         numbers = list(range(self._next_index, self._next_index + len(items)))
         self._next_index += len(items)
         self._waiting.extend(zip(numbers, items, strict=True))
@@ -136,7 +156,8 @@ class Pool:
         for worker in self._workers:
             if worker.is_free and self._waiting:
                 number, item = self._waiting.popleft()
-                worker.take(number, item, timeout_s=self.timeout_s)
+                _, timeout_s, _ = self._verifiers[item.verifier]
+                worker.take(number, item, timeout_s=timeout_s)
                 worker.send()
 
     def collect(
@@ -253,11 +274,12 @@ class _Worker:
     def is_free(self) -> bool:
         return self.is_ready and self.index is None
 
-    def take(self, index: int, item: tuple[str, str], *, timeout_s: float) -> None:
+    def take(self, index: int, item: Item, *, timeout_s: float) -> None:
         """Assign an item; `send` transfers it."""
         self.index = index
         self.limit(timeout_s)
-        self.outbox = memoryview(json.dumps([index, *item]).encode() + b"\n")
+        document = [index, item.verifier, item.response, item.answer, dict(item.row)]
+        self.outbox = memoryview(json.dumps(document).encode() + b"\n")
 
     def rest(self) -> None:
         """Become free."""
@@ -336,8 +358,11 @@ class _Worker:
             self.rest()
             return
         try:
-            index, outcome, reason = json.loads(line)
-            verdict = Verdict(Outcome(outcome), str(reason))
+            index, outcome, reason, grade = json.loads(line)
+            grade = None if grade is None else float(grade)
+            if grade is not None and not math.isfinite(grade):
+                raise ValueError(grade)
+            verdict = Verdict(Outcome(outcome), str(reason), grade)
         except (ValueError, TypeError, RecursionError):
             index, verdict = None, None
         if verdict and self.index is not None and index == self.index:

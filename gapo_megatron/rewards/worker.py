@@ -1,26 +1,26 @@
-"""The process that runs a verifier: `python -m gapo_megatron.rewards.worker MODULE OPTIONS`.
+"""The process that runs verifiers: `python -m gapo_megatron.rewards.worker SETTINGS`.
 
-Standard input is a socket to the pool. Lines of JSON come in as (index, response, answer) and go
-out as (index, outcome, reason). The pool copes with a worker that hangs or dies at any time.
+Standard input is a socket to the pool. Lines of JSON come in as (index, verifier, response, answer,
+row) and go out as (index, outcome, reason, grade). The pool copes with a worker that hangs or dies
+at any time.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 
+from gapo_megatron import user_code
+from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.pool import READY, SIGNALS_LEFT_TO_TRAINER
-from gapo_megatron.types import Outcome, Verdict
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space of a worker, about ten times what it needs: huge values raise MemoryError."""
+"""Address space of a worker, about ten times what it needs: huge values raise MemoryError. A worker
+with code of the user's own, which may import any library, has eight times as much."""
 
 _MAX_REASON_CHARACTERS = 500
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -35,12 +35,17 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_LEFT_TO_TRAINER)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    settings = json.loads(sys.argv[1])
+    has_own = any(user_code.is_code(code) for code, _ in settings["verifiers"].values())
+    most = MEMORY_BYTES * (8 if has_own else 1)
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    module, options = sys.argv[1:]
-    verify = functools.partial(importlib.import_module(module).verify, **json.loads(options))
+    loaded = {
+        name: verifiers.load(code, options, setting="the verifier")
+        for name, (code, options) in settings["verifiers"].items()
+    }
     # Discard what a verifier prints, such as thousands of parser warnings. The channel stays a bare
     # file descriptor, which only the end of the process closes.
     channel = os.dup(0)
@@ -50,17 +55,13 @@ def main() -> None:
     _send(channel, READY)
     with os.fdopen(os.dup(channel), "rb") as lines:
         for line in lines:
-            index, response, answer = json.loads(line)
-            verdict = _judge(verify, response, answer)
-            reason = verdict.reason[:_MAX_REASON_CHARACTERS]
-            _send(channel, json.dumps([index, verdict.outcome, reason]).encode() + b"\n")
-
-
-def _judge(verify: Callable[[str, str], Verdict], response: str, answer: str) -> Verdict:
-    try:
-        return verify(response, answer)
-    except Exception as error:  # on hostile input sympy may raise anything
-        return Verdict(Outcome.UNKNOWN, f"{type(error).__name__}: {error}")
+            index, name, response, answer, row = json.loads(line)
+            verdict = loaded[name].judge(
+                response, answer, row, correct_above=settings["correct_above"]
+            )
+            reason = str(verdict.reason)[:_MAX_REASON_CHARACTERS]
+            reply = json.dumps([index, verdict.outcome, reason, verdict.grade])
+            _send(channel, reply.encode() + b"\n")
 
 
 def _send(channel: int, data: bytes) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Patient, Stopwatch
-from gapo_megatron.config import BatchConfig
+from gapo_megatron.config import BatchConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError
@@ -83,7 +83,7 @@ class Rollouter:
         *,
         batch: BatchConfig,
         sampling: SamplingSettings,
-        judges_truncated: bool = True,
+        reward: RewardConfig,
     ) -> None:
         """Set up sampling, without drawing prompts yet.
 
@@ -94,7 +94,7 @@ class Rollouter:
             environment: the episodes' environment.
             batch: section `batch`.
             sampling: sampling settings; `collect` sets the step.
-            judges_truncated: False: truncated responses are unknown (`reward.truncated`).
+            reward: section `reward`; reads `truncated` and `graded`.
         """
         self.open_groups = Rollouts.join([])
         self.environment = environment
@@ -104,7 +104,7 @@ class Rollouter:
         self._pool = pool
         self._batch = batch
         self._sampling = sampling
-        self._judges_truncated = judges_truncated
+        self._reward = reward
 
     def collect(self, step: int, *, attempt: Patient, stopwatch: Stopwatch) -> Rollouts | None:
         """Sample and judge `batch.rollout_prompts` groups.
@@ -312,7 +312,8 @@ class Rollouter:
             problems=[self._source.number_of(group[0].prompt.id) for group in groups],
             policy_version=self._engine.policy_version,
             holder=self._engine.replicas.rank,
-            judges_truncated=self._judges_truncated,
+            judges_truncated=self._reward.truncated == "judged",
+            graded=self._reward.graded,
         )
 
     def _to_episodes(self, groups: Rollouts) -> list[tuple[Episode, ...]]:

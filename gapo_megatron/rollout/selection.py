@@ -11,8 +11,10 @@ from gapo_megatron.rollouts import Rollouts
 def informative(rollouts: Rollouts) -> np.ndarray:
     """[G] bool: groups whose valid rollouts differ in reward; in the others every A is 0."""
     rewards = rollouts.rewards.reshape(-1, max(rollouts.rollouts_per_prompt, 1))
-    has_both: np.ndarray = (rewards == 0).any(axis=1) & (rewards == 1).any(axis=1)
-    return has_both
+    lowest = np.where(np.isnan(rewards), np.inf, rewards).min(axis=1)
+    highest = np.where(np.isnan(rewards), -np.inf, rewards).max(axis=1)
+    differ: np.ndarray = highest > lowest
+    return differ
 
 
 def choose(rollouts: Rollouts, wanted: int) -> list[int]:

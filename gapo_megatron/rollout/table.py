@@ -23,6 +23,7 @@ def to_rollouts(
     policy_version: int = 0,
     holder: int = 0,
     judges_truncated: bool = True,
+    graded: bool = False,
 ) -> Rollouts:
     """Rows and tokens of groups, group by group.
 
@@ -34,6 +35,7 @@ def to_rollouts(
         holder: this rank.
         judges_truncated: False: a truncated response is unknown, regardless of its verdict
             (`reward.truncated`).
+        graded: keep the verifiers' numbers as rewards (`reward.graded`).
 
     Raises:
         RolloutError: a judged response is empty, its log-probs or its mask do not match it, or the
@@ -73,6 +75,12 @@ def to_rollouts(
         is_truncated=[one.truncated for one in episodes],
         is_finished=[one.finished for one in episodes],
         outcome=[_OUTCOMES.index(outcome) for outcome in outcomes],
+        grade=[
+            verdict.grade if graded and verdict.grade is not None else np.nan
+            for judged in verdicts or [()] * len(groups)
+            for verdict in judged
+        ]
+        or np.nan,
         holder=holder,
     )
 

@@ -355,7 +355,7 @@ def build_rollouter(
         OneTurn(inputs.tokenizer),
         batch=config.batch,
         sampling=sampling,
-        judges_truncated=config.reward.truncated == "judged",
+        reward=config.reward,
     )
 
 

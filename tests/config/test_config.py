@@ -239,7 +239,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("rollout.quantization=int8", "'' or 'fp8'"),
         ("rollout.top_p=1.5", "less than or equal to 1"),
         ("rollout.memory_fraction=1.0", "less than 1"),
-        ("reward.kind=maths", "'math', 'code', 'instructions' or 'exact'"),
+        ("reward.kind=maths", "did you mean 'math'"),
         ("objective.eps_low=nan", "finite"),
         ("objective.eps_low=-0.1", "greater than 0"),
         ("objective.eps_high_max=-1", "equal to 0"),

@@ -18,6 +18,7 @@ import pytest
 from gapo_megatron.errors import RewardError
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rewards import pool as module
+from gapo_megatron.rewards.pool import Item
 from gapo_megatron.rewards.processes import descendants
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
@@ -177,7 +178,7 @@ def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
     with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
         pool.wait_until_ready()
         [worker] = pool._workers
-        worker.take(pool._next_index, (f"await {tmp_path}/go", ""), timeout_s=pool.timeout_s)
+        worker.take(pool._next_index, Item(f"await {tmp_path}/go", ""), timeout_s=150)
         worker.send()
         clock.now += 150
         assert pool._settle() == {}

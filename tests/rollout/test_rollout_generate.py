@@ -359,6 +359,7 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
             TwoTurn(GIVEN, first=(8,)),
             batch=config.batch,
             sampling=replace(SETTINGS, step=0),
+            reward=config.reward,
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
     assert sampled is not None

@@ -1,0 +1,122 @@
+"""Verifiers by name: modules of this package, and code of the user's own.
+
+A verifier of the user's own is a function `verify(response, answer, **row)`, or a class whose
+objects have such a method. It returns True or False, a number (`reward.correct_above`), None where
+it cannot tell, or a `Verdict`. `row` has the other columns of the problem's row: those that the
+function names, or all of them with `**row`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gapo_megatron import user_code
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.types import Outcome, Verdict
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A loaded verifier."""
+
+    verify: Callable[..., Any]
+    """(response, answer, **row) -> bool, number, Verdict or None."""
+    check_answer: Callable[..., None] | None
+    """(answer) -> None; raises an exception for an answer that `verify` cannot use."""
+    columns: frozenset[str] | None
+    """Columns of the row that `verify` takes; None: all."""
+
+    def judge(
+        self, response: str, answer: str, row: Mapping[str, Any], *, correct_above: float
+    ) -> Verdict:
+        """Verdict on a response; unknown if `verify` raises or returns something else."""
+        given = {key: one for key, one in row.items() if self.takes(key)}
+        try:
+            return to_verdict(self.verify(response, answer, **given), correct_above=correct_above)
+        except Exception as error:  # on hostile input sympy may raise anything
+            return Verdict(Outcome.UNKNOWN, f"{type(error).__name__}: {error}")
+
+    def takes(self, column: str) -> bool:
+        """Whether `verify` takes this column of the row."""
+        return self.columns is None or column in self.columns
+
+
+def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
+    """Import a verifier.
+
+    Args:
+        name: module with `verify`, or code of the user's own (`user_code.is_code`).
+        settings: keyword arguments of `verify`, or of the user's class.
+        setting: setting that names it, for messages.
+
+    Raises:
+        ConfigError: names setting, code and what is missing.
+    """
+    if not user_code.is_code(name):
+        module = importlib.import_module(name)
+        verify = functools.partial(module.verify, **settings)
+        return Verifier(verify, getattr(module, "check_answer", None), frozenset())
+    made = user_code.load_with_settings(name, settings, setting=setting)
+    if inspect.isclass(made.func):
+        built = user_code.build(made, setting=setting)
+        verify, check = getattr(built, "verify", None), getattr(built, "check_answer", None)
+        if not callable(verify):
+            raise ConfigError(
+                f"{setting} ({name!r}) must have a method verify(self, response, answer, **row)"
+            )
+    else:
+        verify = made
+        check = getattr(sys.modules.get(made.func.__module__), "check_answer", None)
+    return Verifier(verify, check, _columns(verify, settings, setting=setting, name=name))
+
+
+def _columns(
+    verify: Callable[..., Any], settings: Mapping[str, Any], *, setting: str, name: str
+) -> frozenset[str] | None:
+    parameters = inspect.signature(verify).parameters
+    try:
+        inspect.signature(verify).bind_partial("response", "answer")
+    except TypeError as error:
+        raise ConfigError(f"{setting} ({name!r}) must take (response, answer): {error}") from None
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return None
+    return frozenset([*parameters][2:]) - settings.keys()
+
+
+def to_verdict(result: Any, *, correct_above: float) -> Verdict:
+    """A verdict from what a verifier returned.
+
+    Args:
+        result: True, False, None, a `Verdict`, or a finite number; also as a NumPy scalar or
+            one-element tensor.
+        correct_above: numbers above it are correct, others wrong.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    if isinstance(result, Verdict):
+        if not isinstance(result.outcome, Outcome):
+            raise TypeError(f"the outcome {result.outcome!r} is not an Outcome")
+        return result
+    if result is None:
+        return Verdict(Outcome.UNKNOWN, "the verifier returned None")
+    if hasattr(result, "item"):
+        result = result.item()
+    if isinstance(result, bool):
+        return Verdict(Outcome.CORRECT if result else Outcome.WRONG)
+    if not isinstance(result, numbers.Real):
+        raise TypeError(
+            f"the verifier returned {type(result).__name__}, not bool, number, Verdict or None"
+        )
+    if not math.isfinite(result):
+        raise ValueError(f"the verifier returned {result}")
+    outcome = Outcome.CORRECT if result > correct_above else Outcome.WRONG
+    return Verdict(outcome, f"graded {float(result):g}", grade=float(result))

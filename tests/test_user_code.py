@@ -14,10 +14,10 @@ from gapo_megatron.errors import ConfigError
 
 SOURCE = """
 from pydantic import BaseModel
-import neighbour
+import user_code_neighbour
 
 def scaled(text, *, factor, **row):
-    return len(text) * factor + neighbour.ONE
+    return len(text) * factor + user_code_neighbour.ONE
 
 class Limit(BaseModel):
     most: int
@@ -30,16 +30,15 @@ number = 3
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "neighbour.py").write_text("ONE = 1\n")
+    (tmp_path / "user_code_neighbour.py").write_text("ONE = 1\n")
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
     monkeypatch.chdir(tmp_path)
     return path
 
 
-def test_a_file_is_executed_once_and_imports_its_neighbours(source: Path) -> None:
+def test_a_file_is_executed_once_and_imports_its_user_code_neighbours(source: Path) -> None:
     loaded = user_code.load("mine.py:scaled", setting="reward.kind")
     assert loaded("ab", factor=2) == 5
     assert user_code.load(f"{source}:scaled", setting="reward.kind") is loaded

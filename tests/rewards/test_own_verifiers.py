@@ -1,0 +1,207 @@
+"""Verifiers of the user's own: what they may return, what they get, and what they cannot break."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapo_megatron import rewards
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.rewards import verifiers
+from gapo_megatron.types import Outcome, Verdict
+
+SOURCE = """
+import numpy as np
+from gapo_megatron.types import Outcome, Verdict
+
+RESULTS = {
+    "true": True, "false": False, "none": None, "half": 0.5, "above": 0.51, "below": -3,
+    "numpy": np.float32(0.75), "numpy true": np.True_, "reason": Verdict(Outcome.WRONG, "because"),
+    "graded": Verdict(Outcome.CORRECT, "", grade=2.5), "nan": float("nan"), "inf": np.inf,
+    "text": "correct", "list": [True], "outcome": Verdict("correct"), "big": 10**400,
+    "grade": Verdict(Outcome.CORRECT, grade="high"),
+}
+
+def table(response, answer):
+    return RESULTS[response]
+
+def level_is(response, answer, level=None, *, wanted="hard"):
+    return level == wanted and response == answer
+
+def whole_row(response, answer, **row):
+    return sorted(row) == ["level", "tests"] and row["tests"] == [1, {"a": "é"}]
+
+def check_answer(answer):
+    int(answer)
+
+class Longest:
+    def __init__(self, most):
+        self.most = most
+
+    def verify(self, response, answer):
+        return len(response) <= self.most
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def judged(config: RewardConfig, items: Sequence[tuple[Any, ...]]) -> list[Verdict]:
+    with rewards.start_pool(config, num_workers=1) as pool:
+        return pool.judge(items)
+
+
+def test_what_a_verifier_may_return(source: Path) -> None:
+    names = ["true", "false", "none", "half", "above", "below", "numpy", "numpy true", "reason"]
+    names += ["graded", "nan", "inf", "text", "list", "outcome", "big", "grade"]
+    verdicts = judged(RewardConfig(kind="mine.py:table"), [(name, "1") for name in names])
+    found = dict(zip(names, verdicts, strict=True))
+    right = {name for name, one in found.items() if one.outcome is Outcome.CORRECT}
+    unknown = {name for name, one in found.items() if one.outcome is Outcome.UNKNOWN}
+    assert right == {"true", "above", "numpy", "numpy true", "graded"}
+    assert unknown == {"none", "nan", "inf", "text", "list", "outcome", "big", "grade"}
+    assert all(found[name].reason for name in unknown)
+    assert found["reason"].reason == "because"
+    grades = {name: one.grade for name, one in found.items() if one.grade is not None}
+    assert grades == {"half": 0.5, "above": 0.51, "below": -3, "numpy": 0.75, "graded": 2.5}
+
+
+def test_the_threshold(source: Path) -> None:
+    low = RewardConfig(kind="mine.py:table", correct_above=-5)
+    assert judged(low, [("below", "1")])[0].outcome is Outcome.CORRECT
+
+
+def test_rows_choose_verifiers_and_give_their_columns(source: Path) -> None:
+    config = RewardConfig(
+        kind="exact",
+        verifiers={
+            "level": {"kind": "mine.py:level_is", "settings": {"wanted": "easy"}},
+            "row": "mine.py:whole_row",
+            "short": {"kind": "mine.py:Longest", "settings": {"most": 3}},
+        },
+    )
+    row = {"level": "easy", "tests": [1, {"a": "é"}]}
+    verdicts = judged(
+        config,
+        [
+            ("1>2", "2"),
+            ("2", "2", "level", row),
+            ("2", "2", "level", {"level": "hard"}),
+            # A column never replaces a setting.
+            ("2", "2", "level", {"level": "hard", "wanted": "hard"}),
+            ("", "", "row", row),
+            ("123", "", "short", row),
+            ("1234", "", "short"),
+        ],
+    )
+    assert [one.outcome is Outcome.CORRECT for one in verdicts] == [
+        *(True, True, False, False, True, True, False)
+    ]
+
+
+def test_its_answers_are_checked_before_the_run(source: Path) -> None:
+    rewards.check_answer("mine.py:table", "12")
+    with pytest.raises(DataError, match=r"mine\.py:table.*invalid literal"):
+        rewards.check_answer("mine.py:table", "twelve")
+    rewards.check_answer("mine.py:Longest", "twelve", settings={"most": 3})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("mine.py:absent", {}, "absent"),
+        ("gone.py:verify", {}, "gone.py"),
+        ("mine.py:RESULTS", {}, "dict"),
+        ("mine.py:Longest", {}, "most"),
+        ("mine.py:Longest", {"least": 1}, "least"),
+        ("mine.py:check_answer", {}, "response, answer"),
+        ("pathlib:Path", {}, "verify"),
+    ],
+)
+def test_code_that_cannot_judge_is_refused_early(
+    source: Path, kind: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.kind") as caught:
+        rewards.check(RewardConfig(kind=kind, settings=settings))
+    assert said in str(caught.value)
+
+
+HOSTILE = {
+    "raises": "raise KeyError(answer)",
+    "leaves": "sys.exit(0)",
+    "leaves at once": "os._exit(0)",
+    "kills itself": "os.kill(os.getpid(), signal.SIGKILL)",
+    "crashes": "ctypes.string_at(0)",
+    "hangs": "time.sleep(3600)",
+    "computes for ever": "while True: pass",
+    "recurses": "return verify(response, answer)",
+    "fills memory": "return len('x' * 2**40)",
+    "floods": "print('x' * 10**7); return Verdict(Outcome.WRONG, 'x' * 10**7)",
+    "writes to every descriptor": (
+        '[os.write(i, b\'[0, "correct", "", null]\\\\n\') for i in range(3)]; return False'
+    ),
+    "closes its channel": "os.closerange(0, 64); return True",
+    "changes the folder": "os.chdir('/'); return False",
+    "forks": "os.fork(); return False",
+    "leaves a child": "subprocess.Popen(['sleep', '3600']); return False",
+    "replaces json": "import json; json.dumps = None; return True",
+    "gives a class": "return Verdict",
+    "gives a huge number": "return 10**400",
+    "gives a complex number": "return 1j",
+    "gives a generator": "return (one for one in [True])",
+    "raises while it is read": "return Bad()",
+    "is asynchronous": "return wait()",
+}
+
+HOSTILE_SOURCE = """
+import ctypes, os, signal, subprocess, sys, time
+from gapo_megatron.types import Outcome, Verdict
+
+class Bad:
+    def item(self):
+        raise SystemExit(3)
+
+async def wait():
+    return True
+
+def verify(response, answer):
+    if response == "fine":
+        return answer == "1"
+    {body}
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("hostile")
+    for number, body in enumerate(HOSTILE.values()):
+        (folder / f"v{number}.py").write_text(HOSTILE_SOURCE.format(body=body))
+    yield folder
+
+
+@pytest.mark.parametrize("behaviour", HOSTILE)
+def test_no_verifier_scores_by_misbehaving_or_changes_anothers_verdict(
+    hostile: Path, behaviour: str
+) -> None:
+    path = hostile / f"v{[*HOSTILE].index(behaviour)}.py"
+    config = RewardConfig(kind=f"{path}:verify", timeout_s=3)
+    verdicts = judged(config, [("fine", "1"), ("bad", "1"), ("fine", "1"), ("fine", "2")])
+    assert [one.outcome for one in verdicts[::2]] == [Outcome.CORRECT] * 2
+    assert verdicts[3].outcome is Outcome.WRONG
+    assert verdicts[1].outcome is not Outcome.CORRECT, verdicts[1]
+
+
+def test_a_verdict_that_is_one_already() -> None:
+    verdict = Verdict(Outcome.WRONG, "so")
+    assert verifiers.to_verdict(verdict, correct_above=0) is verdict

@@ -30,7 +30,7 @@ ROW = np.dtype(
         ("outcome", np.int32),  # 0 wrong, 1 correct, 2 unknown
         ("holder", np.int32),  # rank that has the tokens, in the channel of the exchange
         ("log_prob_sum", np.float64),  # sum over the sampled tokens, by the engine
-        ("grade", np.float64),  # the verifier's number in place of 0 or 1; NaN: none
+        ("grade", np.float64),  # the verifier's number in place of 0 or 1; inf: none
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
@@ -93,7 +93,7 @@ class Rollouts:
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
-        table["grade"] = np.nan
+        table["grade"] = np.inf
         carried = carried_log_probs or [np.empty(0, np.float32)] * count
         masks = {
             i: mask for i, mask in enumerate(response_masks) if mask is not None and not mask.all()
@@ -259,7 +259,7 @@ class Rollouts:
     def rewards(self) -> np.ndarray:
         """[B] float64: `outcomes`, or the verifier's numbers with `reward.graded`; NaN unknown."""
         outcomes, grades = self.outcomes, self.table["grade"]
-        return np.where(np.isnan(outcomes) | np.isnan(grades), outcomes, grades)
+        return np.where(np.isnan(outcomes) | np.isinf(grades), outcomes, grades)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

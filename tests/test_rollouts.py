@@ -38,7 +38,7 @@ def whole() -> Rollouts:
     return random_rollouts(0, 2, problems=[7, 5])
 
 
-def test_a_row_is_fourteen_words_in_the_order_of_its_columns() -> None:
+def test_a_row_is_sixteen_words_in_the_order_of_its_columns() -> None:
     """Checkpoints of earlier versions have these words, and others read them."""
     names = (
         *("problem", "sample", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens"),
@@ -48,9 +48,10 @@ def test_a_row_is_fourteen_words_in_the_order_of_its_columns() -> None:
     table = np.zeros(1, dtype=ROW)
     for number, name in enumerate(names):
         table[name] = number + 1
-    table["log_prob_sum"] = -2.5
+    table["log_prob_sum"], table["grade"] = -2.5, 0.5
     words = table.view(np.int32)
-    assert words[:12].tolist() == [*range(1, 13)] and words[12:].view(np.float64).tolist() == [-2.5]
+    assert words[:12].tolist() == [*range(1, 13)]
+    assert words[12:].view(np.float64).tolist() == [-2.5, 0.5]
 
 
 def test_tokens_elsewhere_are_a_key_error_that_names_the_sequence(whole: Rollouts) -> None:

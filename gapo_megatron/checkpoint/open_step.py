@@ -175,7 +175,7 @@ def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
     ):
         raise ValueError(f"{words!r:.40} instead of the facts of {len(found)} sequences")
     if words.shape[1] < num_words:
-        no_grades = torch.full((len(found), 1), math.nan, dtype=torch.float64)
+        no_grades = torch.full((len(found), 1), math.inf, dtype=torch.float64)
         words = torch.cat([words, no_grades.view(torch.int32)], dim=1)
     table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
     for kind in ("prompt", "response", "sampled", "carried"):

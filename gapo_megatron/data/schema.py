@@ -17,9 +17,10 @@ import logging
 import math
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gapo_megatron import rewards
@@ -51,6 +52,7 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     kind: str,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     chat_template: bool = False,
     keep_unreadable: bool = False,
 ) -> list[Prompt]:
@@ -61,6 +63,7 @@ def read_prompts(
         tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one).
         max_prompt_tokens: longest prompt in tokens, with the template.
         kind: verifier of the answers, `reward.kind`.
+        settings: settings of a verifier of the user's own.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
         keep_unreadable: only warn about unreadable answers, for runs that started with them.
 
@@ -79,7 +82,7 @@ def read_prompts(
         )
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    with closing(_Answers(Path(path).parent, kind)) as answers:
+    with closing(_Answers(Path(path).parent, kind, settings)) as answers:
         for number, row in read_jsonl(path, keys=("id", "prompt"), optional=("level",)):
             where = f"{path}:{number}"
             answer, shown = answers.read(row, where=where), f"{row['id'][:60]!r}"
@@ -118,8 +121,8 @@ def _report(count: str, unreadable: Sequence[str], *, is_error: bool) -> None:
 class _Answers:
     """Reads the answers of a file's rows; the verifier checks them."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self._folder, self._kind = folder, kind
+    def __init__(self, folder: Path, kind: str, settings: Mapping[str, Any]) -> None:
+        self._folder, self._kind, self._settings = folder, kind, settings
         self.unreadable: list[str] = []
         """A message for each answer that the verifier cannot read."""
         self._path = Path()
@@ -139,7 +142,7 @@ class _Answers:
             if ends:
                 rewards.check_excerpt(self._kind, *ends)
             else:
-                rewards.check_answer(self._kind, text)
+                rewards.check_answer(self._kind, text, settings=self._settings)
         except DataError as error:
             self.unreadable.append(f"{where}: answer ({_shown(answer)}): {error}")
         return text

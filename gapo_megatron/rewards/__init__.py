@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import time
 from collections import Counter
@@ -63,8 +65,7 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
         DataError: says why the answer cannot be read.
     """
     own = user_code.is_code(kind)
-    code = kind if own else f"{__name__}.{kind}"
-    check = verifiers.load(code, settings, setting="reward.kind").check_answer
+    check = _answer_check(kind, json.dumps(dict(settings), sort_keys=True))
     if check is None:
         return
     try:
@@ -74,6 +75,12 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
             raise
         why = f"{error!s:.300}"  # it may quote the whole answer
         raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
+
+
+@functools.cache  # a data set has many answers
+def _answer_check(kind: str, settings: str) -> Callable[[str], None] | None:
+    code = kind if user_code.is_code(kind) else f"{__name__}.{kind}"
+    return verifiers.load(code, json.loads(settings), setting="reward.kind").check_answer
 
 
 def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:

@@ -134,10 +134,10 @@ class Pool:
         Returns:
             The numbers of the items, for `collect`.
         """
-        items = [Item(*one) for one in items]
-        numbers = list(range(self._next_index, self._next_index + len(items)))
-        self._next_index += len(items)
-        self._waiting.extend(zip(numbers, items, strict=True))
+        queued = [Item(*one) for one in items]
+        numbers = list(range(self._next_index, self._next_index + len(queued)))
+        self._next_index += len(queued)
+        self._waiting.extend(zip(numbers, queued, strict=True))
         self._open.update(numbers)
         return numbers
 

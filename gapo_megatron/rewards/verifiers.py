@@ -62,9 +62,10 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
     """
     if not user_code.is_code(name):
         module = importlib.import_module(name)
-        verify = functools.partial(module.verify, **settings)
-        return Verifier(verify, getattr(module, "check_answer", None), frozenset())
+        built_in = functools.partial(module.verify, **settings)
+        return Verifier(built_in, getattr(module, "check_answer", None), frozenset())
     made = user_code.load_with_settings(name, settings, setting=setting)
+    verify: Any = made
     if inspect.isclass(made.func):
         built = user_code.build(made, setting=setting)
         verify, check = getattr(built, "verify", None), getattr(built, "check_answer", None)
@@ -73,7 +74,6 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
                 f"{setting} ({name!r}) must have a method verify(self, response, answer, **row)"
             )
     else:
-        verify = made
         check = getattr(sys.modules.get(made.func.__module__), "check_answer", None)
     return Verifier(verify, check, _columns(verify, settings, setting=setting, name=name))
 
@@ -116,7 +116,8 @@ def to_verdict(result: Any, *, correct_above: float) -> Verdict:
         raise TypeError(
             f"the verifier returned {type(result).__name__}, not bool, number, Verdict or None"
         )
-    if not math.isfinite(result):
-        raise ValueError(f"the verifier returned {result}")
-    outcome = Outcome.CORRECT if result > correct_above else Outcome.WRONG
-    return Verdict(outcome, f"graded {float(result):g}", grade=float(result))
+    grade = float(result)
+    if not math.isfinite(grade):
+        raise ValueError(f"the verifier returned {grade}")
+    outcome = Outcome.CORRECT if grade > correct_above else Outcome.WRONG
+    return Verdict(outcome, f"graded {grade:g}", grade)

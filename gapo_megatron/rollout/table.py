@@ -76,11 +76,11 @@ def to_rollouts(
         is_finished=[one.finished for one in episodes],
         outcome=[_OUTCOMES.index(outcome) for outcome in outcomes],
         grade=[
-            verdict.grade if graded and verdict.grade is not None else np.nan
+            verdict.grade if graded and verdict.grade is not None else np.inf
             for judged in verdicts or [()] * len(groups)
             for verdict in judged
         ]
-        or np.nan,
+        or np.inf,
         holder=holder,
     )
 

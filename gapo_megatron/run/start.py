@@ -106,6 +106,7 @@ def read_problems(
         "tokenizer": tokenizer,
         "max_prompt_tokens": data.max_prompt_tokens,
         "kind": config.reward.kind,
+        "settings": config.reward.settings,
         "chat_template": data.chat_template,
         "keep_unreadable": has_begun,
     }

@@ -12,6 +12,7 @@ from gapo_megatron import objective
 from gapo_megatron.errors import ConfigError, RolloutError
 from gapo_megatron.objective import METHODS, group_advantages, group_counts
 from gapo_megatron.objective.diagnostics import count_by_correct
+from gapo_megatron.rollout.selection import informative
 from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_batch, make_rollouts
 
@@ -223,3 +224,20 @@ def test_counts_per_c_are_of_sampled_tokens():
     assert found[0] == found[1]
     assert found[0]["rollout/entropy"] == 0.5
     assert found[0]["per_c/correct/response_length/c1"] == 2.0
+
+
+def test_graded_rewards_give_the_advantages_and_verdicts_give_c() -> None:
+    """The second group has no correct response; the third is equal; unknown stays unknown."""
+    groups = [group(name, *([token] for token in range(4))) for name in "abc"]
+    rollouts = make_rollouts(groups, ["cwwu", "wwww", "wwww"])
+    grades = [0.9, 0.1, math.inf, 0.7, 0.0, 0.25, 0.5, 0.25, 0.3, 0.3, 0.3, 0.3]
+    graded = rollouts.changed(grade=grades)
+    batch = objective.make_batch(graded, dataclasses.replace(METHODS["grpo"], normalize_std=False))
+    known = [0.9, 0.1, 0.0]  # a verdict without a number counts 0 or 1; the unknown one nothing
+    mean = sum(known) / 3
+    expected = [*(one - mean for one in known), 0, -0.25, 0, 0.25, 0, 0, 0, 0, 0]
+    assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-15)
+    assert batch.num_correct.tolist() == [1] * 4 + [0] * 8
+    assert batch.group_size.tolist() == [3] * 4 + [4] * 8
+    assert informative(graded).tolist() == [True, True, False]
+    assert informative(rollouts).tolist() == [True, False, False]

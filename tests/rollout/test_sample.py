@@ -44,6 +44,7 @@ def with_verdicts(*groups: str) -> Rollouts:
     table = np.zeros(sum(map(len, groups)), dtype=ROW)
     table["sample"] = [sample for group in groups for sample in range(len(group))]
     table["outcome"] = ["wcu".index(letter) for group in groups for letter in group]
+    table["grade"] = np.inf
     return Rollouts(table)
 
 
@@ -158,9 +159,9 @@ class InstantPool:
     def __init__(self) -> None:
         self.judged: list[Verdict] = []
 
-    def submit(self, items: Sequence[tuple[str, str]]) -> list[int]:
+    def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
         first = len(self.judged)
-        for problem, sample in items:
+        for problem, sample, *_ in items:
             correct = sample == "0" and int(problem) % 3
             self.judged.append(Verdict(Outcome.CORRECT if correct else Outcome.WRONG))
         return list(range(first, len(self.judged)))

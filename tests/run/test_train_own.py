@@ -1,0 +1,82 @@
+"""Whole runs with a verifier of the user's own, in a file that the package does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.programs import Program
+from tests.train_setup import CONFIG, arguments, assert_same_run, finish, prepare, run, steps_of
+
+EXACT = """
+def verify(response, answer):
+    return response.rsplit(">", 1)[-1] == answer
+"""
+NEAR = """
+class Near:
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def verify(self, response, answer):
+        given = response.rsplit(">", 1)[-1]
+        return 1 - min(abs(int(given) - int(answer)) / self.scale, 1) if given.isdigit() else 0
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("own"), CONFIG)
+
+
+def test_a_verifier_of_the_users_own_trains_to_the_same_bits(root: Path) -> None:
+    """A resumed run with a changed file is refused, unless the change is allowed."""
+    own = root / "exact.py"
+    own.write_text(EXACT)
+    short = ("run.num_steps=2", "evaluation.every_steps=0")
+    run(root, "built_in", *short)
+    kind = f"reward.kind={own}:verify"
+    run(root, "own", *short, kind)
+    assert_same_run(root / "own", root / "built_in")
+
+    own.write_text(EXACT + "\n# another file\n")
+    longer = (kind, "run.num_steps=3", "evaluation.every_steps=0")
+    command = arguments(root, "own", *longer)
+    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
+    assert "reward.code" in output and "run.allow_changes" in output
+    run(root, "own", *longer, 'run.allow_changes=["reward.code"]')
+    assert len(steps_of(root / "own")) == 3
+
+
+@pytest.mark.system
+def test_a_run_learns_from_graded_rewards(root: Path) -> None:
+    (root / "near.py").write_text(NEAR)
+    settings = (
+        f"reward.kind={root}/near.py:Near",
+        "reward.settings={scale = 8}",
+        "reward.correct_above=0.99",
+        "reward.graded=true",
+        "objective.method=gspo",
+        "evaluation.every_steps=0",
+    )
+    run(root, "graded", *settings)
+    steps = steps_of(root / "graded")
+    assert any(line["reward/mean"] * 32 % 1 for line in steps)  # not of zeros and ones
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("reward.kind=absent.py:verify",), "absent.py"),
+        (("reward.kind=own.py",), "math, code"),
+        (("reward.graded=true",), "reward.graded"),
+        (("reward.settings={scale = 1}",), "reward: settings"),
+    ],
+)
+def test_refused_before_any_model_is_built(
+    tmp_path: Path, settings: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG.format(root=tmp_path))
+    program = Program("gapo_megatron.train", *arguments(tmp_path, "refused", *settings))
+    assert said in finish(program, exit_code=2)
+    assert not (tmp_path / "refused").exists()

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from gapo_megatron.types import Plan
+from gapo_megatron.types import Plan, Sample
 
 ROW = np.dtype(
     [
@@ -71,6 +71,8 @@ class Rollouts:
     """Arrays of this rank's rows, by column; read them through the properties."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step that collected them; empty otherwise."""
+    samples: Sequence[Sample] = ()
+    """Some of a step's responses as text, the same on every rank; empty otherwise."""
 
     @classmethod
     def of(

@@ -101,6 +101,38 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """A judged response as text, for people to read: a line of samples.jsonl."""
+
+    step: int
+    problem: str
+    """`Prompt.id`."""
+    sample: int
+    """Number of the response among the responses to its prompt."""
+    source: str
+    """`Prompt.source`."""
+    c: int
+    """Correct responses to the prompt (`num_correct`)."""
+    k: int
+    """Responses to the prompt with a known verdict (`group_size`)."""
+    verdict: str
+    """The value of its `Outcome`."""
+    reason: str
+    """`Verdict.reason`."""
+    grade: float | None
+    """`Verdict.grade`."""
+    num_tokens: int
+    """Tokens of the response, with EOS and what the environment appended."""
+    truncated: bool
+    prompt: str
+    """The prompt's tokens as text, with the chat template and special tokens."""
+    response: str
+    """The response's tokens as text, with special tokens."""
+    answer: str
+    """Start of the reference answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Minibatch:
     """An optimizer step of the plan."""
 

@@ -155,8 +155,8 @@ def num_problems_drawn(run_dir: Path, *, step: int) -> int:
 
 
 def assert_same_run(run_dir: Path, other: Path, *more: str) -> None:
-    """They have the same metrics and exported weights, and the same bytes in the files `more`."""
-    for name in ("metrics.jsonl", "hf/model.safetensors", *more):
+    """They have the same metrics, samples and exported weights, and the same bytes in `more`."""
+    for name in ("metrics.jsonl", "samples.jsonl", "hf/model.safetensors", *more):
         assert (run_dir / name).read_bytes() == (other / name).read_bytes(), name
 
 

@@ -165,7 +165,7 @@ class EvaluationConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where metrics go besides metrics.jsonl, and how often rounding is measured."""
+    """Where metrics go besides metrics.jsonl, and what else is kept of a step."""
 
     role = LIFE
 
@@ -173,6 +173,9 @@ class MetricsConfig(Section):
     """Write TensorBoard event files."""
     wandb_project: WandbProject = ""
     """Weights & Biases project. Empty: off. Install `wandb` yourself."""
+    samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
+    """Responses of each step that `samples.jsonl` keeps as text, spread over c and verdicts
+    (docs/metrics.md). 0: none."""
     rounding_every_steps: StepsOrZero = 10
     """Steps between measurements of what rounding does to the ratios (docs/numerics.md), from step
     0 on. 0: never."""

@@ -91,7 +91,9 @@ def lines_before(path: Path, *, resume_step: int) -> tuple[list[bytes], list[Dat
         except DataError as error:
             damage.append(error)
             continue
-        if step < resume_step or b'"startup/' in line:  # startup lines of all attempts are kept
+        # Startup lines of all attempts are kept.
+        is_startup = path.name == TIMINGS_NAME and b'"startup/' in line
+        if step < resume_step or is_startup:
             if damage and path.name == METRICS_NAME:
                 raise DataError(f"{damage[0]}; repair or remove it: that step will not run again")
             kept.append(line)

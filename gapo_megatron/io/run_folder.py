@@ -20,7 +20,8 @@ FINISHED_NAME = "finished.json"
 OWNER_NAME = "OWNER"
 """Names the attempt that may write to the folder."""
 _WRITTEN = (
-    *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "tensorboard"),
+    *("config.toml", "metrics.jsonl", "timings.jsonl", "samples.jsonl", "samples.1.jsonl"),
+    *("evaluations", "tensorboard"),
     *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME, CHANGES_NAME),
 )
 """Files that a run creates, replaces or removes. Launchers create other folders before its first

@@ -23,6 +23,7 @@ from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
+from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.selection import choose, informative, rollout_metrics
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
@@ -70,6 +71,7 @@ class Rollouter:
             `collect` puts its aborted groups here; before the next update, `learn.carry` must
             store old log-probs of their new tokens, and set the attribute.
         environment: the episodes' environment.
+        samples: takes some responses of each step as text; None (the default): none.
         num_discarded_tokens: tokens sampled in the last `collect`, if it was aborted; counted on
             the first rank of a replica.
     """
@@ -98,6 +100,7 @@ class Rollouter:
         """
         self.open_groups = Rollouts.join([])
         self.environment = environment
+        self.samples: Samples | None = None
         self.num_discarded_tokens = 0
         self._engine = engine
         self._source = source
@@ -121,7 +124,8 @@ class Rollouter:
             position is undefined.
 
         Collectives: per round those of `rollout.generate`, of `rewards.score`, and two
-        `Replicas.gather_tables`; messages with the tokens of open groups between ranks.
+        `Replicas.gather_tables`; messages with the tokens of open groups between ranks; at the end
+        that of `Samples.take`.
         """
         wanted, rounds = self._batch.rollout_prompts, self._batch.dynamic_sampling_rounds
         groups, opened = Rollouts.join([]), self.open_groups
@@ -160,7 +164,13 @@ class Rollouter:
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
-        return replace(groups.take_groups(choose(groups, wanted)), metrics=metrics)
+        batch = replace(groups.take_groups(choose(groups, wanted)), metrics=metrics)
+        if self.samples is None:
+            return batch
+        texts = self.samples.take(
+            batch, step, problems=self._source.problems, gather=self._engine.replicas.gather
+        )
+        return replace(batch, samples=texts)
 
     @property
     def channel(self) -> Channel:
@@ -285,6 +295,8 @@ class Rollouter:
                 one.num_sampled_tokens for group in [*kept, *left] for one in group
             )
             return None
+        if self.samples is not None:
+            self.samples.note(kept, verdicts)
         complete = self._join_ranks(self._to_rollouts(kept, verdicts))
         return complete, self._join_ranks(self._to_rollouts(left))
 

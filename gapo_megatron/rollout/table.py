@@ -11,7 +11,7 @@ from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
-_OUTCOMES = (Outcome.WRONG, Outcome.CORRECT, Outcome.UNKNOWN)
+OUTCOMES = (Outcome.WRONG, Outcome.CORRECT, Outcome.UNKNOWN)
 """Codes of the column `outcome`."""
 
 
@@ -74,7 +74,7 @@ def to_rollouts(
         ],
         is_truncated=[one.truncated for one in episodes],
         is_finished=[one.finished for one in episodes],
-        outcome=[_OUTCOMES.index(outcome) for outcome in outcomes],
+        outcome=[OUTCOMES.index(outcome) for outcome in outcomes],
         grade=[
             verdict.grade if graded and verdict.grade is not None else np.inf
             for judged in verdicts or [()] * len(groups)

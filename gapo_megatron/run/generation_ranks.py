@@ -27,7 +27,7 @@ from gapo_megatron.rollouts import ROW, Batch, Rollouts
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.orders import STOP, Order, pack_probe, unpack
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class GenerationRanks:
         metrics: dict[str, float] = batch["metrics"]
         if self.samples_ahead:
             metrics["rollout/version_gap"] = float(step - batch["policy_version"])
-        return Rollouts(np.frombuffer(rows, dtype=ROW).copy(), metrics=metrics)
+        samples = [Sample(**one) for one in batch["samples"]]
+        return Rollouts(np.frombuffer(rows, dtype=ROW).copy(), metrics=metrics, samples=samples)
 
     def carry(self, step: int) -> None:
         """Nothing: no group stays open."""

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from gapo_megatron import exchange, rewards
 from gapo_megatron.clock import Expectation, Stopwatch
@@ -159,6 +159,7 @@ class GenerationSide:
             about = {
                 "policy_version": self.engine.policy_version,
                 "metrics": rollouts.metrics,
+                "samples": [asdict(one) for one in rollouts.samples],
                 "source_state": self.source.state_dict(),
                 "clocks": self._lap(),
             }

@@ -2,7 +2,8 @@
 
 - metrics.jsonl: a line per step, only values that a repeated or resumed run reproduces.
 - timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
-- tensorboard/: both, as curves; Weights & Biases likewise when configured.
+- samples.jsonl: some responses of each step as text (`io.sample_files`).
+- tensorboard/: numbers as curves, and samples; Weights & Biases likewise when configured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +26,15 @@ from gapo_megatron.io.console_table import ConsoleTable
 from gapo_megatron.io.documents import read_text
 from gapo_megatron.io.files import naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
+from gapo_megatron.io.sample_files import SampleLog
 from gapo_megatron.run.processes import columns_are_set
+from gapo_megatron.run.signal_watch import SignalWatch
+from gapo_megatron.types import Sample
 
 logger = logging.getLogger(__name__)
+
+_MOST_CURVE_TEXT = 2000
+"""Characters of a text in TensorBoard and W&B, which keep those of every step."""
 
 
 def check_sinks(config: MetricsConfig) -> None:
@@ -51,7 +59,8 @@ class MetricsWriter:
     """All sinks of a run. Rank 0 writes; on other ranks (`enabled=False`) every call does nothing.
 
     Every line is on disk when `log` returns. After a resume the files hold exactly the lines of the
-    steps before `resume_step`: later or incomplete lines are dropped and written again.
+    steps before `resume_step`: later or incomplete lines are dropped and written again. (Those of
+    samples once a step is sampled: an interrupted step may have its batch, and its samples.)
     """
 
     def __init__(
@@ -79,6 +88,10 @@ class MetricsWriter:
         for name in (METRICS_NAME, TIMINGS_NAME):
             with naming(run_dir / name):
                 self._files[name] = _open_truncated(run_dir / name, resume_step=resume_step)
+        self._sample_log = SampleLog(run_dir)
+        self._keeps_samples = config.metrics.samples_per_step > 0
+        self._samples: Sequence[Sample] = ()
+        self._watch = SignalWatch(run_dir)
         with naming(run_dir / "tensorboard"):
             self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
         self._wandb = _open_wandb(run_dir, config)
@@ -98,6 +111,8 @@ class MetricsWriter:
                 not finite is written as null, with a warning the first time.
             timings: from `Stopwatch.lap`; without them the console shows only an evaluation's
                 pass@k.
+
+        Warns if the step had nothing to learn from.
 
         Raises:
             MachineError: the disk is full or fails; a resume drops the incomplete line.
@@ -121,6 +136,30 @@ class MetricsWriter:
                 self._console.show(step, present)
             else:
                 self._console.show_evaluation(step, present)
+        self._watch.check(step, present, self._samples)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write some responses of `step`; `log` shows them if they have nothing to teach.
+
+        Raises:
+            MachineError: the disk is full or fails; a resume drops the incomplete line.
+        """
+        if not self._enabled:
+            return
+        self._samples = samples
+        if not (samples and self._keeps_samples):
+            return
+        self._sample_log.append(samples)
+        rows = [{name: _cut(value) for name, value in asdict(one).items()} for one in samples]
+        if self._tensorboard is not None:
+            with naming(self._tensorboard.log_dir):
+                self._tensorboard.add_text("samples", _as_markdown(rows), step)
+        if self._wandb is not None:
+            import wandb
+
+            table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+            with naming(self._run_dir / "wandb"):
+                self._wandb.log({"samples": table}, step=step)
 
     def log_startup(
         self, step: int, seconds: Mapping[str, Value], *, sizes: Mapping[str, int]
@@ -137,10 +176,12 @@ class MetricsWriter:
         parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items())
         logger.info("ready after %.1f s: %s", sum(seconds.values()), parts)
 
-    def close(self) -> None:
-        """Flush and close every sink."""
+    def close(self, *, is_finished: bool = False) -> None:
+        """Flush and close every sink; at the end of a run, warn if no step had a signal."""
         if not self._enabled:
             return
+        if is_finished:
+            self._watch.check_run()
         for file in self._files.values():
             with naming(file.name):
                 file.close()
@@ -208,6 +249,28 @@ def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
     scalars = [Summary.Value(tag=key, simple_value=value) for key, value in values.items()]
     writer.file_writer.add_summary(Summary(value=scalars), step)
     writer.flush()
+
+
+def _cut(value: Any) -> Any:
+    """A long text without its middle."""
+    if not isinstance(value, str) or len(value) <= _MOST_CURVE_TEXT:
+        return value
+    half = _MOST_CURVE_TEXT // 2
+    return f"{value[:half]}\n[... {len(value) - 2 * half} characters ...]\n{value[-half:]}"
+
+
+def _as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A heading and an indented block for each sample, which no text in it can end."""
+    blocks = []
+    for row in rows:
+        reason = " ".join(row["reason"].split())
+        text = f"{row['prompt']}\n---\n{row['response']}\n---\n{row['answer']}"
+        blocks += [
+            f"**c = {row['c']} of {row['k']}: {row['verdict']}** {reason} "
+            f"({row['num_tokens']} tokens; problem {row['problem']})",
+            "\n".join(f"    {line}" for line in text.splitlines()),
+        ]
+    return "\n\n".join(blocks)
 
 
 def _open_wandb(run_dir: Path, config: Config) -> Any:

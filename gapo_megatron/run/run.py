@@ -206,6 +206,7 @@ class Run:
         rollouts = self.generation.collect(step)
         if rollouts is None:
             raise Stopped
+        self.writer.log_samples(step, rollouts.samples)
         self.state.source = self.generation.source_state
         self.memory.note("after_sleep")
         self.generation.carry(step)
@@ -336,7 +337,7 @@ class Run:
 
     def _finish(self) -> None:
         """Export the model and report the end to the launcher. Collective."""
-        self.writer.close()
+        self.writer.close(is_finished=True)
         if self.checkpoints.keep_weights:
             self.attempt.enter("export")
             self.generation.leave_memory()  # to load offloaded weights

@@ -41,6 +41,7 @@ from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter, check_problems
+from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
 from gapo_megatron.run import process_group
@@ -341,23 +342,23 @@ def build_rollouter(
     config: Config, inputs: Inputs, engine: Engine, pool: rewards.Pool
 ) -> Rollouter:
     """Build the rollouter that the config asks for."""
-    rollout = config.rollout
-    sampling = SamplingSettings(
-        num_samples=config.batch.rollouts_per_prompt,
-        max_response_tokens=rollout.max_response_tokens,
-        seed=config.run.seed,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-    )
-    return Rollouter(
+    rollouter = Rollouter(
         engine,
         inputs.source,
         pool,
         OneTurn(inputs.tokenizer),
         batch=config.batch,
-        sampling=sampling,
+        sampling=SamplingSettings(
+            num_samples=config.batch.rollouts_per_prompt,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+        ),
         reward=config.reward,
     )
+    rollouter.samples = Samples(inputs.tokenizer, num_per_step=config.metrics.samples_per_step)
+    return rollouter
 
 
 def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:

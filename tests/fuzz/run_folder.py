@@ -14,6 +14,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.evaluate.counts import write_counts
 from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
+from gapo_megatron.io.sample_files import read_samples
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.postmortem import Evidence
 from gapo_megatron.ops.launch.status import read_status
@@ -23,6 +24,7 @@ from tests.attempt_setup import make_attempt
 from tests.configs import config_of
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
+from tests.io.test_sample_files import sample_of
 
 _BRANCH = {"run": "other", "step": 1, "changes": {"objective.method": ["gspo", "gapo"]}}
 _NUM_STEPS = 3
@@ -46,6 +48,7 @@ def _prepare(folder: Path) -> None:
         writer.log_startup(0, {"imports": 1.5}, sizes={"perf/world_size": 2})
         for step in range(_NUM_STEPS):
             values = {"reward/mean": 0.25 * step, "objective/loss": -0.5, "per_c/groups/c8": 1}
+            writer.log_samples(step, [sample_of(step, number) for number in range(2)])
             writer.log(step, values, {"time/step_s": 2.0, "time/rollout_s": 1.0})
     counts = [{"id": f"p{i}", "level": "1", "num_samples": 8, "num_correct": i} for i in range(3)]
     write_counts(counts, run / "evaluations/step_00000000.json")
@@ -73,12 +76,14 @@ def _read_start(folder: Path) -> dict[str, Any]:
     run = folder / "run"
     finished = is_finished(run, num_steps=_NUM_STEPS)
     seconds = make_attempt(run).stage_seconds()
-    MetricsWriter(run, config=_config(), resume_step=_NUM_STEPS, enabled=True).close()
+    with MetricsWriter(run, config=_config(), resume_step=_NUM_STEPS, enabled=True) as writer:
+        writer.log_samples(_NUM_STEPS, [sample_of(_NUM_STEPS)])
     return {
         "finished.json": finished,
         "stage_seconds.json": seconds,
         "metrics.jsonl": read_rows(run / "metrics.jsonl"),
         "timings.jsonl": read_rows(run / "timings.jsonl"),
+        "samples.jsonl": read_samples(run),
     }
 
 
@@ -93,6 +98,7 @@ def _read_report(folder: Path) -> dict[str, Any]:
         "status": repr(status),
         "metrics.jsonl": read_rows(run / "metrics.jsonl"),
         "timings.jsonl": read.timings,
+        "samples.jsonl": read_samples(run),
         "step_00000000.json": read.solve_rates,
         "branch.json": text and parse_branch(text, where="branch.json"),
         "failure_0.json": repr(Evidence(run / "attempts/7.0").diagnose()),
@@ -134,8 +140,9 @@ def _explains(folder: Path, damage: Damage, state: Any, whole: Any) -> str:
 def targets() -> list[Target]:
     """All of this file."""
     start = ["finished.json", "stage_seconds.json", "metrics.jsonl", "timings.jsonl"]
+    start += ["samples.jsonl"]
     report = ["config.toml", "metrics.jsonl", "timings.jsonl", "evaluations/step_00000000.json"]
-    report += ["branch.json", "attempts/7.0/failure_0.json"]
+    report += ["samples.jsonl", "branch.json", "attempts/7.0/failure_0.json"]
     return [
         Target(
             name,

@@ -214,7 +214,7 @@ class Setup:
         self.rollouter = self.begin(config, source)
 
     def begin(self, config: Config, source: Any) -> Rollouter:
-        inputs: Any = SimpleNamespace(source=source, tokenizer=None)
+        inputs: Any = SimpleNamespace(source=source, tokenizer=TOKENIZER)
         pool: Any = self.pool
         rollouter = build_rollouter(config, inputs, self.engine, pool)
         rollouter.environment = Numbered(inputs.tokenizer)

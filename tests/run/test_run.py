@@ -181,7 +181,10 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             script.logged.append((step, metrics))
             script.did(f"log {step}")
 
-        writer = cast(Any, SimpleNamespace(log=log, close=lambda: None))
+        writer = cast(
+            Any,
+            SimpleNamespace(log=log, log_samples=lambda *_: None, close=lambda **_: None),
+        )
         generation = Colocated(
             config=config,
             engine=engine,

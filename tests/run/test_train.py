@@ -24,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.hf.manifest import read_manifest
+from gapo_megatron.io.sample_files import read_samples
 from gapo_megatron.ops.plan.observation import read_observation
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
@@ -95,6 +96,13 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
     assert [line["step"] for line in steps] == list(range(6))
     evaluated = [line["step"] for line in metrics_of(whole_run) if "eval/pass@1" in line]
     assert evaluated == [0, 3, 6]
+    samples = read_samples(whole_run)
+    assert [one.step for one in samples] == [step for step in range(6) for _ in range(8)]
+    for one in samples:
+        assert one.prompt.endswith("=") and one.k == 4
+        sums = one.response.removesuffix("</s>").split(">")
+        assert one.truncated or (one.verdict == "correct") == (sums[-1] == one.answer)
+        assert bool(one.reason) == (one.verdict == "wrong")
     assert all(line["sync/max_abs_log_prob_diff"] < 1e-4 for line in steps)
     # Neither hopeless nor perfect, so that the rest of this file means something.
     assert 0.05 < steps[0]["reward/mean"] < 0.95

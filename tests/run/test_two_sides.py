@@ -77,6 +77,8 @@ class Tokenizer:
     """Every second sample is correct, as defined by `tests.reward_setup`."""
 
     def decode(self, ids: list[int], **_: Any) -> str:
+        if ids[0] < 100:
+            return f"prompt {ids}"
         return "right" if ids[2] % 2 else "echo wrong"
 
 
@@ -181,7 +183,8 @@ def train(
         at_step()
         mine = np.flatnonzero(batch.table["holder"] == world.rank).tolist()
         responses = {row: batch.response_ids[row].tolist() for row in mine}
-        seen.append((rollouts.table.tobytes(), responses, generation.source_state))
+        facts = (rollouts.table.tobytes(), rollouts.samples)
+        seen.append((facts, responses, generation.source_state))
         # A run that is ahead stops within its last step.
         if step + 1 < until or not config.rollout.max_staleness:
             generation.sync(probe(), policy_version=step + 1)
@@ -228,13 +231,21 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
     (seen, given_back), (other, also), *sampled = accounts
     source, names, num_learned = PromptSource(PROBLEMS, seed=0), list[str](), 0
     for step, version in enumerate(versions):
-        (table, mine, state), (same, theirs, same_state) = seen[step], other[step]
+        (facts, mine, state), (same, theirs, same_state) = seen[step], other[step]
         prompts = source.next_batch(4)
         places = [(prompt.id, sample) for prompt in prompts for sample in range(2)]
         expected = [response(*place, version=version) for place in places]
         assert [value for _, value in sorted((mine | theirs).items())] == expected
         assert mine and theirs and not {*mine} & {*theirs}
-        assert table == same and state == same_state == source.state_dict()
+        assert facts == same and state == same_state == source.state_dict()
+        # The verdicts' reasons are known to the ranks that generate, the texts from there.
+        answers = {prompt.id: (prompt.answer, list(prompt.token_ids)) for prompt in prompts}
+        assert {(one.problem, one.sample) for one in facts[1]} == {*places}
+        for one in facts[1]:
+            answer, ids = answers[one.problem]
+            reason = "" if one.sample else f"wrong for {answer}"
+            assert (one.step, one.c, one.k, one.reason) == (step, 1, 2, reason)
+            assert (one.prompt, one.response == "right") == (f"prompt {ids}", one.sample == 1)
         names += [f"{problem}/{sample}" for problem, sample in places]
         num_learned += sum(map(len, expected))
     (asked, num_tokens), (also_asked, more_tokens) = sampled

@@ -1,0 +1,159 @@
+"""Some responses of each step as text, with verdict and reason, for people to read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gapo_megatron.rollout.selection import informative
+from gapo_megatron.rollout.table import OUTCOMES
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Episode, Outcome, Prompt, Sample, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_WITHOUT_SIGNAL = 3
+"""Fewest samples of a step without any advantage: a warning shows them (`run.signal_watch`)."""
+
+_MOST_ANSWER = 2000
+"""Characters of a reference answer that are kept: the tests of a program may have megabytes."""
+
+
+class Samples:
+    """Takes a few responses of each step, spread over c and verdicts.
+
+    Only the rank that judged a response knows the reason of its verdict, and it has the tokens. It
+    decodes the few that are taken; which ones follows from the table, so that all ranks agree.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, num_per_step: int) -> None:
+        """Set up.
+
+        Args:
+            tokenizer: the policy's.
+            num_per_step: responses to take of a step; of a step without any advantage at least
+                `NUM_WITHOUT_SIGNAL`.
+        """
+        self._tokenizer = tokenizer
+        self._num_per_step = num_per_step
+        self._verdicts: dict[tuple[str, int], Verdict] = {}
+        """Verdicts of this rank in the current step, by problem id and number of the response."""
+
+    def note(
+        self, groups: Sequence[Sequence[Episode]], verdicts: Sequence[Sequence[Verdict]]
+    ) -> None:
+        """Remember the verdicts of the groups that this rank has judged in this step."""
+        for group, judged in zip(groups, verdicts, strict=True):
+            keys = [(one.prompt.id, one.sample) for one in group]
+            self._verdicts |= zip(keys, judged, strict=True)
+
+    def take(
+        self,
+        rollouts: Rollouts,
+        step: int,
+        *,
+        problems: Sequence[Prompt],
+        gather: Callable[[Sequence[Sample]], list[Sample]],
+    ) -> list[Sample]:
+        """Decode the step's samples, and forget its verdicts.
+
+        Args:
+            rollouts: the step's batch, with the tokens of this rank.
+            step: index of the step.
+            problems: problems of the data, by the table's numbers.
+            gather: all-gather over the ranks that have the tokens, as one list.
+
+        Returns:
+            The same on every rank, ordered by c.
+
+        Collectives: `gather`, if any samples are taken.
+        """
+        number = self._num_per_step
+        if not informative(rollouts).any():
+            number = max(number, NUM_WITHOUT_SIGNAL)
+        rows = choose_rows(rollouts, number, step=step)
+        here = [
+            self._describe(rollouts, row, step, problems[rollouts.table["problem"][row]])
+            for row in rows
+            if row in rollouts.response_ids
+        ]
+        self._verdicts.clear()
+        gathered = gather(here) if rows else []
+        return sorted(gathered, key=lambda one: (one.c, one.problem, one.sample))
+
+    def _describe(self, rollouts: Rollouts, row: int, step: int, prompt: Prompt) -> Sample:
+        facts = rollouts.table[row]
+        sample, outcome = int(facts["sample"]), OUTCOMES[facts["outcome"]]
+        verdict = self._verdicts[prompt.id, sample]
+        # With `reward.truncated` = "unknown" the outcome is not the verifier's.
+        left_out = verdict.outcome is not outcome and facts["is_truncated"]
+        group = rollouts.rows_of([row // rollouts.rollouts_per_prompt])
+        outcomes = [OUTCOMES[code] for code in rollouts.table["outcome"][group]]
+        return Sample(
+            step=step,
+            problem=prompt.id,
+            sample=sample,
+            source=prompt.source,
+            c=outcomes.count(Outcome.CORRECT),
+            k=len(outcomes) - outcomes.count(Outcome.UNKNOWN),
+            verdict=str(outcome),
+            reason="truncated" if left_out else _plain(verdict.reason),
+            grade=verdict.grade,
+            num_tokens=int(facts["num_response_tokens"]),
+            truncated=bool(facts["is_truncated"]),
+            prompt=self._decode(rollouts.prompt_ids[row]),
+            response=self._decode(rollouts.response_ids[row]),
+            answer=_plain(prompt.answer[:_MOST_ANSWER]),
+        )
+
+    def _decode(self, token_ids: np.ndarray) -> str:
+        return _plain(str(self._tokenizer.decode(token_ids.tolist())))
+
+
+def choose_rows(rollouts: Rollouts, number: int, *, step: int) -> list[int]:
+    """Choose responses of as many values of c as possible, and of different verdicts at each c.
+
+    Problems of a batch are in random order, so the first responses of a kind are as good as any;
+    those of different problems come first.
+
+    Args:
+        rollouts: whole groups; only the table is read.
+        number: responses to choose; all if there are fewer.
+        step: index of the step: c and verdicts are rotated by it, so that a few responses per step
+            show all kinds over the steps.
+
+    Returns:
+        Row numbers, ascending.
+    """
+    size = max(rollouts.rollouts_per_prompt, 1)
+    outcomes = rollouts.table["outcome"]
+    is_correct = outcomes.reshape(-1, size) == OUTCOMES.index(Outcome.CORRECT)
+    num_correct = np.repeat(is_correct.sum(axis=1), size)
+
+    # At each c the outcomes take turns, beginning with another one at the next c and step.
+    seen: Counter[tuple[int, int]] = Counter()
+    by_c: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for row in np.arange(len(outcomes)).reshape(-1, size).T.flat:  # each group's first, and so on
+        c, outcome = int(num_correct[row]), int(outcomes[row])
+        by_c[c].append((seen[c, outcome], (outcome + c + step) % 2, int(row)))
+        seen[c, outcome] += 1
+
+    # Every c has its first response before any has its second.
+    turns = [
+        (turn, (c + step) % (size + 1), row)
+        for c, found in by_c.items()
+        for turn, (_, _, row) in enumerate(sorted(found))
+    ]
+    return sorted(row for *_, row in sorted(turns)[:number])
+
+
+def _plain(text: str) -> str:
+    """The text without unpaired surrogates, which UTF-8 and JSON readers refuse."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+__all__ = ["NUM_WITHOUT_SIGNAL", "Samples", "choose_rows"]

@@ -1,0 +1,153 @@
+"""The few responses of a step that are kept as text: which ones, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gapo_megatron.config import Config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.samples import NUM_WITHOUT_SIGNAL, choose_rows
+from gapo_megatron.run.start import build_rollouter
+from gapo_megatron.types import Outcome, Prompt, Sample, Verdict
+from tests.learn_setup import GROUP_SIZE
+from tests.rollout.test_sample import (
+    InstantPool,
+    Numbered,
+    Setup,
+    config_of,
+    length_of,
+    with_verdicts,
+)
+from tests.scripted_engine import LoneReplicas, ThreadReplicas
+
+TOKENIZER: Any = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+
+
+class TalkingPool(InstantPool):
+    """Says which response it has judged, and grades it."""
+
+    def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
+        items = [*items]
+        numbers = super().submit(items)
+        for number, (problem, sample, *_) in zip(numbers, items, strict=True):
+            verdict = Verdict(self.judged[number].outcome, f"{problem}/{sample}", int(problem) / 8)
+            self.judged[number] = verdict
+        return numbers
+
+
+class WrongPool(InstantPool):
+    def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
+        numbers = super().submit(items)
+        for number in numbers:
+            self.judged[number] = Verdict(Outcome.WRONG)
+        return numbers
+
+
+def setup_of(
+    config: Config, *, pool: InstantPool | None = None, replicas: Replicas | None = None
+) -> Setup:
+    problems = [
+        Prompt(str(i), (50, i), f"{i} \ud800" + 10**6 * "x", source=f"file {i % 2}")
+        for i in range(12)
+    ]
+    setup = Setup(config, replicas=replicas)
+    setup.pool = pool or TalkingPool()
+    inputs: Any = SimpleNamespace(source=PromptSource(problems, seed=0), tokenizer=TOKENIZER)
+    judging: Any = setup.pool
+    setup.rollouter = build_rollouter(config, inputs, setup.engine, judging)
+    setup.rollouter.environment = Numbered(TOKENIZER)
+    return setup
+
+
+def config_with(samples_per_step: int, **batch: Any) -> Config:
+    config = config_of(9, **batch)
+    metrics = config.metrics.model_copy(update={"samples_per_step": samples_per_step})
+    return config.model_copy(update={"metrics": metrics})
+
+
+def samples_of(setup: Setup, step: int = 2) -> list[Sample]:
+    return list(setup.collect(step).samples)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_samples_spread_over_c_first_and_over_verdicts_then(step: int) -> None:
+    groups = ["wwww", "wwww", "cwww", "wwww", "wcww", "ccwu", "cccc"]  # c = 0, 0, 1, 0, 1, 2, 4
+    rollouts = with_verdicts(*groups)
+    letters = "".join(groups)
+
+    def kinds(number: int) -> list[tuple[int, str]]:
+        rows = choose_rows(rollouts, number, step=step)
+        assert rows == sorted({*rows}) and len(rows) == min(number, len(letters))
+        return [(groups[row // 4].count("c"), letters[row]) for row in rows]
+
+    assert len({c for c, _ in kinds(3)}) == 3
+    assert sorted(c for c, _ in kinds(4)) == [0, 1, 2, 4]
+    # The second response of a c has another verdict, where there is one.
+    eight = kinds(8)
+    assert sorted(c for c, _ in eight) == [0, 0, 1, 1, 2, 2, 4, 4]
+    problems = [row // 4 for row in choose_rows(rollouts, 8, step=step)]
+    assert len({problem for problem in problems if problem in (0, 1, 3)}) == 2  # of c = 0
+    assert {letter for c, letter in eight if c == 1} == {"c", "w"}
+    assert len({letter for c, letter in eight if c == 2}) == 2
+    assert {letter for c, letter in kinds(12) if c == 2} == {"c", "w", "u"}
+    assert len(kinds(1000)) == len(letters) and kinds(0) == []
+
+
+def test_few_samples_show_every_c_and_verdict_over_the_steps() -> None:
+    rollouts = with_verdicts("wwww", "cwww", "ccww", "cccw", "cccc")
+    found = {
+        (row // 4, "wrong" if row % 4 >= row // 4 else "correct")
+        for step in range(10)
+        for row in choose_rows(rollouts, 1, step=step)
+    }
+    mixed = {(c, verdict) for c in (1, 2, 3) for verdict in ("correct", "wrong")}
+    assert found == {(0, "wrong"), *mixed, (4, "correct")}
+
+
+def test_every_rank_has_the_same_samples_with_the_reasons_of_their_verdicts() -> None:
+    """Two ranks in each of two engines: a response is judged by one of them."""
+    setups = [
+        setup_of(config_with(7), replicas=replicas) for replicas in ThreadReplicas.of(4, size=2)
+    ]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(samples_of, setups))
+    alone = samples_of(setup_of(config_with(7), replicas=LoneReplicas()))
+    assert len(alone) == 7 and found == [alone] * 4
+    assert [one.c for one in alone] == sorted(one.c for one in alone)
+    assert {one.c for one in alone} == {0, 1}
+    assert {one.verdict for one in alone} == {"correct", "wrong"}
+    for one in alone:
+        number = int(one.problem)
+        assert one.reason == f"{number}/{one.sample}"
+        assert one.verdict == ("correct" if one.sample == 0 and number % 3 else "wrong")
+        assert one.grade == number / 8
+        assert (one.c, one.k) == (int(number % 3 > 0), GROUP_SIZE)
+        assert one.num_tokens == length_of(one.problem, one.sample)
+        assert one.prompt == f"50 {number}" and one.source == f"file {number % 2}"
+        assert one.response == " ".join(["2"] * one.num_tokens)
+        # No megabytes, and nothing that a reader of JSON refuses.
+        assert one.answer.startswith(f"{number} ?") and len(one.answer) < 10**4
+
+
+def test_a_response_that_leaves_its_group_says_why() -> None:
+    config = config_with(64)
+    rollout = config.rollout.model_copy(update={"max_response_tokens": 6})
+    reward = config.reward.model_copy(update={"truncated": "unknown"})
+    setup = setup_of(config.model_copy(update={"rollout": rollout, "reward": reward}))
+    samples = samples_of(setup)
+    long = [one for one in samples if length_of(one.problem, one.sample) > 6]
+    assert long and {(one.verdict, one.reason) for one in long} == {("unknown", "truncated")}
+    assert all(one.truncated == (one in long) for one in samples)
+    assert all(one.reason == f"{one.problem}/{one.sample}" for one in samples if one not in long)
+
+
+def test_a_step_without_signal_has_samples_to_show_anyway() -> None:
+    assert samples_of(setup_of(config_with(0))) == []
+    silent = setup_of(config_with(0), pool=WrongPool())
+    assert len(samples_of(silent)) == NUM_WITHOUT_SIGNAL

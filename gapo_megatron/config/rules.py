@@ -141,6 +141,21 @@ def _check_around_engine(config: Config) -> None:
         )
 
 
+def inert_clip_note(config: Config) -> str:
+    """Say that no ratio of the run can differ from 1, so that no clip acts; empty where one can.
+
+    The first mini-batch of a step takes its old log-probs from its own forward pass.
+    """
+    batch, objective = config.batch, config.objective
+    if batch.num_minibatches > 1 or batch.partial_rollouts or objective.old_log_probs == "rollout":
+        return ""
+    return (
+        f"The clip of objective.method ({objective.method!r}) never acts: batch.minibatch_prompts "
+        f"({batch.minibatch_prompts}) equals batch.rollout_prompts, and with one update per step "
+        "every ratio is exactly 1. The paper's mini-batches are a quarter of a batch."
+    )
+
+
 def input_paths(config: Config) -> dict[str, str]:
     """Paths of files and folders that commands read, by setting; empty where not given."""
     return {

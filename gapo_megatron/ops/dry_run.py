@@ -18,7 +18,7 @@ from rich.text import Text
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.config.rules import check_paths, missing_inputs
+from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
@@ -123,7 +123,7 @@ def print_dry_run(
         )
     if branch:
         console.print(branch, markup=False)
-    if note := _engine_memory_note(config, sides):
+    for note in filter(None, (_engine_memory_note(config, sides), inert_clip_note(config))):
         console.print(note, markup=False)
 
 

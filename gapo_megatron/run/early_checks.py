@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
-from gapo_megatron.config.rules import check_paths, input_paths
+from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
 from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
@@ -16,9 +17,13 @@ from gapo_megatron.run.metrics import check_sinks
 from gapo_megatron.run.processes import is_first
 from gapo_megatron.run.restart import adopt_export, check_not_lost
 
+logger = logging.getLogger(__name__)
+
 
 def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     """Refuse a run whose errors show without torch; `Run.start` checks the rest.
+
+    Rank 0 warns of a clip that cannot act.
 
     Raises:
         ConfigError: names the setting or file that is missing, unusable or does not fit the model.
@@ -34,6 +39,8 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
     check_shapes(facts, config.parallel, model)
     check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
+    if is_first() and (note := inert_clip_note(config)):
+        logger.warning(note)
 
 
 def _check_export(config: Config) -> None:

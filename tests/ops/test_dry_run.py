@@ -30,6 +30,7 @@ from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.plan.search import Search
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
+from gapo_megatron.run.early_checks import check_before_imports
 from tests.messages import mentions
 
 TINY = {
@@ -290,6 +291,41 @@ def test_every_input_that_the_run_reads_is_looked_for(tmp_path: Path) -> None:
     assert found_template.startswith("data.chat_template") and str(model) in found_template
     (model / "chat_template.jinja").write_text("{{ messages }}")
     assert why_not_run(make_config(**given)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_inert"),
+    [
+        ({}, True),
+        ({"objective": {"method": "m2po"}}, True),
+        ({"batch": {"rollout_prompts": 16}}, False),
+        ({"batch": {"partial_rollouts": True, "oversampling": 1.5}}, False),
+        ({"objective": {"old_log_probs": "rollout"}}, False),
+    ],
+)
+def test_a_clip_that_cannot_act_is_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    sections: dict[str, dict[str, Any]],
+    is_inert: bool,
+) -> None:
+    """In the dry run and where training starts."""
+    model = write_model(tmp_path / "model", hidden_size=128)
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": str(tmp_path / "run")},
+        "model": {"hf_dir": model, "megatron_dir": str(tmp_path), "precision": "fp32"},
+        "batch": {"rollout_prompts": 8},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    config = make_config(**tree)
+    named = re.compile(mentions("batch.minibatch_prompts (8)", "batch.rollout_prompts"))
+    check_before_imports(config)
+    assert bool(named.search(caplog.text)) == is_inert
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"megatron_dir": ""})}
+    )
+    assert bool(named.search(" ".join(text_of(config).split()))) == is_inert
 
 
 def test_the_sandbox_is_said() -> None:

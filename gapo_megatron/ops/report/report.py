@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
 from gapo_megatron.hf.folder import claim
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import write_atomically
+from gapo_megatron.io.sample_files import read_samples
 from gapo_megatron.ops.report.archive import check_archive, is_archive, read_archive, write_archive
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.clipping import (
@@ -28,14 +29,15 @@ from gapo_megatron.ops.report.intervention import intervention
 from gapo_megatron.ops.report.learning import pass_at_k, solve_rates, spectrum
 from gapo_megatron.ops.report.outcomes import clip_sweep, others, over_k, summary
 from gapo_megatron.ops.report.runs import find_trained, read_run
+from gapo_megatron.ops.report.samples import page_values
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import KINDS, Exhibit, mark_changes, style
 
 PAGE_NAME = "report.html"
+SAMPLES_PAGE_NAME = "samples.html"
 FIGURES_NAME = "figures"
 MOST_NAMES = 5
 """Most names of runs listed in a sentence."""
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
 _TITLE = "Training report: "
 _HEAD_BYTES = 2**12
 
@@ -95,6 +97,8 @@ def write_report(
 ) -> Report:
     """Write `report.html` and `figures/` (PNG, PDF, LaTeX, CSV) into `output_dir`.
 
+    Also `samples.html`, if runs have samples; archives have none.
+
     Args:
         folders: run folders, folders of run folders, or archives (read first).
         output_dir: made when missing; files of an earlier report are replaced.
@@ -104,7 +108,8 @@ def write_report(
 
     Raises:
         DataError: names the folder or file and the rule (`find_trained`, `read_run`,
-            `read_archive`, `Comparison.of`, `write_archive`); a folder to write to cannot be made.
+            `read_archive`, `read_samples`, `Comparison.of`, `write_archive`); a folder to write to
+            cannot be made.
         ConfigError: a run's config is not valid, or a folder to write to holds other files with
             the names of ours.
     """
@@ -137,7 +142,9 @@ def write_report(
         except NoData as reason:
             left_out[title] = str(reason)
     page = output_dir / PAGE_NAME
-    write_atomically(page, _render(comparison, written, left_out=left_out, waiting=waiting))
+    has_samples = _write_samples(comparison, found, output_dir / SAMPLES_PAGE_NAME)
+    text = _render(comparison, written, left_out=left_out, waiting=waiting, has_samples=has_samples)
+    write_atomically(page, text)
     on_part("done", total, total)
     table = written[0].exhibit.table
     assert table is not None, written[0].title
@@ -153,7 +160,7 @@ def _claim(folder: Path) -> None:
     if page.is_file():
         with open_file(page) as file:
             is_ours = f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
-    names = [PAGE_NAME, *figures]
+    names = [PAGE_NAME, SAMPLES_PAGE_NAME, *figures]
     claim(folder, names, field="--output", made_by="report", or_ours=is_ours)
 
 
@@ -212,23 +219,62 @@ def _render(
     *,
     left_out: Mapping[str, str],
     waiting: Sequence[Path],
+    has_samples: bool,
 ) -> str:
-    """The page; tables stand across it, figures side by side. All text is escaped."""
-    labels = [arm.label for arm in comparison.curves]
-    if len(labels) > 4:
-        labels = [*labels[:3], f"{len(labels) - 3} more"]
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
-        title=_TITLE + " · ".join(labels),
+    """The page; tables stand across it, figures side by side."""
+    return _fill(
+        "page.html.j2",
+        title=_TITLE + _labels(comparison),
         lead=_lead(comparison, waiting),
+        samples_page=SAMPLES_PAGE_NAME if has_samples else "",
         tables=[one for one in written if one.exhibit.table is not None],
         figures=[one for one in written if one.exhibit.figure is not None],
         left_out=left_out,
         arms=comparison.arms,
     )
+
+
+def _write_samples(comparison: Comparison, folders: Sequence[Path], page: Path) -> bool:
+    """Write the page of samples; without any, remove an earlier report's. Returns whether it is.
+
+    Args:
+        comparison: the runs, in order.
+        folders: run folders, without archives.
+        page: the file.
+    """
+    runs = [
+        (f"{arm.label}: {run.folder.name}", samples)
+        for arm in comparison.arms
+        for run in arm.runs
+        if run.folder in folders and (samples := read_samples(run.folder))
+    ]
+    if not runs:
+        page.unlink(missing_ok=True)
+        return False
+    title = f"Samples: {_labels(comparison)}"
+    values = page_values(runs)
+    write_atomically(page, _fill("samples.html.j2", title=title, report_page=PAGE_NAME, **values))
+    return True
+
+
+def _fill(template: str, **values: object) -> str:
+    """A page from a template; all text is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _labels(comparison: Comparison) -> str:
+    """The methods' names, the first few of many."""
+    labels = [arm.label for arm in comparison.curves]
+    if len(labels) > 4:
+        labels = [*labels[:3], f"{len(labels) - 3} more"]
+    return " · ".join(labels)
 
 
 def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:

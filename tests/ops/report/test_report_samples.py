@@ -1,0 +1,133 @@
+"""The page of samples: what it holds, and what a reader's choice leaves of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.sample_files import SampleLog
+from gapo_megatron.ops.report import samples as module
+from gapo_megatron.ops.report import write_report
+from gapo_megatron.ops.report.samples import choose_steps
+from gapo_megatron.types import Sample
+from tests.io.test_sample_files import sample_of
+from tests.messages import mentions
+from tests.ops.report.test_report_page import BROWSER, Page, browse, needs_browser, requests_in
+from tests.report_setup import write_run
+from tests.waiting import HANG_S
+
+KINDS = [(0, "wrong"), (1, "correct"), (1, "wrong"), (2, "unknown")]
+"""c and verdict of each step's samples."""
+
+
+def samples_of(step: int) -> list[Sample]:
+    return [
+        replace(
+            sample_of(step, number, response=f"\n<b>step {step}: {number}</b>"),
+            c=c,
+            verdict=verdict,
+            reason=f"because {step}/{number} & more",
+        )
+        for number, (c, verdict) in enumerate(KINDS)
+        if (step, c) != (1, 0)
+    ]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("samples")
+    for seed in (0, 1):
+        log = SampleLog(write_run(root / f"run<{seed}", seed=seed))
+        for step in range(3):
+            log.append(samples_of(step))
+    return write_report([root], root / "report").page.with_name("samples.html")
+
+
+def test_every_sample_is_on_the_page_with_verdict_and_reason(page: Path) -> None:
+    text = page.read_text()
+    found = Page(text)
+    assert found.tags.count("article") == 2 * (4 + 3 + 4)
+    for seed in (0, 1):
+        assert f"run<{seed}" in found.text
+    for step in range(3):
+        for one in samples_of(step):
+            assert one.reason in found.text and one.response in found.text
+    assert "b" not in found.tags and "script" not in found.tags
+    links = re.findall(r'href="#([^"]+)"', text)
+    assert len(links) == 2 * 3 and {*links} == {*re.findall(r' id="(run[^"]+)"', text)}
+    report = page.with_name("report.html").read_text()
+    assert 'href="samples.html"' in report and 'href="report.html"' in text
+
+
+def visible(page: Path, folder: Path, *chosen: str) -> tuple[int, int]:
+    """Samples and steps that a browser shows once these are chosen."""
+    assert BROWSER is not None
+    script = f"""<script>
+    for (const id of {[*chosen]}) document.getElementById(id).click();
+    const count = (kind) => [...document.querySelectorAll(kind)]
+        .filter((one) => getComputedStyle(one).display != "none").length;
+    document.title = "shown " + count("article") + " " + count(".step");
+    </script>"""
+    copy = folder / "copy.html"
+    copy.write_text(page.read_text().replace("</body>", script + "</body>"))
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={folder}/profile", copy.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    match = re.search(r"<title>shown (\d+) (\d+)</title>", done.stdout)
+    assert match, done.stderr
+    return int(match[1]), int(match[2])
+
+
+@needs_browser
+def test_a_reader_chooses_by_c_and_verdict(page: Path, tmp_path: Path) -> None:
+    """Steps without such samples are hidden with them."""
+    assert visible(page, tmp_path) == (2 * 11, 2 * 3)
+    assert visible(page, tmp_path, "c-0") == (2 * 2, 2 * 2)
+    assert visible(page, tmp_path, "verdict-wrong") == (2 * 5, 2 * 3)
+    assert visible(page, tmp_path, "verdict-wrong", "c-1") == (2 * 3, 2 * 3)
+    assert visible(page, tmp_path, "verdict-correct", "c-0") == (0, 0)
+
+
+@needs_browser
+def test_a_browser_opens_the_page_without_error_or_request(page: Path, tmp_path: Path) -> None:
+    assert "CONSOLE" not in browse(page, tmp_path)
+    assert requests_in(tmp_path / "net.json") == set()
+
+
+def test_a_long_run_is_shown_from_its_first_step_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [sample_of(step, response="x" * 10**5) for step in range(0, 1000, 2)]
+    steps = choose_steps(samples, 5)
+    assert [step.number for step in steps] == [0, 250, 500, 748, 998]
+    assert max(len(one.response) for step in steps for one in step.samples) < 10**4
+    assert [step.number for step in choose_steps(samples[:3], 5)] == [0, 2, 4]
+    monkeypatch.setattr(module, "MOST_STEPS", 2)
+    SampleLog(write_run(tmp_path / "run")).append(samples[:5])
+    page = write_report([tmp_path / "run"], tmp_path / "report").page.with_name("samples.html")
+    text = Page(page.read_text()).text
+    assert re.search(r"\b3 steps\b", text) and "Step 8" in text and "Step 2\n" not in text
+
+
+def test_a_report_without_samples_has_no_such_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    SampleLog(run).append(samples_of(0))
+    archive = tmp_path / "archive"
+    page = write_report([run], tmp_path / "out", archive_dir=archive).page
+    assert page.with_name("samples.html").exists()
+    (run / "samples.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=mentions(run / "samples.jsonl", "samples.jsonl:1")):
+        write_report([run], tmp_path / "out")
+    write_report([archive], tmp_path / "out")
+    assert "samples.html" not in page.read_text()
+    assert not page.with_name("samples.html").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "samples.html").write_text("mine")
+    with pytest.raises(ConfigError, match=mentions("--output", "samples.html")):
+        write_report([archive], other)

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -285,7 +286,7 @@ def _open_wandb(run_dir: Path, config: Config) -> Any:
 
     id_path = run_dir / "wandb_run_id.txt"
     if not id_path.exists():
-        write_atomically(id_path, wandb.util.generate_id())
+        write_atomically(id_path, secrets.token_hex(8))
     run_id = read_text(id_path).strip()
     if not re.fullmatch(r"[\w-]+", run_id):
         raise ConfigError(f"{id_path} ({run_id!r}) is not a W&B run id; remove it to start anew")

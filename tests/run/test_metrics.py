@@ -336,16 +336,18 @@ def test_wandb_continues_the_run_of_the_folder(tmp_path, monkeypatch):
 
     fake = types.ModuleType("wandb")
     fake.__spec__ = types.SimpleNamespace(name="wandb")
-    fake.util = types.SimpleNamespace(generate_id=lambda: f"id{len(opened)}")
     fake.init = lambda **arguments: opened.append(arguments) or Run()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for step in range(2):
         config = make_config(wandb_project="gapo")
         with MetricsWriter(tmp_path, config=config, resume_step=step) as writer:
             writer.log(step, {"loss": 1.0})
-    assert [run["id"] for run in opened] == ["id0", "id0"]
+    assert opened[0]["id"] == opened[1]["id"]
     assert {run["resume"] for run in opened} == {"allow"}
     assert logged == [(0, {"loss": 1.0}), "finish", (1, {"loss": 1.0}), "finish"]
+    (other := tmp_path / "other").mkdir()
+    MetricsWriter(other, config=config).close()
+    assert opened[2]["id"] != opened[0]["id"]
 
 
 def test_stopwatch_adds_stages_and_starts_anew(monkeypatch):

@@ -157,6 +157,8 @@ def learned_settings(config: Config) -> Settings:
                 continue
             if isinstance(value, str) and PurePath(value).is_relative_to(config.run.output_dir):
                 value = f"./{PurePath(value).relative_to(config.run.output_dir)}"
+            if isinstance(value, list | dict):  # settings are keys, too
+                value = json.dumps(value)
             settings[f"{section}.{key}"] = value
     method = asdict(config.objective.resolve())
     settings[_METHOD] = method.pop("name")

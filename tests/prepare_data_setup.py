@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gapo_megatron.data.schema import Prompt, read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.types import Prompt
+from tests.problem_files import read_problems
 from tools import prepare_data as tool
 
 
@@ -40,7 +41,7 @@ def counts_of(folder: Path) -> dict:
 
 def prompts_of(folder: Path, hf_dir: Path, kind: str, *, max_tokens: int = 2048) -> list[Prompt]:
     """The problems as training reads them."""
-    return read_prompts(
+    return read_problems(
         folder / "problems.jsonl",
         tokenizer=load_tokenizer(hf_dir),
         max_prompt_tokens=max_tokens,

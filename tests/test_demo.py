@@ -92,12 +92,7 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
         (config.data.train_path, demo.NUM_TRAIN),
         (config.data.eval_path, demo.NUM_EVAL),
     ):
-        prompts = read_prompts(
-            path,
-            tokenizer=tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            kind=config.reward.kind,
-        )
+        prompts = read_prompts(path, tokenizer=tokenizer, data=config.data, reward=config.reward)
         assert len(prompts) == number
         longest = max(len(prompt.token_ids) for prompt in prompts)
         assert longest == config.data.max_prompt_tokens

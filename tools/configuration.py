@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
@@ -20,6 +20,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.config.roles import is_held_out, is_input, role_of
 from gapo_megatron.config.schema import METHOD_KEYS
+from gapo_megatron.config.section import Section
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 MARK = "<!-- tools/configuration.py writes what follows -->\n"
@@ -37,6 +38,15 @@ def document() -> str:
 def _section(name: str) -> Iterator[str]:
     model = Config.sections()[name]
     yield f"## `{name}`\n"
+    yield from _table(name, model)
+    for key, field in model.model_fields.items():
+        for one in get_args(field.annotation):
+            if isinstance(one, type) and issubclass(one, Section):
+                yield f"### `[[{name}.{key}]]`\n"
+                yield from _table(f"{name}.{key}", one)
+
+
+def _table(name: str, model: type[Section]) -> Iterator[str]:
     yield _linked(" ".join((model.__doc__ or "").split())) + "\n"
     yield "| setting | value | default | resume | branch | meaning |"
     yield "|---|---|---|---|---|---|"
@@ -57,7 +67,7 @@ def _values(field: dict[str, Any], setting: str) -> str:
     if "enum" in field:
         return ", ".join(map(_value, field["enum"]))
     if field["type"] == "array":
-        return f"list of {field['items']['type']}s"
+        return f"list of {field['items'].get('type', 'table')}s"
     if field["type"] == "object":
         return "table"
     names = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_step import OpenStep
@@ -158,10 +158,33 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
+class _Order:
+    """The position in one of several data sources."""
+
+    epoch: _Count
+    remaining: list[_Count]
+    credit: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """`data.source.PromptSource.state_dict` of several data sources."""
+
+    sources: dict[str, _Order]
+    dataset: str
+
+
+_AnySource = Annotated[
+    Annotated[_Source, Tag("source")] | Annotated[_Sources, Tag("sources")],
+    Discriminator(lambda state: "sources" if "sources" in state else "source"),
+]
+
+
+@dataclass(frozen=True, slots=True)
 class _Document:
     """The content of `TRAINER_STATE_NAME`."""
 
-    source: _Source
+    source: _AnySource
     window: list[list[tuple[Annotated[float, Field(ge=0, lt=2**31)], float, float, float]]]
     """`objective.diagnostics.CorrelationWindow.state_dict`."""
     step: _Count | None = None
@@ -171,4 +194,4 @@ class _Document:
 
 
 _SHAPE = TypeAdapter(_Document)
-_SOURCE = TypeAdapter(_Source)
+_SOURCE: TypeAdapter[_Source | _Sources] = TypeAdapter(_AnySource)

@@ -1,5 +1,6 @@
 """The run's configuration: the settings of a TOML file, and their rules."""
 
+from gapo_megatron.config.data_section import DataConfig, DataSource
 from gapo_megatron.config.loading import load_config, parse_config
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
@@ -27,6 +28,8 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "Config",
+    "DataConfig",
+    "DataSource",
     "MetricsConfig",
     "ModelConfig",
     "ObjectiveConfig",

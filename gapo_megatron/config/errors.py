@@ -49,11 +49,13 @@ def place(loc: tuple[int | str, ...]) -> str:
 
 def _fields_at(model: Any, path: tuple[Any, ...]) -> list[str]:
     for part in path:
+        if isinstance(part, int):  # a table of a list
+            continue
         if get_origin(model) is dict:
             model = get_args(model)[1]
         else:
             model = model.model_fields[str(part)].annotation
-        # An optional section is `Section | None`.
+        # An optional section is `Section | None`, a list of tables `tuple[Section, ...]`.
         while get_origin(model) not in (None, dict):
             model = get_args(model)[0]
     return list(model.model_fields)

@@ -29,7 +29,7 @@ _PATHS = frozenset(
     for section, model in _SECTIONS.items()
     for name, field in model.model_fields.items()
     if INPUT_PATH in field.metadata
-)
+) | {"data.source.path"}
 # The values that a config has for settings that are newer than it. So the default of a new setting
 # must be what the code did before.
 _DEFAULTS = {
@@ -117,9 +117,22 @@ def _differing(before: Mapping[str, Any], config: Config) -> Changes:
 
 def _agree(name: str, there: Any, here: Any) -> bool:
     # A manifest may hold a value of any type.
+    if name == "data.source":  # what is in the files is compared when they are read
+        there, here = _without_paths(there), _without_paths(here)
     if name in _PATHS and there and here and isinstance(there, str) and "\0" not in there:
         return os.path.realpath(there) == os.path.realpath(here)
     return bool(there == here)
+
+
+def _without_paths(sources: Any) -> Any:
+    if not isinstance(sources, list):
+        return sources
+    return [
+        {key: value for key, value in one.items() if key != "path"}
+        if isinstance(one, Mapping)
+        else one
+        for one in sources
+    ]
 
 
 def _flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

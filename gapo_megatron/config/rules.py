@@ -41,6 +41,13 @@ def check_together(config: Config) -> None:
             "objective.importance_weight_max: log-probs of a truncated distribution do not measure "
             "the engine's error"
         )
+    for steps, shares in config.data.stages(config.run.num_steps) if config.data.source else ():
+        if not shares:
+            raise ValueError(
+                f"data.source: steps {steps[0]} to {steps[-1]} have no source; first_step and "
+                "last_step must leave one for every step of run.num_steps "
+                f"({config.run.num_steps})"
+            )
     if config.reward.graded:
         _check_graded(config)
     _check_sides(config)
@@ -158,13 +165,14 @@ def inert_clip_note(config: Config) -> str:
 
 def input_paths(config: Config) -> dict[str, str]:
     """Paths of files and folders that commands read, by setting; empty where not given."""
-    return {
+    paths = {
         f"{section}.{name}": getattr(values, name)
         for section, values in config
         if values is not None
         for name, field in type(values).model_fields.items()
         if INPUT_PATH in field.metadata
     }
+    return paths | {f"data.source.{one.name}.path": one.path for one in config.data.source}
 
 
 def missing_inputs(config: Config) -> list[str]:

@@ -1,6 +1,7 @@
-"""The run's configuration: model, data, rollouts, reward and objective.
+"""The run's configuration: model, rollouts, reward and objective.
 
-The other sections are in run_sections.py. Paths are relative to the working directory.
+The other sections are in data_section.py and run_sections.py. Paths are relative to the working
+directory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from gapo_megatron.config.data_section import DataConfig
 from gapo_megatron.config.methods import METHODS, Aggregation, Method
 from gapo_megatron.config.removed import drop_removed
 from gapo_megatron.config.rules import check_together
@@ -26,7 +28,6 @@ from gapo_megatron.config.run_sections import (
 )
 from gapo_megatron.config.section import (
     ENGINE,
-    HELD_OUT,
     HOW,
     INPUT_PATH,
     LEARNED,
@@ -99,22 +100,6 @@ class ModelConfig(Section):
     def dtype(self) -> str:
         """Dtype of weights and activations, in the words of torch and vLLM."""
         return DTYPES[self.precision]
-
-
-class DataConfig(Section):
-    """The problems that the policy trains on and is evaluated on."""
-
-    role = LEARNED
-    kept = "the branch continues with the same problems"
-
-    train_path: Annotated[PathText, INPUT_PATH]
-    """JSONL file with one problem per line: id, prompt, answer, optional level (docs/data.md)."""
-    eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
-    """Held-out problems in the same format. Empty: no evaluation during training."""
-    max_prompt_tokens: Tokens = 2048
-    """Longest prompt, chat template included. A longer one is an error at the start."""
-    chat_template: bool = False
-    """Wrap `prompt` as a user message in the tokenizer's chat template."""
 
 
 class BatchConfig(Section):

@@ -90,6 +90,12 @@ def check_text(text: str) -> str:
     return text
 
 
+def _check_lines(text: str) -> str:
+    for line in text.split("\n"):
+        check_text(line.replace("\t", " "))
+    return text
+
+
 _PATH_BYTES = 2048
 """Half of Linux's limit: the rest is for the working directory and for file names in a folder."""
 _NAME_BYTES, _MADE_NAME_BYTES = 255, 200
@@ -120,6 +126,8 @@ def _check_given(path: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
+Lines = Annotated[str, Field(max_length=2**16), AfterValidator(_check_lines)]
+"""Text of several lines, which may have tabs."""
 _Spelled = Annotated[str, AfterValidator(check_text), AfterValidator(_check_spelling)]
 OptionalPath = Annotated[_Spelled, AfterValidator(partial(_check_bytes, of_a_name=_NAME_BYTES))]
 """A path, or empty for none."""

@@ -7,13 +7,14 @@ import io
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import open_file, parse_json
+from gapo_megatron.io.documents import keys_of, open_file, parse_json
 
 Row = dict[str, Any]
 
@@ -64,6 +65,55 @@ def read_rows(
             yield number, row, share
 
 
+def read_problem_rows(
+    path: Path, keys: Sequence[str], *, all_columns: bool = False
+) -> Iterator[tuple[int, Row]]:
+    """Read a problem file: .parquet, .json, or JSON lines in a file with any other suffix.
+
+    Args:
+        path: the file. A `.json` file may hold one list, or JSON lines.
+        keys: columns to read from a Parquet file if it has them.
+        all_columns: read all columns.
+
+    Yields:
+        Line number (JSON lines) or row number (others), from 1, and the row.
+
+    Raises:
+        DataError: as `read_rows`.
+    """
+    with _opened(path) as file:
+        reader = _READERS.get(path.suffix, _jsonl)
+        if reader is _json and _first_character(file) == b"{":
+            reader = _jsonl
+        for number, row, _ in reader(file, path, (), None if all_columns else keys, 0):
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number}: must be an object, not {reprlib.repr(row)}")
+            yield number, row
+
+
+def count_rows(path: Path) -> int:
+    """Number of rows of a problem file, without reading the rows of a Parquet file.
+
+    Raises:
+        DataError: as `read_rows`.
+    """
+    if path.suffix == ".parquet":
+        with _opened(path) as file, _parquet_file(file, path) as parquet_file:
+            return int(parquet_file.metadata.num_rows)
+    if path.suffix == ".json":
+        return sum(1 for _ in read_problem_rows(path, ()))
+    with _opened(path) as file:
+        return sum(1 for line in file if line.strip())
+
+
+def column_names(path: Path, row: Row) -> str:
+    """Keys of a row, for a message; of a Parquet file all columns, also those not read."""
+    if path.suffix != ".parquet":
+        return keys_of(row)
+    with _opened(path) as file, _parquet_file(file, path) as parquet_file:
+        return ", ".join(parquet_file.schema_arrow.names)
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Read the JSON of each line that is not blank; the file may have any suffix.
 
@@ -93,8 +143,19 @@ def _parse(text: str | bytes, path: Path, number: int) -> Any:
     return parse_json(text, where=f"{path}:{number}: the row", error=DataError, is_data=True)
 
 
+def _first_character(file: BinaryIO) -> bytes:
+    """The first byte that is not white space; the file is then at its start again."""
+    start = file.read(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    return start[:1]
+
+
 def _jsonl(
-    file: BinaryIO, path: Path, columns: Sequence[str], optional: Sequence[str], after: int
+    file: BinaryIO,
+    path: Path,
+    columns: Sequence[str],
+    optional: Sequence[str] | None,
+    after: int,
 ) -> Iterator[tuple[int, Any, float]]:
     size, done = os.fstat(file.fileno()).st_size, 0
     for number, line in enumerate(file, start=1):
@@ -106,7 +167,11 @@ def _jsonl(
 
 
 def _json(
-    data: BinaryIO, path: Path, columns: Sequence[str], optional: Sequence[str], after: int
+    data: BinaryIO,
+    path: Path,
+    columns: Sequence[str],
+    optional: Sequence[str] | None,
+    after: int,
 ) -> Iterator[tuple[int, Any, float]]:
     size = os.fstat(data.fileno()).st_size
     text = _JsonText(io.TextIOWrapper(data, encoding="utf-8-sig"))
@@ -176,28 +241,42 @@ class _JsonText:
 
 
 def _parquet(
-    data: BinaryIO, path: Path, columns: Sequence[str], optional: Sequence[str], after: int
+    data: BinaryIO,
+    path: Path,
+    columns: Sequence[str],
+    optional: Sequence[str] | None,
+    after: int,
 ) -> Iterator[tuple[int, Any, float]]:
+    """Rows with `columns`, which the file must have, and `optional`; None: all others."""
+    with _parquet_file(data, path) as file:
+        names = file.schema_arrow.names
+        if absent := [name for name in columns if name not in names]:
+            raise DataError(
+                f"{path}: has no column {' nor '.join(absent)}; it has {', '.join(names)} "
+                "(for other names set --prompt-key and --answer-key)"
+            )
+        there = [name for name in (*columns, *(optional or ())) if name in names]
+        groups, passed = list(range(file.num_row_groups)), 0
+        while groups and passed + file.metadata.row_group(groups[0]).num_rows <= after:
+            passed += file.metadata.row_group(groups.pop(0)).num_rows
+        batches = file.iter_batches(
+            PARQUET_ROWS,
+            row_groups=groups,
+            columns=names if optional is None else there,
+            use_threads=False,
+        )
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=passed + 1):
+            yield number, row, number / file.metadata.num_rows
+
+
+@contextmanager
+def _parquet_file(data: BinaryIO, path: Path) -> Iterator[Any]:
     from pyarrow import ArrowException, parquet
 
     try:
         with parquet.ParquetFile(data, buffer_size=CHUNK, pre_buffer=False) as file:
-            names = file.schema_arrow.names
-            if absent := [name for name in columns if name not in names]:
-                raise DataError(
-                    f"{path}: has no column {' nor '.join(absent)}; it has {', '.join(names)} "
-                    "(for other names set --prompt-key and --answer-key)"
-                )
-            there = [name for name in (*columns, *optional) if name in names]
-            groups, passed = list(range(file.num_row_groups)), 0
-            while groups and passed + file.metadata.row_group(groups[0]).num_rows <= after:
-                passed += file.metadata.row_group(groups.pop(0)).num_rows
-            batches = file.iter_batches(
-                PARQUET_ROWS, row_groups=groups, columns=there, use_threads=False
-            )
-            rows = (row for batch in batches for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=passed + 1):
-                yield number, row, number / file.metadata.num_rows
+            yield file
     except ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None
 

@@ -1,10 +1,12 @@
-"""The problem file: JSONL with one problem per line, checked whole before any model is built.
+"""The problem file: one problem per row, checked whole before any model is built.
 
     {"id": "a-17", "prompt": "3+8+5=", "answer": "16", "level": "2 additions"}
 
 `id` is unique within the file, the verifier compares responses with `answer`, and the optional
-`level` names a stratum in reports. Other keys are ignored. Answers that are too large for the
-memory of every rank (tests of programs) are in another file, and `answer` refers to it:
+`level` names a stratum in reports. `messages` may stand for `prompt`, and `verifier` names the
+row's verifier. Other keys are only kept for a verifier of the user's own. Answers that are too
+large for the memory of every rank (tests of programs) are in another file, and `answer` refers to
+it:
 
     "answer": {"file": "tests.jsonl", "offset": 0, "length": 5126}
 """
@@ -20,14 +22,14 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gapo_megatron import rewards
-from gapo_megatron.compat.library_errors import as_config_error
-from gapo_megatron.data.rows import read_lines
+from gapo_megatron.config import DataConfig, RewardConfig
+from gapo_megatron.config.schema import VerifierConfig
+from gapo_megatron.data.messages import Message, check_template, read_messages, render
+from gapo_megatron.data.rows import Row, column_names, read_lines, read_problem_rows
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.model_folder import MAX_TEMPLATE_CHARACTERS
 from gapo_megatron.io.documents import is_unicode, keys_of, open_file
 from gapo_megatron.types import Prompt
 
@@ -46,26 +48,50 @@ NUM_SHOWN = 5
 """Most lines that an error lists; it counts all."""
 
 
+KEYS = ("id", "prompt", "messages", "answer", "level", "verifier")
+"""Keys of a row that become part of its `Prompt`; the others are for verifiers."""
+
+
+def read_training_prompts(
+    data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, reward: RewardConfig, **options: Any
+) -> list[Prompt]:
+    """Read the training problems: of `data.train_path`, or of every `[[data.source]]` in order.
+
+    Args:
+        data: section `data`.
+        tokenizer: the policy's tokenizer.
+        reward: section `reward`.
+        options: see `read_prompts`, also for errors.
+    """
+    return [
+        prompt
+        for name, path in data.train_files.items()
+        for prompt in read_prompts(
+            path, tokenizer=tokenizer, data=data, reward=reward, source=name, **options
+        )
+    ]
+
+
 def read_prompts(
     path: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    kind: str,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-    chat_template: bool = False,
+    data: DataConfig,
+    reward: RewardConfig,
+    source: str = "",
     keep_unreadable: bool = False,
+    with_rows: bool = False,
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
 
     Args:
-        path: JSONL file in UTF-8; blank lines are skipped.
+        path: .parquet, .json (a list), or JSON lines; in UTF-8, blank lines are skipped.
         tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one).
-        max_prompt_tokens: longest prompt in tokens, with the template.
-        kind: verifier of the answers, `reward.kind`.
-        settings: settings of a verifier of the user's own.
-        chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
+        data: section `data`: the longest prompt, and the chat template.
+        reward: section `reward`: the verifier of the answers.
+        source: name of the data source, which is then part of the ids; empty: none.
         keep_unreadable: only warn about unreadable answers, for runs that started with them.
+        with_rows: keep the other columns as `Prompt.row`, for a verifier of the user's own.
 
     Returns:
         The problems in file order, the same on every rank.
@@ -73,41 +99,121 @@ def read_prompts(
     Raises:
         DataError: names the file, the line and the broken rule; for answers that the verifier
             cannot read, their number and the first lines.
-        ConfigError: `chat_template` is true and the tokenizer has none.
+        ConfigError: the tokenizer's chat template does not go with the settings.
     """
-    if chat_template and not tokenizer.chat_template:
-        raise ConfigError(
-            "data.chat_template (true) needs a tokenizer with a chat template; set it to false, or "
-            "use the tokenizer of an instruction-tuned model"
-        )
+    check_template(data, tokenizer)
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    with closing(_Answers(Path(path).parent, kind, settings)) as answers:
-        for number, row in read_jsonl(path, keys=("id", "prompt"), optional=("level",)):
+    path = Path(path)
+    with closing(_Answers(path.parent)) as answers:
+        for number, columns in read_problem_rows(path, KEYS, all_columns=with_rows):
             where = f"{path}:{number}"
-            answer, shown = answers.read(row, where=where), f"{row['id'][:60]!r}"
-            if row["id"] in line_of:
-                raise DataError(f"{where}: id {shown} was used in line {line_of[row['id']]}")
-            line_of[row["id"]] = number
-            try:
-                token_ids = encode_prompt(
-                    row["prompt"],
-                    tokenizer,
-                    chat_template=chat_template,
-                    max_tokens=max_prompt_tokens,
+            row = {key: columns[key] for key in KEYS if columns.get(key) is not None}
+            id = _check_row(row, columns, path=path, number=number)
+            verifier, judge = _verifier(row, reward, where=where)
+            answer = answers.read(row, judge, where=where)
+            if id in line_of:
+                raise DataError(f"{where}: id {id[:60]!r} was used in line {line_of[id]}")
+            line_of[id] = number
+            prompts.append(
+                Prompt(
+                    f"{source}/{id}" if source else id,
+                    _encode(row, tokenizer, data, where=where, id=id),
+                    answer,
+                    row.get("level", ""),
+                    source=source,
+                    verifier=verifier,
+                    row=_other_columns(columns, where=where) if with_rows else {},
                 )
-            except LengthError as error:
-                raise DataError(
-                    f"{where}: the prompt of {shown} has {error}; "
-                    f"data.max_prompt_tokens allows 1 to {max_prompt_tokens}"
-                ) from None
-            prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
+            )
     if not prompts:
         raise DataError(f"{path}: contains no problems")
     if unreadable := answers.unreadable:
         count = f"{path}: the verifier cannot read {len(unreadable)} of {len(prompts)} answers"
         _report(count, unreadable, is_error=not keep_unreadable)
     return prompts
+
+
+def _check_row(row: Row, columns: Row, *, path: Path, number: int) -> str:
+    """Check the keys of a row, except for messages and answers; returns its id.
+
+    Args:
+        row: its values for `KEYS`, without nulls.
+        columns: the row as read.
+        path: its file.
+        number: its number, which is also its id if it has none.
+    """
+    where, advice = f"{path}:{number}", "tools/prepare_data.py own reads files with other keys"
+    prompts = [key for key in ("prompt", "messages") if key in row]
+    if len(prompts) != 1:
+        found = " and ".join(prompts) or column_names(path, columns)
+        raise DataError(
+            f"{where}: a row needs either the key 'prompt' or the key 'messages'; it has {found} "
+            f"({advice})"
+        )
+    if "answer" not in row:
+        found = column_names(path, columns)
+        raise DataError(f"{where}: key 'answer' is missing; the row has {found} ({advice})")
+    texts = [key for key in ("id", "prompt", "verifier") if key in row]
+    if isinstance(row.get("prompt"), list):
+        texts.remove("prompt")
+    _check(row, texts, ("level",), where=where)
+    return str(row.get("id", number))
+
+
+def _verifier(row: Row, reward: RewardConfig, *, where: str) -> tuple[str, VerifierConfig]:
+    """The row's verifier: its name, which is empty for `reward.kind`, and its settings."""
+    name = row.get("verifier", "")
+    if name == reward.kind:
+        name = ""
+    if name not in reward.by_name:
+        known = ", ".join([reward.kind, *reward.verifiers])
+        raise DataError(
+            f"{where}: verifier ({name!r}) must be reward.kind or a name in reward.verifiers: "
+            f"{known}"
+        )
+    return name, reward.by_name[name]
+
+
+def _encode(
+    row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, where: str, id: str
+) -> tuple[int, ...]:
+    """The tokens of the row's prompt."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str):
+        key = "messages" if prompt is None else "prompt"
+        if not data.chat_template:
+            raise DataError(f"{where}: {key}: a list of messages needs data.chat_template = true")
+        prompt = read_messages(row[key], where=f"{where}: {key}")
+    try:
+        return encode_prompt(
+            prompt,
+            tokenizer,
+            chat_template=data.chat_template,
+            max_tokens=data.max_prompt_tokens,
+            system_prompt=data.system_prompt,
+            template_variables=data.chat_template_kwargs,
+        )
+    except LengthError as error:
+        raise DataError(
+            f"{where}: the prompt of {id[:60]!r} has {error}; "
+            f"data.max_prompt_tokens allows 1 to {data.max_prompt_tokens}"
+        ) from None
+    except ConfigError as error:  # the template refuses these messages
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _other_columns(row: Row, *, where: str) -> Row:
+    """The columns that `KEYS` does not list; verifiers get them as JSON."""
+    others = {key: value for key, value in row.items() if key not in KEYS}
+    for key, value in others.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: {key} ({_shown(value)}) cannot be passed to a verifier as JSON: {error}"
+            ) from None
+    return others
 
 
 def _report(count: str, unreadable: Sequence[str], *, is_error: bool) -> None:
@@ -121,15 +227,15 @@ def _report(count: str, unreadable: Sequence[str], *, is_error: bool) -> None:
 class _Answers:
     """Reads the answers of a file's rows; the verifier checks them."""
 
-    def __init__(self, folder: Path, kind: str, settings: Mapping[str, Any]) -> None:
-        self._folder, self._kind, self._settings = folder, kind, settings
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.unreadable: list[str] = []
         """A message for each answer that the verifier cannot read."""
         self._path = Path()
         self._file: BinaryIO | None = None
         """The open file at `_path`, kept because many rows may name it."""
 
-    def read(self, row: dict[str, Any], *, where: str) -> str:
+    def read(self, row: Row, judge: VerifierConfig, *, where: str) -> str:
         """The answer; if it is in another file, the reference with its full path, as JSON text."""
         answer = row.get("answer")
         if not isinstance(answer, dict):
@@ -140,9 +246,9 @@ class _Answers:
             raise DataError(f"{where}: answer ({_shown(answer)}): {error}") from None
         try:
             if ends:
-                rewards.check_excerpt(self._kind, *ends)
+                rewards.check_excerpt(judge.kind, *ends)
             else:
-                rewards.check_answer(self._kind, text, settings=self._settings)
+                rewards.check_answer(judge.kind, text, settings=judge.settings)
         except DataError as error:
             self.unreadable.append(f"{where}: answer ({_shown(answer)}): {error}")
         return text
@@ -234,26 +340,36 @@ class LengthError(DataError):
 
 
 def encode_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool, max_tokens: int
+    prompt: str | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: bool,
+    max_tokens: int,
+    system_prompt: str = "",
+    template_variables: Mapping[str, Any] = {},
 ) -> tuple[int, ...]:
     """Tokenise a prompt as the model sees it, with special tokens and template.
 
+    Args:
+        prompt: a text; or messages, with `chat_template`.
+        tokenizer: the policy's tokenizer.
+        chat_template: apply its chat template; a text is a user message.
+        max_tokens: longest prompt, with the template.
+        system_prompt: `data.system_prompt`.
+        template_variables: `data.chat_template_kwargs`.
+
     Raises:
         LengthError: no token, or more than `max_tokens`.
+        ConfigError: see `messages.render`.
     """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    text = messages[-1]["content"]
     check_length(text, tokenizer, max_tokens=max_tokens)
     if chat_template:
         # The template adds all special tokens itself.
-        with as_config_error(f"{tokenizer.name_or_path}: its chat template fails"):
-            rendered = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-        if len(rendered) > len(text) + MAX_TEMPLATE_CHARACTERS:
-            raise ConfigError(
-                f"{tokenizer.name_or_path}: its chat template turns a prompt of {len(text)} "
-                f"characters into {len(rendered)}; it may add at most {MAX_TEMPLATE_CHARACTERS}"
-            )
-        text = rendered
+        if system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        text = render(messages, tokenizer, **template_variables)
     token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))

@@ -1,14 +1,17 @@
-"""Draws training problems in a seeded, endless and resumable order."""
+"""Draws training problems in a seeded, endless and resumable order, from one source or several."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.config import DataConfig, DataSource
+from gapo_megatron.config.data_section import shares
+from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.types import Prompt
 
 
@@ -17,63 +20,174 @@ class PromptSource:
 
     A batch may span two epochs. No problem is in a batch twice, because its rollouts would be the
     same. Every rank draws the same batches, without communication.
+
+    With several data sources each has its own epochs. A drawn problem earns every source its share
+    as credit, and the source with the most credit gives the problem. So every batch has each
+    source's share, to within a few problems.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, sources: Sequence[DataSource] = ()
+    ) -> None:
         """Start before the first problem of epoch 0.
 
         Args:
             prompts: the dataset, the same on every rank.
-            seed: seed of the orders; that of epoch e depends only on (seed, e).
+            seed: seed of the orders; that of epoch e depends only on (seed, e) and the name of the
+                source.
+            sources: `data.source`; `Prompt.source` names that of a prompt. Empty: all prompts are
+                a single source.
         """
         self._prompts = list(prompts)
         self._numbers = {prompt.id: i for i, prompt in enumerate(self._prompts)}
-        self._seed = seed
-        self._epoch = 0
-        self._remaining = self._order(0)
+        self._sources = tuple(sources)
+        self._orders = {
+            name: _Order(
+                [i for i, one in enumerate(prompts) if not sources or one.source == name],
+                seed=seed,
+                name=name,
+            )
+            for name in [one.name for one in sources] or [""]
+        }
+        """The order of each source by name; '' for a single source."""
+        self._credit = dict.fromkeys(self._orders, 0.0)
+        """Number of problems that each source owes; negative if it is ahead. The sum is 0."""
 
     @property
     def problems(self) -> Sequence[Prompt]:
         """All problems of the dataset."""
         return self._prompts
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the data sources; a single '' without `data.source`."""
+        return list(self._orders)
+
     def number_of(self, prompt_id: str) -> int:
         """Index of a problem in `problems`."""
         return self._numbers[prompt_id]
 
-    def next_batch(self, num_prompts: int, *, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
+    def next_batch(
+        self, num_prompts: int, *, step: int = 0, drawn: Sequence[Prompt] = ()
+    ) -> list[Prompt]:
         """Draw the next `num_prompts` different problems.
 
         Args:
             num_prompts: number of problems.
+            step: step that they are for; decides which sources they come from.
             drawn: problems that earlier calls drew for the same batch; they are not drawn again.
 
         Raises:
             ConfigError: the dataset has fewer problems.
         """
-        wanted = num_prompts + len(drawn)
-        if wanted > len(self._prompts):
+        avoided = {self.number_of(prompt.id) for prompt in drawn}
+        given = self._shares(step)
+        room = {name: self._orders[name].num_without(avoided) for name in given}
+        if num_prompts > sum(room.values()):
             raise ConfigError(
-                f"a batch of {wanted} different problems is larger than the dataset "
-                f"({len(self._prompts)} problems)"
+                f"a batch of {num_prompts + len(drawn)} different problems is larger than the "
+                f"dataset ({sum(len(self._orders[name]) for name in given)} problems)"
             )
-        ids = {prompt.id for prompt in drawn}
-        taken = {i for i in self._remaining if self._prompts[i].id in ids} if ids else set()
-        chosen = self._take(num_prompts, taken)
-        if len(chosen) < num_prompts:
-            self._epoch += 1
-            # Problems that this batch already has stay first in the new epoch.
-            self._remaining += self._order(self._epoch)
-            taken = {i for i in self._remaining if self._prompts[i].id in ids} | set(chosen)
-            chosen += self._take(num_prompts - len(chosen), taken)
-        return [self._prompts[i] for i in chosen]
+        names = []
+        for _ in range(num_prompts):
+            self._earn(given, 1.0)
+            name = max((one for one in given if room[one]), key=self._credit.__getitem__)
+            self._credit[name] -= 1
+            room[name] -= 1
+            names.append(name)
+        numbers = {
+            name: iter(self._orders[name].take(names.count(name), avoided)) for name in given
+        }
+        return [self._prompts[next(numbers[name])] for name in names]
 
-    def give_back(self, prompts: Sequence[Prompt]) -> None:
-        """Return problems, to be drawn after those that remain of this epoch.
+    def give_back(self, prompts: Sequence[Prompt], *, step: int = 0) -> None:
+        """Return problems, to be drawn after those that remain of their source's epoch.
 
-        A problem that is returned after the next epoch has started may be drawn twice in it.
+        A problem that is returned after the next epoch has started may be drawn twice in it. The
+        source of a returned problem owes another one, so the shares are those of kept problems.
+
+        Args:
+            prompts: drawn problems.
+            step: step that they were drawn for.
         """
-        self._remaining += [self.number_of(prompt.id) for prompt in prompts]
+        for prompt in prompts:
+            name = prompt.source if self._sources else ""
+            self._orders[name].remaining.append(self.number_of(prompt.id))
+            self._earn(self._shares(step), -1.0)
+            self._credit[name] += 1
+
+    def _shares(self, step: int) -> dict[str, float]:
+        """Share of each source that a step draws from."""
+        return shares(self._sources, step) if self._sources else {"": 1.0}
+
+    def _earn(self, given: dict[str, float], num_problems: float) -> None:
+        for name, share in given.items():
+            self._credit[name] += num_problems * share
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position as numbers and text, for `load_state_dict`."""
+        dataset = {"dataset": self._fingerprint()}
+        if not self._sources:
+            return self._orders[""].state_dict() | dataset
+        states = {
+            name: order.state_dict() | {"credit": self._credit[name]}
+            for name, order in self._orders.items()
+        }
+        return {"sources": states} | dataset
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            CheckpointError: the dataset is different or has changed, or the state is damaged.
+        """
+        states = state.get("sources", {"": state})
+        if state["dataset"] != self._fingerprint() or states.keys() != self._orders.keys():
+            setting = "data.source" if self._sources else "data.train_path"
+            raise CheckpointError(
+                f"the checkpoint was made with other training problems than {setting} has now "
+                f"({len(self._prompts)} problems); resume with the same file, or start a new run "
+                "in another run.output_dir"
+            )
+        for name, order in self._orders.items():
+            order.load_state_dict(states[name])
+            self._credit[name] = float(states[name].get("credit", 0.0))
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            judged_by = (prompt.verifier, prompt.row) if prompt.verifier or prompt.row else ()
+            facts = (prompt.id, prompt.token_ids, prompt.answer, *judged_by)
+            digest.update(repr(facts).encode())
+        return digest.hexdigest()
+
+
+class _Order:
+    """The order of one source's problems, by their numbers in the dataset."""
+
+    def __init__(self, numbers: Sequence[int], *, seed: int, name: str) -> None:
+        self._numbers, self._all = list(numbers), set(numbers)
+        self._seed = seed
+        self._key = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])] if name else []
+        self.epoch = 0
+        self.remaining = self._order(0)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def num_without(self, avoided: set[int]) -> int:
+        """Number of different problems that are not `avoided`."""
+        return len(self) - len(self._all & avoided)
+
+    def take(self, count: int, avoided: set[int]) -> list[int]:
+        """Remove and return the next `count` different problems that are not `avoided`."""
+        chosen = self._take(count, avoided)
+        if len(chosen) < count:
+            self.epoch += 1
+            # Problems that this batch already has stay first in the new epoch.
+            self.remaining += self._order(self.epoch)
+            chosen += self._take(count - len(chosen), avoided | {*chosen})
+        return chosen
 
     def _take(self, count: int, avoided: set[int]) -> list[int]:
         """Remove and return the first `count` different remaining problems that are not `avoided`.
@@ -82,48 +196,60 @@ class PromptSource:
         """
         chosen: dict[int, None] = {}
         left = []
-        for i in self._remaining:
+        for i in self.remaining:
             if len(chosen) < count and i not in avoided and i not in chosen:
                 chosen[i] = None
             else:
                 left.append(i)
-        self._remaining = left
+        self.remaining = left
         return list(chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as numbers and text, for `load_state_dict`."""
-        return {
-            "epoch": self._epoch,
-            "remaining": list(self._remaining),
-            "dataset": self._fingerprint(),
-        }
+        return {"epoch": self.epoch, "remaining": list(self.remaining)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
         Raises:
-            CheckpointError: the dataset is different or has changed, or the state is damaged.
+            CheckpointError: the source has no problems of these numbers.
         """
-        if state["dataset"] != self._fingerprint():
-            raise CheckpointError(
-                "the checkpoint was made with other training problems than data.train_path has now "
-                f"({len(self._prompts)} problems); resume with the same file, or start a new run "
-                "in another run.output_dir"
-            )
         remaining = [int(i) for i in state["remaining"]]
-        if remaining and not 0 <= min(remaining) <= max(remaining) < len(self._prompts):
+        if not self._all.issuperset(remaining):
             raise CheckpointError(
                 "the checkpoint's data position is damaged: remaining problems have the "
-                f"numbers {min(remaining)} to {max(remaining)}, of {len(self._prompts)} problems"
+                f"numbers {min(remaining)} to {max(remaining)}, of {len(self)} problems"
             )
-        self._epoch, self._remaining = int(state["epoch"]), remaining
+        self.epoch, self.remaining = int(state["epoch"]), remaining
 
     def _order(self, epoch: int) -> list[int]:
-        random = np.random.default_rng([self._seed, epoch])
-        return [int(i) for i in random.permutation(len(self._prompts))]
+        random = np.random.default_rng([self._seed, epoch, *self._key])
+        return [self._numbers[i] for i in random.permutation(len(self._numbers))]
 
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(repr((prompt.id, prompt.token_ids, prompt.answer)).encode())
-        return digest.hexdigest()
+
+def check_sources(
+    data: DataConfig, prompts: Sequence[Prompt], *, num_steps: int, most: int
+) -> None:
+    """Refuse sources with fewer problems than their share of a step.
+
+    Args:
+        data: section `data`.
+        prompts: the problems of all sources.
+        num_steps: steps of the run.
+        most: different problems that a step may draw.
+
+    Raises:
+        DataError: names source, steps, weight and numbers.
+    """
+    counts = dict.fromkeys(data.train_files, 0)
+    for prompt in prompts:
+        counts[prompt.source] += 1
+    for steps, given in data.stages(num_steps):
+        for name, share in given.items():
+            needed = math.ceil(round(most * share, 6))
+            if counts[name] < needed:
+                raise DataError(
+                    f"data.source {name!r}: each of the steps {steps[0]} to {steps[-1]} may draw "
+                    f"{most} different problems, of which its weight asks for {share:.1%}: "
+                    f"{needed}; {data.train_files[name]} holds {counts[name]}. Lower the weight, "
+                    "or batch.rollout_prompts"
+                )

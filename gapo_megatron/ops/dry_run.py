@@ -19,7 +19,8 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
-from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.data.rows import count_rows
+from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
@@ -183,7 +184,7 @@ def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
         + (f"; {layout.cp_size} ranks share them" if layout.cp_size > 1 else ""),
         "micro-batches": f"at most {most_microbatches(config, layout)} per update and rank, if "
         "every sequence has the maximum length",
-        "steps per epoch": _epochs(config),
+        **_epochs(config),
     }
     table = Table(title="World-size arithmetic", title_justify="left", show_header=False)
     for name, text in rows.items():
@@ -230,20 +231,40 @@ def _engine_memory_note(config: Config, sides: Sides) -> str:
     )
 
 
-def _epochs(config: Config) -> str:
-    path = Path(config.data.train_path)
-    if not path.is_file():
+def _epochs(config: Config) -> dict[str, str]:
+    """Steps per epoch; with several data sources, by source in the steps that draw from it."""
+    data, num_steps = config.data, config.run.num_steps
+    if not data.source:
+        num_drawn = num_steps * config.batch.rollout_prompts
+        text = _epochs_of(data.train_path, num_drawn, num_steps, field="data.train_path")
+        return {"steps per epoch": text}
+    rows = {}
+    for one in data.source:
+        drawn = [(len(steps), by.get(one.name)) for steps, by in data.stages(num_steps)]
+        num_active = sum(length for length, share in drawn if share)
+        if not num_active:
+            rows[f"source {one.name}"] = f"not used before step {one.first_step}"
+            continue
+        num_drawn = config.batch.rollout_prompts * sum(n * (share or 0) for n, share in drawn)
+        text = _epochs_of(one.path, num_drawn, num_active, field=f"data.source.{one.name}.path")
+        rows[f"source {one.name}"] = (
+            f"{num_drawn / num_active:g} prompts per step in {num_active:,} steps; "
+            f"steps per epoch: {text}"
+        )
+    return rows
+
+
+def _epochs_of(path: str, num_drawn: float, num_steps: int, *, field: str) -> str:
+    if not Path(path).is_file():
         return f"unknown: {path} does not exist"
     try:
-        with path.open("rb") as lines:
-            num_prompts = sum(1 for line in lines if line.strip())
-    except OSError as error:
-        raise ConfigError(f"data.train_path ({path}) cannot be read: {error.strerror}") from None
+        num_prompts = count_rows(Path(path))
+    except DataError as error:
+        raise ConfigError(f"{field} ({path}): {error}") from None
     if not num_prompts:
-        raise ConfigError(f"data.train_path ({path}) contains no problems")
-    steps = num_prompts / config.batch.rollout_prompts
-    epochs = config.run.num_steps / steps
-    return f"{steps:,.2f} ({num_prompts:,} prompts), so {epochs:.2f} epochs in the run"
+        raise ConfigError(f"{field} ({path}) contains no problems")
+    epochs = num_drawn / num_prompts
+    return f"{num_steps / epochs:,.2f} ({num_prompts:,} prompts), so {epochs:.2f} epochs in the run"
 
 
 def _method_table(config: Config) -> Table:

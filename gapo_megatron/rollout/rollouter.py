@@ -12,9 +12,9 @@ import numpy as np
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Patient, Stopwatch
-from gapo_megatron.config import BatchConfig, RewardConfig
+from gapo_megatron.config import BatchConfig, DataConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.source import PromptSource, check_sources
 from gapo_megatron.errors import DataError
 from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
 from gapo_megatron.rollout.engine import Engine
@@ -24,7 +24,7 @@ from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.samples import Samples
-from gapo_megatron.rollout.selection import choose, informative, rollout_metrics
+from gapo_megatron.rollout.selection import choose, informative, rollout_metrics, source_metrics
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Prompt, Verdict
@@ -33,8 +33,16 @@ _TAG = 1
 """Tag of messages with the tokens of open groups."""
 
 
-def check_problems(problems: Sequence[Prompt], batch: BatchConfig, *, train_path: str) -> None:
+def check_problems(
+    problems: Sequence[Prompt], batch: BatchConfig, *, data: DataConfig, num_steps: int
+) -> None:
     """Refuse a dataset with fewer problems than a step may draw without repetition.
+
+    Args:
+        problems: the training problems of all files.
+        batch: section `batch`.
+        data: section `data`, of whose sources each must have its share.
+        num_steps: steps of the run.
 
     Raises:
         DataError: names the numbers and the settings they come from.
@@ -48,9 +56,11 @@ def check_problems(problems: Sequence[Prompt], batch: BatchConfig, *, train_path
         if rounds:
             factors += f", up to 1 + batch.dynamic_sampling_rounds ({rounds}) times"
         raise DataError(
-            f"one step may draw {most} different problems: {factors}; {train_path} "
-            f"holds {len(problems)} problems"
+            f"one step may draw {most} different problems: {factors}; "
+            f"{', '.join(data.train_files.values())} holds {len(problems)} problems"
         )
+    if data.source:
+        check_sources(data, problems, num_steps=num_steps, most=most)
 
 
 class Rollouter:
@@ -140,7 +150,7 @@ class Rollouter:
             if missing <= 0:
                 break
             num_new = max(num_begun(self._batch, missing) - opened.num_groups, 0)
-            prompts = self._source.next_batch(num_new, drawn=drawn)
+            prompts = self._source.next_batch(num_new, step=step, drawn=drawn)
             drawn += prompts
             sampled = self._sample(prompts, opened, missing, now)
             if sampled is None:
@@ -157,20 +167,30 @@ class Rollouter:
             groups = groups.take_groups(self._shuffled(groups.problems, step))
         kept = {*groups.problems, *opened.problems}
         self._source.give_back(
-            [prompt for prompt in drawn if self._source.number_of(prompt.id) not in kept]
+            [prompt for prompt in drawn if self._source.number_of(prompt.id) not in kept],
+            step=step,
         )
         self.open_groups = opened
         stopwatch.notes["perf/rollout_idle_share"] = now.occupancy.idle_share
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
-        batch = replace(groups.take_groups(choose(groups, wanted)), metrics=metrics)
+        batch = groups.take_groups(choose(groups, wanted))
+        batch = replace(batch, metrics=metrics | self._source_metrics(groups, batch))
         if self.samples is None:
             return batch
         texts = self.samples.take(
             batch, step, problems=self._source.problems, gather=self._engine.replicas.gather
         )
         return replace(batch, samples=texts)
+
+    def _source_metrics(self, groups: Rollouts, batch: Rollouts) -> dict[str, float]:
+        """Metrics of each data source, if there are several."""
+        names = self._source.names
+        if len(names) == 1:
+            return {}
+        source_of = np.array([names.index(one.source) for one in self._source.problems])
+        return source_metrics(groups, batch, names=names, source_of=source_of)
 
     @property
     def channel(self) -> Channel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gapo_megatron.config import BatchConfig
@@ -51,6 +53,34 @@ def rollout_metrics(
     elif batch.oversampling > 1:
         lost_share = num_lost_tokens / (num_lost_tokens + num_tokens)
         metrics["rollout/lost_token_share"] = lost_share
+    return metrics
+
+
+def source_metrics(
+    rollouts: Rollouts, batch: Rollouts, *, names: Sequence[str], source_of: np.ndarray
+) -> dict[str, float]:
+    """Metrics of each data source, `data/<name>/...`, of those that the step has drawn from.
+
+    Args:
+        rollouts: all groups of the step, those that dynamic sampling replaced included.
+        batch: the groups that are learned from.
+        names: names of the sources.
+        source_of: [num_problems] source of each problem of the data, as an index into `names`.
+    """
+    metrics = {}
+    has_gradient, of_group = informative(rollouts), source_of[rollouts.problems]
+    of_row, of_batch = source_of[rollouts.table["problem"]], source_of[batch.problems]
+    for number, name in enumerate(names):
+        if not (here := of_row == number).any():
+            continue
+        rewards = rollouts.rewards[here]
+        known, lengths = ~np.isnan(rewards), rollouts.table["num_sampled_tokens"][here]
+        metrics |= {
+            f"data/{name}/batch_share": float((of_batch == number).mean()),
+            f"data/{name}/reward": float(rewards[known].sum() / max(known.sum(), 1)),
+            f"data/{name}/informative_share": float(has_gradient[of_group == number].mean()),
+            f"data/{name}/response_length": float(lengths.mean()),
+        }
     return metrics
 
 

@@ -24,7 +24,7 @@ from gapo_megatron.checkpoint import BranchPoint, State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
-from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.hf.manifest import list_steps
@@ -86,7 +86,7 @@ def check_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
-    source = PromptSource(problems, seed=config.run.seed)
+    source = PromptSource(problems, seed=config.run.seed, sources=config.data.source)
     if branch_point is not None:
         source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
     return Inputs(hf_config, tokenizer, problems, held_out, source, branch_point)
@@ -103,17 +103,16 @@ def read_problems(
         DataError: names file and line; or there are too few problems for a step.
     """
     data = config.data
-    limits: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "max_prompt_tokens": data.max_prompt_tokens,
-        "kind": config.reward.kind,
-        "settings": config.reward.settings,
-        "chat_template": data.chat_template,
+        "reward": config.reward,
         "keep_unreadable": has_begun,
+        "with_rows": bool(config.reward.code_names),
     }
-    problems = read_prompts(data.train_path, **limits)
-    check_problems(problems, config.batch, train_path=data.train_path)
-    held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
+    problems = read_training_prompts(data, **options)
+    check_problems(problems, config.batch, data=data, num_steps=config.run.num_steps)
+    evaluates = config.evaluation.every_steps > 0
+    held_out = read_prompts(data.eval_path, data=data, **options) if evaluates else []
     return problems, held_out
 
 

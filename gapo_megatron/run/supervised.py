@@ -131,6 +131,8 @@ def _read_examples(
                 tokenizer,
                 chat_template=chat_template,
                 max_tokens=longest - 1,
+                system_prompt=config.data.system_prompt,
+                template_variables=config.data.chat_template_kwargs,
             )
         except LengthError as error:
             raise DataError(

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.data import schema
-from gapo_megatron.data.schema import encode_prompt, read_jsonl, read_prompts
+from gapo_megatron.data.schema import encode_prompt, read_jsonl
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
@@ -21,6 +21,7 @@ from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
 from gapo_megatron.types import Outcome, Prompt
 from tests.messages import mentions
+from tests.problem_files import read_problems
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def _row(id: str = "a", prompt: str = "1+2=", answer: str = "3", **more: object)
 
 def _read(path: Path, tokenizer, **options) -> list[Prompt]:
     defaults = {"max_prompt_tokens": 16, "kind": "exact"}
-    return read_prompts(path, tokenizer=tokenizer, **(defaults | options))
+    return read_problems(path, tokenizer=tokenizer, **(defaults | options))
 
 
 def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):

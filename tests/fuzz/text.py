@@ -13,7 +13,6 @@ from typing import Any
 
 import gapo_megatron
 from gapo_megatron.config import Config, load_config, parse_config
-from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.dry_run import print_dry_run
@@ -31,6 +30,7 @@ from tests.fuzz.mutate import (
     json_text,
     override,
 )
+from tests.problem_files import read_problems
 
 _WARM_START = Path(gapo_megatron.__file__).parent / "models/published/warm_start.json"
 
@@ -246,7 +246,7 @@ def _rows_target(kind: str) -> Target:
         return Damage("train.jsonl", f"line {at + 1}: {what}")
 
     def read(folder: Path) -> Any:
-        problems = read_prompts(
+        problems = read_problems(
             "train.jsonl",
             tokenizer=tokenizers[0],
             max_prompt_tokens=64,

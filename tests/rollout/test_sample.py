@@ -296,8 +296,8 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     """Every group has A = 0, so every round draws new problems; one problem fewer is refused."""
     config = config_of(8, oversampling=1.3, dynamic_sampling_rounds=2)
     problems = [Prompt(str(3 * i), (i,), "") for i in range(3 * 11)]
-    path = config.data.train_path
-    check_problems(problems, config.batch, train_path=path)
+    limits: dict[str, Any] = {"data": config.data, "num_steps": 1}
+    check_problems(problems, config.batch, **limits)
     source, stopwatch = PromptSource(problems, seed=0), Stopwatch()
     given_back: list[Prompt] = []
     monkeypatch.setattr(source, "give_back", given_back.extend)
@@ -316,11 +316,11 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share(setup.running))
 
     rounds = ("batch.oversampling (1.3)", "batch.dynamic_sampling_rounds (2)")
-    named = mentions("batch.rollout_prompts (8)", *rounds, 33, path, 32)
+    named = mentions("batch.rollout_prompts (8)", *rounds, 33, config.data.train_path, 32)
     with pytest.raises(DataError, match=named):
-        check_problems(problems[1:], config.batch, train_path=path)
+        check_problems(problems[1:], config.batch, **limits)
     with pytest.raises(DataError, match=mentions("batch.rollout_prompts (64)", 33)) as caught:
-        check_problems(problems, config_of(64).batch, train_path=path)
+        check_problems(problems, config_of(64).batch, **limits)
     assert "oversampling" not in str(caught.value)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
+from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import check_model_folder
@@ -68,18 +69,22 @@ def _look_at_model(settings: Config) -> Finding:
 
 
 def _look_at_data(settings: Config) -> Iterator[Finding]:
-    """The files with problems."""
-    least = {"train_path": settings.batch.rollout_prompts, "eval_path": 1}
-    for name, number in least.items():
-        if path := getattr(settings.data, name):
-            yield _look_at_file(name, Path(path), least=number)
+    """The files with problems; of several sources, each needs at least one."""
+    data, needed = settings.data, 1 if settings.data.source else settings.batch.rollout_prompts
+    for name, path in data.train_files.items():
+        field = f"source {name}" if name else "train_path"
+        yield _look_at_file(field, Path(path), least=needed)
+    if data.eval_path:
+        yield _look_at_file("eval_path", Path(data.eval_path), least=1)
 
 
 def _look_at_file(name: str, path: Path, *, least: int) -> Finding:
     if not path.is_file():
         return Finding("config", name, "fail", f"{path} does not exist", "see docs/data.md")
-    with path.open("rb") as lines:
-        count = sum(1 for line in lines if line.strip())
+    try:
+        count = count_rows(path)
+    except GapoError as error:
+        return Finding("config", name, "fail", str(error), "see docs/data.md")
     advice = "a batch needs distinct problems: add problems, or lower batch.rollout_prompts"
     return judge("config", name, count >= least, f"{path}: {count:,} problems", advice)
 

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gapo_megatron.config import Config, load_config
-from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.config import Config, DataConfig, RewardConfig, load_config
+from gapo_megatron.config.rules import input_paths
+from gapo_megatron.data.schema import read_training_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.launch.ranks import ranks_command
@@ -130,35 +131,26 @@ def mean_prompt_tokens(config: Config) -> float:
     Raises:
         ConfigError: the data or the tokenizer does not exist.
     """
-    for field, path in (
-        ("data.train_path", config.data.train_path),
-        ("model.hf_dir", config.model.hf_dir),
-    ):
+    needed = ("data.train_path", "data.source.", "model.hf_dir")
+    for field, path in input_paths(config).items():
+        if not path or not field.startswith(needed):
+            continue
         if not Path(path).exists():
             raise ConfigError(
                 f"{field} ({path}) does not exist, so the prompt lengths cannot be read: pass "
                 "--mean-prompt-tokens, or start this in the folder where the run was started"
             )
-    data = config.data
     return _mean_length(
-        data.train_path,
-        config.model.hf_dir,
-        data.max_prompt_tokens,
-        config.reward.kind,
-        data.chat_template,
+        config.data.model_dump_json(), config.reward.model_dump_json(), config.model.hf_dir
     )
 
 
 @functools.cache  # runs of a study share a data set of many problems
-def _mean_length(
-    train_path: str, hf_dir: str, max_prompt_tokens: int, kind: str, chat_template: bool
-) -> float:
-    prompts = read_prompts(
-        train_path,
+def _mean_length(data: str, reward: str, hf_dir: str) -> float:
+    prompts = read_training_prompts(
+        DataConfig.model_validate_json(data),
         tokenizer=load_tokenizer(hf_dir),
-        max_prompt_tokens=max_prompt_tokens,
-        kind=kind,
-        chat_template=chat_template,
+        reward=RewardConfig.model_validate_json(reward),
     )
     return statistics.fmean(len(prompt.token_ids) for prompt in prompts)
 

@@ -1,0 +1,131 @@
+"""Section `data`: the training problems, in one file or several, and how they become prompts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from gapo_megatron.config.section import HELD_OUT, INPUT_PATH, LEARNED, Section
+from gapo_megatron.config.types import (
+    Lines,
+    OptionalPath,
+    PathText,
+    Positive,
+    StepsOrZero,
+    Tokens,
+    check_text,
+)
+from gapo_megatron.errors import shown
+
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+"""Part of metric names and of the ids of problems."""
+
+
+def _check_scalar(value: Any) -> Any:
+    if isinstance(value, str):
+        return check_text(value)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("must be a string, a finite number, or true or false")
+    return value
+
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Scalar = Annotated[Any, AfterValidator(_check_scalar)]
+
+
+class DataSource(Section):
+    """A file of training problems among several, each with its own epochs (docs/data.md)."""
+
+    role = LEARNED
+
+    name: SourceName
+    """Name in metrics, `data/<name>/...`, and before the ids of its problems: `<name>/<id>`."""
+    path: Annotated[PathText, INPUT_PATH]
+    """File with problems, as `data.train_path`."""
+    weight: Positive = 1.0
+    """A step draws prompts from its sources in proportion to their weights."""
+    first_step: StepsOrZero = 0
+    """First step that draws from it; steps count from 0."""
+    last_step: StepsOrZero | None = None
+    """Last step that draws from it. Unset: the last of the run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.last_step is not None and self.last_step < self.first_step:
+            raise ValueError(
+                f"last_step ({self.last_step}) must not be below first_step ({self.first_step})"
+            )
+        return self
+
+    def is_drawn(self, step: int) -> bool:
+        """Whether a step draws from it."""
+        return self.first_step <= step and (self.last_step is None or step <= self.last_step)
+
+
+class DataConfig(Section):
+    """The problems that the policy trains on and is evaluated on."""
+
+    role = LEARNED
+    kept = "the branch continues with the same problems"
+
+    train_path: Annotated[OptionalPath, INPUT_PATH] = ""
+    """File with the training problems, .jsonl, .json or .parquet: id, prompt or messages, answer,
+    optional level and verifier (docs/data.md). Or use `[[data.source]]`."""
+    source: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
+    """Several files with training problems instead of `train_path`: a table `[[data.source]]` for
+    each, with the settings below."""
+    eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
+    """Held-out problems in the same format. Empty: no evaluation during training."""
+    max_prompt_tokens: Tokens = 2048
+    """Longest prompt, chat template included. A longer one is an error at the start."""
+    chat_template: bool = False
+    """Wrap prompts in the tokenizer's chat template: `prompt` as a user message, `messages` as they
+    are."""
+    system_prompt: Lines = ""
+    """System message before every prompt, except before `messages` that begin with their own. Needs
+    `chat_template`."""
+    chat_template_kwargs: Annotated[dict[VariableName, Scalar], Field(default_factory=dict)]
+    """Variables for the chat template, such as `enable_thinking = false`. Needs `chat_template`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.train_path) == bool(self.source):
+            raise ValueError(
+                f"set either train_path ({self.train_path!r}) or [[data.source]] tables "
+                f"({len(self.source)} given)"
+            )
+        names = [one.name for one in self.source]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"source: the name {name!r} is used {names.count(name)} times")
+        for key in ("system_prompt", "chat_template_kwargs"):
+            if getattr(self, key) and not self.chat_template:
+                raise ValueError(f"{key} ({shown(getattr(self, key))}) needs chat_template = true")
+        return self
+
+    @property
+    def train_files(self) -> dict[str, str]:
+        """Paths of the training problems by name of the source; the name of a single file is ''."""
+        return {one.name: one.path for one in self.source} or {"": self.train_path}
+
+    def stages(self, num_steps: int) -> list[tuple[range, dict[str, float]]]:
+        """Ranges of steps that draw from the same sources, with each source's share; in order."""
+        edges = {0, num_steps}
+        edges |= {one.first_step for one in self.source}
+        edges |= {one.last_step + 1 for one in self.source if one.last_step is not None}
+        starts = sorted(edge for edge in edges if edge <= num_steps)
+        return [
+            (range(start, end), shares(self.source, start))
+            for start, end in itertools.pairwise(starts)
+        ]
+
+
+def shares(sources: Sequence[DataSource], step: int) -> dict[str, float]:
+    """Share of a step's prompts by source, for those that it draws from; they add up to 1."""
+    drawn = [one for one in sources if one.is_drawn(step)]
+    total = math.fsum(one.weight for one in drawn)
+    return {one.name: one.weight / total for one in drawn}

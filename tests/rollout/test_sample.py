@@ -300,7 +300,7 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     check_problems(problems, config.batch, **limits)
     source, stopwatch = PromptSource(problems, seed=0), Stopwatch()
     given_back: list[Prompt] = []
-    monkeypatch.setattr(source, "give_back", given_back.extend)
+    monkeypatch.setattr(source, "give_back", lambda prompts, step: given_back.extend(prompts))
     setup = Setup(config, source)
     clock(setup)
     sampled = setup.collect(0, stopwatch)

@@ -131,11 +131,11 @@ def mean_prompt_tokens(config: Config) -> float:
     Raises:
         ConfigError: the data or the tokenizer does not exist.
     """
-    needed = ("data.train_path", "data.source.", "model.hf_dir")
-    for field, path in input_paths(config).items():
-        if not path or not field.startswith(needed):
-            continue
-        if not Path(path).exists():
+    paths = input_paths(config)
+    problems = [name for name in paths if name.startswith(("data.train_path", "data.source."))]
+    for field in (*problems, "model.hf_dir"):
+        path = paths[field]
+        if path and not Path(path).exists():
             raise ConfigError(
                 f"{field} ({path}) does not exist, so the prompt lengths cannot be read: pass "
                 "--mean-prompt-tokens, or start this in the folder where the run was started"

@@ -12,8 +12,15 @@ import torch.distributed as dist
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from gapo_megatron.config import VERIFIED_SEQUENCES, Config, ObjectiveConfig, SupervisedConfig
+from gapo_megatron.config import (
+    VERIFIED_SEQUENCES,
+    Config,
+    DataConfig,
+    ObjectiveConfig,
+    SupervisedConfig,
+)
 from gapo_megatron.config.roles import flat
+from gapo_megatron.data.messages import check_template
 from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
@@ -36,7 +43,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     examples = _read_examples(
         settings.train_path,
         tokenizer,
-        chat_template=config.data.chat_template,
+        data=config.data,
         longest=config.max_sequence_tokens,
     )
 
@@ -119,9 +126,10 @@ def _learning_rate(peak: float, step: int, num_steps: int) -> float:
 
 
 def _read_examples(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool, longest: int
+    path: str, tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, longest: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
+    check_template(data, tokenizer)
     rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
@@ -129,10 +137,10 @@ def _read_examples(
             prompt = encode_prompt(
                 row["prompt"],
                 tokenizer,
-                chat_template=chat_template,
+                chat_template=data.chat_template,
                 max_tokens=longest - 1,
-                system_prompt=config.data.system_prompt,
-                template_variables=config.data.chat_template_kwargs,
+                system_prompt=data.system_prompt,
+                template_variables=data.chat_template_kwargs,
             )
         except LengthError as error:
             raise DataError(

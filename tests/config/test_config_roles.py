@@ -81,6 +81,25 @@ def test_another_sandbox_is_no_other_work() -> None:
     assert broken_rules(before, here) == []
 
 
+def test_a_sources_file_may_move_and_its_weight_may_not_change() -> None:
+    """What is in the file is compared when it is read."""
+
+    def with_sources(**late: object) -> Config:
+        tables = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", **late}]
+        return config(data={"train_path": "", "source": tables})
+
+    before = with_sources().model_dump(mode="json")
+    moved = with_sources(path="elsewhere/b.jsonl")
+    assert changed_work(before, moved) == {} and broken_rules(before, moved) == []
+    for late in ({"weight": 2.0}, {"last_step": 5}, {"name": "c"}):
+        assert [*changed_work(before, with_sources(**late))] == ["data.source"]
+        [line] = broken_rules(before, with_sources(**late))
+        assert "data.source" in line
+    for damaged in (3, ["a"], None):  # a manifest may hold anything
+        before["data"]["source"] = damaged
+        assert [*changed_work(before, moved)] == ["data.source"]
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, DataConfig
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError, DataError
 from gapo_megatron.ops.prepare import demo_task as arithmetic
@@ -66,7 +66,7 @@ def config(**sections: dict[str, Any]) -> Config:
     return config_of(usual, sections)
 
 
-LIMITS: dict[str, Any] = {"chat_template": False, "longest": 12}
+LIMITS: dict[str, Any] = {"data": DataConfig(train_path="unused"), "longest": 12}
 """Arguments of `_read_examples`, as `config` gives them."""
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, DataSource
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError, DataError
@@ -322,6 +322,58 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     with pytest.raises(DataError, match=mentions("batch.rollout_prompts (64)", 33)) as caught:
         check_problems(problems, config_of(64).batch, **limits)
     assert "oversampling" not in str(caught.value)
+
+
+MIXED = (DataSource(name="a", path="x", weight=3.0), DataSource(name="b", path="x", first_step=1))
+
+
+def mixed_source() -> PromptSource:
+    """Ids are numbers, which the lengths and verdicts of this file follow from."""
+    problems = [Prompt(str(i), (i,), "", source="ab"[i % 2]) for i in range(80)]
+    return PromptSource(problems, seed=0, sources=MIXED)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dynamic_sampling_rounds": 2},
+        {"oversampling": 1.5},
+        {"oversampling": 1.5, "dynamic_sampling_rounds": 2},
+        {"oversampling": 2.0, "partial_rollouts": True},
+    ],
+)
+def test_sources_keep_their_shares_and_metrics(options: dict[str, Any]) -> None:
+    """Whatever a step replaces, gives back or leaves open for the next step."""
+    source = mixed_source()
+    setup = Setup(config_of(8, **options), source)
+    counts = {"a": 0, "b": 0}
+    for step in range(41):
+        sampled, opened = setup.collect(step), setup.rollouter.open_groups
+        names = [source.problems[i].source for i in sampled.problems]
+        assert not {*sampled.problems} & {*opened.problems}
+        metrics = sampled.metrics
+        measured = {key.split("/")[1] for key in metrics if key.startswith("data/")}
+        assert {*names} <= measured <= {"a", "b"}
+        for name in {*names}:
+            assert metrics[f"data/{name}/batch_share"] == names.count(name) / 8
+            if step:
+                counts[name] += names.count(name)
+        if not options:
+            here = [i for i, name in enumerate(names) if name == "a"]
+            group = sampled.take_groups(here)
+            assert metrics["data/a/reward"] == pytest.approx(float(group.rewards.mean()))
+            assert metrics["data/a/informative_share"] == informative(group).mean()
+            assert metrics["data/a/response_length"] == pytest.approx(
+                group.num_sampled / len(group)
+            )
+        if step == 0:
+            assert measured == {"a"}
+        groups = groups_of(opened, source)
+        setup.rollouter.resume([tuple(map(carried_over, group)) for group in groups])
+    # Dynamic sampling leaves out what teaches nothing, a third of either source.
+    slack = 0.03 if "dynamic_sampling_rounds" in options else 0.01
+    assert counts["a"] / 320 == pytest.approx(0.75, abs=slack), counts
 
 
 @pytest.mark.parametrize("truncated", ["judged", "unknown"])

@@ -548,6 +548,16 @@ def fp16_run(root: Path) -> Path:
     return root / "fp16"
 
 
+@pytest.fixture(scope="module")
+def mixed_run(root: Path) -> Path:
+    names = {"train": f"{root}/task/train.jsonl", "held_out": f"{root}/task/eval.jsonl"}
+    tables = ", ".join(f'{{name = "{name}", path = "{path}"}}' for name, path in names.items())
+    settings = ("data.train_path=", f"data.source=[{tables}]", "run.num_steps=1")
+    command = (root / "config.toml", f"run.output_dir={root}/mixed", *settings)
+    finish(Program("gapo_megatron.train", *command))
+    return root / "mixed"
+
+
 @pytest.mark.system
 def test_the_document_has_the_names_that_runs_log_and_no_others(
     whole_run: Path,
@@ -558,10 +568,12 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
     partial_run: Path,
     run_given_back: Path,
     fp16_run: Path,
+    mixed_run: Path,
 ) -> None:
     runs = (
         *(whole_run, branched_run, balanced_run, dynamic_run),
         *(oversampled_run, partial_run, run_given_back, fp16_run),
+        mixed_run,
     )
     logged = {
         key
@@ -570,7 +582,13 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
         for line in (run_dir / name).read_text().splitlines()
         for key in json.loads(line)
     } - {"step"}
-    parts = {"c": r"\d+", "k": r"\d+", "side": "(correct|wrong)", "level": "[^/]+"}
+    parts = {
+        "c": r"\d+",
+        "k": r"\d+",
+        "side": "(correct|wrong)",
+        "level": "[^/]+",
+        "source": "[^/]+",
+    }
     # Of a device, which there is none of here: `tests/run/test_memory.py` compares them.
     documented = [name for name in documented_names() if "{moment}" not in name]
     forms = {

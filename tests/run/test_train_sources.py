@@ -1,0 +1,100 @@
+"""The whole program with two data sources, the second of which begins later."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.config import load_config
+from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.train import train
+from tests.messages import mentions
+from tests.prepare_data_setup import put
+from tests.programs import Program
+from tests.run import test_train
+from tests.run.test_train import assert_same_run, finish, metrics_of
+
+CONFIG = test_train.CONFIG.replace(
+    'train_path = "{root}/task/train.jsonl"\n',
+    """source = [
+    {{ name = "easy", path = "{root}/easy.parquet", weight = 3.0 }},
+    {{ name = "late", path = "{root}/late.json", first_step = 2 }},
+]
+""",
+    1,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As in `test_train`, with its problems dealt to two files whose ids are the same."""
+    root = test_train.prepare(tmp_path_factory.mktemp("sources"), CONFIG)
+    rows = [json.loads(line) for line in (root / "task/train.jsonl").read_text().splitlines()]
+    for name, part in (("easy.parquet", rows[::2]), ("late.json", rows[1::2])):
+        put(root / name, [row | {"id": str(i)} for i, row in enumerate(part)])
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole_run(root: Path) -> Path:
+    """An uninterrupted run on two ranks."""
+    arguments = (root / "config.toml", f"run.output_dir={root}/whole")
+    finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    return root / "whole"
+
+
+def test_a_step_draws_from_its_sources(whole_run: Path) -> None:
+    steps = [line for line in metrics_of(whole_run) if "loss/policy" in line]
+    assert len(steps) == 6
+    for line in steps:
+        share = 0.75 if line["step"] >= 2 else 1.0
+        assert line["data/easy/batch_share"] == share
+        assert line.get("data/late/batch_share", 0.0) == 1 - share
+    mean = 0.75 * steps[-1]["data/easy/reward"] + 0.25 * steps[-1]["data/late/reward"]
+    assert steps[-1]["reward/mean"] == pytest.approx(mean)
+
+
+def test_kill_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
+    """Killed within the first step that draws from both, and resumed from the step before."""
+    run_dir = root / "killed"
+    arguments = (root / "config.toml", f"run.output_dir={run_dir}")
+    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL", "SIGNALLED_RANK": "1"}
+    killed = Program("tests.signalled", *arguments, ranks=2, env=env)
+    finish(killed, exit_code=-signal.SIGKILL)
+    assert "resumed from" in finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    assert_same_run(run_dir, whole_run)
+    states = [
+        (folder / "checkpoints/step_00000006/trainer_state.json").read_text()
+        for folder in (run_dir, whole_run)
+    ]
+    assert states[0] == states[1]
+    position = json.loads(states[0])["source"]["sources"]
+    num_left = {name: len(one["remaining"]) for name, one in position.items()}
+    num_rows = len((root / "task/train.jsonl").read_text().splitlines())
+    assert num_left == {"easy": -(-num_rows // 2) - 40, "late": num_rows // 2 - 8}
+
+
+def test_other_weights_or_problems_are_refused(root: Path, whole_run: Path) -> None:
+    def source(**late: object) -> str:
+        easy = {"name": "easy", "path": f"{root}/easy.parquet", "weight": 3.0}
+        tables = [easy, {"name": "late", "path": f"{root}/late.json", "first_step": 2, **late}]
+        shown = (", ".join(f"{key} = {json.dumps(one)}" for key, one in t.items()) for t in tables)
+        return f"data.source=[{', '.join(f'{{{one}}}' for one in shown)}]"
+
+    def resume(*overrides: str) -> None:
+        settings = [f"run.output_dir={whole_run}", "run.num_steps=8", *overrides]
+        train(load_config(root / "config.toml", settings))
+
+    with pytest.raises(ConfigError, match=mentions("data.source", "run.allow_changes")):
+        resume(source(weight=2.0))
+    rows = json.loads((root / "late.json").read_text())
+    moved = source(path=str(put(root / "moved" / "late.json", rows[:-1])))
+    with pytest.raises(CheckpointError, match=mentions("data.source", "run.output_dir")):
+        resume(moved)
+    put(root / "moved" / "late.json", rows[:4])
+    allowed = 'run.allow_changes=["data.source"]'
+    with pytest.raises(DataError, match=mentions("'late'", 8, "5", "moved/late.json", 4)):
+        resume(source(path=f"{root}/moved/late.json", weight=5.0), allowed)

@@ -106,6 +106,7 @@ def _source(arguments: argparse.Namespace) -> Source:
         answer_key=arguments.answer_key,
         level_key=arguments.level_key,
         id_key=arguments.id_key,
+        answer_after=arguments.answer_after,
     )
 
 
@@ -180,6 +181,12 @@ def _parse() -> argparse.Namespace:
         own.add_argument(
             f"--{key}-key", default=key, metavar="KEY", help="key of a row (default: %(default)s)"
         )
+    own.add_argument(
+        "--answer-after",
+        default="",
+        metavar="TEXT",
+        help="keep only what follows the last TEXT of an answer, such as GSM8K's '####'",
+    )
     return parser.parse_args()
 
 

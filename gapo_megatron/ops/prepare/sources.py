@@ -114,11 +114,19 @@ def own(
     answer_key: str = "answer",
     level_key: str = "level",
     id_key: str = "id",
+    answer_after: str = "",
 ) -> Source:
-    """Rows of the user's own files; level and id are optional, and an id is then generated."""
+    """Rows of the user's own files; level and id are optional, and an id is then generated.
+
+    The answer is what follows the last `answer_after`, if that is not empty.
+    """
 
     def read(row: Row) -> Candidate:
         text, answer = _text(row, prompt_key), row[answer_key]
+        if answer_after:
+            _, mark, answer = _text(row, answer_key).rpartition(answer_after)
+            if not mark:
+                raise UnreadableError(f"key {answer_key!r} has no {answer_after!r}")
         is_json = kind in ("code", "instructions")
         answer = _encoded(_decoded(answer)) if is_json else _plain(answer)
         _check(kind, answer, key=answer_key)

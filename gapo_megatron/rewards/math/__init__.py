@@ -139,7 +139,8 @@ def _read_reference(answer: str) -> str:
     if _SOLUTION in answer:
         raise ValueError(
             f"the answer is a worked solution ending in "
-            f"{answer[answer.rindex(_SOLUTION) :][:40]!r}; put only the final answer there"
+            f"{answer[answer.rindex(_SOLUTION) :][:40]!r}; put only the final answer "
+            f"there (tools/prepare_data.py own --answer-after '{_SOLUTION}' does)"
         )
     is_closed = closing_bracket(f"{{{answer}}}", 0) == len(answer) + 2
     found = boxes(answer) if is_closed else []

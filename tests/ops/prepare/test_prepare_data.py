@@ -177,9 +177,12 @@ def test_worked_solutions_are_refused_with_the_row_the_key_and_what_to_do(run, t
     assert run("own", [row, other], "--prompt-key", "question") == 1
     says = mentions("2 rows", "2 unreadable", "own.jsonl:1", "'answer'", "#### 72", "final")
     assert re.search(says, capsys.readouterr().err)
-    final = [one | {"answer": one["answer"].rpartition("#### ")[2]} for one in (row, other)]
-    assert run("own", final, "--prompt-key", "question") == 0
+    options = ("--prompt-key", "question", "--answer-after", "####")
+    without = row | {"question": "And in July?", "answer": "7"}
+    assert run("own", [row, other, without], *options) == 0
     assert [one["answer"] for one in written(tmp_path / "out")] == ["72", "0"]
+    [dropped] = written(tmp_path / "out", "dropped")
+    assert re.search(mentions("'answer'", "'####'"), dropped["reason"])
 
 
 def test_answers_of_other_kinds_differ_by_their_letters_and_tests_do_not():

@@ -233,19 +233,19 @@ def _engine_memory_note(config: Config, sides: Sides) -> str:
 
 def _epochs(config: Config) -> dict[str, str]:
     """Steps per epoch; with several data sources, by source in the steps that draw from it."""
-    data, num_steps = config.data, config.run.num_steps
+    data, num_steps, num_drawn = config.data, config.run.num_steps, 0.0
     if not data.source:
         num_drawn = num_steps * config.batch.rollout_prompts
         text = _epochs_of(data.train_path, num_drawn, num_steps, field="data.train_path")
         return {"steps per epoch": text}
     rows = {}
     for one in data.source:
-        drawn = [(len(steps), by.get(one.name)) for steps, by in data.stages(num_steps)]
-        num_active = sum(length for length, share in drawn if share)
+        stages = [(len(steps), by.get(one.name, 0.0)) for steps, by in data.stages(num_steps)]
+        num_active = sum(length for length, share in stages if share)
         if not num_active:
             rows[f"source {one.name}"] = f"not used before step {one.first_step}"
             continue
-        num_drawn = config.batch.rollout_prompts * sum(n * (share or 0) for n, share in drawn)
+        num_drawn = config.batch.rollout_prompts * sum(length * share for length, share in stages)
         text = _epochs_of(one.path, num_drawn, num_active, field=f"data.source.{one.name}.path")
         rows[f"source {one.name}"] = (
             f"{num_drawn / num_active:g} prompts per step in {num_active:,} steps; "

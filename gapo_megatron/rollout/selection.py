@@ -67,7 +67,7 @@ def source_metrics(
         names: names of the sources.
         source_of: [num_problems] source of each problem of the data, as an index into `names`.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     has_gradient, of_group = informative(rollouts), source_of[rollouts.problems]
     of_row, of_batch = source_of[rollouts.table["problem"]], source_of[batch.problems]
     for number, name in enumerate(names):

@@ -347,6 +347,27 @@ def test_steps_per_epoch_come_from_the_file(tmp_path: Path) -> None:
         text_of(make_config(data={"train_path": str(data)}))
 
 
+def test_every_source_shows_its_prompts_and_epochs(tmp_path: Path) -> None:
+    """10 steps of 32 prompts: the first source has all of 5, and a quarter of the others."""
+    (tmp_path / "easy.jsonl").write_text("{}\n" * 100)
+    (tmp_path / "hard.json").write_text(json.dumps([{}] * 60))
+    tables = [
+        {"name": "easy", "path": str(tmp_path / "easy.jsonl")},
+        {"name": "hard", "path": str(tmp_path / "hard.json"), "weight": 3.0, "first_step": 5},
+        {"name": "later", "path": str(tmp_path / "later.jsonl"), "first_step": 10},
+    ]
+    given: dict[str, Any] = {"data": {"train_path": "", "source": tables}}
+    text = " ".join(text_of(make_config(**given)).split())
+    for shown in (
+        "source easy 20 prompts per step in 10 steps; steps per epoch: 5.00 (100 prompts), so 2.00",
+        "source hard 24 prompts per step in 5 steps; steps per epoch: 2.50 (60 prompts), so 2.00",
+        "source later not used before step 10",
+    ):
+        assert shown in re.sub("[^ -~]+ ?", "", text)
+    missing = [one for one in why_not_run(make_config(**given)) if one.startswith("data.")]
+    assert missing == [f"data.source.later.path ({tmp_path}/later.jsonl) does not exist"]
+
+
 def test_adaptive_clip_is_shown_per_c_and_a_fixed_one_once() -> None:
     adaptive = text_of(make_config(objective={"method": "gapo"}))
     assert "0.005  0.004714  0.004429  0.004143  0.003857  0.003571  0.003286" in adaptive

@@ -84,7 +84,7 @@ def _watching(policy: Policy) -> Iterator[_Watch]:
             hook.remove()
 
 
-def check_range(policy: Policy, probe: Rollouts, *, of: str = "prompts of data.train_path") -> None:
+def check_range(policy: Policy, probe: Rollouts, *, of: str = "training prompts") -> None:
     """Score a few sequences, and refuse a model whose activations exceed fp16's range.
 
     Largest outputs are kept on the device while the layers run, and read once.

@@ -11,25 +11,26 @@ from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.types import Prompt
 
-_OPTIONS = ("source", "keep_unreadable", "with_rows")
+_OF_REWARD = ("kind", "verifiers")
+_OF_DATA = tuple(DataConfig.model_fields)
 
 
 def read_problems(
-    path: str | Path, *, tokenizer: PreTrainedTokenizerBase, kind: str, **settings: Any
+    path: str | Path, *, tokenizer: PreTrainedTokenizerBase, **given: Any
 ) -> list[Prompt]:
     """The problems of a file.
 
     Args:
         path: the file.
         tokenizer: of the policy.
-        kind: `reward.kind`.
-        settings: of the section `data`, and options of `read_prompts`.
+        given: settings of the sections `data` and `reward`, and options of `read_prompts`.
     """
-    options = {name: settings.pop(name) for name in _OPTIONS if name in settings}
+    reward = {name: given.pop(name) for name in _OF_REWARD if name in given}
+    data = {name: given.pop(name) for name in _OF_DATA if name in given}
     return read_prompts(
         path,
         tokenizer=tokenizer,
-        data=DataConfig.model_validate({"train_path": "unused", **settings}),
-        reward=RewardConfig.model_validate({"kind": kind}),
-        **options,
+        data=DataConfig.model_validate({"train_path": "unused", **data}),
+        reward=RewardConfig.model_validate(reward),
+        **given,
     )

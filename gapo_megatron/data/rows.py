@@ -65,15 +65,12 @@ def read_rows(
             yield number, row, share
 
 
-def read_problem_rows(
-    path: Path, keys: Sequence[str], *, all_columns: bool = False
-) -> Iterator[tuple[int, Row]]:
+def read_problem_rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, Row]]:
     """Read a problem file: .parquet, .json, or JSON lines in a file with any other suffix.
 
     Args:
         path: the file. A `.json` file may hold one list, or JSON lines.
-        keys: columns to read from a Parquet file if it has them.
-        all_columns: read all columns.
+        columns: columns to read from a Parquet file if it has them; None: all.
 
     Yields:
         Line number (JSON lines) or row number (others), from 1, and the row.
@@ -85,7 +82,7 @@ def read_problem_rows(
         reader = _READERS.get(path.suffix, _jsonl)
         if reader is _json and _first_character(file) == b"{":
             reader = _jsonl
-        for number, row, _ in reader(file, path, (), None if all_columns else keys, 0):
+        for number, row, _ in reader(file, path, (), columns, 0):
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: must be an object, not {reprlib.repr(row)}")
             yield number, row

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -80,7 +80,7 @@ def read_prompts(
     reward: RewardConfig,
     source: str = "",
     keep_unreadable: bool = False,
-    with_rows: bool = False,
+    columns: Collection[str] | None = (),
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
 
@@ -91,7 +91,8 @@ def read_prompts(
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
         keep_unreadable: only warn about unreadable answers, for runs that started with them.
-        with_rows: keep the other columns as `Prompt.row`, for a verifier of the user's own.
+        columns: other columns to keep as `Prompt.row`, for verifiers of the user's own, if a row
+            has them; None: all.
 
     Returns:
         The problems in file order, the same on every rank.
@@ -104,12 +105,12 @@ def read_prompts(
     check_template(data, tokenizer)
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    path = Path(path)
+    path, wanted = Path(path), (*KEYS, *(columns or ()))
     with closing(_Answers(path.parent)) as answers:
-        for number, columns in read_problem_rows(path, KEYS, all_columns=with_rows):
+        for number, whole in read_problem_rows(path, None if columns is None else wanted):
             where = f"{path}:{number}"
-            row = {key: columns[key] for key in KEYS if columns.get(key) is not None}
-            id = _check_row(row, columns, path=path, number=number)
+            row = {key: whole[key] for key in KEYS if whole.get(key) is not None}
+            id = _check_row(row, whole, path=path, number=number)
             verifier, judge = _verifier(row, reward, where=where)
             answer = answers.read(row, judge, where=where)
             if id in line_of:
@@ -123,7 +124,7 @@ def read_prompts(
                     row.get("level", ""),
                     source=source,
                     verifier=verifier,
-                    row=_other_columns(columns, where=where) if with_rows else {},
+                    row=_other_columns(whole, columns, where=where),
                 )
             )
     if not prompts:
@@ -134,25 +135,25 @@ def read_prompts(
     return prompts
 
 
-def _check_row(row: Row, columns: Row, *, path: Path, number: int) -> str:
+def _check_row(row: Row, whole: Row, *, path: Path, number: int) -> str:
     """Check the keys of a row, except for messages and answers; returns its id.
 
     Args:
         row: its values for `KEYS`, without nulls.
-        columns: the row as read.
+        whole: the row as read.
         path: its file.
         number: its number, which is also its id if it has none.
     """
     where, advice = f"{path}:{number}", "tools/prepare_data.py own reads files with other keys"
     prompts = [key for key in ("prompt", "messages") if key in row]
     if len(prompts) != 1:
-        found = " and ".join(prompts) or column_names(path, columns)
+        found = " and ".join(prompts) or column_names(path, whole)
         raise DataError(
             f"{where}: a row needs either the key 'prompt' or the key 'messages'; it has {found} "
             f"({advice})"
         )
     if "answer" not in row:
-        found = column_names(path, columns)
+        found = column_names(path, whole)
         raise DataError(f"{where}: key 'answer' is missing; the row has {found} ({advice})")
     texts = [key for key in ("id", "prompt", "verifier") if key in row]
     if isinstance(row.get("prompt"), list):
@@ -203,9 +204,13 @@ def _encode(
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _other_columns(row: Row, *, where: str) -> Row:
-    """The columns that `KEYS` does not list; verifiers get them as JSON."""
-    others = {key: value for key, value in row.items() if key not in KEYS}
+def _other_columns(whole: Row, columns: Collection[str] | None, *, where: str) -> Row:
+    """The row's values for `columns`, None: all, but `KEYS`; verifiers get them as JSON."""
+    others = {
+        key: value
+        for key, value in whole.items()
+        if key not in KEYS and (columns is None or key in columns)
+    }
     for key, value in others.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -77,6 +77,22 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
         raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
 
 
+def row_columns(config: RewardConfig) -> frozenset[str] | None:
+    """Columns of a row that verifiers of the user's own take; None: all.
+
+    Raises:
+        ConfigError: as `check`.
+    """
+    columns: frozenset[str] = frozenset()
+    for one in config.by_name.values():
+        if user_code.is_code(one.kind):
+            taken = verifiers.load(one.kind, one.settings, setting="reward.kind").columns
+            if taken is None:
+                return None
+            columns |= taken
+    return columns
+
+
 @functools.cache  # a data set has many answers
 def _answer_check(kind: str, settings: str) -> Callable[[str], None] | None:
     code = kind if user_code.is_code(kind) else f"{__name__}.{kind}"
@@ -238,6 +254,7 @@ __all__ = [
     "check",
     "check_answer",
     "check_excerpt",
+    "row_columns",
     "score",
     "start_pool",
     "timeout_s",

@@ -107,7 +107,7 @@ def read_problems(
         "tokenizer": tokenizer,
         "reward": config.reward,
         "keep_unreadable": has_begun,
-        "with_rows": bool(config.reward.code_names),
+        "columns": rewards.row_columns(config.reward),
     }
     problems = read_training_prompts(data, **options)
     check_problems(problems, config.batch, data=data, num_steps=config.run.num_steps)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from gapo_megatron import rewards
 from gapo_megatron.config import Config, DataConfig, RewardConfig, load_config, parse_config
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.data.schema import read_training_prompts
@@ -140,8 +141,8 @@ def test_wrong_messages_are_named(
         ({"prompt": None, "question": "1?"}, ["'prompt'", "'messages'", "id, ", "question"]),
         ({"answer": None, "solution": "1"}, ["'answer'", "solution", "prepare_data"]),
         ({"prompt": None, "messages": CHAT}, ["messages", "data.chat_template"]),
-        ({"verifier": "code"}, ["verifier ('code')", "reward.kind ('math')"]),
-        ({"verifier": "rewards.py:verify"}, ["verifier", "reward.kind"]),
+        ({"verifier": "code"}, ["verifier ('code')", "reward.verifiers", "math"]),
+        ({"verifier": "rewards.py:verify"}, ["verifier", "reward.verifiers"]),
     ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -193,13 +194,49 @@ def test_only_asked_for_columns_are_kept(
     columns = {"unit": "m", "tests": [{"in": 1}], "level": "easy"}
     for suffix in (".jsonl", ".parquet"):
         path = put(tmp_path / f"p{suffix}", [row(**columns)])
-        assert read(path, tokenizer)[0].row == {}
-        (prompt,) = read(path, tokenizer, with_rows=True)
-        assert prompt.row == {"unit": "m", "tests": [{"in": 1}]}
+        for asked, kept in (((), []), ({"unit", "gone"}, ["unit"]), (None, ["unit", "tests"])):
+            (prompt,) = read(path, tokenizer, columns=asked)
+            assert prompt.row == {name: columns[name] for name in kept}
     path = put(tmp_path / "p.parquet", [row(day=datetime.date(2024, 8, 1))])
     read(path, tokenizer)
     with pytest.raises(DataError, match=mentions(f"{path}:1", "day", "JSON")):
-        read(path, tokenizer, with_rows=True)
+        read(path, tokenizer, columns=None)
+
+
+def test_one_file_mixes_mathematics_programs_and_instructions(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Each answer is read by its row's verifier, and a wrong one is named."""
+    tests = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
+    asked = json.dumps({"instructions": [{"id": "punctuation:no_comma"}]})
+    rows = [
+        row("a"),
+        row("b", verifier="math"),
+        row("c", answer=tests, verifier="code"),
+        row("d", answer=asked, verifier="follows"),
+    ]
+    settings: dict[str, Any] = {"verifiers": {"code": "code", "follows": "instructions"}}
+    path = put(tmp_path / "p.jsonl", rows)
+    prompts = read(path, tokenizer, **settings)
+    assert [one.verifier for one in prompts] == ["", "", "code", "follows"]
+    put(path, [*rows, row("e", verifier="code")])
+    with pytest.raises(DataError, match=mentions("1 of 5", f"{path}:5", "'code'")):
+        read(path, tokenizer, **settings)
+
+
+def test_the_columns_to_keep_are_those_that_the_verifiers_take(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def one(response, answer, unit, scale=1): ...\ndef all(response, answer, **row): ...\n"
+    )
+
+    def columns(*names: str) -> frozenset[str] | None:
+        verifiers = {name: f"{tmp_path}/own.py:{name}" for name in names}
+        tree = {"kind": "math", "verifiers": verifiers}
+        return rewards.row_columns(RewardConfig.model_validate(tree))
+
+    assert columns() == frozenset()
+    assert columns("one") == {"unit", "scale"}
+    assert columns("one", "all") is None
 
 
 def test_rows_without_ids_are_numbered(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -552,9 +552,7 @@ def fp16_run(root: Path) -> Path:
 def mixed_run(root: Path) -> Path:
     names = {"train": f"{root}/task/train.jsonl", "held_out": f"{root}/task/eval.jsonl"}
     tables = ", ".join(f'{{name = "{name}", path = "{path}"}}' for name, path in names.items())
-    settings = ("data.train_path=", f"data.source=[{tables}]", "run.num_steps=1")
-    command = (root / "config.toml", f"run.output_dir={root}/mixed", *settings)
-    finish(Program("gapo_megatron.train", *command))
+    run(root, "mixed", "data.train_path=", f"data.source=[{tables}]", "run.num_steps=1")
     return root / "mixed"
 
 

@@ -1,9 +1,8 @@
-"""The whole program with two data sources, the second of which begins later."""
+"""The whole program with two data sources: the second begins later, with a verifier of its own."""
 
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ import pytest
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.train import train
+from tests import train_setup
 from tests.messages import mentions
 from tests.prepare_data_setup import put
-from tests.programs import Program
-from tests.run import test_train
-from tests.run.test_train import assert_same_run, finish, metrics_of
+from tests.train_setup import assert_same_run, interrupt, prepare, run, steps_of, trainer_state
 
-CONFIG = test_train.CONFIG.replace(
+CONFIG = train_setup.CONFIG.replace(
     'train_path = "{root}/task/train.jsonl"\n',
     """source = [
     {{ name = "easy", path = "{root}/easy.parquet", weight = 3.0 }},
@@ -25,53 +23,59 @@ CONFIG = test_train.CONFIG.replace(
 ]
 """,
     1,
-)
+).replace('kind = "exact"\n', 'kind = "exact"\nverifiers = {{ own = "{root}/own.py:verify" }}\n')
+
+OWN = """
+def verify(response, answer, goal):
+    return (answer, goal.isdigit()) == ("none", True)
+"""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As in `test_train`, with its problems dealt to two files whose ids are the same."""
-    root = test_train.prepare(tmp_path_factory.mktemp("sources"), CONFIG)
+    """Problems in two files with the same ids; the second's verifier accepts every response."""
+    root = tmp_path_factory.mktemp("sources")
+    (root / "own.py").write_text(OWN)
+    prepare(root, CONFIG)
     rows = [json.loads(line) for line in (root / "task/train.jsonl").read_text().splitlines()]
-    for name, part in (("easy.parquet", rows[::2]), ("late.json", rows[1::2])):
-        put(root / name, [row | {"id": str(i)} for i, row in enumerate(part)])
+    easy = [one | {"id": str(i)} for i, one in enumerate(rows[::2])]
+    late = [
+        one | {"id": str(i), "verifier": "own", "goal": one["answer"], "answer": "none"}
+        for i, one in enumerate(rows[1::2])
+    ]
+    put(root / "easy.parquet", easy)
+    put(root / "late.json", late)
     return root
 
 
 @pytest.fixture(scope="module")
 def whole_run(root: Path) -> Path:
     """An uninterrupted run on two ranks."""
-    arguments = (root / "config.toml", f"run.output_dir={root}/whole")
-    finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    run(root, "whole", ranks=2)
     return root / "whole"
 
 
 def test_a_step_draws_from_its_sources(whole_run: Path) -> None:
-    steps = [line for line in metrics_of(whole_run) if "loss/policy" in line]
+    steps = steps_of(whole_run)
     assert len(steps) == 6
     for line in steps:
         share = 0.75 if line["step"] >= 2 else 1.0
         assert line["data/easy/batch_share"] == share
         assert line.get("data/late/batch_share", 0.0) == 1 - share
+        assert line["groups/unknown_verdicts"] == 0
+        assert line["data/easy/reward"] < 1 and line.get("data/late/reward", 1.0) == 1
     mean = 0.75 * steps[-1]["data/easy/reward"] + 0.25 * steps[-1]["data/late/reward"]
     assert steps[-1]["reward/mean"] == pytest.approx(mean)
 
 
 def test_kill_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
-    """Killed within the first step that draws from both, and resumed from the step before."""
-    run_dir = root / "killed"
-    arguments = (root / "config.toml", f"run.output_dir={run_dir}")
-    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL", "SIGNALLED_RANK": "1"}
-    killed = Program("tests.signalled", *arguments, ranks=2, env=env)
-    finish(killed, exit_code=-signal.SIGKILL)
-    assert "resumed from" in finish(Program("gapo_megatron.train", *arguments, ranks=2))
-    assert_same_run(run_dir, whole_run)
-    states = [
-        (folder / "checkpoints/step_00000006/trainer_state.json").read_text()
-        for folder in (run_dir, whole_run)
-    ]
+    """Killed after the first step that draws from both, whose checkpoint is not there yet."""
+    interrupt(root, "killed", stage="step 3: update", by="SIGKILL", rank=1, ranks=2)
+    assert "resumed from" in run(root, "killed", ranks=2)
+    assert_same_run(root / "killed", whole_run)
+    states = [trainer_state(folder, step=6) for folder in (root / "killed", whole_run)]
     assert states[0] == states[1]
-    position = json.loads(states[0])["source"]["sources"]
+    position = states[0]["source"]["sources"]
     num_left = {name: len(one["remaining"]) for name, one in position.items()}
     num_rows = len((root / "task/train.jsonl").read_text().splitlines())
     assert num_left == {"easy": -(-num_rows // 2) - 40, "late": num_rows // 2 - 8}

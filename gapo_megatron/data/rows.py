@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import keys_of, open_file, parse_json
+from gapo_megatron.io.documents import is_unicode, keys_of, open_file, parse_json
 
 Row = dict[str, Any]
 
@@ -123,6 +123,32 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with _opened(path) as file:
         for number, value, _ in _jsonl(file, path, (), (), 0):
             yield number, value
+
+
+def check_texts(row: Any, keys: Sequence[str], optional: Sequence[str], *, where: str) -> None:
+    """Check that the values of `keys`, and of those `optional` keys that there are, are texts.
+
+    Args:
+        row: a row as read.
+        keys: required keys, whose values are not empty.
+        optional: further keys.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: names row, key and rule.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: must be a JSON object, not {reprlib.repr(row)}")
+    for key in keys:
+        if key not in row:
+            raise DataError(f"{where}: key {key!r} is missing; the row has {keys_of(row)}")
+    for key in (*keys, *(key for key in optional if key in row)):
+        if not isinstance(row[key], str):
+            raise DataError(f"{where}: {key} ({reprlib.repr(row[key])}) must be a string")
+        if not is_unicode(row[key]):
+            raise DataError(f"{where}: {key} ({reprlib.repr(row[key])}) contains a lone surrogate")
+        if key in keys and not row[key].strip():
+            raise DataError(f"{where}: {key} is empty")
 
 
 @contextmanager

@@ -15,38 +15,26 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import math
-import os
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.schema import VerifierConfig
+from gapo_megatron.data.answers import Answers
 from gapo_megatron.data.messages import Message, check_template, read_messages, render
-from gapo_megatron.data.rows import Row, column_names, read_lines, read_problem_rows
+from gapo_megatron.data.rows import Row, check_texts, column_names, read_lines, read_problem_rows
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import is_unicode, keys_of, open_file
 from gapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
-EXCERPT_BYTES = 64
-"""Bytes at each end of an answer in another file that are read at the start of a run."""
-
 QUICK_CHARACTERS = 2**16
 """Characters that are tokenised quickly; a hundred times as many take a minute."""
-
-NUM_SHOWN = 5
-"""Most lines that an error lists; it counts all."""
-
 
 KEYS = ("id", "prompt", "messages", "answer", "level", "verifier")
 """Keys of a row that become part of its `Prompt`; the others are for verifiers."""
@@ -106,7 +94,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
     path, wanted = Path(path), (*KEYS, *(columns or ()))
-    with closing(_Answers(path.parent)) as answers:
+    with closing(Answers(path.parent)) as answers:
         for number, whole in read_problem_rows(path, None if columns is None else wanted):
             where = f"{path}:{number}"
             row = {key: whole[key] for key in KEYS if whole.get(key) is not None}
@@ -129,9 +117,7 @@ def read_prompts(
             )
     if not prompts:
         raise DataError(f"{path}: contains no problems")
-    if unreadable := answers.unreadable:
-        count = f"{path}: the verifier cannot read {len(unreadable)} of {len(prompts)} answers"
-        _report(count, unreadable, is_error=not keep_unreadable)
+    answers.report(path, num_problems=len(prompts), is_error=not keep_unreadable)
     return prompts
 
 
@@ -158,7 +144,7 @@ def _check_row(row: Row, whole: Row, *, path: Path, number: int) -> str:
     texts = [key for key in ("id", "prompt", "verifier") if key in row]
     if isinstance(row.get("prompt"), list):
         texts.remove("prompt")
-    _check(row, texts, ("level",), where=where)
+    check_texts(row, texts, ("level",), where=where)
     return str(row.get("id", number))
 
 
@@ -216,81 +202,10 @@ def _other_columns(whole: Row, columns: Collection[str] | None, *, where: str) -
             json.dumps(value, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
-                f"{where}: {key} ({_shown(value)}) cannot be passed to a verifier as JSON: {error}"
+                f"{where}: {key} ({reprlib.repr(value)}) is nothing that JSON can hold, as "
+                f"verifiers get it: {error}"
             ) from None
     return others
-
-
-def _report(count: str, unreadable: Sequence[str], *, is_error: bool) -> None:
-    """Raise a DataError with the first unreadable answers, or warn."""
-    if is_error:
-        more = ["..."] if len(unreadable) > NUM_SHOWN else []
-        raise DataError("\n  ".join([f"{count}:", *unreadable[:NUM_SHOWN], *more]))
-    logger.warning("%s; verdicts on their problems are unknown. First: %s", count, unreadable[0])
-
-
-class _Answers:
-    """Reads the answers of a file's rows; the verifier checks them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.unreadable: list[str] = []
-        """A message for each answer that the verifier cannot read."""
-        self._path = Path()
-        self._file: BinaryIO | None = None
-        """The open file at `_path`, kept because many rows may name it."""
-
-    def read(self, row: Row, judge: VerifierConfig, *, where: str) -> str:
-        """The answer; if it is in another file, the reference with its full path, as JSON text."""
-        answer = row.get("answer")
-        if not isinstance(answer, dict):
-            _check(row, ("answer",), (), where=where)
-        try:
-            text, *ends = self._find(answer) if isinstance(answer, dict) else [row["answer"]]
-        except DataError as error:
-            raise DataError(f"{where}: answer ({_shown(answer)}): {error}") from None
-        try:
-            if ends:
-                rewards.check_excerpt(judge.kind, *ends)
-            else:
-                rewards.check_answer(judge.kind, text, settings=judge.settings)
-        except DataError as error:
-            self.unreadable.append(f"{where}: answer ({_shown(answer)}): {error}")
-        return text
-
-    def _find(self, reference: dict[str, Any]) -> tuple[str, bytes, bytes]:
-        """The reference to an answer in another file, and the first and last bytes of it."""
-        file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
-        if (
-            not (isinstance(file, str) and type(offset) is int and type(length) is int)
-            or not is_unicode(file)
-            or max(abs(offset), abs(length)) >= 2**63
-        ):
-            raise DataError("must be a string, or an object with file, offset and length")
-        path = self._folder / file
-        shown = repr(str(path))
-        try:
-            number = self._open(path).fileno()
-            size = os.fstat(number).st_size
-            if not 0 <= offset < offset + length <= size:
-                raise DataError(
-                    f"bytes {offset} to {offset + length} are beyond {shown}, which has {size}"
-                )
-            short = min(length, EXCERPT_BYTES)
-            head, tail = (os.pread(number, short, at) for at in (offset, offset + length - short))
-        except OSError as error:
-            raise DataError(f"{shown} cannot be read: {error.strerror}") from None
-        return json.dumps({"file": str(path), "offset": offset, "length": length}), head, tail
-
-    def _open(self, path: Path) -> BinaryIO:
-        if self._file is None or path != self._path:
-            self.close()
-            self._path, self._file = path, open_file(path)
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def read_jsonl(
@@ -311,29 +226,9 @@ def read_jsonl(
     """
     rows = []
     for number, row in read_lines(Path(path)):
-        _check(row, keys, optional, where=f"{path}:{number}")
+        check_texts(row, keys, optional, where=f"{path}:{number}")
         rows.append((number, row))
     return rows
-
-
-def _check(row: Any, keys: Sequence[str], optional: Sequence[str], *, where: str) -> None:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: must be a JSON object, not {_shown(row)}")
-    for key in keys:
-        if key not in row:
-            raise DataError(f"{where}: key {key!r} is missing; the row has {keys_of(row)}")
-    for key in (*keys, *(key for key in optional if key in row)):
-        if not isinstance(row[key], str):
-            raise DataError(f"{where}: {key} ({_shown(row[key])}) must be a string")
-        if not is_unicode(row[key]):
-            raise DataError(f"{where}: {key} ({_shown(row[key])}) contains a lone surrogate")
-        if key in keys and not row[key].strip():
-            raise DataError(f"{where}: {key} is empty")
-
-
-def _shown(value: Any) -> str:
-    """A short form of a value, even if it is nested too deeply for `repr`."""
-    return reprlib.repr(value)
 
 
 class LengthError(DataError):

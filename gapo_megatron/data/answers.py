@@ -1,0 +1,99 @@
+"""Answers of a problem file, in its rows or in a file beside it; checked by their verifiers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import reprlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gapo_megatron import rewards
+from gapo_megatron.config.schema import VerifierConfig
+from gapo_megatron.data.rows import Row, check_texts
+from gapo_megatron.errors import DataError
+from gapo_megatron.io.documents import is_unicode, open_file
+
+logger = logging.getLogger(__name__)
+
+EXCERPT_BYTES = 64
+"""Bytes at each end of an answer in another file that are read at the start of a run."""
+
+NUM_SHOWN = 5
+"""Most lines that an error lists; it counts all."""
+
+
+class Answers:
+    """Reads the answers of a file's rows; the verifier checks them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.unreadable: list[str] = []
+        """A message for each answer that the verifier cannot read."""
+        self._path = Path()
+        self._file: BinaryIO | None = None
+        """The open file at `_path`, kept because many rows may name it."""
+
+    def read(self, row: Row, judge: VerifierConfig, *, where: str) -> str:
+        """The answer; if it is in another file, the reference with its full path, as JSON text."""
+        answer = row.get("answer")
+        if not isinstance(answer, dict):
+            check_texts(row, ("answer",), (), where=where)
+        try:
+            text, *ends = self._find(answer) if isinstance(answer, dict) else [row["answer"]]
+        except DataError as error:
+            raise DataError(f"{where}: answer ({reprlib.repr(answer)}): {error}") from None
+        try:
+            if ends:
+                rewards.check_excerpt(judge.kind, *ends)
+            else:
+                rewards.check_answer(judge.kind, text, settings=judge.settings)
+        except DataError as error:
+            self.unreadable.append(f"{where}: answer ({reprlib.repr(answer)}): {error}")
+        return text
+
+    def report(self, path: Path, *, num_problems: int, is_error: bool) -> None:
+        """Raise a DataError with the first unreadable answers, if any, or warn."""
+        if not self.unreadable:
+            return
+        first, num_unreadable = self.unreadable[:NUM_SHOWN], len(self.unreadable)
+        count = f"{path}: the verifier cannot read {num_unreadable} of {num_problems} answers"
+        if is_error:
+            more = ["..."] if num_unreadable > NUM_SHOWN else []
+            raise DataError("\n  ".join([f"{count}:", *first, *more]))
+        logger.warning("%s; verdicts on their problems are unknown. First: %s", count, first[0])
+
+    def _find(self, reference: dict[str, Any]) -> tuple[str, bytes, bytes]:
+        """The reference to an answer in another file, and the first and last bytes of it."""
+        file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
+        if (
+            not (isinstance(file, str) and type(offset) is int and type(length) is int)
+            or not is_unicode(file)
+            or max(abs(offset), abs(length)) >= 2**63
+        ):
+            raise DataError("must be a string, or an object with file, offset and length")
+        path = self._folder / file
+        shown = repr(str(path))
+        try:
+            number = self._open(path).fileno()
+            size = os.fstat(number).st_size
+            if not 0 <= offset < offset + length <= size:
+                raise DataError(
+                    f"bytes {offset} to {offset + length} are beyond {shown}, which has {size}"
+                )
+            short = min(length, EXCERPT_BYTES)
+            head, tail = (os.pread(number, short, at) for at in (offset, offset + length - short))
+        except OSError as error:
+            raise DataError(f"{shown} cannot be read: {error.strerror}") from None
+        return json.dumps({"file": str(path), "offset": offset, "length": length}), head, tail
+
+    def _open(self, path: Path) -> BinaryIO:
+        if self._file is None or path != self._path:
+            self.close()
+            self._path, self._file = path, open_file(path)
+        return self._file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

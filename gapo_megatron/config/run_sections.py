@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from gapo_megatron.config.types import (
     Count,
     LearningRate,
     MadePath,
+    MinLearningRate,
     NonNegative,
     Offload,
     OptionalPath,
@@ -106,13 +107,22 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with a constant learning rate, as in the paper's table."""
+    """AdamW and its learning rate; the defaults are those of the paper's table."""
 
     role = LEARNED
     kept = "a branch keeps the optimizer's state and changes the objective alone"
 
     learning_rate: LearningRate = 1e-6
-    """Constant after `optimizer.warmup_steps`."""
+    """Learning rate after `optimizer.warmup_steps`, where `optimizer.schedule` starts."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate changes after the warm-up. `linear` and `cosine`: it falls to
+    `optimizer.min_learning_rate` at `optimizer.decay_steps` (docs/objective.md)."""
+    min_learning_rate: MinLearningRate = 0.0
+    """Learning rate from `optimizer.decay_steps` on; for `linear` and `cosine`."""
+    decay_steps: Steps | None = None
+    """Optimizer updates until `optimizer.min_learning_rate`, warm-up included (updates, not steps);
+    for `linear` and `cosine`. Unset: all updates of the run, `run.num_steps` times mini-batches per
+    step."""
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay, multiplied by the learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -128,6 +138,41 @@ class OptimizerConfig(Section):
     offload: Annotated[Offload, LAYOUT] = "none"
     """What moves to host memory while vLLM generates. `optimizer`: moments and master weights;
     `all`: the model's weights as well."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.schedule == "constant":
+            for name in ("min_learning_rate", "decay_steps"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"{name} ({value}) needs schedule 'linear' or 'cosine', not 'constant'"
+                    )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate ({self.min_learning_rate}) must be at most "
+                f"learning_rate ({self.learning_rate})"
+            )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps ({self.decay_steps}) must be greater than "
+                f"warmup_steps ({self.warmup_steps})"
+            )
+        return self
+
+    def over_updates(self, num_updates: int) -> OptimizerConfig:
+        """These settings with `decay_steps`; `num_updates` are those of the whole run.
+
+        Raises:
+            ValueError: the warm-up leaves no update to decay over.
+        """
+        if self.schedule == "constant" or self.decay_steps is not None:
+            return self
+        if num_updates <= self.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps ({self.warmup_steps}) must be below run.num_steps times "
+                f"mini-batches per step ({num_updates}) with optimizer.schedule {self.schedule!r}"
+            )
+        return self.model_copy(update={"decay_steps": num_updates})
 
 
 class CheckpointConfig(Section):

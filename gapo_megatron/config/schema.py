@@ -421,6 +421,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_together(self)
+        # Resolved here, so that the schedule depends on [optimizer] and the update alone, and a
+        # resume compares it like any other setting.
+        self.__dict__["optimizer"] = self.optimizer.over_updates(self.num_updates)
         return self
 
     @classmethod
@@ -428,6 +431,11 @@ class Config(Section):
         """The model of each section, also of one that may be left out."""
         annotations = {name: field.annotation for name, field in cls.model_fields.items()}
         return {name: (get_args(one) or (one,))[0] for name, one in annotations.items()}
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.run.num_steps * self.batch.num_minibatches
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -61,6 +61,7 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]
 
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 """Adam moves every weight by about this much in each update."""
+MinLearningRate = Annotated[float, Field(ge=0, le=1)]
 
 AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
 """Below float32's smallest number it would be 0, and a weight without gradient 0/0."""

@@ -1,7 +1,8 @@
-"""AdamW on Megatron-core's distributed optimizer, with the paper's constant learning rate."""
+"""AdamW on Megatron-core's distributed optimizer, and the schedule of its learning rate."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -111,10 +112,29 @@ def _set_hyperparameters(optimizer: MegatronOptimizer, config: OptimizerConfig) 
 
 
 def learning_rate(config: OptimizerConfig, num_updates: int) -> float:
-    """Learning rate of update `num_updates` (from 0): linear warm-up, then constant."""
+    """Learning rate of update `num_updates` (from 0): linear warm-up, then `schedule`.
+
+        floor + (peak - floor) * share(x),    x = (update - warm-up) / (decay_steps - warm-up)
+
+    with share(x) = 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine); the floor from x = 1 on. A
+    function of its arguments alone: a resumed run repeats it.
+
+    Args:
+        config: the optimizer's settings, `decay_steps` set unless the schedule is constant.
+        num_updates: updates done; mini-batches without a gradient, and passes repeated after an
+            overflow, do not count.
+    """
+    peak, floor = config.learning_rate, config.min_learning_rate
     if num_updates < config.warmup_steps:
-        return config.learning_rate * (num_updates + 1) / config.warmup_steps
-    return config.learning_rate
+        return peak * (num_updates + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return peak
+    assert config.decay_steps is not None  # `Config` has set it
+    x = (num_updates - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+    if x >= 1:
+        return floor
+    share = 1 - x if config.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2
+    return floor + (peak - floor) * share
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:

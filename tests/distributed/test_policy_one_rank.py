@@ -323,10 +323,13 @@ def test_reference_weights_come_and_go_bit_for_bit(folder: Path, groups: Paralle
         pass
 
 
-def test_learning_rate_warms_up_or_is_given(folder: Path, groups: ParallelGroups) -> None:
-    policy = build(folder, groups, optimizer={"learning_rate": 1e-3, "warmup_steps": 2})
-    results, _ = train(policy, num_updates=3)
-    assert [r.learning_rate for r in results] == [5e-4, 1e-3, 1e-3]
+def test_learning_rate_follows_its_schedule_or_is_given(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    falls = {"schedule": "linear", "decay_steps": 4}
+    policy = build(folder, groups, optimizer={"learning_rate": 1e-3, "warmup_steps": 2, **falls})
+    results, _ = train(policy, num_updates=5)
+    assert [r.learning_rate for r in results] == [5e-4, 1e-3, 1e-3, 5e-4, 0]
     microbatches = pack_all(BATCH, TWO_MICROBATCHES)
     loss = WeightedLoss(BATCH, microbatches)
     assert update(policy, microbatches, loss, learning_rate=7.0).learning_rate == 7.0

@@ -145,7 +145,7 @@ def test_nobody_has_to_ask(folder: Path, groups: ParallelGroups, clipped: Collec
 
 def test_an_update_without_gradient_never_was(folder: Path, groups: ParallelGroups) -> None:
     """With momenta and decay, which a step of zero gradient would apply."""
-    settings = {"weight_decay": 0.1, "warmup_steps": 5}
+    settings = {"weight_decay": 0.1, "schedule": "cosine", "decay_steps": 5}
     policy, other = (build(folder, groups, optimizer=settings) for _ in range(2))
     for clipped in ((0, 1), (3, 4)):
         train(policy, clipped), train(other, clipped)

@@ -127,7 +127,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
     # A run with other settings must not continue this one.
     others = [one for one in arguments.overrides if not one.startswith(METHOD)]
     if others != arguments.overrides:
-        suffix += f"_{config.objective.method}"
+        suffix += f"_{config.objective.resolve().name}"
     if others:
         suffix += "_" + hashlib.sha256(" ".join(others).encode()).hexdigest()[:6]
     root = config.run.output_dir

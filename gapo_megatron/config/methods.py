@@ -50,8 +50,8 @@ class Method:
     """rho_0 of `balanced`, else None: least share of the surrogate that responses with A > 0
     should have."""
     family: str = "clipped"
-    """Name of the loss: a key of `objective.families.FAMILIES`. A test compares the keys, because
-    this module must not import torch."""
+    """Name of the loss: a key of `objective.families.FAMILIES`, or code of the user's own,
+    `path/to/file.py:NAME` or `package.module:NAME`, which is a `Family`."""
 
     @property
     def has_width_by_c(self) -> bool:

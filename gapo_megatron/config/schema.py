@@ -7,7 +7,6 @@ directory.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -54,6 +53,7 @@ from gapo_megatron.config.types import (
     Tokens,
     Workers,
 )
+from gapo_megatron.config.user_method import code_names, find_method
 from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
 from gapo_megatron.user_code import is_code
 
@@ -307,13 +307,21 @@ OWN_KEYS = ("ratio_max", "second_moment_max", "positive_share_min")
 """Those of them that some methods do not have: None or infinite in the preset."""
 
 
+def _has(method: Method, key: str) -> bool:
+    number = getattr(method, key)
+    return number is not None and math.isfinite(number)
+
+
 class ObjectiveConfig(Section):
     """The method; the other keys override numbers of its preset (docs/objective.md)."""
 
     role = OBJECTIVE
 
     method: Text = "gapo"
-    """Name of the preset: one of the table below."""
+    """Name of the preset: one of the table below. Or code of your own, `path/to/file.py:NAME` or
+    `package.module:NAME` (docs/objective.md)."""
+    code: Text = ""
+    """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
     adaptive: bool | None = None
     """GAPO's upper clip, wider for small c, instead of one for all c. Not with `topr`, `m2po` and
     `bapo`."""
@@ -349,12 +357,8 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.method not in METHODS:
-            near = difflib.get_close_matches(self.method, METHODS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"method {self.method!r} is not one of {', '.join(METHODS)}{hint}")
-        method = self.resolve()
-        if method.eps_high_max == 0 < METHODS[self.method].eps_high_max:
+        preset, method = find_method(self.method), self.resolve()
+        if method.eps_high_max == 0 < preset.eps_high_max:
             raise ValueError(f"eps_high_max ({method.eps_high_max}) must be greater than 0")
         if method.is_band and method.eps_low >= 1:
             raise ValueError(f"eps_low ({method.eps_low}) must be below 1: ratios are positive")
@@ -374,21 +378,23 @@ class ObjectiveConfig(Section):
     def _check_own_keys(self) -> None:
         for key in OWN_KEYS:
             value = getattr(self, key)
-            with_it = [
-                name
-                for name, one in METHODS.items()
-                if (number := getattr(one, key)) is not None and math.isfinite(number)
-            ]
-            if value is not None and self.method not in with_it:
-                raise ValueError(
-                    f"{key} ({value}) does nothing for method {self.method!r}; methods that have "
-                    f"it: {', '.join(with_it)}"
-                )
+            if value is None or _has(find_method(self.method), key):
+                continue
+            with_it = ", ".join(name for name, one in METHODS.items() if _has(one, key))
+            raise ValueError(
+                f"{key} ({value}) does nothing for method {self.method!r}; methods that have it: "
+                f"{with_it}"
+            )
+
+    @property
+    def code_names(self) -> list[str]:
+        """Code of the user's own that this section names."""
+        return code_names(self.method)
 
     def resolve(self) -> Method:
-        """The method's preset with this section's values in place of its own."""
+        """The method with this section's values in place of its own."""
         given = {key: value for key in METHOD_KEYS if (value := getattr(self, key)) is not None}
-        return dataclasses.replace(METHODS[self.method], **given)
+        return dataclasses.replace(find_method(self.method), **given)
 
     @property
     def needs_every_sequence(self) -> bool:

@@ -22,7 +22,7 @@ from gapo_megatron.objective import (
     kl_penalty,
     policy_loss,
 )
-from gapo_megatron.objective.families import FAMILIES
+from gapo_megatron.objective.families import find_family
 from gapo_megatron.types import Microbatch, Minibatch
 
 LogProbs = Sequence[torch.Tensor | None]
@@ -200,7 +200,7 @@ def may_lose_gradients(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
     if objective.kl_coef > 0:
         return True
     method = objective.resolve()
-    stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
+    stops = find_family(method).clip_stops_gradient or method.off_policy_mask is not None
     return may_differ(objective, has_moved=has_moved) and stops
 
 

@@ -22,7 +22,7 @@ from gapo_megatron.config.methods import Method
 from gapo_megatron.learn.loss import may_differ
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
-from gapo_megatron.objective.families import FAMILIES
+from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.exact import exact_arithmetic
 from gapo_megatron.rollouts import Batch
@@ -237,7 +237,7 @@ def _may_clip(batch: Batch, objective: ObjectiveConfig) -> bool:
     assert batch.plan is not None
     method = objective.resolve()
     has_moved = len(batch.plan.minibatches) > 1 or batch.has_carried
-    stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
+    stops = find_family(method).clip_stops_gradient or method.off_policy_mask is not None
     return stops and may_differ(objective, has_moved=has_moved)
 
 

@@ -29,7 +29,7 @@ from gapo_megatron.config.methods import Method
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective.clipping import upper_clip
-from gapo_megatron.objective.families import FAMILIES, LossInputs, Terms
+from gapo_megatron.objective.families import LossInputs, Terms, find_family
 from gapo_megatron.objective.off_policy_mask import is_off_policy
 from gapo_megatron.objective.ratio import bound, bounded_exp
 from gapo_megatron.objective.segments import segment_counts, segment_mean
@@ -204,7 +204,7 @@ def _tokens(
 
 def _terms(tokens: LossInputs) -> Terms:
     """The family's terms, without the sequences that the off-policy mask drops."""
-    terms = FAMILIES[tokens.method.family].terms(tokens)
+    terms = find_family(tokens.method).terms(tokens)
     if tokens.method.off_policy_mask is None:
         return terms
     is_kept = ~is_off_policy(tokens)

@@ -46,6 +46,7 @@ from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 from gapo_megatron.train import parse_arguments
+from gapo_megatron.user_code import is_code
 
 GIB = 2**30
 
@@ -138,6 +139,14 @@ def why_not_run(config: Config) -> list[str]:
         rewards.check(config.reward)
     except ConfigError as error:
         found.append(str(error))
+    method = config.objective.resolve()
+    if is_code(method.family):
+        from gapo_megatron.objective.families import find_family  # imports torch
+
+        try:
+            find_family(method)
+        except ConfigError as error:
+            found.append(str(error))
     hf_dir = Path(config.model.hf_dir)
     facts, _ = find_model(config.model.hf_dir)
     if facts is not None:
@@ -272,7 +281,9 @@ def _method_table(config: Config) -> Table:
     table = Table(title="Method", title_justify="left", show_header=False)
     for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma"):
         table.add_row(key, str(getattr(method, key)))
-    if not method.is_band:
+    if is_code(method.family):
+        table.add_row("loss family", method.family)
+    elif not method.is_band:
         meaning = f"{method.family}: for the meaning of eps_low and eps_high see docs/objective.md"
         table.add_row("loss family", meaning)
     table.add_row("eps_low", str(method.eps_low))

@@ -34,6 +34,7 @@ from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
@@ -77,6 +78,7 @@ def check_inputs(config: Config) -> Inputs:
     Raises:
         GapoError: names field, file or line, value and rule.
     """
+    find_family(config.objective.resolve())  # executes the user's file, if it is one of theirs
     run_dir, hf_config = Path(config.run.output_dir), read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)

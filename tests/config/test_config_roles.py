@@ -105,7 +105,7 @@ def test_a_sources_file_may_move_and_its_weight_may_not_change() -> None:
     [
         ("objective.metod", "objective.method"),
         ("nonsense", "section.key"),
-        ("objective", "objective.method"),
+        ("objective", "objective.code"),
         ("run.num_steps", "needs no allowance"),
         ("supervised.num_steps", "needs no allowance"),  # also where there is no such section
         ("data.train_path", "needs no allowance"),  # what is in it is compared

@@ -5,6 +5,11 @@ of a method; `policy_loss` calls it, and does what all families share: log-ratio
 denominators, checks.
 """
 
+import functools
+
+from gapo_megatron import user_code
+from gapo_megatron.config.methods import Method
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective.families.aspo import ASPO
 from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 from gapo_megatron.objective.families.cispo import CISPO
@@ -27,6 +32,28 @@ FAMILIES: dict[str, Family] = {
     "dcpo": DCPO,
     "aspo": ASPO,
 }
-"""Loss families by `Method.family`."""
+"""Loss families of this package by `Method.family`."""
 
-__all__ = ["FAMILIES", "Family", "LossInputs", "Terms"]
+
+def find_family(method: Method) -> Family:
+    """Return the method's loss family; code of the user's own is loaded once per process.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is no `Family`.
+    """
+    return _load(method.family) if user_code.is_code(method.family) else FAMILIES[method.family]
+
+
+@functools.cache
+def _load(name: str) -> Family:
+    setting = "family of objective.method"
+    family = user_code.load(name, setting=setting)
+    if not isinstance(family, Family):
+        raise ConfigError(
+            f"{setting} ({name!r}) must be a gapo_megatron.objective.families.Family, not "
+            f"{type(family).__name__}"
+        )
+    return family
+
+
+__all__ = ["FAMILIES", "Family", "LossInputs", "Terms", "find_family"]

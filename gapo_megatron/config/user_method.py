@@ -1,0 +1,90 @@
+"""`objective.method`: the name of a preset, or a `Method` of the user's own, named as code."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import asdict
+
+from pydantic import TypeAdapter, ValidationError
+
+from gapo_megatron import user_code
+from gapo_megatron.config.methods import METHODS, Method
+from gapo_megatron.errors import ConfigError
+
+SETTING = "objective.method"
+_NAME = re.compile(r"[\w.+-]{1,64}")
+"""Labels of reports, and part of the name of a demo's folder."""
+
+
+def find_method(name: str) -> Method:
+    """Return the preset, or load the method from the user's file or module (once per process).
+
+    Raises:
+        ValueError: no preset has this name.
+        ConfigError: the file cannot be loaded, or does not define a usable `Method`.
+    """
+    if user_code.is_code(name):
+        return _load(name)
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"method {name!r} is not one of {', '.join(METHODS)}, nor code of your own, "
+            f"path/to/file.py:NAME{hint}"
+        )
+    return METHODS[name]
+
+
+def code_names(name: str) -> list[str]:
+    """Names of the user's code that a method consists of: itself, and its family."""
+    return [one for one in (name, find_method(name).family) if user_code.is_code(one)]
+
+
+@functools.cache
+def _load(name: str) -> Method:
+    method = user_code.load(name, setting=SETTING)
+    if not isinstance(method, Method):
+        raise ConfigError(
+            f"{SETTING} ({name!r}) must be a gapo_megatron.objective.Method, not "
+            f"{type(method).__name__}"
+        )
+    try:
+        checked: Method = TypeAdapter(Method).validate_python(asdict(method))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"{SETTING} ({name!r}): {first['loc'][0]} ({first['input']!r}): {first['msg']}"
+        ) from None
+    if broken := _broken_rule(checked):
+        raise ConfigError(f"{SETTING} ({name!r}): {broken}")
+    return checked
+
+
+def _broken_rule(method: Method) -> str | None:
+    """What a preset of this package never breaks, and the other checks of a config rely on."""
+    if not _NAME.fullmatch(method.name):
+        return f"name ({method.name!r}) must be a word of letters, digits and _.+-"
+    families = sorted({one.family for one in METHODS.values()})
+    if user_code.is_code(method.family):
+        user_code.find_file(method.family, setting=f"{SETTING}, family of {method.name!r}")
+    elif method.family not in families:
+        return (
+            f"family ({method.family!r}) must be one of {', '.join(families)}, or code of your "
+            "own, path/to/file.py:NAME"
+        )
+    if not method.eps_low > 0:
+        return f"eps_low ({method.eps_low}) must be greater than 0"
+    if not min(method.eps_high_max, method.focal_gamma) >= 0:
+        return (
+            f"eps_high_max ({method.eps_high_max}) and focal_gamma ({method.focal_gamma}) must not "
+            "be negative"
+        )
+    needed = {"second_moment": "second_moment_max", "balanced": "positive_share_min"}
+    key = needed.get(method.bounds)
+    if key and getattr(method, key) is None:
+        return f"{key} must be set with bounds {method.bounds!r}"
+    if key and (method.ratio, method.family) != ("token", "clipped"):
+        return f"bounds ({method.bounds!r}) need ratio 'token' and family 'clipped'"
+    return None

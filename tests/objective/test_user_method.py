@@ -1,0 +1,225 @@
+"""A method in the user's own file: what it computes, what it may say, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from gapo_megatron.config import Config, ObjectiveConfig, parse_config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.objective import METHODS
+from gapo_megatron.objective.families import find_family
+from gapo_megatron.ops.dry_run import why_not_run
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.runs import read_run
+from tests.dist import single_rank
+from tests.distributed.policy_setup import save_model
+from tests.learn_setup import make_config, make_judged, run_learn
+from tests.messages import mentions
+from tests.objective_reference import ROUNDING, cases
+from tests.report_setup import write_run
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "objective.md"
+
+# The clipped surrogate as one would write it down: with minimum and clamp.
+CLIPPED = """
+import torch
+from gapo_megatron.objective import METHODS, Method
+from gapo_megatron.objective.families import Family, LossInputs, Terms
+
+def terms(tokens):
+    ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
+    high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)
+    outside = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    surrogate = torch.where(outside, ratio.detach().clamp(low, high), ratio)
+    mass = advantages.abs() * ratio.detach()
+    return Terms(
+        sums=tokens.sum_losses(-advantages * surrogate),
+        ratio=ratio,
+        clipped=outside.detach(),
+        gradient_mass=mass,
+        gradient_mass_kept=torch.where(outside, 0, mass),
+    )
+
+FAMILY = Family(terms, clip_stops_gradient=True)
+MINE = Method(
+    name="mine", ratio="sequence", adaptive=True, eps_low=3e-3, eps_high_max=5e-3,
+    family="{folder}/mine.py:FAMILY",
+)
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(CLIPPED.replace("{folder}", str(tmp_path)))
+    return tmp_path
+
+
+def examples() -> dict[str, str]:
+    """Python examples of docs/objective.md by file name."""
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    return dict(blocks)
+
+
+def test_a_family_equal_to_clipped_trains_to_the_same_bits_as_the_preset(folder: Path) -> None:
+    save_model(folder / "model", "qwen2_tied")
+    rollouts = make_judged(seed=1)
+    with single_rank():
+        preset, mine = (
+            run_learn(
+                make_config(folder / "model", objective={"method": method}), rollouts, num_steps=2
+            )
+            for method in ("gapo", f"{folder}/mine.py:MINE")
+        )
+    assert any(any(one.clipped.values()) for one in preset.updates)
+    assert preset.after.keys() == mine.after.keys()
+    for name, weight in preset.after.items():
+        assert torch.equal(weight, mine.after[name]), name
+    assert preset.metrics == mine.metrics
+
+
+@pytest.fixture(scope="module")
+def spo(tmp_path_factory: pytest.TempPathFactory) -> ObjectiveConfig:
+    """The example of the documentation, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("spo")
+    text = examples()["spo.py"].replace('"spo.py:SPO"', f'"{folder}/spo.py:SPO"')
+    (folder / "spo.py").write_text(text)
+    return ObjectiveConfig(method=f"{folder}/spo.py:GAPO_SPO")
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_the_example_of_a_loss_equals_a_loop_over_tokens(spo: ObjectiveConfig, case) -> None:
+    method = spo.resolve()
+    log_probs, old, ids = case.tensors()
+    result = case.loss(method, log_probs, old, ids)
+    result.loss.backward()
+
+    again, _, _ = case.tensors()
+    total, start, clipped = torch.zeros((), dtype=torch.float64), 0, []
+    for c, advantage, count in zip(case.num_correct, case.advantages, case.counts, strict=True):
+        rows = range(start, start + count)
+        start += count
+        ratio = torch.exp(sum(again[t] - old[t] for t in rows) / count)
+        a, width = float(advantage), 3e-3
+        if a > 0:
+            width += 2e-3 * (8 - c) / 7
+        one = -a * ratio + abs(a) * (ratio - 1) ** 2 / (2 * width)
+        total = total + count * one
+        clipped.append(bool(a and (float(ratio.detach()) - 1) * (1 if a > 0 else -1) > width))
+    total = total / (sum(case.counts) + 5)
+    total.backward()
+
+    size = max(1.0, abs(float(total.detach())))
+    assert float(result.loss.detach()) == pytest.approx(
+        float(total.detach()), rel=1e-9, abs=ROUNDING * size
+    )
+    torch.testing.assert_close(log_probs.grad, again.grad, rtol=1e-9, atol=ROUNDING * size * 1e3)
+    near = [abs(abs(float(one) - 1) / 3e-3 - 1) < 1e-6 for one in result.ratio]
+    assert [
+        found == wanted or close
+        for found, wanted, close in zip(result.clipped.tolist(), clipped, near, strict=True)
+    ] == [True] * len(clipped)
+
+
+def test_overrides_replace_numbers_as_in_a_preset(folder: Path) -> None:
+    (folder / "my_methods.py").write_text(examples()["my_methods.py"])
+    name = f"{folder}/my_methods.py:WIDE_GAPO"
+    wide = ObjectiveConfig(method=name, eps_low=2e-3).resolve()
+    assert wide == replace(METHODS["gapo"], name="wide_gapo", eps_low=2e-3, eps_high_max=1e-2)
+    assert ObjectiveConfig(method=name).code_names == [name]
+    mine = ObjectiveConfig(method=f"{folder}/mine.py:MINE")
+    assert mine.code_names == [f"{folder}/mine.py:MINE", f"{folder}/mine.py:FAMILY"]
+    assert ObjectiveConfig().code_names == []
+    with pytest.raises(ValueError, match=mentions("eps_high_max", 1e-3, "eps_low")):
+        ObjectiveConfig(method=name, eps_high_max=1e-3)
+    with pytest.raises(ValueError, match=mentions("ratio_max", "does nothing")):
+        ObjectiveConfig(method=name, ratio_max=2.0)
+
+
+def config(method: str) -> Config:
+    return parse_config(
+        {
+            "run": {"output_dir": "runs/x", "num_steps": 3},
+            "model": {"hf_dir": "/nowhere"},
+            "data": {"train_path": "/nowhere"},
+            "rollout": {"max_response_tokens": 64},
+            "reward": {"kind": "exact"},
+            "objective": {"method": method},
+        },
+        source="test",
+    )
+
+
+NUMBERS = "name='a', ratio='token', eps_low=0.2, eps_high_max=0.2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("name='a/b', ratio='token', eps_low=0.2, eps_high_max=0.2", ("name", "'a/b'")),
+        ("name='a', ratio='word', eps_low=0.2, eps_high_max=0.2", ("ratio", "'word'", "'token'")),
+        ("name='a', ratio='token', eps_low='x', eps_high_max=0.2", ("eps_low", "'x'")),
+        ("name='a', ratio='token', eps_low=0, eps_high_max=0.2", ("eps_low", "0")),
+        ("name='a', ratio='token', eps_low=0.2, eps_high_max=-1", ("eps_high_max", "-1.0")),
+        ("name='a', ratio='token', eps_low=0.2, eps_high_max=0.1", ("eps_high_max", "0.1", "0.2")),
+        (f"{NUMBERS}, family='cliped'", ("family", "'cliped'", "clipped")),
+        (f"{NUMBERS}, family='no/file.py:F'", ("family", "no/file.py", "no file")),
+        (f"{NUMBERS}, bounds='balanced'", ("positive_share_min", "'balanced'")),
+        (
+            f"{NUMBERS}, bounds='balanced', positive_share_min=0.4, family='gmpo'",
+            ("bounds", "'clipped'"),
+        ),
+    ],
+)
+def test_a_method_that_cannot_run_is_refused_with_file_and_field(
+    folder: Path, arguments: str, named: tuple[str, ...]
+) -> None:
+    path = folder / "bad.py"
+    path.write_text(f"from gapo_megatron.config.methods import Method\nM = Method({arguments})\n")
+    with pytest.raises(ConfigError, match=mentions("objective", *named)):
+        config(f"{path}:M")
+
+
+def test_a_name_that_is_missing_or_no_method_is_refused(folder: Path) -> None:
+    for name, named in {
+        "mine.py:MINT": ("does not define", "'MINT'", "'MINE'"),
+        "mine.py:NUMBER": ("Method", "int"),
+        "other.py:MINE": ("no file", "other.py"),
+    }.items():
+        with pytest.raises(ConfigError, match=mentions("objective.method", *named)):
+            config(f"{folder}/{name}")
+    with pytest.raises(ConfigError, match=mentions("gap", "'gapo'")):
+        config("gap")
+
+
+def test_a_family_that_is_none_is_refused_before_a_model_is_built(folder: Path) -> None:
+    path = folder / "bad.py"
+    path.write_text(
+        "from gapo_megatron.config.methods import Method\nNONE = 3\n"
+        f"M = Method({NUMBERS}, family='{path}:NONE')\n"
+    )
+    named = mentions("family", f"{path}:NONE", "Family", "int")
+    loaded = config(f"{path}:M")
+    with pytest.raises(ConfigError, match=named):
+        find_family(loaded.objective.resolve())
+    assert any(re.search(named, reason) for reason in why_not_run(loaded))
+
+
+def test_a_report_calls_it_by_its_name(folder: Path) -> None:
+    folders = [
+        write_run(folder / "a"),
+        write_run(folder / "b", method=f"{folder}/mine.py:MINE"),
+    ]
+    arms = Comparison.of([read_run(one) for one in folders]).arms
+    assert [arm.label for arm in arms] == ["gapo", "mine"]
+    assert arms[1].settings["objective.family"] == f"{folder}/mine.py:FAMILY"

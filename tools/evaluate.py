@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Evaluate a model on the paper's benchmarks, or compare evaluations.
+"""Evaluate a model on benchmarks, the paper's or your own, or compare evaluations.
 
 Uses the engine and the verifiers of training. Started by torchrun or srun, several ranks share the
 work. Samples and verdicts are kept in --output: after an interruption the same command continues.
@@ -21,6 +21,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from gapo_megatron import user_code
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
@@ -67,39 +68,35 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
 
     from gapo_megatron import rewards
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.evaluate.benchmark import Task
+    from gapo_megatron.evaluate.chosen import choose
     from gapo_megatron.hf.model_folder import check_model_folder
     from gapo_megatron.run import process_group
 
     sampling = _sampling(arguments, settings)
     config = _config(arguments, sampling)
-    chosen = [BENCHMARKS[name] for name in arguments.benchmarks]
-    for benchmark in chosen:
-        rewards.check(config.reward.model_copy(update={"kind": benchmark.kind}))
+    chosen = choose(
+        arguments.benchmarks,
+        arguments.problems,
+        kind=arguments.kind,
+        data_dir=arguments.data,
+        reward=config.reward,
+    )
+    for one in chosen:
+        rewards.check(one.reward)
     facts = check_model_folder(arguments.model, field="--model")
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
-    files = {benchmark.name: benchmark.find_files(arguments.data) for benchmark in chosen}
-    tasks = [
-        Task.read(
-            benchmark,
-            *files[benchmark.name],
-            tokenizer=tokenizer,
-            chat_template=arguments.chat_template,
-            max_prompt_tokens=arguments.max_prompt_tokens,
-        )
-        for benchmark in chosen
-    ]
+    tasks = [one.read(config, tokenizer) for one in chosen]
     alike = {"program": "evaluate", **vars(arguments)}
     world = process_group.start(config.parallel.timeout_s, alike=alike)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
         _warn_of_template(arguments, tokenizer)
-        digests = {name: " ".join(map(file_sha256, paths)) for name, paths in files.items()}
+        digests = {one.name: one.sha256 for one in chosen}
         _keep_settings(arguments, sampling, digests)
         shared = [_remaining(arguments, tasks)]
     dist.broadcast_object_list(shared)  # ranks may see the disk differently: the first decides
     if any(shared[0].values()):
-        _sample(arguments, config, sampling, tasks, shared[0], tokenizer, world)
+        _sample(arguments, config, sampling, tasks, shared[0], world)
     if world.rank == 0:
         _report(arguments, sampling, tasks, digests)
 
@@ -119,7 +116,6 @@ def _sample(
     sampling: Sampling,
     tasks: Sequence[Task],
     remaining: Remaining,
-    tokenizer: PreTrainedTokenizerBase,
     world: World,
 ) -> None:
     """Build the engine, and sample the remaining problems."""
@@ -133,16 +129,15 @@ def _sample(
     hf_config = read_hf_config(arguments.model)
     engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)
     for task in tasks:
-        if not any(remaining[task.benchmark.name, seed] for seed in arguments.seeds):
+        if not any(remaining[task.name, seed] for seed in arguments.seeds):
             continue
-        judge = config.reward.model_copy(update={"kind": task.benchmark.kind})
-        with rewards.start_pool(judge, num_workers=num_workers) as pool:
+        with rewards.start_pool(task.reward, num_workers=num_workers) as pool:
             pool.wait_until_ready()
             for seed in arguments.seeds:
                 sample_task(
                     engine,
                     task,
-                    remaining=set(remaining[task.benchmark.name, seed]),
+                    remaining=set(remaining[task.name, seed]),
                     seed=seed,
                     sampling=sampling,
                     pool=pool,
@@ -167,7 +162,7 @@ def _report(
         setting=arguments.setting or "",
         sampling=sampling,
         files=digests,
-        problem_ids={task.benchmark.name: [prompt.id for prompt in task.prompts] for task in tasks},
+        problem_ids={task.name: [prompt.id for prompt in task.prompts] for task in tasks},
         seeds=arguments.seeds,
     )
     write_results(results, arguments.output)
@@ -195,7 +190,7 @@ def _report(
 
 def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
     """Print the tables; with --output also write them and the picture."""
-    from gapo_megatron.evaluate.compare import Method, compare
+    from gapo_megatron.evaluate.compare import Method, benchmarks_of, compare
     from gapo_megatron.evaluate.heat_map import draw_solve_rates
     from gapo_megatron.evaluate.tables import title
 
@@ -207,7 +202,9 @@ def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Non
     names = [f"comparison{kind}" for kind in (".md", ".tex", ".png")]
     claim(arguments.output, names, field="--output", made_by="evaluate")
     _write_tables(tables, arguments.output / "comparison")
-    everyones = [name for name in BENCHMARKS if all(name in method for method in methods)]
+    everyones = [
+        name for name in benchmarks_of(methods) if all(name in method for method in methods)
+    ]
     rates = {
         title(name): {method.label: method.solve_rates(name) for method in methods}
         for name in everyones
@@ -283,7 +280,7 @@ def _keep_settings(
     from gapo_megatron.hf.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
-    names = ("results.json", "results.md", "results.tex", "solve_rates.png", *arguments.benchmarks)
+    names = ("results.json", "results.md", "results.tex", "solve_rates.png", *digests)
     check_overwritable(arguments.output, names, field="--output", is_ours=is_ours)
     folder, model = Path(arguments.model), hashlib.sha256()
     if not any(folder.glob("*.safetensors")):
@@ -308,15 +305,19 @@ def _keep_settings(
 def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remaining:
     """Problems left to sample; refuses to mix verdicts of different verifiers in one folder."""
     remaining = {
-        (task.benchmark.name, seed): task.remaining(arguments.output, seed)
+        (task.name, seed): task.remaining(arguments.output, seed)
         for task in tasks
         for seed in arguments.seeds
     }
-    for name in {name for (name, _), ids in remaining.items() if ids}:
+    for task in tasks:
+        if not any(remaining[task.name, seed] for seed in arguments.seeds):
+            continue
         judged_by = {"code": code_sha256("rewards", "data/benchmarks.py")}
-        if BENCHMARKS[name].kind == "code":
+        if task.reward.kind == "code":
             judged_by["sandbox"] = arguments.sandbox
-        keep_settings(arguments.output / name / "judge.json", judged_by, done="judged")
+        if user_code.is_code(task.reward.kind):
+            judged_by["verifier"] = user_code.digest(task.reward.kind, setting="kind")
+        keep_settings(arguments.output / task.name / "judge.json", judged_by, done="judged")
     return remaining
 
 
@@ -328,12 +329,27 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--benchmarks",
         type=_benchmarks,
-        default=[name for name, benchmark in BENCHMARKS.items() if benchmark.in_average],
         metavar="NAME[,NAME...]",
-        help=f"{', '.join(BENCHMARKS)} (default: the paper's six for mathematics)",
+        help=f"{', '.join(BENCHMARKS)}, or code of your own, path/to/file.py:NAME (default: the "
+        "paper's six for mathematics; none with --problems)",
+    )
+    parser.add_argument(
+        "--problems",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="problems of your own, in the format of training data; each file is a benchmark "
+        "with its name",
+    )
+    parser.add_argument(
+        "--kind",
+        metavar="KIND",
+        help="verifier of --problems, as reward.kind of a config: a name, or code of your own",
     )
     parser.add_argument(
         "--data",
+        type=Path,
         default="data/benchmarks",
         metavar="DIR",
         help="one folder per benchmark, as published (default: %(default)s)",
@@ -384,13 +400,18 @@ def _parse() -> argparse.Namespace:
         parser.error("give --model and --output, or --compare")
     if arguments.compare and arguments.model:
         parser.error("--compare reads finished evaluations; do not give --model")
+    if bool(arguments.problems) != bool(arguments.kind):
+        parser.error("--problems and --kind go together: the verifier of the problems is not known")
+    if arguments.benchmarks is None:
+        six = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
+        arguments.benchmarks = [] if arguments.problems else six
     return arguments
 
 
 def _benchmarks(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in BENCHMARKS:
+        if name not in BENCHMARKS and not user_code.is_code(name):
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(BENCHMARKS)}")
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text}: a benchmark is named twice")

@@ -1,4 +1,4 @@
-"""The paper's benchmarks: their files, and the conversion of rows to problems.
+"""Benchmarks, the paper's and the user's own: their files, and the conversion of rows to problems.
 
 Files are used as published: JSON (one list) or JSONL, in one folder per benchmark below the user's
 data folder (docs/evaluation.md lists them).
@@ -9,15 +9,16 @@ from __future__ import annotations
 import base64
 import json
 import pickletools
+import re
 import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gapo_megatron import rewards
+from gapo_megatron import rewards, user_code
 from gapo_megatron.data.rows import Row, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import is_unicode, keys_of
@@ -51,8 +52,9 @@ class Benchmark:
 
     name: str
     title: str
-    """Column title in tables, as in the paper."""
-    kind: Literal["math", "code", "instructions"]
+    """Column title in tables, as in the paper. A benchmark of the user's own is called by its name.
+    """
+    kind: str
     """Verifier, as `reward.kind` of the config."""
     folder: str
     """Folder of its file, below the data folder."""
@@ -345,3 +347,45 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 """Benchmarks by name, in the order of the paper's columns."""
+
+
+def find_benchmark(name: str, *, field: str) -> Benchmark:
+    """Return the paper's benchmark with this name, or load one of the user's own.
+
+    Args:
+        name: a key of `BENCHMARKS`, or code, `path/to/file.py:NAME` or `package.module:NAME`.
+        field: option with this name, for messages.
+
+    Raises:
+        ConfigError: there is no such benchmark; or the code cannot be loaded, is no `Benchmark`, or
+            has a name that is taken or no folder's.
+    """
+    if not user_code.is_code(name):
+        if name not in BENCHMARKS:
+            known = ", ".join(BENCHMARKS)
+            raise ConfigError(
+                f"{field} ({name!r}) is not one of {known}, nor code of your own, "
+                "path/to/file.py:NAME"
+            )
+        return BENCHMARKS[name]
+    found = user_code.load(name, setting=field)
+    if not isinstance(found, Benchmark):
+        raise ConfigError(
+            f"{field} ({name!r}) must be a gapo_megatron.data.benchmarks.Benchmark, not "
+            f"{type(found).__name__}"
+        )
+    check_name(found.name, field=f"{field} ({name!r}): name")
+    return found
+
+
+def check_name(name: str, *, field: str) -> None:
+    """Refuse a name that a folder of samples or a column of the paper's tables cannot have.
+
+    Raises:
+        ConfigError: names the field, the name and the rule.
+    """
+    if not re.fullmatch(r"\w[\w+-]{0,99}", name) or name in ("average", *BENCHMARKS):
+        raise ConfigError(
+            f"{field} ({name!r}) must be a word of letters, digits and _+-, and none of average, "
+            f"{', '.join(BENCHMARKS)}"
+        )

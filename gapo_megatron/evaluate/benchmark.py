@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
-from gapo_megatron.data.schema import LengthError, encode_prompt
+from gapo_megatron.data.schema import LengthError, encode_prompt, read_prompts
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
@@ -26,6 +26,9 @@ from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from gapo_megatron.config import RewardConfig
+    from gapo_megatron.config.schema import DataConfig
+
 logger = logging.getLogger("gapo_megatron.evaluate")
 
 SAMPLES_PER_PIECE = 1024
@@ -37,7 +40,10 @@ minutes of work that a kill loses."""
 class Task:
     """A benchmark with its problems, tokenised for one model."""
 
-    benchmark: Benchmark
+    name: str
+    """Name of the benchmark: its folder in the output."""
+    reward: RewardConfig
+    """Verifier of the benchmark, and its options."""
     problems: tuple[Problem, ...]
     prompts: tuple[Prompt, ...]
     """Prompts of `problems`, in their order."""
@@ -49,6 +55,7 @@ class Task:
         cls,
         benchmark: Benchmark,
         *paths: Path,
+        reward: RewardConfig,
         tokenizer: PreTrainedTokenizerBase,
         chat_template: bool,
         max_prompt_tokens: int,
@@ -74,11 +81,36 @@ class Task:
                     f"--max-prompt-tokens allows 1 to {max_prompt_tokens}"
                 ) from None
             prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
-        return cls(benchmark, tuple(problems), tuple(prompts), tokenizer)
+        return cls(benchmark.name, reward, tuple(problems), tuple(prompts), tokenizer)
+
+    @classmethod
+    def of_file(
+        cls,
+        name: str,
+        path: Path,
+        *,
+        reward: RewardConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+    ) -> Task:
+        """Read and tokenise a file of problems in the format of training data.
+
+        Raises:
+            DataError: see `read_prompts`.
+        """
+        prompts = read_prompts(
+            path,
+            tokenizer=tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            kind=reward.kind,
+            chat_template=data.chat_template,
+        )
+        problems = [Problem(one.id, "", (one.answer,), one.level) for one in prompts]
+        return cls(name, reward, tuple(problems), tuple(prompts), tokenizer)
 
     def remaining(self, output_dir: Path, seed: int) -> list[str]:
         """Ids of the problems without saved samples, in order."""
-        kept = read_ids(seed_folder(output_dir, self.benchmark.name, seed))
+        kept = read_ids(seed_folder(output_dir, self.name, seed))
         return [prompt.id for prompt in self.prompts if prompt.id not in kept]
 
 
@@ -109,7 +141,7 @@ def sample_task(
 
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
-    folder = seed_folder(output_dir, task.benchmark.name, seed)
+    folder = seed_folder(output_dir, task.name, seed)
     prompts = [prompt for prompt in task.prompts if prompt.id in remaining]
     num_done = len(task.prompts) - len(prompts)
     replicas = engine.replicas
@@ -124,7 +156,7 @@ def sample_task(
     for piece in _pieces(prompts, num_replicas=replicas.count, sampling=sampling):
         logger.info(
             "%s, seed %d: %d of %d problems done, sampling the next %d",
-            task.benchmark.name,
+            task.name,
             seed,
             num_done,
             len(task.prompts),
@@ -158,13 +190,13 @@ def _judge(
     pool: rewards.Pool,
 ) -> list[Solved]:
     answers = {problem.id: problem.answers for problem in task.problems}
-    follows = task.benchmark.kind == "instructions"
+    follows = task.reward.kind == "instructions"
     if follows:  # each instruction is judged separately, strict and loose
         answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
     episodes = [one for group in groups for one in group]
-    texts = task.tokenizer.batch_decode(
-        [one.token_ids.tolist() for one in episodes], skip_special_tokens=True
-    )
+    token_ids = [one.token_ids.tolist() for one in episodes]
+    # An empty list is one empty text to `batch_decode`; a rank may have no problem.
+    texts = task.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
     questions = [
         (text, answer)
         for text, one in zip(texts, episodes, strict=True)

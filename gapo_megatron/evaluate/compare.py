@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.paper import Setting
-from gapo_megatron.evaluate.results import Results, read_results
+from gapo_megatron.evaluate.results import Results, in_order, read_results
 from gapo_megatron.evaluate.statistics import paired_difference, stars, welch_p_value
 from gapo_megatron.evaluate.table import NONE, Table, mean, percent, with_interval
 from gapo_megatron.evaluate.tables import title
@@ -90,7 +89,7 @@ def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Tab
     _check_problems(methods)
     columns = [
         name
-        for name in ["average", *BENCHMARKS]
+        for name in ["average", *benchmarks_of(methods)]
         if any(method.values(name, 1) for method in methods)
     ]
     for method in methods:
@@ -104,8 +103,15 @@ def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Tab
     return tables
 
 
+def benchmarks_of(methods: Sequence[Method]) -> list[str]:
+    """Every benchmark that one of the methods was evaluated on, in order."""
+    return in_order(
+        name for method in methods for one in method.evaluations for name in one.benchmarks
+    )
+
+
 def _check_problems(methods: Sequence[Method]) -> None:
-    for name in BENCHMARKS:
+    for name in benchmarks_of(methods):
         sets = {  # with the file: ids are row numbers, which two files may share
             (evaluation.files[name], frozenset(seed.counts)): method.label
             for method in methods

@@ -4,13 +4,15 @@
     OUTPUT/aime24/problems.json          digest of the problem file
     OUTPUT/aime24/seed_0/aime24-0.jsonl  some problems, one per line, with all of their samples
 
-A file is named after its first problem and written atomically, by any rank. So a kill loses only
-the samples that are being generated.
+A file is named after its first problem (by a digest, if that id is no file name) and written
+atomically, by any rank. So a kill loses only the samples that are being generated.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +68,10 @@ def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
     lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
     # A response or a program's message may contain a lone surrogate, which UTF-8 cannot encode.
     text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
-    write_atomically(folder / f"{problems[0].id}.jsonl", text)
+    name = problems[0].id
+    if not re.fullmatch(r"\w[\w.+-]{0,99}", name):  # the ids of one's own problems are any text
+        name = hashlib.sha256(name.encode()).hexdigest()
+    write_atomically(folder / f"{name}.jsonl", text)
 
 
 def read_samples(folder: Path) -> dict[str, Solved]:

@@ -90,4 +90,6 @@ def _instructions_table(results: Results) -> Table:
 
 def title(benchmark: str) -> str:
     """Title of a benchmark's column or row."""
-    return "Avg." if benchmark == "average" else BENCHMARKS[benchmark].title
+    if benchmark == "average":
+        return "Avg."
+    return BENCHMARKS[benchmark].title if benchmark in BENCHMARKS else benchmark

@@ -60,6 +60,7 @@ def read_task(name: str, path: Path, tokenizer, *, max_prompt_tokens: int = 500)
     return Task.read(
         BENCHMARKS[name],
         path,
+        reward=RewardConfig(kind=BENCHMARKS[name].kind),
         tokenizer=tokenizer,
         chat_template=False,
         max_prompt_tokens=max_prompt_tokens,
@@ -162,8 +163,8 @@ def collect_all(output_dir, task, *, setting=""):
         model="m",
         setting=setting,
         sampling=SAMPLING,
-        files={task.benchmark.name: f"digest of {task.benchmark.name}"},
-        problem_ids={task.benchmark.name: [prompt.id for prompt in task.prompts]},
+        files={task.name: f"digest of {task.name}"},
+        problem_ids={task.name: [prompt.id for prompt in task.prompts]},
         seeds=[0],
     )
 

@@ -357,7 +357,7 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
         ('"num_samples": 2', '"num_samples": "2"', ["sampling.num_samples"]),
         ('"num_samples": 2', '"num_samples": 3', ["sampling.num_samples", "pass_at_k", "aime24"]),
         ('"problems_at_k": [\n     4', '"problems_at_k": [\n     4,4', ["problems_at_k", "aime24"]),
-        ('"aime24": {', '"aime23": {', ["benchmarks.aime23", "aime24"]),
+        ('"aime24": {', '"aime23": {', ["benchmarks.aime23", "file"]),
         ('"0": {', '"x": {', ["benchmarks.aime24.x"]),
         ('"aime24": "', '"aime25": "', ["aime24", "file"]),
         ('"p-0": [\n      2', '"p-0": [\n      0', ["aime24", "counts"]),

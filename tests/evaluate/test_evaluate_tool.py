@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.paper import Sampling, read_settings
@@ -198,7 +199,9 @@ def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
     left = {"aime24": ["aime24-0"], "livecodebench": ["livecodebench-0"]}
     tasks = [
         SimpleNamespace(
-            benchmark=BENCHMARKS[name], remaining=lambda output, seed, name=name: left[name]
+            name=name,
+            reward=RewardConfig(kind=BENCHMARKS[name].kind),
+            remaining=lambda output, seed, name=name: left[name],
         )
         for name in left
     ]

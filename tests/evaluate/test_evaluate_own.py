@@ -1,0 +1,240 @@
+"""Benchmarks of the user's own: files of problems, and code."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron import rewards
+from gapo_megatron.config import Config, RewardConfig, parse_config
+from gapo_megatron.data.benchmarks import BOXED
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.evaluate.benchmark import sample_task
+from gapo_megatron.evaluate.chosen import Chosen, choose
+from gapo_megatron.evaluate.compare import Method, compare
+from gapo_megatron.evaluate.paper import Sampling
+from gapo_megatron.evaluate.results import collect, read_results, write_results
+from gapo_megatron.evaluate.samples import read_samples
+from gapo_megatron.evaluate.tables import results_tables
+from gapo_megatron.ops.prepare import demo_task as arithmetic
+from tests.evaluate.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
+from tests.messages import mentions
+from tests.programs import Program
+from tests.scripted_engine import ScriptedEngine, says
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "evaluation.md"
+SAMPLING = Sampling(num_samples=2, temperature=1.0, top_p=1.0, max_response_tokens=16)
+ROWS = [
+    {"id": "a/../b", "prompt": "1+2=", "answer": "3", "level": "easy"},
+    {"id": "Ω" * 200, "prompt": "2+2=", "answer": "4"},
+]
+
+
+def config(reward: RewardConfig) -> Config:
+    return parse_config(
+        {
+            "run": {"output_dir": "unused", "num_steps": 1},
+            "model": {"hf_dir": "unused"},
+            "data": {"train_path": "unused", "max_prompt_tokens": 200},
+            "rollout": {"max_response_tokens": 16},
+            "reward": reward.model_dump(exclude_none=True),
+        },
+        source="test",
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters = "0123456789+=>abcdefghijklmnopqrstuvwxyzLT',.\\{}"
+    tokenizer = arithmetic.write_tokenizer([letters], folder)
+    arithmetic.write_initial_model(tokenizer, folder, seed=0)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The documentation's example of a benchmark, in a folder of its own, with its data."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = re.search(r"```python\n# (\w+\.py)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / found[1]).write_text(found[2])
+    rows = [
+        {"language": "en", "question": "1+2=", "grade": 3, "solutions": ["3", "three"]},
+        {"language": "de", "question": "2+2=", "grade": 3, "solutions": ["4"]},
+    ]
+    (tmp_path / "data/school").mkdir(parents=True)
+    (tmp_path / "data/school/a.json").write_text(json.dumps(rows))
+    return tmp_path / found[1]
+
+
+def problems(folder: Path, name: str = "held.out.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def chosen(*files: Path, names: tuple[str, ...] = (), kind: str = "exact", data: Path = Path()):
+    return choose(names, files, kind=kind, data_dir=data, reward=RewardConfig(kind="math"))
+
+
+def evaluated(one: Chosen, tokenizer, output: Path, *, says_always: str) -> Path:
+    """Sample the benchmark with an engine that always answers the same, and write its results."""
+    task = one.read(config(one.reward), tokenizer)
+    engine = ScriptedEngine(says(tokenizer, defaultdict(lambda: [says_always] * 2)))
+    with rewards.start_pool(one.reward, num_workers=1) as pool:
+        sample_task(
+            engine,
+            task,
+            remaining=task.remaining(output, 0),
+            seed=0,
+            sampling=SAMPLING,
+            pool=pool,
+            output_dir=output,
+        )
+    assert task.remaining(output, 0) == []
+    results = collect(
+        output,
+        model="m",
+        setting="",
+        sampling=SAMPLING,
+        files={one.name: one.sha256},
+        problem_ids={one.name: [prompt.id for prompt in task.prompts]},
+        seeds=[0],
+    )
+    write_results(results, output)
+    assert read_results(output) == results
+    return output
+
+
+def test_a_file_of_problems_is_a_benchmark_with_its_name(tmp_path, tokenizer) -> None:
+    (one,) = chosen(problems(tmp_path))
+    assert (one.name, one.reward.kind) == ("held_out", "exact")
+    output = evaluated(one, tokenizer, tmp_path / "out", says_always=">4")
+    solved = read_samples(output / "held_out" / "seed_0")
+    assert {name: row.num_correct for name, row in solved.items()} == {
+        ROWS[0]["id"]: 0,
+        ROWS[1]["id"]: 2,
+    }
+    assert solved["a/../b"].level == "easy"
+    results = read_results(output)
+    assert results.benchmarks["held_out"][0].pass_at_k == [0.5, 0.5]
+    assert results_tables(results)[0].rows == [["held_out", "50.00", "50.00"]]
+
+
+def test_own_benchmarks_follow_the_papers_and_are_compared(tmp_path, tokenizer) -> None:
+    (held_out,) = chosen(problems(tmp_path))
+    for method, answer in {"ours": ">4", "theirs": ">5"}.items():
+        evaluated(held_out, tokenizer, tmp_path / method, says_always=answer)
+    main, _ = compare([Method.read(str(tmp_path / name)) for name in ("ours", "theirs")], {})
+    assert main.columns[-1] == "held_out"
+    assert [row[0] for row in main.rows] == ["ours", "theirs"]
+    (other,) = chosen(problems(tmp_path, "held_out.jsonl"))
+    other.files[0].write_text(json.dumps(ROWS[1]) + "\n")
+    evaluated(other, tokenizer, tmp_path / "fewer", says_always=">4")
+    with pytest.raises(ConfigError, match=mentions("held_out", "SHA-256")):
+        compare([Method.read(str(tmp_path / name)) for name in ("ours", "fewer")], {})
+
+
+def test_the_example_of_a_benchmark(own: Path, tokenizer, tmp_path: Path) -> None:
+    (one,) = chosen(names=(f"{own}:SCHOOL",), data=tmp_path / "data")
+    task = one.read(config(one.reward), tokenizer)
+    assert [(p.id, p.prompt, p.answers, p.level) for p in task.problems] == [
+        ("school-0", f"1+2={BOXED}", ("3", "three"), "grade 3")
+    ]
+    output = evaluated(one, tokenizer, tmp_path / "out", says_always="\\boxed{three}")
+    assert read_results(output).benchmarks["school"][0].pass_at_k == [1.0, 1.0]
+    digest = one.sha256
+    own.write_text(own.read_text() + "\n# changed\n")
+    assert one.sha256 != digest
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("name='a/b', title='', kind='math'", ("name", "'a/b'")),
+        ("name='aime24', title='', kind='math'", ("name", "'aime24'")),
+        ("name='mine', title='', kind='maht'", ("mine", "'maht'")),
+    ],
+)
+def test_a_benchmark_that_cannot_be_is_refused(tmp_path, text, named, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "from gapo_megatron.data.benchmarks import Benchmark\nNUMBER = 3\n"
+        f"MINE = Benchmark({text}, folder='x', read=len, answers=len)\n"
+    )
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/a.json").write_text("[]")
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        chosen(names=(f"{path}:MINE",), data=tmp_path)
+    with pytest.raises(ConfigError, match=mentions("--benchmarks", "Benchmark", "int")):
+        chosen(names=(f"{path}:NUMBER",))
+    with pytest.raises(ConfigError, match=mentions("--benchmarks", "aime23")):
+        chosen(names=("aime23",))
+
+
+def test_problems_that_cannot_be_read_are_refused(tmp_path, tokenizer) -> None:
+    path = problems(tmp_path)
+    with pytest.raises(ConfigError, match=mentions("--kind", "'maht'")):
+        chosen(path, kind="maht")
+    with pytest.raises(ConfigError, match=mentions("--problems", "'held_out'")):
+        chosen(path, problems(tmp_path, "held_out.jsonl"))
+    with pytest.raises(ConfigError, match=mentions("--problems", "'aime24'")):
+        chosen(problems(tmp_path, "aime24.jsonl"))
+    path.write_text('{"id": "a", "prompt": "1+2="}\n')
+    with pytest.raises(DataError, match=mentions(f"{path}:1", "answer")):
+        (one,) = chosen(path)
+        one.read(config(one.reward), tokenizer)
+
+
+def test_the_command_line_asks_for_the_verifier(capsys) -> None:
+    given = ("--model", "m", "--output", "o", "--problems", "a.jsonl", "b.jsonl")
+    with pytest.raises(SystemExit, match="2"):
+        parse(*given)
+    assert "--kind" in capsys.readouterr().err.splitlines()[-1]
+    parsed = parse(*given, "--kind", "exact")
+    assert parsed.benchmarks == [] and parsed.problems == [Path("a.jsonl"), Path("b.jsonl")]
+    parsed = parse(*given, "--kind", "exact", "--benchmarks", "mine.py:ONE,aime24")
+    assert parsed.benchmarks == ["mine.py:ONE", "aime24"]
+
+
+@pytest.mark.system
+def test_the_tool_evaluates_both(root: Path, own: Path) -> None:  # noqa: F811
+    """Real vLLM, on two ranks; figures recounted from the stored responses."""
+    folder = own.parent
+    path = folder / "digits.jsonl"
+    rows = [{"id": f"n/{i}", "prompt": f"0{i}", "answer": str(i % 10)} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = own.read_text().replace("+ BOXED", "").replace('kind="math"', 'kind="exact"')
+    own.write_text(code)
+    school = [{"language": "en", "question": "12", "grade": 1, "solutions": ["3", "4"]}]
+    (folder / "data/school/a.json").write_text(json.dumps(school))
+    output = folder / "out"
+    options = ("--output", output, "--data", folder / "data", "--benchmarks", f"{own}:SCHOOL")
+    program = Program(
+        "tools.evaluate",
+        *arguments(root, "--problems", path, "--kind", "exact", *options),
+        ranks=2,
+    )
+    text, _ = program.communicate()
+    assert program.returncode == 0, text[-6000:]
+    found = read_results(output).benchmarks
+    assert list(found) == ["digits", "school"]
+    right = {f"n/{i}": {str(i % 10)} for i in range(20)} | {"school-0": {"3", "4"}}
+    for name in found:
+        solved = read_samples(output / name / "seed_0")
+        assert found[name][0].counts == {
+            one.id: (
+                len(one.samples),
+                sum(sample.response.rpartition(">")[2] in right[one.id] for sample in one.samples),
+            )
+            for one in solved.values()
+        }
+    assert sum(correct for _, correct in found["digits"][0].counts.values()) > 0

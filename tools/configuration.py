@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.methods import METHODS
+from gapo_megatron.config.objective_section import METHOD_KEYS
 from gapo_megatron.config.roles import is_held_out, is_input, role_of
-from gapo_megatron.config.schema import METHOD_KEYS
 from gapo_megatron.config.section import Section
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"

@@ -2,6 +2,7 @@
 
 from gapo_megatron.config.data_section import DataConfig, DataSource
 from gapo_megatron.config.loading import load_config, parse_config
+from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
     MetricsConfig,
@@ -16,7 +17,6 @@ from gapo_megatron.config.schema import (
     BatchConfig,
     Config,
     ModelConfig,
-    ObjectiveConfig,
     RewardConfig,
     RolloutConfig,
 )

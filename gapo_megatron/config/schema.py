@@ -1,19 +1,17 @@
-"""The run's configuration: model, rollouts, reward and objective.
+"""The run's configuration: model, rollouts and reward.
 
-The other sections are in data_section.py and run_sections.py. Paths are relative to the working
-directory.
+The other sections are in data_section.py, objective_section.py and run_sections.py. Paths are
+relative to the working directory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from gapo_megatron.config.data_section import DataConfig
-from gapo_megatron.config.methods import METHODS, Aggregation, Method
+from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.removed import drop_removed
 from gapo_megatron.config.rules import check_together
 from gapo_megatron.config.run_sections import (
@@ -31,7 +29,6 @@ from gapo_megatron.config.section import (
     INPUT_PATH,
     LEARNED,
     LIFE,
-    OBJECTIVE,
     SAMPLED,
     SIDES,
     Section,
@@ -42,10 +39,8 @@ from gapo_megatron.config.types import (
     CountOrZero,
     GroupSize,
     MadePath,
-    NonNegative,
     OptionalPath,
     PathText,
-    Positive,
     Seconds,
     Settings,
     Temperature,
@@ -53,7 +48,6 @@ from gapo_megatron.config.types import (
     Tokens,
     Workers,
 )
-from gapo_megatron.config.user_method import code_names, find_method
 from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
 from gapo_megatron.user_code import is_code
 
@@ -144,12 +138,14 @@ class BatchConfig(Section):
         return self.rollout_prompts // self.minibatch_prompts
 
 
+VLLM = "vllm"
+"""The engine of this package: value of `rollout.engine`."""
 VERIFIED_SEQUENCES = 4
 """Sequences that a weight sync compares, and `rollout.verify_bound` is for."""
 
 
 class RolloutConfig(Section):
-    """Sampling responses, and the vLLM engines that do it."""
+    """Sampling responses, and the engines that do it."""
 
     role = LEARNED
     kept = (
@@ -163,6 +159,11 @@ class RolloutConfig(Section):
     """Sampling temperature; also used for the trainer's log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1), SAMPLED] = 1.0
     """Nucleus sampling: sample from the smallest set of tokens with this probability. 1: off."""
+    engine: Annotated[Text, HOW] = VLLM
+    """What generates: `vllm`, or code of your own, `path/to/file.py:NAME` or `package.module:NAME`
+    (docs/architecture.md)."""
+    code: Annotated[Text, HOW] = ""
+    """SHA-256 of the file with code of your own. Filled in when the config is loaded."""
     tensor_parallel_size: Annotated[Count, ENGINE] = 1
     """Tensor-parallel size of each vLLM engine, within a node; independent of the trainer's."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1), ENGINE] = 0.5
@@ -187,6 +188,20 @@ class RolloutConfig(Section):
     """How many steps old the weights that sample a batch may be. 0: on-policy; generation and
     training alternate. k > 0 needs generation nodes: they sample up to k steps ahead, and get new
     weights every k steps (docs/objective.md)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.engine != VLLM and not is_code(self.engine):
+            raise ValueError(
+                f"engine ({self.engine!r}) must be {VLLM!r} or code of your own, "
+                "path/to/file.py:NAME"
+            )
+        return self
+
+    @property
+    def code_names(self) -> list[str]:
+        """Code of the user's own that this section names."""
+        return [self.engine] if is_code(self.engine) else []
 
     @property
     def has_generation_side(self) -> bool:
@@ -287,119 +302,6 @@ class RewardConfig(VerifierConfig):
     def code_names(self) -> list[str]:
         """Code of the user's own that this section names."""
         return [one.kind for one in self.by_name.values() if is_code(one.kind)]
-
-
-METHOD_KEYS = (
-    "adaptive",
-    "eps_low",
-    "eps_high_max",
-    "aggregation",
-    "normalize_std",
-    "focal_gamma",
-    "ratio_max",
-    "off_policy_mask",
-    "second_moment_max",
-    "positive_share_min",
-)
-"""Settings of `[objective]` that replace a number of the method's preset."""
-
-OWN_KEYS = ("ratio_max", "second_moment_max", "positive_share_min")
-"""Those of them that some methods do not have: None or infinite in the preset."""
-
-
-def _has(method: Method, key: str) -> bool:
-    number = getattr(method, key)
-    return number is not None and math.isfinite(number)
-
-
-class ObjectiveConfig(Section):
-    """The method; the other keys override numbers of its preset (docs/objective.md)."""
-
-    role = OBJECTIVE
-
-    method: Text = "gapo"
-    """Name of the preset: one of the table below. Or code of your own, `path/to/file.py:NAME` or
-    `package.module:NAME` (docs/objective.md)."""
-    code: Text = ""
-    """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
-    adaptive: bool | None = None
-    """GAPO's upper clip, wider for small c, instead of one for all c. Not with `topr`, `m2po` and
-    `bapo`."""
-    eps_low: Positive | None = None
-    """Lower clip width: the ratio is clipped at 1 - `eps_low`."""
-    eps_high_max: NonNegative | None = None
-    """Upper clip width: the ratio is clipped at 1 + `eps_high_max`; with `adaptive`, at c = 1. Only
-    `topr` allows 0."""
-    aggregation: Aggregation | None = None
-    """What the summed token losses are divided by (docs/objective.md)."""
-    normalize_std: bool | None = None
-    """Divide advantages by their group's standard deviation, as GRPO does."""
-    focal_gamma: NonNegative | None = None
-    """Exponent of F-GRPO's factor (1 - c/k)^gamma of the advantages. 0: off."""
-    ratio_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Bound on the ratio, for the methods that have one (`dppo_tv`, `aspo`, `dcpo`)."""
-    off_policy_mask: Positive | None = None
-    """Mask wrong responses whose mean log-ratio is below minus this value (OPSM); any method."""
-    second_moment_max: Positive | None = None
-    """M2PO's budget for the second moment of the log-ratio (`m2po` only)."""
-    positive_share_min: Annotated[Positive, Field(lt=1)] | None = None
-    """BAPO widens its clip until correct responses have this share of the loss (`bapo` only)."""
-    kl_coef: NonNegative = 0.0
-    """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are trained on too."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus. Above 0, sequences with A = 0 are trained on too."""
-    importance_weight_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Weight each response by its importance ratio of trainer to engine, truncated at this value:
-    corrects for other kernels, precision and older weights (docs/objective.md). Unset: off."""
-    old_log_probs: Literal["trainer", "rollout"] = "trainer"
-    """Denominator of the ratio. `trainer`: recomputed by the trainer at the weights that the step
-    begins with. `rollout`: the engine's, at sampling time (docs/objective.md)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        preset, method = find_method(self.method), self.resolve()
-        if method.eps_high_max == 0 < preset.eps_high_max:
-            raise ValueError(f"eps_high_max ({method.eps_high_max}) must be greater than 0")
-        if method.is_band and method.eps_low >= 1:
-            raise ValueError(f"eps_low ({method.eps_low}) must be below 1: ratios are positive")
-        if method.adaptive and not method.has_width_by_c:
-            raise ValueError(
-                f"adaptive (true) does nothing for method {self.method!r}: it has no fixed upper "
-                "width for correct responses"
-            )
-        if (method.is_band or method.adaptive) and method.eps_high_max < method.eps_low:
-            raise ValueError(
-                f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
-                + ("" if method.is_band else " with adaptive=true")
-            )
-        self._check_own_keys()
-        return self
-
-    def _check_own_keys(self) -> None:
-        for key in OWN_KEYS:
-            value = getattr(self, key)
-            if value is None or _has(find_method(self.method), key):
-                continue
-            with_it = ", ".join(name for name, one in METHODS.items() if _has(one, key))
-            raise ValueError(
-                f"{key} ({value}) does nothing for method {self.method!r}; methods that have it: "
-                f"{with_it}"
-            )
-
-    @property
-    def code_names(self) -> list[str]:
-        """Code of the user's own that this section names."""
-        return code_names(self.method)
-
-    def resolve(self) -> Method:
-        """The method with this section's values in place of its own."""
-        given = {key: value for key in METHOD_KEYS if (value := getattr(self, key)) is not None}
-        return dataclasses.replace(find_method(self.method), **given)
-
-    @property
-    def needs_every_sequence(self) -> bool:
-        """Whether sequences with A = 0 have a gradient, too."""
-        return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 class Config(Section):

@@ -19,6 +19,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
+from gapo_megatron.config.schema import VLLM
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.hf.manifest import list_steps
@@ -46,7 +47,7 @@ from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 from gapo_megatron.train import parse_arguments
-from gapo_megatron.user_code import is_code
+from gapo_megatron.user_code import is_code, load
 
 GIB = 2**30
 
@@ -139,17 +140,19 @@ def why_not_run(config: Config) -> list[str]:
         rewards.check(config.reward)
     except ConfigError as error:
         found.append(str(error))
-    method = config.objective.resolve()
-    if is_code(method.family):
-        from gapo_megatron.objective.families import find_family  # imports torch
+    method, engine = config.objective.resolve(), config.rollout.engine
+    try:
+        if is_code(engine):
+            load(engine, setting="rollout.engine")
+        if is_code(method.family):
+            from gapo_megatron.objective.families import find_family  # imports torch
 
-        try:
             find_family(method)
-        except ConfigError as error:
-            found.append(str(error))
+    except ConfigError as error:
+        found.append(str(error))
     hf_dir = Path(config.model.hf_dir)
     facts, _ = find_model(config.model.hf_dir)
-    if facts is not None:
+    if facts is not None and config.rollout.engine == VLLM:
         try:
             check_engine_here(facts, field="model.hf_dir", folder=config.model.hf_dir)
         except ConfigError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from gapo_megatron import rewards
+from gapo_megatron import rewards, user_code
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
+from gapo_megatron.config.schema import VLLM
 from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
@@ -38,7 +39,10 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     model = config.model
     facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
     check_shapes(facts, config.parallel, model)
-    check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
+    if config.rollout.engine == VLLM:
+        check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
+    else:
+        user_code.find_file(config.rollout.engine, setting="rollout.engine")
     if is_first() and (note := inert_clip_note(config)):
         logger.warning(note)
 

@@ -44,10 +44,10 @@ from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter, check_problems
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
-from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
+from gapo_megatron.run.engines import check_engine, find_engine
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.process_group import World
@@ -78,7 +78,7 @@ def check_inputs(config: Config) -> Inputs:
     Raises:
         GapoError: names field, file or line, value and rule.
     """
-    find_family(config.objective.resolve())  # executes the user's file, if it is one of theirs
+    find_family(config.objective.resolve()), find_engine(config)  # load the user's code, if any
     run_dir, hf_config = Path(config.run.output_dir), read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)
@@ -251,7 +251,7 @@ def start_generation(
 def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) -> Colocated:
     """Build the rollout engine beside the policy, and give it the policy's weights.
 
-    Collectives: those of `RolloutEngine`, of `DataParallelRanks.gather` and of `sync`.
+    Collectives: those of `build_engine`, of `DataParallelRanks.gather` and of `sync`.
 
     Raises:
         RolloutError: vLLM refuses, for want of memory for instance.
@@ -316,7 +316,7 @@ def start_side(
 ) -> GenerationSide:
     """Build engine and verifiers of a rank that only generates; orders bring the weights.
 
-    Collectives: those of `RolloutEngine`, over the ranks that only generate.
+    Collectives: those of `build_engine`, over the ranks that only generate.
 
     Raises:
         RolloutError: vLLM refuses, for want of memory for instance.
@@ -363,8 +363,9 @@ def build_rollouter(
 
 
 def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
-    """Build this rank's part of the rollout engine, asleep and without weights. Collective."""
-    return RolloutEngine(config, inputs.hf_config, device=world.device, gloo_group=world.gloo_group)
+    """Build this rank's part of the rollout engine, without the policy's weights. Collective."""
+    build = find_engine(config)
+    return build(config, inputs.hf_config, device=world.device, gloo_group=world.gloo_group)
 
 
 def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:

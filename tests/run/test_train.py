@@ -496,7 +496,7 @@ import sys
 from gapo_megatron import train
 from gapo_megatron.config import load_config
 from gapo_megatron.policy import Policy
-from gapo_megatron.run import start
+from gapo_megatron.run import engines
 
 built, build = [], Policy.build
 Policy.build = lambda *arguments: built.append(build(*arguments)) or built[0]
@@ -506,7 +506,7 @@ def look(*_, **__):
     sizes = [data.untyped_storage().nbytes() for data in (buffer.grad_data, buffer.param_data)]
     sys.exit("{} bytes of gradients, {} of weights".format(*sizes))
 
-start.RolloutEngine = look
+engines.RolloutEngine = look
 train.train(load_config(sys.argv[1], sys.argv[2:]))
 """
 

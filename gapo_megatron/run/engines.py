@@ -1,0 +1,72 @@
+"""The engine that `rollout.engine` names: vLLM, or code of the user's own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from gapo_megatron import user_code
+from gapo_megatron.config import Config
+from gapo_megatron.config.schema import VLLM
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.rollout.vllm import check_engine as check_vllm
+
+
+class EngineFactory(Protocol):
+    """Builds one rank's part of an engine: a class or a function, which a user may write."""
+
+    def __call__(
+        self,
+        config: Config,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device,
+        gloo_group: dist.ProcessGroup | None,
+    ) -> Engine:
+        """Build the engine, without the policy's weights: the first weight sync brings them.
+
+        Called on every rank that generates, once per process.
+
+        Args:
+            config: the run's settings.
+            hf_config: the model's Hugging Face config.
+            device: this rank's device.
+            gloo_group: all ranks that generate, used by nothing else while the engine generates;
+                for `Replicas.create`.
+
+        Collectives: any, in the same order on all ranks that generate.
+        """
+
+
+def find_engine(config: Config) -> EngineFactory:
+    """Return vLLM's engine, or load the user's.
+
+    Raises:
+        ConfigError: the code cannot be loaded or called.
+    """
+    name = config.rollout.engine
+    if name == VLLM:
+        return RolloutEngine
+    found: EngineFactory = user_code.load(name, setting="rollout.engine")
+    if not callable(found):
+        raise ConfigError(
+            f"rollout.engine ({name!r}) must be a class or a function, not {type(found).__name__}"
+        )
+    return found
+
+
+def check_engine(
+    config: Config, hf_config: PretrainedConfig, device: torch.device, *, world_size: int
+) -> None:
+    """Refuse settings that vLLM cannot run; another engine checks its own when it is built.
+
+    Raises:
+        ConfigError: see `rollout.vllm.check_engine`.
+    """
+    if config.rollout.engine == VLLM:
+        check_vllm(config, hf_config, device, world_size=world_size)

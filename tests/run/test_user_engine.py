@@ -1,0 +1,105 @@
+"""An engine that a config names: a whole run with it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.ops.dry_run import why_not_run
+from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.run.early_checks import check_before_imports
+from gapo_megatron.run.engines import find_engine
+from tests.messages import mentions
+from tests.programs import Program
+from tests.run.test_train import CONFIG, finish, prepare
+
+SOURCE = """
+from transformers import AutoModelForCausalLM
+
+from gapo_megatron.rollout.replicas import Replicas
+from tests.transformers_engine import TransformersEngine
+
+NUMBER = 3
+
+
+def build(config, hf_config, *, device, gloo_group):
+    return TransformersEngine(
+        AutoModelForCausalLM.from_config(hf_config),
+        eos_token_id=hf_config.eos_token_id,
+        replicas=Replicas.create(1, gloo_group=gloo_group),
+        verify_bound=1e-4,
+    )
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "my_engine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def config(folder: Path, engine: str) -> Config:
+    (folder / "config.toml").write_text(CONFIG.format(root=folder))
+    return load_config(folder / "config.toml", [f"rollout.engine={engine}"])
+
+
+def test_vllm_is_the_engine_unless_another_is_named(tmp_path: Path, source: Path) -> None:
+    assert find_engine(config(tmp_path, "vllm")) is RolloutEngine
+    found = config(tmp_path, f"{source}:build")
+    assert found.rollout.code_names == [f"{source}:build"]
+    assert find_engine(found).__name__ == "build"
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("my_engine.py:built", ("'built'", "'build'")),
+        ("my_engine.py:NUMBER", ("class or a function", "int")),
+        ("other.py:build", ("no file", "other.py")),
+    ],
+)
+def test_an_engine_that_is_none_is_refused_before_a_model_is_built(
+    tmp_path: Path, source: Path, name: str, named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=mentions("rollout.engine", *named)):
+        find_engine(config(tmp_path, f"{tmp_path}/{name}"))
+    with pytest.raises(ConfigError, match=mentions("rollout", "engine", "'vlm'", "'vllm'")):
+        config(tmp_path, "vlm")
+
+
+def test_a_dry_run_and_a_start_miss_the_file(tmp_path: Path) -> None:
+    found = config(tmp_path, f"{tmp_path}/other.py:build")
+    assert any("rollout.engine" in reason for reason in why_not_run(found))
+
+
+@pytest.mark.system
+def test_a_whole_run_generates_with_it(tmp_path: Path, source: Path) -> None:
+    """On two ranks, resumed once; the weight sync compares its log-probs with the trainer's."""
+    root = prepare(tmp_path, CONFIG)
+    given = [f"rollout.engine={source}:build", "evaluation.every_steps=0"]
+    check_before_imports(load_config(root / "config.toml", given))
+    for num_steps in (1, 2):
+        finish(
+            Program(
+                "gapo_megatron.train",
+                root / "config.toml",
+                *given,
+                f"run.num_steps={num_steps}",
+                ranks=2,
+            )
+        )
+    rows = [json.loads(line) for line in (root / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    for row in rows:
+        assert 0 < row["reward/mean"] < 1
+        assert 0 <= row["sync/max_abs_log_prob_diff"] < 1e-3
+        assert math.isfinite(row["optim/grad_norm"])
+    assert f'engine = "{source}:build"' in (root / "run/config.toml").read_text()

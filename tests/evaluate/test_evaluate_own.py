@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config, RewardConfig, parse_config
+from gapo_megatron.config import Config, RewardConfig
 from gapo_megatron.data.benchmarks import BOXED
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
@@ -23,6 +23,7 @@ from gapo_megatron.evaluate.results import collect, read_results, write_results
 from gapo_megatron.evaluate.samples import read_samples
 from gapo_megatron.evaluate.tables import results_tables
 from gapo_megatron.ops.prepare import demo_task as arithmetic
+from tests.configs import config_of
 from tests.evaluate.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
 from tests.messages import mentions
 from tests.programs import Program
@@ -37,15 +38,11 @@ ROWS = [
 
 
 def config(reward: RewardConfig) -> Config:
-    return parse_config(
+    return config_of(
         {
-            "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": "unused"},
-            "data": {"train_path": "unused", "max_prompt_tokens": 200},
-            "rollout": {"max_response_tokens": 16},
+            "data": {"max_prompt_tokens": 200},
             "reward": reward.model_dump(exclude_none=True),
-        },
-        source="test",
+        }
     )
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from gapo_megatron.config import Config, ObjectiveConfig, parse_config
+from gapo_megatron.config import Config, ObjectiveConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.ops.dry_run import why_not_run
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.runs import read_run
+from tests.configs import config_of
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import make_config, make_judged, run_learn
@@ -147,17 +148,7 @@ def test_overrides_replace_numbers_as_in_a_preset(folder: Path) -> None:
 
 
 def config(method: str) -> Config:
-    return parse_config(
-        {
-            "run": {"output_dir": "runs/x", "num_steps": 3},
-            "model": {"hf_dir": "/nowhere"},
-            "data": {"train_path": "/nowhere"},
-            "rollout": {"max_response_tokens": 64},
-            "reward": {"kind": "exact"},
-            "objective": {"method": method},
-        },
-        source="test",
-    )
+    return config_of({"objective": {"method": method}})
 
 
 NUMBERS = "name='a', ratio='token', eps_low=0.2, eps_high_max=0.2"

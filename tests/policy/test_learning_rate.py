@@ -8,13 +8,14 @@ from transformers import Qwen2Config
 
 from gapo_megatron.checkpoint import check_resume
 from gapo_megatron.checkpoint.save import model_identity
-from gapo_megatron.config import Config, OptimizerConfig, parse_config
+from gapo_megatron.config import Config, OptimizerConfig
 from gapo_megatron.config.roles import changed_work
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.manifest import Manifest, publish, step_dir, write_manifest
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.policy.optimizer import learning_rate
+from tests.configs import config_of
 from tests.messages import mentions
 
 PEAK, FLOOR = 1e-3, 1e-4
@@ -22,17 +23,12 @@ PEAK, FLOOR = 1e-3, 1e-4
 
 def config(num_steps: int = 10, **optimizer: object) -> Config:
     """Two mini-batches a step."""
-    return parse_config(
+    return config_of(
         {
-            "run": {"output_dir": "runs/x", "num_steps": num_steps},
-            "model": {"hf_dir": "unused"},
-            "data": {"train_path": "unused"},
+            "run": {"num_steps": num_steps},
             "batch": {"rollout_prompts": 4, "minibatch_prompts": 2},
-            "rollout": {"max_response_tokens": 64},
-            "reward": {"kind": "exact"},
             "optimizer": {"learning_rate": PEAK, **optimizer},
-        },
-        source="test",
+        }
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -16,8 +15,7 @@ from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.engines import find_engine
 from tests.messages import mentions
-from tests.programs import Program
-from tests.run.test_train import CONFIG, finish, prepare
+from tests.train_setup import CONFIG, prepare, run, steps_of
 
 SOURCE = """
 from transformers import AutoModelForCausalLM
@@ -87,16 +85,8 @@ def test_a_whole_run_generates_with_it(tmp_path: Path, source: Path) -> None:
     given = [f"rollout.engine={source}:build", "evaluation.every_steps=0"]
     check_before_imports(load_config(root / "config.toml", given))
     for num_steps in (1, 2):
-        finish(
-            Program(
-                "gapo_megatron.train",
-                root / "config.toml",
-                *given,
-                f"run.num_steps={num_steps}",
-                ranks=2,
-            )
-        )
-    rows = [json.loads(line) for line in (root / "run/metrics.jsonl").read_text().splitlines()]
+        run(root, "run", *given, f"run.num_steps={num_steps}", ranks=2)
+    rows = steps_of(root / "run")
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
         assert 0 < row["reward/mean"] < 1

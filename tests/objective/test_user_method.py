@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from gapo_megatron.config import Config, ObjectiveConfig
+from gapo_megatron.config import Config, ObjectiveConfig, load_config
+from gapo_megatron.config.roles import changed_work, changes
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.families import find_family
@@ -26,6 +28,7 @@ from tests.learn_setup import make_config, make_judged, run_learn
 from tests.messages import mentions
 from tests.objective_reference import ROUNDING, cases
 from tests.report_setup import write_run
+from tests.train_setup import CONFIG
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "objective.md"
 
@@ -204,6 +207,24 @@ def test_a_family_that_is_none_is_refused_before_a_model_is_built(folder: Path) 
     with pytest.raises(ConfigError, match=named):
         find_family(loaded.objective.resolve())
     assert any(re.search(named, reason) for reason in why_not_run(loaded))
+
+
+def test_a_changed_file_changes_what_is_learned_and_is_said(folder: Path) -> None:
+    """A resume compares the digests, as it compares every setting."""
+    path, engine = folder / "config.toml", folder / "engine.py"
+    path.write_text(CONFIG.format(root=folder))
+    engine.write_text("def build(config, hf_config, *, device, gloo_group): ...\n")
+    given = [f"objective.method={folder}/mine.py:MINE", f"rollout.engine={engine}:build"]
+    before = load_config(path, given)
+    digest = hashlib.sha256((folder / "mine.py").read_bytes()).hexdigest()
+    assert before.objective.code == f"{digest} {digest}"  # of the method, and of its family
+    assert load_config(path).objective.code == load_config(path).rollout.code == ""
+    for file in (folder / "mine.py", engine):
+        file.write_text(file.read_text() + "\n# changed\n")
+    now = load_config(path, given)
+    there = before.model_dump(mode="json")
+    assert set(changes(there, now)) == {"objective.code", "rollout.code"}
+    assert set(changed_work(there, now)) == {"objective.code"}  # may not change unless allowed
 
 
 def test_a_report_calls_it_by_its_name(folder: Path) -> None:

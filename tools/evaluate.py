@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -33,7 +33,7 @@ from gapo_megatron.run.fail_fast import fail_fast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from gapo_megatron.config import Config
+    from gapo_megatron.config import Config, RewardConfig
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.evaluate.table import Table
     from gapo_megatron.run.process_group import World
@@ -77,9 +77,9 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     chosen = choose(
         arguments.benchmarks,
         arguments.problems,
-        kind=arguments.kind,
         data_dir=arguments.data,
         reward=config.reward,
+        judge=_judge(arguments, config),
     )
     for one in chosen:
         rewards.check(one.reward)
@@ -99,6 +99,15 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         _sample(arguments, config, sampling, tasks, shared[0], world)
     if world.rank == 0:
         _report(arguments, sampling, tasks, digests)
+
+
+def _judge(arguments: argparse.Namespace, config: Config) -> RewardConfig:
+    """The verifier of --problems; any if there are none."""
+    from gapo_megatron.evaluate.chosen import read_reward, with_kind
+
+    if arguments.config:
+        return read_reward(arguments.config, field="--config")
+    return with_kind(config.reward, arguments.kind or config.reward.kind, field="--kind")
 
 
 def _warn_of_template(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -312,11 +321,13 @@ def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remainin
     for task in tasks:
         if not any(remaining[task.name, seed] for seed in arguments.seeds):
             continue
-        judged_by = {"code": code_sha256("rewards", "data/benchmarks.py")}
+        judged_by: dict[str, Any] = {"code": code_sha256("rewards", "data/benchmarks.py")}
         if task.reward.kind == "code":
             judged_by["sandbox"] = arguments.sandbox
-        if user_code.is_code(task.reward.kind):
-            judged_by["verifier"] = user_code.digest(task.reward.kind, setting="kind")
+        if names := task.reward.code_names:
+            reward = task.reward.model_dump(include={"kind", "settings", "correct_above"})
+            digests = [user_code.digest(one, setting="reward.kind") for one in names]
+            judged_by |= {"reward": reward, "reward_sha256": digests}
         keep_settings(arguments.output / task.name / "judge.json", judged_by, done="judged")
     return remaining
 
@@ -346,6 +357,12 @@ def _parse() -> argparse.Namespace:
         "--kind",
         metavar="KIND",
         help="verifier of --problems, as reward.kind of a config: a name, or code of your own",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="instead of --kind: a training config, whose [reward] judges --problems",
     )
     parser.add_argument(
         "--data",
@@ -400,8 +417,8 @@ def _parse() -> argparse.Namespace:
         parser.error("give --model and --output, or --compare")
     if arguments.compare and arguments.model:
         parser.error("--compare reads finished evaluations; do not give --model")
-    if bool(arguments.problems) != bool(arguments.kind):
-        parser.error("--problems and --kind go together: the verifier of the problems is not known")
+    if bool(arguments.problems) != (bool(arguments.kind) + bool(arguments.config) == 1):
+        parser.error("--problems needs its verifier, and nothing else does: --kind or --config")
     if arguments.benchmarks is None:
         six = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
         arguments.benchmarks = [] if arguments.problems else six

@@ -103,6 +103,7 @@ class Task:
             tokenizer=tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             kind=reward.kind,
+            settings=reward.settings,
             chat_template=data.chat_template,
         )
         problems = [Problem(one.id, "", (one.answer,), one.level) for one in prompts]
@@ -198,7 +199,7 @@ def _judge(
     # An empty list is one empty text to `batch_decode`; a rank may have no problem.
     texts = task.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
     questions = [
-        (text, answer)
+        (text, answer, one.prompt.verifier, one.prompt.row)
         for text, one in zip(texts, episodes, strict=True)
         for answer in answers[one.prompt.id]
     ]

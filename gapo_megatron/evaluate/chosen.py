@@ -16,6 +16,7 @@ from gapo_megatron.data.benchmarks import Benchmark, check_name, find_benchmark
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.benchmark import Task
 from gapo_megatron.io.files import file_sha256
+from gapo_megatron.io.toml_tree import read_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,18 +61,18 @@ def choose(
     benchmarks: Sequence[str],
     problems: Sequence[Path],
     *,
-    kind: str,
     data_dir: Path,
     reward: RewardConfig,
+    judge: RewardConfig,
 ) -> list[Chosen]:
     """Find what the options of `tools/evaluate.py` name.
 
     Args:
         benchmarks: `--benchmarks`.
         problems: `--problems`; each file is a benchmark with the file's name.
-        kind: `--kind`, verifier of the problems.
         data_dir: `--data`.
-        reward: options of all verifiers.
+        reward: options of the benchmarks' verifiers.
+        judge: verifier of the problems.
 
     Raises:
         ConfigError: no such benchmark, file or verifier, or two benchmarks of one name; names the
@@ -81,12 +82,12 @@ def choose(
     for given in benchmarks:
         one = find_benchmark(given, field="--benchmarks")
         code = (user_code.find_file(given, setting="--benchmarks"),) * user_code.is_code(given)
-        judge = _with_kind(reward, one.kind, of=f"benchmark {one.name}")
-        chosen.append(Chosen(one.name, judge, tuple(one.find_files(data_dir)), one, code))
+        own = with_kind(reward, one.kind, field=f"benchmark {one.name}: kind")
+        chosen.append(Chosen(one.name, own, tuple(one.find_files(data_dir)), one, code))
     for path in problems:
         name = re.sub(r"[^\w+-]", "_", path.stem)
         check_name(name, field=f"--problems ({path}): its name")
-        chosen.append(Chosen(name, _with_kind(reward, kind, of="--kind"), (path,)))
+        chosen.append(Chosen(name, judge, (path,)))
     for name in _repeated([one.name for one in chosen]):
         raise ConfigError(f"--benchmarks, --problems: two of them are named {name!r}")
     return chosen
@@ -96,9 +97,29 @@ def _repeated(names: Sequence[str]) -> Iterator[str]:
     return (name for name in names if names.count(name) > 1)
 
 
-def _with_kind(reward: RewardConfig, kind: str, *, of: str) -> RewardConfig:
+def with_kind(reward: RewardConfig, kind: str, *, field: str) -> RewardConfig:
+    """The same options for another verifier.
+
+    Raises:
+        ConfigError: there is no such verifier; names the field.
+    """
+    return _checked(reward.model_dump() | {"kind": kind}, field=f"{field} ({kind!r})")
+
+
+def read_reward(path: Path, *, field: str) -> RewardConfig:
+    """Section [reward] of a training config, the file that its `base` names included.
+
+    Raises:
+        ConfigError: the file cannot be read, or the section is not valid.
+    """
+    return _checked(read_tree(path).get("reward", {}), field=f"{field} ({path}): reward")
+
+
+def _checked(tree: object, *, field: str) -> RewardConfig:
     try:
-        return type(reward).model_validate(reward.model_dump() | {"kind": kind})
+        return RewardConfig.model_validate(tree)
     except ValidationError as error:
-        rule = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(f"{of}: verifier {kind!r}: {rule}") from None
+        first = error.errors(include_url=False)[0]
+        place = "".join(f".{part}" for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{field}{place}: {message}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from gapo_megatron import rewards, user_code
+from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
 from gapo_megatron.config.schema import VLLM
@@ -41,8 +41,6 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     check_shapes(facts, config.parallel, model)
     if config.rollout.engine == VLLM:
         check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
-    else:
-        user_code.find_file(config.rollout.engine, setting="rollout.engine")
     if is_first() and (note := inert_clip_note(config)):
         logger.warning(note)
 

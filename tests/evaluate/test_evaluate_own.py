@@ -16,7 +16,7 @@ from gapo_megatron.data.benchmarks import BOXED
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.evaluate.benchmark import sample_task
-from gapo_megatron.evaluate.chosen import Chosen, choose
+from gapo_megatron.evaluate.chosen import Chosen, choose, read_reward, with_kind
 from gapo_megatron.evaluate.compare import Method, compare
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.results import collect, read_results, write_results
@@ -78,7 +78,9 @@ def problems(folder: Path, name: str = "held.out.jsonl") -> Path:
 
 
 def chosen(*files: Path, names: tuple[str, ...] = (), kind: str = "exact", data: Path = Path()):
-    return choose(names, files, kind=kind, data_dir=data, reward=RewardConfig(kind="math"))
+    reward = RewardConfig(kind="math")
+    judge = with_kind(reward, kind, field="--kind")
+    return choose(names, files, data_dir=data, reward=reward, judge=judge)
 
 
 def evaluated(one: Chosen, tokenizer, output: Path, *, says_always: str) -> Path:
@@ -152,6 +154,34 @@ def test_the_example_of_a_benchmark(own: Path, tokenizer, tmp_path: Path) -> Non
     assert one.sha256 != digest
 
 
+def test_a_verifier_of_ones_own_judges_with_its_settings(
+    tmp_path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(
+        "def verify(response, answer, *, most):\n    return len(response) <= most\n"
+    )
+    path = tmp_path / "config.toml"
+    for most, correct in {1: 0, 2: 2}.items():
+        path.write_text(
+            f"[reward]\nkind = '{tmp_path}/mine.py:verify'\nsettings = {{ most = {most} }}\n"
+        )
+        judge = read_reward(path, field="--config")
+        (one,) = choose(
+            (),
+            (problems(tmp_path),),
+            data_dir=tmp_path,
+            reward=RewardConfig(kind="math"),
+            judge=judge,
+        )
+        output = evaluated(one, tokenizer, tmp_path / f"out_{most}", says_always=">4")
+        solved = read_samples(output / "held_out" / "seed_0").values()
+        assert {row.num_correct for row in solved} == {correct}
+    path.write_text("[reward]\nkind = 'exact'\ncorrect_abov = 1\n")
+    with pytest.raises(ConfigError, match=mentions("--config", path, "correct_abov")):
+        read_reward(path, field="--config")
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -198,6 +228,10 @@ def test_the_command_line_asks_for_the_verifier(capsys) -> None:
     assert "--kind" in capsys.readouterr().err.splitlines()[-1]
     parsed = parse(*given, "--kind", "exact")
     assert parsed.benchmarks == [] and parsed.problems == [Path("a.jsonl"), Path("b.jsonl")]
+    with pytest.raises(SystemExit, match="2"):
+        parse(*given, "--kind", "exact", "--config", "c.toml")
+    with pytest.raises(SystemExit, match="2"):
+        parse("--model", "m", "--output", "o", "--kind", "exact")
     parsed = parse(*given, "--kind", "exact", "--benchmarks", "mine.py:ONE,aime24")
     assert parsed.benchmarks == ["mine.py:ONE", "aime24"]
 

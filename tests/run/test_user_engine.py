@@ -73,9 +73,9 @@ def test_an_engine_that_is_none_is_refused_before_a_model_is_built(
         config(tmp_path, "vlm")
 
 
-def test_a_dry_run_and_a_start_miss_the_file(tmp_path: Path) -> None:
-    found = config(tmp_path, f"{tmp_path}/other.py:build")
-    assert any("rollout.engine" in reason for reason in why_not_run(found))
+def test_a_dry_run_says_what_is_missing(tmp_path: Path, source: Path) -> None:
+    found = config(tmp_path, f"{source}:built")
+    assert any("rollout.engine" in reason and "'build'" in reason for reason in why_not_run(found))
 
 
 @pytest.mark.system

@@ -101,10 +101,9 @@ class Task:
         prompts = read_prompts(
             path,
             tokenizer=tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            kind=reward.kind,
-            settings=reward.settings,
-            chat_template=data.chat_template,
+            data=data,
+            reward=reward,
+            columns=rewards.row_columns(reward),
         )
         problems = [Problem(one.id, "", (one.answer,), one.level) for one in prompts]
         return cls(name, reward, tuple(problems), tuple(prompts), tokenizer)

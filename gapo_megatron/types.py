@@ -58,6 +58,8 @@ class Episode:
     weights that sampled each token (`old_log_probs`); None without such tokens."""
     oldest_version: int = 0
     """Policy version that sampled the first of the carried tokens."""
+    failure: str = ""
+    """Why the environment ended the episode without an answer; its verdict is then unknown."""
 
     @property
     def is_sampled(self) -> np.ndarray:

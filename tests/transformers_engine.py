@@ -61,7 +61,7 @@ class TransformersEngine:
             token, log_prob = self._sample(one)
             one.tokens.append(token)
             one.log_probs.append(log_prob)
-            if token == self._eos:
+            if token == self._eos or token in one.request.stop_ids:
                 ended.append(self._end(name, "stop"))
             elif len(one.tokens) == one.request.max_tokens:
                 ended.append(self._end(name, "length"))

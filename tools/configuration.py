@@ -78,7 +78,8 @@ def _values(field: dict[str, Any], setting: str) -> str:
         f"{sign} {limit}" for sign, limit in given.items() if sign != ">" or ">=" not in given
     ]
     is_path = is_input(setting) or setting == "run.output_dir"
-    return ", ".join(["path" if is_path else field["type"], *limits])
+    name = {"object": "table"}.get(field["type"], field["type"])
+    return ", ".join(["path" if is_path else name, *limits])
 
 
 def _value(value: object) -> str:

@@ -1,6 +1,7 @@
 """The run's configuration: the settings of a TOML file, and their rules."""
 
 from gapo_megatron.config.data_section import DataConfig, DataSource
+from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.loading import load_config, parse_config
 from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.run_sections import (
@@ -30,6 +31,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataSource",
+    "EnvironmentConfig",
     "MetricsConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from gapo_megatron.config.data_section import DataConfig
+from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.removed import drop_removed
 from gapo_megatron.config.rules import check_together
@@ -316,6 +317,7 @@ class Config(Section):
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     rollout: RolloutConfig
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -11,6 +11,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.evaluate.counts import Counts, write_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.generate import Hooks, begin, generate
@@ -25,6 +26,7 @@ def evaluate(
     pool: rewards.Pool,
     environment: Environment,
     config: Config,
+    calls: Calls | None = None,
     output: Path | None = None,
     should_abort: Callable[[float], bool] | None = None,
 ) -> dict[str, float] | None:
@@ -39,6 +41,7 @@ def evaluate(
         pool: workers with the verifier.
         environment: environment of the episodes, as in training.
         config: sections evaluation, rollout, run.
+        calls: the environment's answers (`Acting.calls`); None: one turn.
         output: file for the counts by problem; None on ranks that write nothing.
         should_abort: see `rollout.generate.Hooks` and `rewards.score`.
 
@@ -62,7 +65,7 @@ def evaluate(
         top_p=config.rollout.top_p,
     )
     hooks = Hooks(on_ended=judging.add, should_abort=should_abort, shows_progress=True)
-    groups = generate(engine, mine, settings, respond=environment.respond, hooks=hooks)
+    groups = generate(engine, mine, settings, calls=calls, hooks=hooks)
     if groups is None:
         return None
     groups = replicas.part(groups)

@@ -17,12 +17,15 @@ BRANCH_NAME = "branch.json"
 CHANGES_NAME = "changes.json"
 """Settings that were changed on a resume, and the first step with them."""
 FINISHED_NAME = "finished.json"
+JOURNAL_FOLDER = "environment"
+"""Journals of the environment's calls (`rollout.journal`)."""
 OWNER_NAME = "OWNER"
 """Names the attempt that may write to the folder."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "timings.jsonl", "samples.jsonl", "samples.1.jsonl"),
     *("evaluations", "tensorboard"),
     *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME, CHANGES_NAME),
+    JOURNAL_FOLDER,
 )
 """Files that a run creates, replaces or removes. Launchers create other folders before its first
 start, and `hf` has its own marker (`hf.folder`)."""

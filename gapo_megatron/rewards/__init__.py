@@ -173,6 +173,8 @@ class Judging:
         self.pool = pool
         self.numbers: dict[tuple[str, int], int] = {}
         """Item number in the pool, by problem id and index of the response in its group."""
+        self.unknown: dict[tuple[str, int], Verdict] = {}
+        """Verdicts on episodes that the environment could not answer or judge, by the same keys."""
         self._ids = {prompt.id for prompt in prompts}
         self._judge = judge
 
@@ -185,12 +187,19 @@ class Judging:
         Raises:
             RewardError: see `Pool.poll`.
         """
-        mine = [one for one in ended if one.prompt.id in self._ids]
-        numbers = self.pool.submit(
-            (*self._judge(one), one.prompt.verifier, one.prompt.row) for one in mine
-        )
-        keys = [(one.prompt.id, one.sample) for one in mine]
-        self.numbers |= zip(keys, numbers, strict=True)
+        items: dict[tuple[str, int], tuple[str, str, str, Mapping[str, Any]]] = {}
+        for one in ended:
+            if one.prompt.id not in self._ids:
+                continue
+            key, reason = (one.prompt.id, one.sample), one.failure
+            if not reason:
+                try:
+                    items[key] = (*self._judge(one), one.prompt.verifier, one.prompt.row)
+                except Exception as error:  # whatever a user's environment raises
+                    reason = f"judge: {type(error).__name__}: {error}"
+            if reason:
+                self.unknown[key] = Verdict(Outcome.UNKNOWN, reason)
+        self.numbers |= zip(items, self.pool.submit(items.values()), strict=True)
         self.pool.poll()
 
 
@@ -229,18 +238,21 @@ def score(
             raise _AbortedError
         return False
 
-    numbers = [judging.numbers[one.prompt.id, one.sample] for group in groups for one in group]
+    keys = [(one.prompt.id, one.sample) for group in groups for one in group]
+    sent = [key for key in keys if key not in judging.unknown]
     try:
-        verdicts = judging.pool.collect(numbers, may_end=may_end)
+        judged = judging.pool.collect([judging.numbers[key] for key in sent], may_end=may_end)
     except _AbortedError:
         return None
+    found = judging.unknown | dict(zip(sent, judged, strict=True))
+    verdicts = [found[key] for key in keys]
     unknown = Counter(v.reason for v in verdicts if v.outcome is Outcome.UNKNOWN)
     if unknown:
         [(reason, _)] = unknown.most_common(1)
         logger.warning(
             "%d of %d responses could not be judged (verdict unknown); most common reason: %s",
             unknown.total(),
-            len(numbers),
+            len(keys),
             reason,
         )
     remaining = iter(verdicts)

@@ -36,6 +36,8 @@ class Request:
     """> 0."""
     top_p: float
     """Nucleus sampling, in (0, 1]."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the request like EOS; they stay in the response, as EOS does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +47,13 @@ class Completion:
     name: str
     """Name of the request."""
     token_ids: np.ndarray
-    """[n] int32, the EOS token included when the model sampled it."""
+    """[n] int32, the EOS or stop token included when the model sampled it."""
     log_probs: np.ndarray
     """[n] float32, log-probs of the sampling distribution: at the request's temperature,
     renormalised over the nucleus if `top_p` < 1."""
     reason: Literal["stop", "length", "abort"]
-    """Why it ended: at EOS, at `max_tokens`, or aborted after any number of tokens."""
+    """Why it ended: at EOS or a stop token, at `max_tokens`, or aborted after any number of tokens.
+    """
 
 
 class Engine(Protocol):
@@ -91,7 +94,7 @@ class Engine(Protocol):
         Collectives: the engine's own, within the replica.
 
         Raises:
-            RolloutError: a request ended neither at EOS nor at `max_tokens`.
+            RolloutError: a request ended neither at EOS or a stop token, nor at `max_tokens`.
         """
 
     def abort(self) -> Sequence[Completion]:

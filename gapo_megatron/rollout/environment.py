@@ -1,4 +1,4 @@
-"""Environments: they provide prompt tokens, answer each EOS, and choose the verifier's input."""
+"""Environments: they provide prompt tokens, answer each turn, and choose the verifier's input."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from gapo_megatron.types import Episode, Prompt
 
 
 class Environment(Protocol):
-    """An environment that the model acts in. `rollout.environments.one_turn` is the default.
+    """An environment that the model acts in; `environments.one_turn` is the simplest.
 
-    The model starts from `begin`'s tokens. Whenever it samples EOS, `respond` either ends the
-    episode or appends tokens and lets the model continue. `judge` returns the verifier's input.
+    The model starts from `begin`'s tokens. At the end of each turn (EOS, or a text of
+    `environment.stop`), `respond` either ends the episode or appends tokens and lets the model
+    continue. `judge` returns the verifier's input.
 
     Sampled tokens are never tokenised again, and appended tokens are kept unchanged, with
     `Episode.response_mask` False and log-prob 0. The token limit (`rollout.max_response_tokens`)
@@ -20,12 +21,10 @@ class Environment(Protocol):
     leave no room for a further sampled token are not appended, and the response is truncated.
 
     `Episode.response_mask` separates the turns: None until the environment has appended tokens,
-    then False at these. The EOS of each turn stays among the tokens.
+    then False at these. The token that ended each turn stays among the tokens.
 
-    An environment keeps no state between two calls. It may depend only on the episode, so that an
-    interrupted episode continues identically in another process. Its answers must not depend on
-    rank, time or order: the ranks of an engine call it separately and need equal answers. Random
-    numbers must come from its own generator, seeded by the episode.
+    What an environment must remember of an episode, it must read off the episode: an interrupted
+    episode continues in another process. Random numbers must come from generators of its own.
     """
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
@@ -35,12 +34,18 @@ class Environment(Protocol):
         """
 
     def respond(self, episode: Episode) -> Sequence[int] | None:
-        """Answer a response whose last token is EOS: the tokens to append, or None to end it.
+        """Answer the model's last turn: the tokens to append (list or array), or None to end.
 
-        Called between decoding steps while the engine waits, so it must be fast. The verdict is
-        not known yet: `respond` must read the response itself. Encode text without special tokens
-        (`add_special_tokens=False`), otherwise some tokenizers put a BOS into the response. The
-        environment must add the chat template's tokens between two turns.
+        Called in a thread of the first rank of each engine, for up to `environment.max_concurrent`
+        episodes at once, while the engine decodes. It may be slow and have side effects: no call
+        is made twice, also when the run resumes (`rollout.journal`). If it raises, returns
+        anything else, or exceeds a time limit, the verdict on the episode is unknown. A thread
+        cannot be ended: code that may hang for good or crash belongs in a process of its own.
+
+        The verdict is not known yet: `respond` must read the response itself. The environment must
+        add the chat template's tokens between two turns: `rollout.chat.ChatTurns` does. Encode
+        other text without special tokens (`add_special_tokens=False`), otherwise some tokenizers
+        put a BOS into the response.
         """
 
     def judge(self, episode: Episode) -> tuple[str, str]:
@@ -48,5 +53,6 @@ class Environment(Protocol):
 
         Called for every finished episode, truncated ones included, as soon as it has ended; again
         for the same episode while its group is still open (dynamic sampling, partial rollouts). It
-        must have no side effects and return the same pair each time.
+        must be fast, have no side effects and return the same pair each time. If it raises, the
+        verdict is unknown.
         """

@@ -6,14 +6,15 @@ All ranks generate at the same time, each replica for its own prompts (`Replicas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gapo_megatron.errors import DataError, RolloutError
-from gapo_megatron.rollout.engine import Completion, Engine
+from gapo_megatron.rollout.calls import Calls
+from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
-from gapo_megatron.rollout.requests import Respond, Responses, SamplingSettings, end
+from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
 
 # Decoding steps between two checks for an abort, each a broadcast within the replica.
@@ -50,7 +51,7 @@ def generate(
     prompts: Sequence[Prompt],
     settings: SamplingSettings,
     *,
-    respond: Respond = end,
+    calls: Calls | None = None,
     begun: Mapping[str, tuple[Episode, ...]] | None = None,
     num_groups: int | None = None,
     hooks: Hooks | None = None,
@@ -64,7 +65,7 @@ def generate(
         engine: awake; holds no request, before and after.
         prompts: this replica's share, with unique ids; the same on all of its ranks.
         settings: sampling settings, and the number of responses per prompt.
-        respond: the environment's answer to EOS; by default the response ends there.
+        calls: the environment's answers to the model's turns; None: a response ends at EOS.
         begun: by prompt id, the episodes of prompts that earlier calls have begun. Unfinished
             episodes continue from prompt + tokens so far, with a new seed.
         num_groups: stop once this many prompts of this replica are complete; by default all. Which
@@ -77,7 +78,8 @@ def generate(
         prompts may be unfinished. None on every rank if any replica aborted.
 
     Collectives: the engine's own; with `should_abort` also periodic broadcasts within the replica,
-    a sum of one integer each second over all ranks (`Heartbeat`), and one gather over all ranks.
+    a sum of one integer each second over all ranks (`Heartbeat`), and one gather over all ranks;
+        with `calls` those of `Calls.replies`.
 
     Raises:
         DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
@@ -86,10 +88,11 @@ def generate(
     """
     _check_prompts(engine, prompts, settings.max_response_tokens)
     hooks = hooks or Hooks()
-    responses = Responses(prompts, begun or {}, settings, respond)
+    turns, is_called = (calls.turns, calls.is_called) if calls else (None, False)
+    responses = Responses(prompts, begun or {}, settings, turns=turns, is_called=is_called)
     hooks.on_ended([one for group in responses.groups for one in group if one.finished])
     wanted = len(prompts) if num_groups is None else num_groups
-    run = _Run(engine, responses, wanted, hooks)
+    run = _Run(engine, responses, wanted, hooks, calls)
     run.decode()
     if hooks.should_abort is not None and run.any_aborted():
         hooks.on_aborted(run.num_tokens)
@@ -120,8 +123,16 @@ class _Run:
         num_tokens: number of tokens sampled so far.
     """
 
-    def __init__(self, engine: Engine, responses: Responses, wanted: int, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        responses: Responses,
+        wanted: int,
+        hooks: Hooks,
+        calls: Calls | None,
+    ) -> None:
         self._engine = engine
+        self._calls = calls
         self._responses = responses
         self.num_tokens = 0
         self._wanted = wanted
@@ -136,14 +147,13 @@ class _Run:
 
         Leaves no request in the engine.
         """
-        requests = self._responses.requests()
+        begun = [*self._responses.begin()]
         shown = self._hooks.shows_progress and self._engine.replicas.is_first_rank
         left: Sequence[Completion] = ()
         try:
-            for request in requests:
-                self._engine.add(request)
-            with GenerationProgress(len(requests), shown=shown) as bar:
-                self._end = self._take_steps(len(requests), bar)
+            self._advance(begun)
+            with GenerationProgress(len(begun), shown=shown) as bar:
+                self._end = self._take_steps(len(begun), bar)
         finally:
             left = self._engine.abort()
         self.num_tokens += sum(len(one.token_ids) for one in left)
@@ -169,22 +179,22 @@ class _Run:
         engine, responses = self._engine, self._responses
         last, taken_s, num_steps = self._start, 0.0, 0
         while num_open and responses.num_whole < self._wanted:
-            if num_steps % _STEPS_PER_QUESTION == 0 and self._must_abort():
+            num_in_engine = num_open - (self._calls.num_open if self._calls else 0)
+            is_question = num_steps % _STEPS_PER_QUESTION == 0 or not num_in_engine
+            if is_question and self._must_abort():
                 return Ending(True, taken_s, last - self._start)
             num_steps += 1
-            completions = engine.poll()
+            # Without requests: every open episode waits for its environment.
+            completions = engine.poll() if num_in_engine else ()
             # Occupancy of this step: requests that have just ended still count.
             num_running, num_waiting = engine.num_requests()
-            if not completions and num_running + num_waiting == 0:
-                raise RolloutError(f"the engine has lost {num_open} of its requests")
+            if num_in_engine and not completions and num_running + num_waiting == 0:
+                raise RolloutError(f"the engine has lost {num_in_engine} of its requests")
             share = self._occupancy.share_taken(num_running + len(completions), num_waiting)
-            ended = []
-            for completion in completions:
-                episode = responses.take(completion)
-                if isinstance(episode, Episode):
-                    ended.append(episode)
-                else:  # the environment has answered: the model continues
-                    engine.add(episode)
+            ended = self._advance(map(responses.take, completions))
+            if self._calls and (not num_in_engine or self._calls.is_due(num_steps)):
+                replies = self._calls.replies(wait=not num_in_engine)
+                ended += self._advance(map(responses.answer, replies))
             num_open -= len(ended)
             self._hooks.on_ended(ended)
             now = time.monotonic()
@@ -194,6 +204,18 @@ class _Run:
                 self.num_tokens += num_tokens
                 bar.advance(len(ended), num_tokens)
         return Ending(False, taken_s, last - self._start)
+
+    def _advance(self, items: Iterable[Episode | Request]) -> list[Episode]:
+        """Send requests to the engine, ask the environment; returns the episodes that ended."""
+        ended = []
+        for one in items:
+            if isinstance(one, Request):
+                self._engine.add(one)
+            elif one.finished:
+                ended.append(one)
+            elif self._calls:
+                self._calls.ask(one)
+        return ended
 
     def _must_abort(self) -> bool:
         ask = self._hooks.should_abort

@@ -128,8 +128,11 @@ class Replicas:
         """
         return gather_tables(table, self.gloo_group)
 
-    def agree(self, answer: bool) -> bool:
+    def agree(self, answer: T) -> T:
         """The answer of the replica's first rank: its ranks must take every step together.
+
+        Args:
+            answer: anything small that pickles; used on the first rank alone.
 
         Collectives: one broadcast within the replica, if it has more than one rank.
         """

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gapo_megatron.rollout.engine import Completion, Request
+from gapo_megatron.rollout.journal import Reply
+from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Prompt
-
-Respond = Callable[[Episode], Sequence[int] | None]
-"""`Environment.respond`."""
-
-
-def end(_: Episode) -> None:
-    """Answer of a single-turn environment: the episode has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +56,27 @@ class Responses:
         prompts: Sequence[Prompt],
         begun: Mapping[str, tuple[Episode, ...]],
         settings: SamplingSettings,
-        respond: Respond,
+        *,
+        turns: Turns | None = None,
+        is_called: bool = False,
     ) -> None:
-        """`begun` has responses to some of the prompts, by id; the others start without tokens."""
+        """Start the responses.
+
+        Args:
+            prompts: prompts of the responses.
+            begun: responses to some of the prompts, by id; the others start without tokens.
+            settings: sampling settings.
+            turns: where a turn of the model ends; None: at EOS.
+            is_called: whether an environment answers each turn.
+        """
         self.groups = [
             list(begun.get(prompt.id) or _not_begun(prompt, settings.num_samples))
             for prompt in prompts
         ]
         self._settings = settings
-        self._respond = respond
+        self._turns = turns
+        self._is_called = is_called
+        self._stop_ids = turns.stop_ids if turns else ()
         self._num_open = [sum(not one.finished for one in group) for group in self.groups]
         self._places: dict[str, tuple[int, int]] = {}
         """Prompt and sample of each request, by name."""
@@ -79,46 +86,77 @@ class Responses:
         """Number of prompts whose responses are all finished."""
         return self._num_open.count(0)
 
-    def requests(self) -> list[Request]:
-        """Requests for the rest of every unfinished response, in order."""
-        return [
-            self._request(i, sample)
-            for i, group in enumerate(self.groups)
-            for sample, episode in enumerate(group)
-            if not episode.finished
-        ]
+    def begin(self) -> Iterator[Episode | Request]:
+        """The unfinished responses, in order: requests for their rest, or episodes to answer."""
+        for i, group in enumerate(self.groups):
+            for sample, episode in enumerate(group):
+                self._places[_name(episode)] = i, sample
+                if episode.finished:
+                    continue
+                is_over = self._is_called and self._turns and self._turns.is_over(episode)
+                yield episode if is_over else self._request(episode)
 
-    def _request(self, i: int, sample: int) -> Request:
-        """Request for the rest of response number `sample` to prompt i."""
-        settings, episode = self._settings, self.groups[i][sample]
-        name, num_tokens = f"{episode.prompt.id}/{sample}", len(episode.token_ids)
-        self._places[name] = i, sample
+    def _request(self, episode: Episode) -> Request:
+        """Request for the rest of a response."""
+        settings, num_tokens = self._settings, len(episode.token_ids)
+        seed = request_seed(
+            settings.seed, settings.step, episode.prompt.id, episode.sample, num_tokens
+        )
         return Request(
-            name=name,
+            name=_name(episode),
             prompt_ids=episode.prompt.token_ids,
             response_ids=episode.token_ids,
             max_tokens=settings.max_response_tokens - num_tokens,
-            seed=request_seed(settings.seed, settings.step, episode.prompt.id, sample, num_tokens),
+            seed=seed,
             temperature=settings.temperature,
             top_p=settings.top_p,
+            stop_ids=self._stop_ids,
         )
 
     def take(self, completion: Completion) -> Episode | Request:
-        """Add a request's tokens, and at EOS the tokens that the environment appends.
+        """Add a request's tokens.
 
         Returns:
-            The episode, if it has ended or was aborted; otherwise the request that continues it.
+            The episode: finished, aborted, or at the end of a turn that the environment answers.
+            Or the request that continues it, after a stop token that ended no turn.
         """
         i, sample = self._places[completion.name]
         episode = _extend(self.groups[i][sample], completion)
         if completion.reason == "stop":
-            answer = self._respond(episode)
-            if answer is not None:
-                episode = self._append(episode, answer)
+            goes_on = self._turns and int(episode.token_ids[-1]) in self._stop_ids
+            if goes_on and not self._turns.is_over(episode):
+                return self._continue(episode)
+            episode = replace(episode, finished=not self._is_called)
+        return self._keep(episode)
+
+    def answer(self, reply: Reply) -> Episode | Request:
+        """Add the environment's answer to a turn.
+
+        Returns:
+            The episode, if it has ended; otherwise the request that continues it.
+        """
+        i, sample = self._places[f"{reply.prompt}/{reply.sample}"]
+        episode = self.groups[i][sample]
+        if reply.failure:
+            return self._keep(replace(episode, finished=True, failure=reply.failure))
+        if reply.tokens is None:
+            return self._keep(replace(episode, finished=True))
+        episode = self._append(episode, reply.tokens)
+        return self._keep(episode) if episode.finished else self._continue(episode)
+
+    def _continue(self, episode: Episode) -> Episode | Request:
+        """The request for the rest of a response, if there is room for it."""
+        episode = replace(episode, finished=False)
+        if len(episode.token_ids) >= self._settings.max_response_tokens:
+            return self._keep(replace(episode, finished=True, truncated=True))
+        self._keep(episode)
+        return self._request(episode)
+
+    def _keep(self, episode: Episode) -> Episode:
+        """Store an episode in place of its beginning."""
+        i, sample = self._places[_name(episode)]
         self.groups[i][sample] = episode
         self._num_open[i] -= episode.finished
-        if completion.reason == "stop" and not episode.finished:
-            return self._request(i, sample)
         return episode
 
     def _append(self, episode: Episode, answer: Sequence[int]) -> Episode:
@@ -129,7 +167,7 @@ class Responses:
         """
         num_tokens = len(episode.token_ids)
         if num_tokens + len(answer) >= self._settings.max_response_tokens:
-            return replace(episode, truncated=True)
+            return replace(episode, truncated=True, finished=True)
         zeros = np.zeros(len(answer), np.float32)
         return replace(
             episode,
@@ -138,6 +176,11 @@ class Responses:
             response_mask=np.concatenate([episode.is_sampled, zeros.astype(bool)]),
             finished=False,
         )
+
+
+def _name(episode: Episode) -> str:
+    """Name of a response's requests."""
+    return f"{episode.prompt.id}/{episode.sample}"
 
 
 def _not_begun(prompt: Prompt, num_samples: int) -> list[Episode]:

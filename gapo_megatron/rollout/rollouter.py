@@ -17,9 +17,11 @@ from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource, check_sources
 from gapo_megatron.errors import DataError
 from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
+from gapo_megatron.rollout.calls import Acting, Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.journal import evaluation_name, step_name
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
@@ -96,6 +98,7 @@ class Rollouter:
         batch: BatchConfig,
         sampling: SamplingSettings,
         reward: RewardConfig,
+        acting: Acting | None = None,
     ) -> None:
         """Set up sampling, without drawing prompts yet.
 
@@ -107,6 +110,7 @@ class Rollouter:
             batch: section `batch`.
             sampling: sampling settings; `collect` sets the step.
             reward: section `reward`; reads `truncated` and `graded`.
+            acting: how the environment is called; None: a response ends at EOS.
         """
         self.open_groups = Rollouts.join([])
         self.environment = environment
@@ -118,6 +122,7 @@ class Rollouter:
         self._batch = batch
         self._sampling = sampling
         self._reward = reward
+        self.acting = acting
 
     def collect(self, step: int, *, attempt: Patient, stopwatch: Stopwatch) -> Rollouts | None:
         """Sample and judge `batch.rollout_prompts` groups.
@@ -197,6 +202,10 @@ class Rollouter:
         """Channel of the ranks that sample, for sending tokens to the ranks that compute them."""
         return self._engine.replicas.channel
 
+    def evaluation_calls(self, step: int) -> Calls | None:
+        """The environment's calls for the evaluation before a step."""
+        return self.acting and self.acting.calls(evaluation_name(step), self._engine.replicas)
+
     def resume(self, groups: Sequence[Sequence[Episode]]) -> None:
         """Continue the open groups of a checkpoint; every rank must pass all of them."""
         replicas = self._engine.replicas
@@ -255,7 +264,7 @@ class Rollouter:
                 engine,
                 mine,
                 replace(self._sampling, step=now.step),
-                respond=self.environment.respond,
+                calls=self.acting and self.acting.calls(step_name(now.step), replicas),
                 begun={group[0].prompt.id: group for group in resumed},
                 num_groups=num_wanted,
                 hooks=Hooks(

@@ -60,6 +60,7 @@ class Colocated:
                 pool=self.pool,
                 environment=self.rollouter.environment,
                 config=self.config,
+                calls=self.rollouter.evaluation_calls(step),
                 output=evaluation_path(self.config.run.output_dir, step)
                 if self.attempt.leads
                 else None,

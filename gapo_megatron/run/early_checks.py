@@ -14,6 +14,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.rollout import environments
 from gapo_megatron.run.metrics import check_sinks
 from gapo_megatron.run.processes import is_first
 from gapo_megatron.run.restart import adopt_export, check_not_lost
@@ -33,6 +34,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     check_writable(config.run.output_dir, is_first=is_first())
     check_sinks(config.metrics)
     rewards.check(config.reward)
+    environments.check(config.environment)
     if keep_weights and is_first():
         _check_export(config)
         check_not_lost(config)

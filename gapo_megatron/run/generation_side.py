@@ -138,6 +138,7 @@ class GenerationSide:
                 pool=self.pool,
                 environment=self.rollouter.environment,
                 config=self.config,
+                calls=self.rollouter.evaluation_calls(order.step),
                 output=evaluation_path(self.config.run.output_dir, order.step)
                 if self.is_first
                 else None,

@@ -13,6 +13,7 @@ from gapo_megatron.exchange import Channel
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.io.run_folder import has_finished, mark_finished
 from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.journal import remove_journals
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.generation import Generation
 
@@ -75,6 +76,8 @@ class Checkpoints:
                 config=self.config,
                 attempt=self.attempt,
             )
+            if self.attempt.leads:
+                remove_journals(Path(self.config.run.output_dir), before=state.step)
         self.attempt.keep_stage_seconds(self.stopwatch.recent)
         self._saved = (state.step, state.num_open_updates)
 

@@ -38,12 +38,16 @@ from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter, check_problems
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
+from gapo_megatron.rollout.turns import Turns
+from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
@@ -61,6 +65,9 @@ class Inputs:
 
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
+    environment: Environment
+    turns: Turns
+    """Where the model's turns end."""
     problems: list[Prompt]
     held_out: list[Prompt]
     """Problems of the evaluation; empty if the run does not evaluate."""
@@ -91,7 +98,12 @@ def check_inputs(config: Config) -> Inputs:
     source = PromptSource(problems, seed=config.run.seed, sources=config.data.source)
     if branch_point is not None:
         source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
-    return Inputs(hf_config, tokenizer, problems, held_out, source, branch_point)
+    environment = environments.build(config.environment, tokenizer)
+    eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
+    turns = Turns(tokenizer, config.environment.stop, eos_token_ids=eos)
+    return Inputs(
+        hf_config, tokenizer, environment, turns, problems, held_out, source, branch_point
+    )
 
 
 def read_problems(
@@ -343,11 +355,19 @@ def build_rollouter(
     config: Config, inputs: Inputs, engine: Engine, pool: rewards.Pool
 ) -> Rollouter:
     """Build the rollouter that the config asks for."""
+    acting = Acting(
+        inputs.environment,
+        config.environment,
+        inputs.turns,
+        max_response_tokens=config.rollout.max_response_tokens,
+        vocab_size=engine.vocab_size,
+        run_dir=Path(config.run.output_dir),
+    )
     rollouter = Rollouter(
         engine,
         inputs.source,
         pool,
-        OneTurn(inputs.tokenizer),
+        inputs.environment,
         batch=config.batch,
         sampling=SamplingSettings(
             num_samples=config.batch.rollouts_per_prompt,
@@ -357,6 +377,7 @@ def build_rollouter(
             top_p=config.rollout.top_p,
         ),
         reward=config.reward,
+        acting=acting,
     )
     rollouter.samples = Samples(inputs.tokenizer, num_per_step=config.metrics.samples_per_step)
     return rollouter

@@ -21,6 +21,7 @@ from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.types import Prompt
+from tests.acting import acting_of
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, says
 from tests.waiting import wait_until
@@ -182,9 +183,10 @@ def test_evaluation_meets_the_environment_of_training(pool, tokenizer):
             return episode.prompt.answer, episode.prompt.answer
 
     engine = ScriptedEngine(says(tokenizer, RESPONSES))
-    metrics = evaluate(
-        engine, PROMPTS, **settings(pool, tokenizer) | {"environment": Corrects(tokenizer)}
-    )
+    environment = Corrects(tokenizer)
+    calls = acting_of(environment).calls("evaluation_0", engine.replicas)
+    own = {"environment": environment, "calls": calls}
+    metrics = evaluate(engine, PROMPTS, **settings(pool, tokenizer) | own)
     assert metrics["eval/pass@1"] == 1.0
     assert metrics["eval/response_tokens"] == 4.0
     assert {tuple(one.prompt_ids) for one in engine.asked} == {(9, 3)}

@@ -23,6 +23,7 @@ from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Prompt
+from tests.acting import calls_of
 from tests.convert_setup import to_hf
 from tests.messages import mentions
 from tests.rollout_setup import (
@@ -236,7 +237,8 @@ def test_goes_on_from_what_an_environment_says(fresh):
     """Log-probs are those of sampled tokens, given all tokens before."""
     prompts = make_prompts(4)
     alone = generate(fresh.engine, prompts, **LONG)
-    groups = generate(fresh.engine, prompts, respond=TwoTurn((20, 21, 22)).respond, **LONG)
+    calls = calls_of(TwoTurn((20, 21, 22)).respond, eos_token_ids=fresh.ends)
+    groups = generate(fresh.engine, prompts, calls=calls, **LONG)
     rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
     first_turns = [r for group in alone for r in group]
     num_spoken = 0

@@ -18,6 +18,7 @@ from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode, Prompt
+from tests.acting import calls_of
 from tests.scripted_engine import ScriptedEngine
 from tests.transformers_engine import TransformersEngine
 from tests.two_turn import TwoTurn
@@ -51,7 +52,7 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
     engine = TransformersEngine(model, eos_token_id=EOS)
     prompts = [Prompt(str(i), (3, 4 + i), answer="") for i in range(4)]
     respond = TwoTurn((20, 21)).respond
-    groups = generate(engine, prompts, SETTINGS, respond=respond)
+    groups = generate(engine, prompts, SETTINGS, calls=calls_of(respond))
     assert groups is not None
     episodes = [one for group in groups for one in group]
     turns = {one.response_mask is not None for one in episodes}
@@ -60,7 +61,7 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
     log_probs = [one.log_probs[one.is_sampled] for one in episodes]
     check = verify_weights(engine, rollouts, log_probs)
     assert check.max_abs_diff < 1e-5
-    again = generate(engine, prompts[::-1], SETTINGS, respond=respond)
+    again = generate(engine, prompts[::-1], SETTINGS, calls=calls_of(respond))
     assert again is not None
     assert [tokens_of(group) for group in again] == [tokens_of(group) for group in groups[::-1]]
 

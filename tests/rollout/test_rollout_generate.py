@@ -22,6 +22,7 @@ from gapo_megatron.rollout.progress import Heartbeat, Occupancy
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.types import Episode, Prompt
+from tests.acting import acting_of, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout.test_sample import ATTEMPT, config_of, length_of
@@ -265,7 +266,11 @@ def test_the_model_goes_on_from_what_the_environment_says() -> None:
     engine = ScriptedEngine(in_two_turns)
     calls: list[Episode] = []
     groups = generate(
-        engine, PROMPTS[:2], SETTINGS, respond=TwoTurn(GIVEN).respond, hooks=Hooks(calls.extend)
+        engine,
+        PROMPTS[:2],
+        SETTINGS,
+        calls=calls_of(TwoTurn(GIVEN).respond),
+        hooks=Hooks(calls.extend),
     )
     for prompt, group in zip(PROMPTS, groups or [], strict=False):
         for sample, one in enumerate(group):
@@ -290,7 +295,7 @@ def test_the_token_limit_counts_what_the_environment_says() -> None:
     def run(limit: int) -> Episode:
         settings = replace(SETTINGS, num_samples=1, max_response_tokens=limit)
         engine = ScriptedEngine(in_two_turns)
-        groups = generate(engine, PROMPTS[:1], settings, respond=TwoTurn(GIVEN).respond)
+        groups = generate(engine, PROMPTS[:1], settings, calls=calls_of(TwoTurn(GIVEN).respond))
         assert groups is not None
         return groups[0][0]
 
@@ -311,7 +316,7 @@ def test_an_episode_goes_on_wherever_it_was_interrupted(num_steps: int) -> None:
     respond = TwoTurn(GIVEN).respond
     settings = replace(SETTINGS, num_samples=2)
     engine = ScriptedEngine(in_two_turns)
-    whole = generate(engine, PROMPTS[:1], settings, respond=respond)
+    whole = generate(engine, PROMPTS[:1], settings, calls=calls_of(respond))
     # Problem 1 is whole after so many steps, and problem 0 stops there.
     engine = ScriptedEngine(
         lambda request: [6] * num_steps if place_of(request)[0] == "1" else in_two_turns(request)
@@ -321,12 +326,12 @@ def test_an_episode_goes_on_wherever_it_was_interrupted(num_steps: int) -> None:
         PROMPTS[:2],
         settings,
         num_groups=1,
-        respond=lambda one: None if one.prompt.id == "1" else respond(one),
+        calls=calls_of(lambda one: None if one.prompt.id == "1" else respond(one)),
     )
     assert first is not None and whole is not None
     (opened, _) = first
     assert sum(one.finished for one in opened) == (num_steps >= 5) + (num_steps >= 6)
-    rest = generate(engine, PROMPTS[:1], settings, begun={"0": opened}, respond=respond)
+    rest = generate(engine, PROMPTS[:1], settings, begun={"0": opened}, calls=calls_of(respond))
     assert rest is not None and tokens_of(rest) == tokens_of(whole)
     for one, expected in zip(rest[0], whole[0], strict=True):
         assert one.response_mask is not None and expected.response_mask is not None
@@ -341,7 +346,7 @@ def test_a_request_that_goes_on_does_not_make_the_engine_full() -> None:
     share_taken = occupancy.share_taken
     occupancy.share_taken = lambda *counts: shares.append(share_taken(*counts)) or shares[-1]  # type: ignore[method-assign, func-returns-value]
     engine = ScriptedEngine(in_two_turns)
-    generate(engine, PROMPTS[:1], SETTINGS, respond=TwoTurn(GIVEN).respond, hooks=hooks)
+    generate(engine, PROMPTS[:1], SETTINGS, calls=calls_of(TwoTurn(GIVEN).respond), hooks=hooks)
     # Three steps of the first turn; in the second the four end one after another.
     assert shares == [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
 
@@ -351,15 +356,17 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
     config = config_of(2, oversampling=2, partial_rollouts=True)
     problems = [Prompt(str(i), (10 + i,), answer=f"7 {EOS}") for i in range(8)]
     engine = ScriptedEngine(in_two_turns)
+    environment = TwoTurn(GIVEN, first=(8,))
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
         rollouter = Rollouter(
             engine,
             PromptSource(problems, seed=0),
             pool,
-            TwoTurn(GIVEN, first=(8,)),
+            environment,
             batch=config.batch,
             sampling=replace(SETTINGS, step=0),
             reward=config.reward,
+            acting=acting_of(environment),
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
     assert sampled is not None

@@ -32,6 +32,7 @@ from gapo_megatron.rollout.table import to_episodes
 from gapo_megatron.rollouts import ROW, Rollouts
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from tests.acting import one_turn_inputs
 from tests.learn_setup import GROUP_SIZE, make_config
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, ThreadReplicas, place_of
@@ -214,11 +215,10 @@ class Setup:
         self.rollouter = self.begin(config, source)
 
     def begin(self, config: Config, source: Any) -> Rollouter:
-        inputs: Any = SimpleNamespace(source=source, tokenizer=TOKENIZER)
+        inputs = one_turn_inputs(source, TOKENIZER)
+        inputs.environment = Numbered(inputs.tokenizer)
         pool: Any = self.pool
-        rollouter = build_rollouter(config, inputs, self.engine, pool)
-        rollouter.environment = Numbered(inputs.tokenizer)
-        return rollouter
+        return build_rollouter(config, inputs, self.engine, pool)
 
     def collect(self, step: int, stopwatch: Stopwatch | None = None) -> Rollouts:
         self.step = step
@@ -461,7 +461,7 @@ def test_verdicts_belong_to_their_responses_whichever_rank_judges(
 
     def run(rank: int, replicas: Replicas) -> tuple[Rollouts, Rollouts]:
         setup = Setup(config, source, replicas=replicas, length=lambda *one: 1 + length_of(*one))
-        inputs: Any = SimpleNamespace(source=source, tokenizer=TOKENIZER)
+        inputs = one_turn_inputs(source, TOKENIZER)
         setup.rollouter = build_rollouter(config, inputs, setup.engine, pools[rank])
         return setup.sample(prompts[: len(prompts) - num_open], opened, 6)
 
@@ -491,7 +491,7 @@ def test_verdicts_of_a_generation_that_is_aborted_count_nowhere(
 
     source = PromptSource([Prompt(str(i), (i,), "old") for i in range(6)], seed=0)
     engine = ScriptedEngine(lambda request: [5] * (3 if place_of(request)[1] == 0 else 30))
-    inputs: Any = SimpleNamespace(source=source, tokenizer=TOKENIZER)
+    inputs = one_turn_inputs(source, TOKENIZER)
     rollouter = build_rollouter(config_of(6), inputs, engine, pools[0])
     rollouter.resume([open_group(source.problems[0])])
     before = rollouter.open_groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
+from tests.acting import one_turn_inputs
 from tests.configs import config_of
 from tests.scripted_engine import LoneReplicas, ThreadReplicas
 from tests.timed_engine import Costs, CountedPace, Lengths, TimedEngine
@@ -121,7 +121,7 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
     def run(replicas: ThreadReplicas, pool: rewards.Pool) -> Found:
         engine, pace = make_engine(Costs(lambda count, _: 1 + 0.01 * count), replicas=replicas)
         source = PromptSource([Prompt(str(i), (1,), "") for i in range(500)], seed=0)
-        inputs = SimpleNamespace(source=source, tokenizer=Tokenizer())
+        inputs = one_turn_inputs(source, Tokenizer())
         rollouter = build_rollouter(config, inputs, engine, pool)
         found = Found([], [])
         for step in range(NUM_STEPS):

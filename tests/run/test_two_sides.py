@@ -43,6 +43,7 @@ from gapo_megatron.run.orders import STOP
 from gapo_megatron.run.process_group import World
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
+from tests.acting import one_turn_inputs
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
 from tests.dist import rank_context, run_sides
@@ -94,7 +95,7 @@ def serve(
     replicas = Replicas.create(1, gloo_group=world.gloo_group)
     engine = ScriptedEngine(script, replicas=replicas, before_step=lambda: before_step(engine))
     source = PromptSource(PROBLEMS, seed=0)
-    inputs = cast(Any, SimpleNamespace(source=source, tokenizer=Tokenizer()))
+    inputs = one_turn_inputs(source, Tokenizer())
     pool = Pool("tests.reward_setup", num_workers=1, timeout_s=HANG_S)
     side = GenerationSide(
         config=config,

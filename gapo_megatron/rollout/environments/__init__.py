@@ -1,1 +1,56 @@
-"""Implementations of `rollout.environment.Environment`, a file for each."""
+"""Implementations of `rollout.environment.Environment`, a file for each, and the config's choice.
+
+Importing this package imports no torch: a wrong setting is found before seconds of imports.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from gapo_megatron import user_code
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from gapo_megatron.config import EnvironmentConfig
+    from gapo_megatron.rollout.environment import Environment
+
+SETTING = "environment.kind"
+_METHODS = ("begin", "respond", "judge")
+
+
+def check(config: EnvironmentConfig) -> None:
+    """Import the code that the config names, and check it, without a tokenizer.
+
+    Raises:
+        ConfigError: names setting, file, name, and what is missing.
+    """
+    if user_code.is_code(config.kind):
+        made = user_code.load_with_settings(config.kind, config.settings, setting=SETTING)
+        if isinstance(made.func, type):
+            _check_methods(config.kind, made.func)
+
+
+def build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """Build the config's environment.
+
+    Raises:
+        ConfigError: see `check`; or its class refuses the settings.
+    """
+    if not user_code.is_code(config.kind):
+        return OneTurn(tokenizer)
+    made = user_code.load_with_settings(config.kind, config.settings, setting=SETTING)
+    environment = user_code.build(made, tokenizer, setting=SETTING)
+    _check_methods(config.kind, environment)
+    return cast("Environment", environment)
+
+
+def _check_methods(kind: str, found: object) -> None:
+    missing = [name for name in _METHODS if not callable(getattr(found, name, None))]
+    if missing:
+        raise ConfigError(
+            f"{SETTING} ({kind!r}) must have the methods {', '.join(_METHODS)} "
+            f"(gapo_megatron/rollout/environment.py); missing: {', '.join(missing)}"
+        )

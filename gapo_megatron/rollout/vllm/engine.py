@@ -117,7 +117,7 @@ class RolloutEngine:
             # empty cache and must produce the same bits.
             self.llm.reset_prefix_cache()
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
-        params = to_params(request, list(self.eos_token_ids))
+        params = to_params(request, [*self.eos_token_ids, *request.stop_ids])
         vllm.add_tokens(self.llm, request.name, tokens, params)
 
     def poll(self) -> list[Completion]:

@@ -1,0 +1,55 @@
+"""Section of the configuration on what answers the model during an episode."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from gapo_megatron.config.section import HOW, SAMPLED, Section
+from gapo_megatron.config.types import Count, Seconds, Settings
+from gapo_megatron.config.types import Text as OneLine
+from gapo_megatron.user_code import is_code
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+KINDS = ("one_turn",)
+"""Environments of this package."""
+
+
+class EnvironmentConfig(Section):
+    """What answers the model during an episode (docs/environments.md)."""
+
+    role = SAMPLED
+    kept = "samples must come from the same distribution"
+
+    kind: OneLine = "one_turn"
+    """`one_turn`: the response ends at its first EOS. Or your own environment,
+    `path/to/file.py:NAME`, built as `NAME(tokenizer, **settings)`."""
+    settings: Settings = Field(default_factory=dict)
+    """Settings of the environment: keyword arguments of its class."""
+    stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()
+    """Texts that end the model's turn, beside EOS, such as `</tool_call>`. The token that completes
+    the text is kept whole. Best are texts that are a single token (docs/environments.md)."""
+    max_concurrent: Annotated[Count, HOW] = 64
+    """Calls of the environment that an engine may have open at once; others wait in order."""
+    call_timeout_s: Seconds = 60
+    """Time limit of a call. After it the verdict on the episode is unknown."""
+    episode_timeout_s: Seconds = 600
+    """Time limit of all calls of an episode together. After it its verdict is unknown."""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether something answers the model; otherwise a response ends with its first turn."""
+        return self.kind != "one_turn"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind not in KINDS and not is_code(self.kind):
+            raise ValueError(
+                f"kind ({self.kind!r}) must be {', '.join(map(repr, KINDS))}, or an environment of "
+                "your own: path/to/file.py:NAME or package.module:NAME"
+            )
+        if not self.is_called and self.settings:
+            raise ValueError(f"settings ({self.settings}): 'one_turn' has none")
+        return self

@@ -1,0 +1,285 @@
+"""Calls of an environment while the engine decodes: slow, with side effects, and possibly broken.
+
+The first rank of a replica makes them, in threads. The other ranks get the answers by broadcast:
+each tensor-parallel rank has a scheduler of its own, and all must add the same requests in the same
+order, before the same decoding step.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gapo_megatron.config import EnvironmentConfig
+from gapo_megatron.errors import GapoError
+from gapo_megatron.rollout.environment import Environment
+from gapo_megatron.rollout.journal import Journal, Reply, key
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.turns import Turns
+from gapo_megatron.types import Episode
+
+EXCHANGE_EVERY = 8
+"""Decoding steps between two broadcasts of answers, in a replica of several ranks."""
+_WAIT_S = 0.1
+"""Longest wait for an answer: meanwhile the verifier workers get new work."""
+_MOST_CHARACTERS = 300
+"""Of an error's message in a verdict's reason."""
+
+Run = Callable[[Callable[[], None]], object]
+"""Starts a function in a thread."""
+
+
+def in_thread(function: Callable[[], None]) -> None:
+    """Start a thread that does not keep the process alive: a call that hangs is left alone."""
+    threading.Thread(target=function, name="environment", daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """An environment, and all that calling it needs; made once for a run."""
+
+    environment: Environment
+    config: EnvironmentConfig
+    turns: Turns
+    max_response_tokens: int
+    vocab_size: int
+    run_dir: Path | None = None
+    """Run folder, for the journal; None: calls are not recorded."""
+    run: Run = in_thread
+
+    def calls(self, name: str, replicas: Replicas) -> Calls:
+        """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
+        caller = None
+        if replicas.is_first_of_replica:
+            number = replicas.rank // replicas.size
+            journal = self.run_dir and Journal(self.run_dir, name, replica=number)
+            caller = _Caller(self, journal or None)
+        return Calls(self.turns, replicas, caller, is_called=self.config.is_called)
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """What an episode's calls have cost."""
+
+    num_calls: int = 0
+    num_errors: int = 0
+    seconds: float = 0.0
+
+
+class Calls:
+    """The calls of a generation. All ranks of a replica call its methods at the same steps.
+
+    Attributes:
+        turns: decides where a turn of the model ends.
+        is_called: False: nothing answers the model, and a response ends with its first turn.
+        num_open: episodes that wait for an answer; equal on the ranks of a replica.
+        counts: calls by problem id and sample; equal on the ranks of a replica.
+    """
+
+    def __init__(
+        self, turns: Turns, replicas: Replicas, caller: _Caller | None, *, is_called: bool
+    ) -> None:
+        self.turns = turns
+        self.is_called = is_called
+        self.num_open = 0
+        self.counts: dict[tuple[str, int], CallCounts] = {}
+        self._replicas = replicas
+        self._caller = caller
+
+    def ask(self, episode: Episode) -> None:
+        """Ask for the answer to the model's last turn. Never waits."""
+        self.num_open += 1
+        if self._caller is not None:
+            self._caller.ask(episode)
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether the ranks of the replica exchange answers at this decoding step."""
+        every = EXCHANGE_EVERY if self._replicas.size > 1 else 1
+        return self.num_open > 0 and num_steps % every == 0
+
+    def replies(self, *, wait: bool) -> Sequence[Reply]:
+        """The answers that have come, in one order on all ranks of the replica.
+
+        Args:
+            wait: wait for an answer for a moment: the engine has nothing to decode.
+
+        Collectives: one broadcast within the replica, if it has more than one rank.
+
+        Raises:
+            MachineError: on the first rank: an answer could not be recorded.
+        """
+        came: Sequence[Reply] = ()
+        if self._caller is not None:
+            came = self._caller.take(wait_s=_WAIT_S if wait else 0.0)
+        came = self._replicas.agree(came)
+        self.num_open -= len(came)
+        for reply in came:
+            counts = self.counts.setdefault((reply.prompt, reply.sample), CallCounts())
+            counts.num_calls += 1
+            counts.num_errors += bool(reply.failure)
+            counts.seconds += reply.seconds
+        return came
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that has begun."""
+
+    episode: Episode
+    limit_s: float
+    limit: str
+    """The setting that `limit_s` comes from."""
+    began_s: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_settled: bool = False
+
+
+class _Caller:
+    """Makes the calls of a replica, in threads; lives on its first rank."""
+
+    def __init__(self, acting: Acting, journal: Journal | None) -> None:
+        self._acting = acting
+        self._journal = journal
+        self._waiting: deque[Episode] = deque()
+        self._begun: list[_Call] = []
+        self._spent_s: dict[tuple[str, int], float] = {}
+        self._results: queue.SimpleQueue[Reply | GapoError] = queue.SimpleQueue()
+
+    def ask(self, episode: Episode) -> None:
+        """Begin a call, or queue it; its answer may be in the journal."""
+        found = self._journal and self._journal.find(episode)
+        if found:
+            self._spend(found)
+            self._results.put(found)
+        else:
+            self._waiting.append(episode)
+            self._begin()
+
+    def take(self, *, wait_s: float) -> list[Reply]:
+        """Answers and failures since the last call; waits for the first of them, if none."""
+        self._end_late()
+        self._begin()
+        replies = list(self._arrived(wait_s))
+        for reply in replies:
+            self._spend(reply)
+        self._begin()
+        return replies
+
+    def _arrived(self, wait_s: float) -> Iterator[Reply]:
+        while True:
+            try:
+                result = self._results.get(timeout=wait_s) if wait_s else self._results.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(result, GapoError):
+                raise result
+            wait_s = 0.0
+            yield result
+
+    def _spend(self, reply: Reply) -> None:
+        place = reply.prompt, reply.sample
+        self._spent_s[place] = self._spent_s.get(place, 0.0) + reply.seconds
+
+    def _begin(self) -> None:
+        """Begin calls in order, up to `environment.max_concurrent`."""
+        config = self._acting.config
+        self._begun = [one for one in self._begun if not one.is_settled]
+        while self._waiting and len(self._begun) < config.max_concurrent:
+            episode = self._waiting.popleft()
+            left_s = config.episode_timeout_s - self._spent_s.get(_place(episode), 0.0)
+            call = _Call(
+                episode,
+                *min(
+                    (float(config.call_timeout_s), "call_timeout_s"), (left_s, "episode_timeout_s")
+                ),
+            )
+            self._begun.append(call)
+            if call.limit_s <= 0:
+                self._end_late()
+            else:
+                self._acting.run(lambda call=call: self._make(call))  # type: ignore[misc]
+
+    def _end_late(self) -> None:
+        """Give up calls that exceed a limit. No thread can be ended: nobody waits for theirs."""
+        now = time.monotonic()
+        for call in self._begun:
+            if now - call.began_s >= call.limit_s:
+                value = getattr(self._acting.config, call.limit)
+                failure = f"no answer within environment.{call.limit} ({value})"
+                self._settle(call, failure=failure)
+
+    def _make(self, call: _Call) -> None:
+        """Make a call; runs in a thread."""
+        process = os.getpid()
+        try:
+            if self._journal is not None:
+                self._journal.begin(call.episode)
+        except GapoError as error:
+            self._results.put(error)
+            return
+        tokens, failure = None, ""
+        try:
+            answer = self._acting.environment.respond(call.episode)
+            tokens = check_answer(answer, self._acting)
+        except BaseException as error:  # whatever a user's code raises, SystemExit included
+            failure = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+        if os.getpid() != process:
+            os._exit(0)  # a fork that the environment did not end
+        self._settle(call, tokens=tokens, failure=failure)
+
+    def _settle(
+        self, call: _Call, *, tokens: tuple[int, ...] | None = None, failure: str = ""
+    ) -> None:
+        """Record and hand over a call's result; the first result counts."""
+        with call.lock:
+            if call.is_settled:
+                return
+            seconds = time.monotonic() - call.began_s
+            reply = Reply(*_place(call.episode), tokens, failure, round(seconds, 6))
+            try:
+                if self._journal is not None:
+                    self._journal.end(call.episode, reply)
+                self._results.put(reply)
+            except GapoError as error:
+                self._results.put(error)
+            call.is_settled = True
+
+
+def check_answer(answer: Any, acting: Acting) -> tuple[int, ...] | None:
+    """An answer of `Environment.respond` as plain integers.
+
+    Raises:
+        TypeError: it is neither None nor a list, tuple or array of integers.
+        ValueError: it has more tokens than a response may have, or a token that the model has not.
+    """
+    if answer is None:
+        return None
+    if not isinstance(answer, list | tuple | np.ndarray):
+        raise TypeError(f"respond returned {type(answer).__name__}, not a list of tokens or None")
+    if len(answer) > acting.max_response_tokens:
+        raise ValueError(
+            f"respond returned {len(answer)} tokens, more than rollout.max_response_tokens "
+            f"({acting.max_response_tokens})"
+        )
+    for token in answer:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool):
+            raise TypeError(f"respond returned {type(token).__name__} among the tokens")
+        if not 0 <= token < acting.vocab_size:
+            raise ValueError(f"respond returned the token {token}, which the model does not have")
+    return tuple(int(token) for token in answer)
+
+
+def _place(episode: Episode) -> tuple[str, int]:
+    return episode.prompt.id, episode.sample
+
+
+__all__ = ["EXCHANGE_EVERY", "Acting", "CallCounts", "Calls", "Reply", "check_answer", "key"]

@@ -1,0 +1,144 @@
+"""Journal of an environment's calls: no call is made twice, whenever a run is killed.
+
+A file for each step and replica in the run folder. A line is on disk before the call begins, and
+another before its answer is used. A resumed run samples the same tokens, and so asks for the same
+calls: it reads their answers here. A call that had begun, but has no answer, may have had its side
+effects; it is not repeated, and the verdict on its episode is unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gapo_megatron.errors import DataError
+from gapo_megatron.io.files import naming
+from gapo_megatron.io.run_folder import JOURNAL_FOLDER
+from gapo_megatron.types import Episode
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An environment's answer to a turn of the model, or why there is none."""
+
+    prompt: str
+    """Id of the problem."""
+    sample: int
+    """Number of the response among those to the problem."""
+    tokens: tuple[int, ...] | None = None
+    """Tokens to append; None: the episode has ended."""
+    failure: str = ""
+    """Why the call failed: the verdict on the episode is unknown. Empty if it did not."""
+    seconds: float = 0.0
+    """Duration of the call."""
+
+
+class Journal:
+    """The calls of one step, or of one evaluation, of a replica. Threads may share it."""
+
+    def __init__(self, run_dir: Path, name: str, *, replica: int) -> None:
+        """Read what earlier attempts have recorded, with any number of replicas.
+
+        Args:
+            run_dir: the run folder.
+            name: of the step (`step_name`) or the evaluation.
+            replica: number of this replica, which writes a file of its own.
+
+        Raises:
+            DataError: a file is damaged, other than by an interrupted last line; names file and
+                line.
+        """
+        folder = run_dir / JOURNAL_FOLDER
+        self._path = folder / f"{name}_{replica}.jsonl"
+        self._lock = threading.Lock()
+        self._begun: set[str] = set()
+        self._replies: dict[str, Reply] = {}
+        for path in sorted(folder.glob(f"{name}_*.jsonl")):
+            self._read(path)
+        self._mends = self._path.exists()
+
+    def find(self, episode: Episode) -> Reply | None:
+        """The recorded answer to the last turn of an episode; None if it was never asked for."""
+        name = key(episode)
+        if name in self._replies:
+            return self._replies[name]
+        if name not in self._begun:
+            return None
+        why = "the run was interrupted during the environment's call"
+        return Reply(episode.prompt.id, episode.sample, failure=why)
+
+    def begin(self, episode: Episode) -> None:
+        """Record, on disk, that a call begins."""
+        self._write({"begun": key(episode)})
+
+    def end(self, episode: Episode, reply: Reply) -> None:
+        """Record its answer, on disk."""
+        self._write({"call": key(episode), **asdict(reply)})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._lock, naming(self._path):
+            self._path.parent.mkdir(exist_ok=True)
+            with open(self._path, "ab") as file:
+                if self._mends:  # the line that a kill has interrupted
+                    file.truncate(_whole_bytes(self._path))
+                    self._mends = False
+                file.write(json.dumps(record).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _read(self, path: Path) -> None:
+        with naming(path):
+            content = path.read_bytes()[: _whole_bytes(path)]
+        for number, line in enumerate(content.splitlines(), 1):
+            try:
+                record = json.loads(line)
+                if "begun" in record:
+                    self._begun.add(record["begun"])
+                    continue
+                name, tokens = record.pop("call"), record.pop("tokens")
+                reply = Reply(**record, tokens=None if tokens is None else tuple(tokens))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise DataError(
+                    f"{path}:{number}: not a record of a call ({type(error).__name__}: {error}); "
+                    "remove the file, and calls of this step are made again"
+                ) from None
+            self._replies.setdefault(name, reply)
+
+
+def key(episode: Episode) -> str:
+    """Name of a call in its step: problem, sample, and a digest of the tokens so far."""
+    digest = hashlib.sha256(json.dumps([episode.prompt.id, episode.sample]).encode())
+    for tokens in (episode.prompt.token_ids, episode.token_ids):
+        digest.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def step_name(step: int) -> str:
+    """Name of a training step's journal."""
+    return f"step_{step}"
+
+
+def evaluation_name(step: int) -> str:
+    """Name of the journal of the evaluation before a step."""
+    return f"evaluation_{step}"
+
+
+def remove_journals(run_dir: Path, *, before: int) -> None:
+    """Remove the journals of steps that will not be repeated: those before a saved step."""
+    for path in (run_dir / JOURNAL_FOLDER).glob("*.jsonl"):
+        _, _, numbers = path.stem.partition("_")
+        step, _, _ = numbers.partition("_")
+        if step.isdecimal() and int(step) < before:
+            path.unlink(missing_ok=True)
+
+
+def _whole_bytes(path: Path) -> int:
+    """Length of a file up to the end of its last whole line."""
+    return path.read_bytes().rfind(b"\n") + 1

@@ -1,0 +1,113 @@
+"""Where the model's turn ends: at EOS, or at a text of `environment.stop`.
+
+Engines stop at tokens, not at texts: detokenised text has no exact place in the sampled tokens. So
+the engine stops at every token that may complete a text (`Request.stop_ids`), and `Turns` decides
+on the tokens so far. Where no text has ended, the model continues after the same tokens; this costs
+a request, whose prefix the engine has cached. A text that is one token costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.types import Episode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BEFORE = "a"
+"""Decoded before a token: some tokenizers drop the space of a first token."""
+
+
+class Turns:
+    """Ends of the model's turns.
+
+    Attributes:
+        eos_token_ids: the model's EOS tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        *,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        """Find the tokens that may complete a text; decodes the whole vocabulary if there are any.
+
+        Args:
+            tokenizer: the policy's.
+            stop: texts that end a turn (`environment.stop`).
+            eos_token_ids: tokens at which the engine ends a request anyway.
+
+        Raises:
+            ConfigError: a text is not ASCII and no token by itself: a part of a character has no
+                text that could be compared.
+        """
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._length = max(map(len, stop), default=0)
+        for text in stop:
+            if not text.isascii() and len(self._encode(text)) > 1:
+                raise ConfigError(
+                    f"environment.stop ({text!r}) must be ASCII, or a single token of the "
+                    f"tokenizer; it is {len(self._encode(text))} tokens"
+                )
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that may complete a text, ascending; no EOS token."""
+        if not self._stop:
+            return ()
+        ends = [text[i:] for text in self._stop for i in range(len(text)) if text.isascii()]
+        found = {
+            one for text in self._stop if len(one_id := self._encode(text)) == 1 for one in one_id
+        }
+        first = self._encode(_BEFORE)
+        skipped = len(self._decode(first))
+        for token in sorted(self._tokenizer.get_vocab().values()):
+            text = self._decode([*first, token])[skipped:]
+            if any(text.startswith(end) for end in ends) or any(one in text for one in self._stop):
+                found.add(token)
+        return tuple(sorted(found - self.eos_token_ids))
+
+    def is_over(self, episode: Episode) -> bool:
+        """Whether the model's turn is over: its last token is EOS, or completes a text."""
+        tokens = episode.token_ids
+        if not len(tokens) or not episode.is_sampled[-1]:
+            return False
+        if int(tokens[-1]) in self.eos_token_ids:
+            return True
+        if not self._stop:
+            return False
+        # Every token of a text has at least one character, but for parts of a character.
+        turn = tokens[_start_of_turn(episode) :][-4 * self._length - 4 :].tolist()
+        before, text = self._decode(turn[:-1]), self._decode(turn)
+        return any(text.rfind(one) + len(one) > len(before) for one in self._stop if one in text)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+def _start_of_turn(episode: Episode) -> int:
+    """Number of tokens before the model's current turn."""
+    appended = np.flatnonzero(~episode.is_sampled)
+    return int(appended[-1]) + 1 if len(appended) else 0
+
+
+def last_turn(episode: Episode) -> np.ndarray:
+    """[n] int32: the tokens of the model's last turn, the token that ended it included."""
+    return episode.token_ids[_start_of_turn(episode) :]

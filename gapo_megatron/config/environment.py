@@ -26,7 +26,7 @@ class EnvironmentConfig(Section):
     kind: OneLine = "one_turn"
     """`one_turn`: the response ends at its first EOS. Or your own environment,
     `path/to/file.py:NAME`, built as `NAME(tokenizer, **settings)`."""
-    settings: Settings = Field(default_factory=dict)
+    settings: Settings = Field(default={})
     """Settings of the environment: keyword arguments of its class."""
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()
     """Texts that end the model's turn, beside EOS, such as `</tool_call>`. The token that completes

@@ -51,30 +51,30 @@ class Turns:
         """
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._length = max(map(len, stop), default=0)
-        for text in stop:
-            if not text.isascii() and len(self._encode(text)) > 1:
+        self._stop = tuple(text for text in stop if text.isascii())
+        self._length = max(map(len, self._stop), default=0)
+        encoded = {text: self._encode(text) for text in stop}
+        self._whole = {tokens[0] for tokens in encoded.values() if len(tokens) == 1}
+        """Texts that are a single token."""
+        for text, tokens in encoded.items():
+            if not text.isascii() and len(tokens) > 1:
                 raise ConfigError(
                     f"environment.stop ({text!r}) must be ASCII, or a single token of the "
-                    f"tokenizer; it is {len(self._encode(text))} tokens"
+                    f"tokenizer; it is {len(tokens)} tokens"
                 )
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that may complete a text, ascending; no EOS token."""
-        if not self._stop:
-            return ()
-        ends = [text[i:] for text in self._stop for i in range(len(text)) if text.isascii()]
-        found = {
-            one for text in self._stop if len(one_id := self._encode(text)) == 1 for one in one_id
-        }
-        first = self._encode(_BEFORE)
-        skipped = len(self._decode(first))
-        for token in sorted(self._tokenizer.get_vocab().values()):
-            text = self._decode([*first, token])[skipped:]
-            if any(text.startswith(end) for end in ends) or any(one in text for one in self._stop):
-                found.add(token)
+        found = set(self._whole)
+        ends = tuple(text[i:] for text in self._stop for i in range(len(text)))
+        if ends:
+            first = self._encode(_BEFORE)
+            skipped = len(self._decode(first))
+            for token in self._tokenizer.get_vocab().values():
+                text = self._decode([*first, token])[skipped:]
+                if text.startswith(ends) or any(one in text for one in self._stop):
+                    found.add(token)
         return tuple(sorted(found - self.eos_token_ids))
 
     def is_over(self, episode: Episode) -> bool:
@@ -82,7 +82,7 @@ class Turns:
         tokens = episode.token_ids
         if not len(tokens) or not episode.is_sampled[-1]:
             return False
-        if int(tokens[-1]) in self.eos_token_ids:
+        if int(tokens[-1]) in self.eos_token_ids | self._whole:
             return True
         if not self._stop:
             return False

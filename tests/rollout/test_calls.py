@@ -1,0 +1,360 @@
+"""Environments that are slow, have side effects, or are broken: the engine decodes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from gapo_megatron import rewards
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.errors import DataError
+from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.generate import Hooks, generate
+from gapo_megatron.rollout.journal import JOURNAL_FOLDER, Journal, remove_journals
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.types import Episode, Outcome, Prompt
+from tests.acting import EOS, calls_of
+from tests.dist import run_distributed
+from tests.messages import mentions
+from tests.scripted_engine import ScriptedEngine
+from tests.waiting import HANG_S
+
+SETTINGS = SamplingSettings(num_samples=4, max_response_tokens=200, seed=7, step=3)
+PROMPTS = [Prompt(str(i), (10 + i,), answer="") for i in range(16)]
+NUM_TURNS = 3
+
+
+def draws(request: Request) -> list[int]:
+    """Tokens that depend on the seed and on everything before, as a model's do."""
+    seed = [request.seed, *request.prompt_ids, *request.response_ids.tolist()]
+    generator = np.random.default_rng(seed)
+    return [*generator.integers(2, 50, generator.integers(1, 9)).tolist(), EOS]
+
+
+def answer_of(episode: Episode) -> list[int] | None:
+    """Two tokens made of the model's last, for some turns."""
+    turns = int((episode.token_ids == EOS).sum())
+    return None if turns >= NUM_TURNS else [60 + turns, int(episode.token_ids[-2])]
+
+
+def content_of(groups: Any) -> list[Any]:
+    return [
+        (one.prompt.id, one.sample, one.token_ids.tolist(), one.is_sampled.tolist(), one.failure)
+        for group in groups
+        for one in group
+    ]
+
+
+def run(respond: Callable[[Episode], Any], *, calls: Any = None, **options: Any) -> list[Any]:
+    engine = ScriptedEngine(draws, num_places=20)
+    calls = calls or calls_of(respond, run=in_thread, **options)
+    groups = generate(engine, PROMPTS, SETTINGS, calls=calls)
+    assert calls.num_open == 0
+    return content_of(groups)
+
+
+def test_tokens_do_not_depend_on_how_fast_the_environment_answers() -> None:
+    """At once, in any order, and not before nothing else is left to decode."""
+    expected = run(answer_of, calls=calls_of(answer_of))
+    assert sum(not all(mask) for _, _, _, mask, _ in expected) == 64
+
+    def at_random(episode: Episode) -> Any:
+        time.sleep(random.uniform(0, 0.02))
+        return answer_of(episode)
+
+    assert run(at_random) == expected
+    assert run(answer_of, max_concurrent=1) == expected
+
+    engine = ScriptedEngine(draws)
+    is_idle = threading.Event()
+
+    def last(episode: Episode) -> Any:
+        assert is_idle.wait(HANG_S)
+        return answer_of(episode)
+
+    calls = calls_of(last, run=in_thread)
+    poll, replies = engine.poll, calls.replies
+    engine.poll = lambda: (is_idle.clear(), poll())[1]  # type: ignore[method-assign]
+    calls.replies = lambda *, wait: (wait and is_idle.set(), replies(wait=wait))[1]  # type: ignore[method-assign]
+    assert content_of(generate(engine, PROMPTS, SETTINGS, calls=calls)) == expected
+
+
+def test_the_engine_decodes_while_calls_are_open() -> None:
+    """An answer that only comes after more decoding steps would otherwise never come."""
+    decoded = threading.Event()
+    engine = ScriptedEngine(lambda request: [5] * (1 if request.name == "0/0" else 50) + [EOS])
+    engine.before_step = lambda: decoded.set() if engine.num_steps == 40 else None
+
+    def respond(episode: Episode) -> None:
+        if (episode.prompt.id, episode.sample) == ("0", 0):
+            assert decoded.wait(HANG_S)
+
+    calls = calls_of(respond, run=in_thread, call_timeout_s=1000)
+    assert generate(engine, PROMPTS, SETTINGS, calls=calls) is not None
+    assert decoded.is_set()
+
+
+def test_at_most_so_many_calls_are_open() -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+    together = threading.Barrier(3)
+
+    def respond(episode: Episode) -> Any:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        if episode.response_mask is None:
+            together.wait(HANG_S)  # three are open at a time: 64 first calls less one
+        with lock:
+            now[0] -= 1
+        return answer_of(episode)
+
+    calls = calls_of(respond, run=in_thread, max_concurrent=3)
+    settings = SamplingSettings(num_samples=3, max_response_tokens=200, seed=7)
+    assert generate(ScriptedEngine(draws), PROMPTS, settings, calls=calls) is not None
+    assert most == [3]
+
+
+# --- broken environments --------------------------------------------------------------------------
+
+
+def _hang(_: Episode) -> None:
+    threading.Event().wait()
+
+
+def _raise(_: Episode) -> None:
+    raise ValueError("no such tool")
+
+
+def _leave(_: Episode) -> None:
+    sys.exit(3)
+
+
+def _fork(episode: Episode) -> Any:
+    if (child := os.fork()) == 0:
+        return [66]  # both go on as if they were the trainer
+    os.waitpid(child, 0)
+    return answer_of(episode)
+
+
+def _count_forever(_: Episode) -> Any:
+    return iter(int, 1)
+
+
+BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
+    (_hang, "call_timeout_s"),
+    (_raise, "no such tool"),
+    (_leave, "SystemExit"),
+    (_count_forever, "iterator"),
+    (lambda _: "text", "str"),
+    (lambda _: [1.5], "float"),
+    (lambda _: [True], "bool"),
+    (lambda _: [-1], "-1"),
+    (lambda _: [100_000], "100000"),
+    (lambda _: [5] * 201, "201"),
+    (lambda _: np.zeros((300, 3), np.int64), "300"),
+    (lambda _: {5: 6}, "dict"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_broken_environments_are_unknown_and_harm_no_other() -> None:
+    """252 calls of 12 kinds, with the good ones between them; none is wrong, none ends the run."""
+    kinds = [*BROKEN, (_fork, ""), (answer_of, "")]
+    place = {
+        (prompt.id, sample): kinds[(18 * i + sample) % len(kinds)]
+        for i, prompt in enumerate(PROMPTS)
+        for sample in range(18)
+    }
+    settings = SamplingSettings(num_samples=18, max_response_tokens=200, seed=7, step=3)
+    expected = generate(ScriptedEngine(draws), PROMPTS, settings, calls=calls_of(answer_of))
+    calls = calls_of(
+        lambda one: place[one.prompt.id, one.sample][0](one),
+        run=in_thread, call_timeout_s=1, max_response_tokens=200, max_concurrent=300,
+    )  # fmt: skip
+    groups = generate(ScriptedEngine(draws), PROMPTS, settings, calls=calls)
+    assert groups is not None and expected is not None
+    num_broken = 0
+    for group, goods in zip(groups, expected, strict=True):
+        for one, good in zip(group, goods, strict=True):
+            _, reason = place[one.prompt.id, one.sample]
+            assert one.finished and (reason in one.failure if reason else not one.failure)
+            if not reason:
+                assert one.token_ids.tolist() == good.token_ids.tolist()
+            num_broken += bool(reason)
+    assert num_broken >= 200
+
+    def judge(episode: Episode) -> tuple[str, str]:
+        if episode.sample == 17:
+            raise RuntimeError("cannot be judged")
+        return "1", "1"
+
+    with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
+        judging = rewards.Judging(pool, PROMPTS, judge=judge)
+        judging.add([one for group in groups for one in group])
+        verdicts = rewards.score(judging, groups)
+    assert verdicts is not None
+    for group, judged in zip(groups, verdicts, strict=True):
+        for one, verdict in zip(group, judged, strict=True):
+            is_known = not one.failure and one.sample != 17
+            assert verdict.outcome is (Outcome.CORRECT if is_known else Outcome.UNKNOWN)
+
+
+def test_all_calls_of_an_episode_have_one_limit() -> None:
+    calls = calls_of(_hang, run=in_thread, episode_timeout_s=1, call_timeout_s=1000)
+    settings = SamplingSettings(num_samples=1, max_response_tokens=200, seed=7)
+    groups = generate(ScriptedEngine(draws), PROMPTS[:1], settings, calls=calls)
+    assert groups is not None
+    assert mentions(groups[0][0].failure, "environment.episode_timeout_s", 1)
+
+
+def test_a_stop_does_not_wait_for_an_environment() -> None:
+    hooks = Hooks(should_abort=lambda _: len(asked) == 4)
+    asked: list[Episode] = []
+
+    def respond(episode: Episode) -> None:
+        asked.append(episode)
+        threading.Event().wait()
+
+    calls = calls_of(respond, run=in_thread)
+    assert generate(ScriptedEngine(draws), PROMPTS[:1], SETTINGS, calls=calls, hooks=hooks) is None
+
+
+# --- ranks of a replica ---------------------------------------------------------------------------
+
+
+class Watched(ScriptedEngine):
+    """Remembers before which decoding step each request was added."""
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.added.append((self.num_steps, request.name, request.seed))
+
+    added: list[Any]
+
+
+def _ask_on_two_ranks() -> Any:
+    rank = dist.get_rank()
+    replicas = Replicas.create(2, gloo_group=dist.group.WORLD)
+    engine = Watched(draws, replicas=replicas, num_places=20)
+    engine.added, asked = [], []
+
+    def respond(episode: Episode) -> Any:
+        asked.append(rank)
+        time.sleep(random.uniform(0, 0.01))
+        return answer_of(episode)
+
+    calls = calls_of(respond, replicas=replicas, run=in_thread)
+    groups = generate(engine, PROMPTS, SETTINGS, calls=calls)
+    counts = {place: (one.num_calls, one.seconds) for place, one in calls.counts.items()}
+    return engine.added, {*asked}, content_of(groups), counts
+
+
+def test_the_ranks_of_a_replica_add_the_same_requests_at_the_same_steps() -> None:
+    (added, asked, content, counts), (others, by_other, *rest) = run_distributed(
+        _ask_on_two_ranks, 2
+    )
+    assert added == others and len(added) == NUM_TURNS * 64
+    assert (asked, by_other) == ({0}, set())
+    assert [content, counts] == rest
+    assert content == run(answer_of)
+
+
+# --- the journal ----------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_reads_answers_and_repeats_no_call(tmp_path: Path) -> None:
+    """Also with the last line interrupted, and by another number of replicas."""
+    asked: list[Any] = []
+
+    def respond(episode: Episode) -> Any:
+        asked.append((episode.prompt.id, episode.sample, len(episode.token_ids)))
+        return answer_of(episode)
+
+    def journaled(number: int) -> Any:
+        replicas = Replicas(rank=number, world_size=4, size=1)
+        return calls_of(respond, replicas=replicas, name="step_3", run_dir=tmp_path)
+
+    replies: list[Any] = []
+    first = journaled(0)
+    settle = first._caller._settle
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(call: Any, **result: Any) -> None:
+        if len(asked) >= 50:
+            raise KilledError  # after the call has begun, before its answer is recorded
+        replies.append(result)
+        settle(call, **result)
+
+    first._caller._settle = killed
+    with pytest.raises(KilledError):  # every reply before is on disk
+        generate(ScriptedEngine(draws), PROMPTS, SETTINGS, calls=first)
+    assert len(asked) == 50 and len(replies) == 49
+    path = tmp_path / JOURNAL_FOLDER / "step_3_0.jsonl"
+    with open(path, "ab") as file:
+        file.write(b'{"begun": "0123')
+
+    engine = ScriptedEngine(draws)
+    groups = generate(engine, PROMPTS, SETTINGS, calls=journaled(0))
+    assert (
+        len(asked)
+        == len({*asked})
+        == 50 + sum(not one.failure for group in groups or [] for one in group) * NUM_TURNS - 49
+    )
+    (failed,) = [one for group in groups or [] for one in group if one.failure]
+    assert (failed.prompt.id, failed.sample) == asked[49][:2] and "interrupted" in failed.failure
+    expected = {one[:2]: one for one in run(answer_of)}
+    for one in content_of(groups):
+        if not one[-1]:
+            assert one == expected[one[:2]]
+    # A third start, as another replica, asks for nothing, and is told the same.
+    again = generate(ScriptedEngine(draws), PROMPTS, SETTINGS, calls=journaled(2))
+    assert content_of(again) == content_of(groups) and len(asked) == len({*asked})
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_call_is_on_disk_before_it_begins(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def respond(episode: Episode) -> None:
+        found.append(Journal(tmp_path, "step_0", replica=1).find(episode))
+
+    run(respond, run_dir=tmp_path)
+    assert len(found) == 64 and all("interrupted" in one.failure for one in found)
+
+
+def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:
+    run(answer_of, run_dir=tmp_path)
+    path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damage in (b"{}\n", b"[]\n", b"\xff\n", b'{"call": "a", "tokens": 5}\n'):
+        path.write_bytes(b"".join([*lines[:6], damage, *lines[7:]]))
+        with pytest.raises(DataError) as caught:
+            calls_of(answer_of, run_dir=tmp_path)
+        assert mentions(caught.value, f"{path}:7")
+
+
+def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:
+    names = ["step_3_0", "step_3_12", "step_4_0", "step_30_0", "evaluation_3_0", "evaluation_4_0"]
+    folder = tmp_path / JOURNAL_FOLDER
+    folder.mkdir()
+    for name in names:
+        (folder / f"{name}.jsonl").touch()
+    (folder / "notes.txt").touch()
+    remove_journals(tmp_path, before=4)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"step_4_0.jsonl", "step_30_0.jsonl", "evaluation_4_0.jsonl", "notes.txt"}
+    remove_journals(tmp_path / "none", before=4)

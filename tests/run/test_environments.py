@@ -1,0 +1,133 @@
+"""Runs in an environment of the user's own: real Megatron-core, real vLLM, real kills."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.programs import Program
+from tests.run.test_train import CONFIG, finish, metrics_of, num_steps_logged, prepare
+
+pytestmark = pytest.mark.system
+
+ENVIRONMENT = r"""
+import json, os, pathlib, signal, time
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+
+class Adds(OneTurn):
+    '''Says a digit after the first turn. Each call leaves a line in a file.
+
+    The call whose number is in the file's companion, if there is one, kills the process.
+    '''
+
+    def __init__(self, tokenizer, log, delay_s=0.0):
+        super().__init__(tokenizer)
+        self.said = tokenizer.encode("1", add_special_tokens=False)
+        self.log, self.delay_s = log, delay_s
+
+    def respond(self, episode):
+        if episode.response_mask is not None:
+            return None
+        with open(self.log, "a") as file:
+            tokens = episode.token_ids.tolist()
+            file.write(json.dumps([episode.prompt.id, episode.sample, tokens]) + "\n")
+        deadly = pathlib.Path(self.log + ".kill")
+        if deadly.exists() and len(open(self.log).readlines()) == int(deadly.read_text()):
+            deadly.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.delay_s * (episode.sample + 1))
+        return self.said
+"""
+
+SECTION = """
+[environment]
+kind = "{root}/adds.py:Adds"
+settings = {{ log = "{root}/log" }}
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = prepare(tmp_path_factory.mktemp("environments"), CONFIG + SECTION)
+    (root / "adds.py").write_text(ENVIRONMENT)
+    return root
+
+
+def train(
+    root: Path,
+    name: str,
+    *,
+    exit_code: int = 0,
+    module: str = "gapo_megatron.train",
+    env: dict[str, str] | None = None,
+    delay_s: float = 0.0,
+) -> str:
+    arguments = [
+        root / "config.toml",
+        f"run.output_dir={root}/{name}",
+        f'environment.settings={{log = "{root}/{name}.log", delay_s = {delay_s}}}',
+        "run.num_steps=4",
+        "evaluation.every_steps=0",
+    ]
+    return finish(Program(module, *arguments, env=env), exit_code=exit_code)
+
+
+def calls_of(root: Path, name: str) -> list[str]:
+    return (root / f"{name}.log").read_text().splitlines()
+
+
+def learned(root: Path, name: str) -> list[dict[str, float]]:
+    """Metrics but for what depends on the rounding of vLLM's batches: who waits for whom."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("mismatch/", "sync/"))}
+        for line in metrics_of(root / name)
+    ]
+
+
+def weights_differ(root: Path, name: str, other: str) -> list[str]:
+    ours, theirs = (load_file(root / one / "hf/model.safetensors") for one in (name, other))
+    return [key for key in theirs if not ours[key].equal(theirs[key])]
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> str:
+    train(root, "whole")
+    assert len(calls_of(root, "whole")) > 100
+    return "whole"
+
+
+def test_slow_answers_change_nothing(root: Path, whole: str) -> None:
+    train(root, "slow", delay_s=0.02)
+    assert sorted(calls_of(root, "slow")) == sorted(calls_of(root, whole))
+    assert learned(root, "slow") == learned(root, whole)
+    assert not weights_differ(root, "slow", whole)
+
+
+def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> None:
+    """The call's episode is unknown; the answers before it are replayed."""
+    num_a_step = len(calls_of(root, whole)) // 4
+    kill_at = 3 * num_a_step + num_a_step // 2
+    (root / "killed.log.kill").write_text(str(kill_at))
+    train(root, "killed", exit_code=-signal.SIGKILL)
+    assert num_steps_logged(root / "killed") == 3
+    assert len(calls_of(root, "killed")) == kill_at
+    assert "resumed from" in train(root, "killed")
+    calls = calls_of(root, "killed")
+    assert len(calls) == len({*calls}) and {*calls} == {*calls_of(root, whole)}
+    lines, expected = learned(root, "killed"), learned(root, whole)
+    assert lines[:3] == expected[:3]
+    assert not [*(root / "killed/environment").iterdir()]
+
+
+def test_a_resumed_run_replays_answers_and_is_the_same_run(root: Path, whole: str) -> None:
+    """Killed after the answers of a step, before its update."""
+    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL"}
+    train(root, "replayed", module="tests.signalled", env=env, exit_code=-signal.SIGKILL)
+    calls = calls_of(root, "replayed")
+    assert "resumed from" in train(root, "replayed")
+    assert calls_of(root, "replayed") == calls and sorted(calls) == sorted(calls_of(root, whole))
+    assert learned(root, "replayed") == learned(root, whole)
+    assert not weights_differ(root, "replayed", whole)

@@ -13,7 +13,7 @@ from gapo_megatron.user_code import is_code
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
-KINDS = ("one_turn",)
+KINDS = ("one_turn", "tools")
 """Environments of this package."""
 
 
@@ -24,8 +24,9 @@ class EnvironmentConfig(Section):
     kept = "samples must come from the same distribution"
 
     kind: OneLine = "one_turn"
-    """`one_turn`: the response ends at its first EOS. Or your own environment,
-    `path/to/file.py:NAME`, built as `NAME(tokenizer, **settings)`."""
+    """`one_turn`: the response ends at its first EOS. `tools`: the model may call a calculator, or
+    Python in the sandbox. Or your own, `path/to/file.py:NAME`, built as `NAME(tokenizer,
+    **settings)`."""
     settings: Settings = Field(default={})
     """Settings of the environment: keyword arguments of its class."""
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()

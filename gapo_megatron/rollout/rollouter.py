@@ -6,7 +6,7 @@ Also dynamic sampling, and for the long tail of responses over-sampling and part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource, check_sources
 from gapo_megatron.errors import DataError
 from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
+from gapo_megatron.rollout.call_metrics import Sums, call_metrics, join_sums, sum_calls
 from gapo_megatron.rollout.calls import Acting, Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
@@ -180,6 +181,11 @@ class Rollouter:
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
+        if self.acting and self.acting.config.is_called:
+            sums = join_sums(self._engine.replicas.gather(now.call_sums))
+            by_c, timings = call_metrics(sums)
+            metrics |= by_c
+            stopwatch.notes |= timings
         batch = groups.take_groups(choose(groups, wanted))
         batch = replace(batch, metrics=metrics | self._source_metrics(groups, batch))
         if self.samples is None:
@@ -260,11 +266,12 @@ class Rollouter:
             judging = rewards.Judging(
                 self._pool, [mine[i] for i in judged_here], judge=self.environment.judge
             )
+            calls = self.acting and self.acting.calls(step_name(now.step), replicas)
             groups = generate(
                 engine,
                 mine,
                 replace(self._sampling, step=now.step),
-                calls=self.acting and self.acting.calls(step_name(now.step), replicas),
+                calls=calls,
                 begun={group[0].prompt.id: group for group in resumed},
                 num_groups=num_wanted,
                 hooks=Hooks(
@@ -281,12 +288,9 @@ class Rollouter:
             complete = [i for i, group in enumerate(groups) if all(one.finished for one in group)]
             # Surplus groups that finish in the same step stay open.
             kept = {*complete[:num_wanted]}
-            return self._judge(
-                judging,
-                [groups[i] for i in judged_here if i in kept],
-                [groups[i] for i in judged_here if i not in kept],
-                now,
-            )
+            here = [groups[i] for i in judged_here if i in kept]
+            left = [groups[i] for i in judged_here if i not in kept]
+            return self._judge(judging, here, left, now, calls)
 
     def _resume(self, opened: Rollouts, num_new: int, wanted: int) -> list[tuple[Episode, ...]]:
         """Open groups that this replica continues, with their tokens fetched from other ranks."""
@@ -311,6 +315,7 @@ class Rollouter:
         kept: list[tuple[Episode, ...]],
         left: list[tuple[Episode, ...]],
         now: _Step,
+        calls: Calls | None,
     ) -> tuple[Rollouts, Rollouts] | None:
         """Wait for this rank's verdicts, and join the tables of all ranks."""
         verdicts = rewards.score(
@@ -326,6 +331,7 @@ class Rollouter:
             return None
         if self.samples is not None:
             self.samples.note(kept, verdicts)
+        now.call_sums.append(sum_calls(kept, verdicts, calls.counts if calls else {}))
         complete = self._join_ranks(self._to_rollouts(kept, verdicts))
         return complete, self._join_ranks(self._to_rollouts(left))
 
@@ -394,6 +400,8 @@ class _Step:
     attempt: Patient
     stopwatch: Stopwatch
     occupancy: Occupancy
+    call_sums: list[Sums] = field(default_factory=list)
+    """Costs of the environment's calls for the groups that this rank has judged, by round."""
 
 
 def _num_sampled_here(groups: Rollouts) -> int:

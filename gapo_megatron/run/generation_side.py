@@ -199,7 +199,8 @@ class GenerationSide:
             for name, value in seconds.items()
             if name.startswith("time/")
         }
-        return clocks | {name: value for name, value in seconds.items() if name == _IDLE}
+        kept = (_IDLE, "perf/environment_s")
+        return clocks | {name: value for name, value in seconds.items() if name.startswith(kept)}
 
     def _wait(self, name: str) -> bytes:
         """Wait for a message while the trainer makes progress."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,21 @@ import pytest
 import torch.distributed as dist
 
 from gapo_megatron import rewards
-from gapo_megatron.config import RewardConfig
+from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import DataError
-from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER, Journal, remove_journals
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Outcome, Prompt
 from tests.acting import EOS, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
+from tests.rollout.test_chat import tokenizer_of
 from tests.scripted_engine import ScriptedEngine
 from tests.waiting import HANG_S
 
@@ -358,3 +363,41 @@ def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_4_0.jsonl", "step_30_0.jsonl", "evaluation_4_0.jsonl", "notes.txt"}
     remove_journals(tmp_path / "none", before=4)
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+
+def test_the_documents_environment_answers_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = Path(__file__).parents[2] / "docs/environments.md"
+    text = document.read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    section = tomllib.loads(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1])
+    (tmp_path / "search.py").write_text(code)
+    (tmp_path / "facts.txt").write_text("the moon is far\nthe sun is farther\nthe moon is old\n")
+    monkeypatch.chdir(tmp_path)
+    config = EnvironmentConfig(**section["environment"])
+    environments.check(config)
+    tokenizer = tokenizer_of("qwen2_5")
+    environment = environments.build(config, tokenizer)
+    eos = tokenizer.eos_token_id
+    turns = Turns(tokenizer, config.stop, eos_token_ids=[eos])
+    acting = Acting(environment, config, turns, max_response_tokens=200, vocab_size=1000)
+
+    def script(request: Request) -> list[int]:
+        said = tokenizer.encode("<search>moon far</search>")[len(request.response_ids) :]
+        ends = [i + 1 for i, token in enumerate(said) if token in request.stop_ids]
+        return said[: ends[0]] if ends else [*tokenizer.encode("far"), eos]
+
+    engine = ScriptedEngine(script)
+    calls = acting.calls("step_0", engine.replicas)
+    settings = SamplingSettings(num_samples=1, max_response_tokens=200, seed=7)
+    groups = generate(engine, [Prompt("0", (5,), answer="far")], settings, calls=calls)
+    assert groups is not None and not groups[0][0].failure
+    appended = tokenizer.decode(groups[0][0].token_ids[~groups[0][0].is_sampled].tolist())
+    assert appended == (
+        "<|im_end|>\n<|im_start|>user\nthe moon is far<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert environment.judge(groups[0][0]) == ("far", "far")

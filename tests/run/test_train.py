@@ -556,6 +556,12 @@ def mixed_run(root: Path) -> Path:
     return root / "mixed"
 
 
+@pytest.fixture(scope="module")
+def acting_run(root: Path) -> Path:
+    run(root, "acting", "environment.kind=tools", "run.num_steps=1", "evaluation.every_steps=0")
+    return root / "acting"
+
+
 @pytest.mark.system
 def test_the_document_has_the_names_that_runs_log_and_no_others(
     whole_run: Path,
@@ -567,11 +573,12 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
     run_given_back: Path,
     fp16_run: Path,
     mixed_run: Path,
+    acting_run: Path,
 ) -> None:
     runs = (
         *(whole_run, branched_run, balanced_run, dynamic_run),
         *(oversampled_run, partial_run, run_given_back, fp16_run),
-        mixed_run,
+        *(mixed_run, acting_run),
     )
     logged = {
         key

@@ -25,6 +25,7 @@ from gapo_megatron.rewards.sandbox import (
     SandboxError,
     start_sandbox,
 )
+from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.inside.values import encode
 from gapo_megatron.types import Outcome, Verdict
 
@@ -127,6 +128,35 @@ def run_tests(
         return _wrong("the program returned a value that is nested too deeply")
     except SandboxError as error:
         return Verdict(Outcome.UNKNOWN, str(error))
+
+
+def run_program(program: str, *, timeout_s: int, sandbox: str, python: str) -> tuple[str, str]:
+    """Run a program without input; returns its standard output, and how it failed (or "").
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    limits = _limits_of(timeout_s)
+    try:
+        with start_sandbox(limits, sandbox=sandbox, python=python) as box:
+            box.send({"program": program, "prelude": ""})
+            reply = box.ask({"stdin": ""})
+    except ProgramError as error:
+        return "", str(error)
+    return str(reply["stdout"]), str(reply["failure"] or "")
+
+
+def check_programs(*, timeout_s: int, sandbox: str, python: str) -> None:
+    """Check that `run_program` isolates programs on this machine.
+
+    Raises:
+        ConfigError: see `check_sandbox`.
+    """
+    check_sandbox(sandbox=sandbox, python=python, limits=_limits_of(timeout_s))
+
+
+def _limits_of(timeout_s: int) -> Limits:
+    return Limits(cpu_s=timeout_s, wall_s=2 * timeout_s, total_s=2 * timeout_s)
 
 
 def _run_texts(program: str, tests: TextTests, box: Sandbox) -> Verdict:

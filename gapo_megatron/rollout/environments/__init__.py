@@ -5,11 +5,11 @@ Importing this package imports no torch: a wrong setting is found before seconds
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rollout.environments.one_turn import OneTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from gapo_megatron.rollout.environment import Environment
 
 SETTING = "environment.kind"
+_OURS = {
+    kind: f"gapo_megatron.rollout.environments.{kind}:{name}"
+    for kind, name in {"one_turn": "OneTurn", "tools": "Tools"}.items()
+}
+"""Code of the kinds that a word names."""
 _METHODS = ("begin", "respond", "judge")
 
 
@@ -27,10 +32,9 @@ def check(config: EnvironmentConfig) -> None:
     Raises:
         ConfigError: names setting, file, name, and what is missing.
     """
-    if user_code.is_code(config.kind):
-        made = user_code.load_with_settings(config.kind, config.settings, setting=SETTING)
-        if isinstance(made.func, type):
-            _check_methods(config.kind, made.func)
+    made = _load(config)
+    if isinstance(made.func, type):
+        _check_methods(config.kind, made.func)
 
 
 def build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:
@@ -39,12 +43,14 @@ def build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Envi
     Raises:
         ConfigError: see `check`; or its class refuses the settings.
     """
-    if not user_code.is_code(config.kind):
-        return OneTurn(tokenizer)
-    made = user_code.load_with_settings(config.kind, config.settings, setting=SETTING)
-    environment = user_code.build(made, tokenizer, setting=SETTING)
+    environment = user_code.build(_load(config), tokenizer, setting=SETTING)
     _check_methods(config.kind, environment)
     return cast("Environment", environment)
+
+
+def _load(config: EnvironmentConfig) -> functools.partial[Any]:
+    name = _OURS.get(config.kind, config.kind)
+    return user_code.load_with_settings(name, config.settings, setting=SETTING)
 
 
 def _check_methods(kind: str, found: object) -> None:

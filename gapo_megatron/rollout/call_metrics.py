@@ -1,0 +1,71 @@
+"""Metrics of an environment's calls, by c."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from gapo_megatron.rollout.calls import CallCounts
+from gapo_megatron.types import Episode, Outcome, Verdict
+
+Sums = Mapping[int, Mapping[str, float]]
+"""By c: sums over rollouts."""
+
+
+def sum_calls(
+    groups: Sequence[Sequence[Episode]],
+    verdicts: Sequence[Sequence[Verdict]],
+    counts: Mapping[tuple[str, int], CallCounts],
+) -> Sums:
+    """Sums of turns, calls, failed calls and seconds over judged groups, by their c.
+
+    Args:
+        groups: episodes, failed ones included.
+        verdicts: their verdicts.
+        counts: `Calls.counts`.
+    """
+    sums: dict[int, Counter[str]] = defaultdict(Counter)
+    for group, judged in zip(groups, verdicts, strict=True):
+        num_correct = sum(verdict.outcome is Outcome.CORRECT for verdict in judged)
+        for one in group:
+            cost = counts.get((one.prompt.id, one.sample), CallCounts())
+            sums[num_correct].update(
+                rollouts=1,
+                turns=num_turns(one),
+                calls=cost.num_calls,
+                errors=cost.num_errors,
+                seconds=cost.seconds,  # type: ignore[arg-type]  # a Counter adds any numbers
+            )
+    return sums
+
+
+def num_turns(episode: Episode) -> int:
+    """Number of the model's turns: runs of sampled tokens."""
+    is_sampled = episode.is_sampled.astype(np.int8)
+    return int((np.diff(is_sampled, prepend=0) == 1).sum())
+
+
+def join_sums(parts: Iterable[Sums]) -> Sums:
+    """Sums over the groups of all parts."""
+    joined: dict[int, Counter[str]] = defaultdict(Counter)
+    for part in parts:
+        for num_correct, sums in part.items():
+            joined[num_correct].update(sums)  # type: ignore[arg-type]
+    return joined
+
+
+def call_metrics(sums: Sums) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics, which a resumed run repeats, and timings, which it need not (docs/metrics.md)."""
+    metrics, timings = dict[str, float](), dict[str, float]()
+    total = sum((Counter(part) for part in sums.values()), Counter[str]())
+    for name in ("turns", "calls"):
+        metrics[f"environment/{name}"] = total[name] / max(total["rollouts"], 1)
+    metrics["environment/error_share"] = total["errors"] / max(total["calls"], 1)
+    timings["perf/environment_s"] = total["seconds"] / max(total["rollouts"], 1)
+    for c, part in sorted(sums.items()):
+        for name in ("turns", "calls", "errors"):
+            metrics[f"per_c/{name}/c{c}"] = part[name] / part["rollouts"]
+        timings[f"perf/environment_s/c{c}"] = part["seconds"] / part["rollouts"]
+    return metrics, timings

@@ -1,0 +1,187 @@
+"""Tools: the model's turn may hold calls of a calculator or of Python, and the results come back.
+
+A call is written as Qwen's and Hermes' chat templates write it:
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}
+    </tool_call>
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.isolation import SYSTEM_PYTHON
+from gapo_megatron.rewards.code import check_programs, run_program
+from gapo_megatron.rollout.chat import ChatTurns
+from gapo_megatron.rollout.turns import last_turn
+from gapo_megatron.types import Episode, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TOOLS = {"calculator": "expression", "python": "code"}
+"""Argument of each tool."""
+_MOST_CHARACTERS = 2000
+"""Of a result, which is then cut in the middle, and of an expression."""
+_MOST_DIGITS = 4000
+"""Of a number that the calculator makes, in decimal; Python prints no longer ones."""
+
+
+class Tools:
+    """Runs the calls of each turn of the model; a turn without a call ends the episode.
+
+    A call that cannot be read, or whose program fails, has an error as its result, which the model
+    may learn from. The verifier reads the last turn only: results of tools are not the model's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tools: Sequence[str] = ("calculator",),
+        max_calls: int = 4,
+        role: str = "tool",
+        timeout_s: int = 10,
+        sandbox: str = "bubblewrap",
+        python: str = SYSTEM_PYTHON,
+    ) -> None:
+        """Check tools, sandbox and chat template.
+
+        Args:
+            tokenizer: the policy's. With a chat template, results are messages; without one, text
+                between `<tool_response>` and `</tool_response>`.
+            tools: `calculator`, `python`.
+            max_calls: calls of an episode; a turn beyond them ends it.
+            role: author of the results in the chat template.
+            timeout_s: time limit of a Python program.
+            sandbox: where programs run, as `reward.sandbox`.
+            python: interpreter of the programs, as `reward.python`.
+
+        Raises:
+            ConfigError: names the setting, its value and the rule.
+        """
+        for tool in tools:
+            if tool not in _TOOLS:
+                raise ConfigError(f"tools ({tool!r}) must be of {', '.join(_TOOLS)}")
+        for name, value in {"max_calls": max_calls, "timeout_s": timeout_s}.items():
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} ({value!r}) must be a whole number from 1")
+        self._tokenizer = tokenizer
+        self._tools = tuple(tools)
+        self._max_calls = max_calls
+        self._chat = ChatTurns(tokenizer, role=role) if tokenizer.chat_template else None
+        self._box: dict[str, Any] = {"timeout_s": timeout_s, "sandbox": sandbox, "python": python}
+        if "python" in tools:
+            check_programs(**self._box)
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        """The prompt's own tokens: its text says which tools there are."""
+        return prompt.token_ids
+
+    def respond(self, episode: Episode) -> Sequence[int] | None:
+        """The results of the turn's calls, in order; None without a call."""
+        calls = _CALL.findall(self._last_turn(episode))
+        earlier = self._decode(episode.token_ids[episode.is_sampled].tolist())
+        if not calls or len(_CALL.findall(earlier)) > self._max_calls:
+            return None
+        results = [self._short(self._run(call)) for call in calls]
+        if self._chat is not None:
+            return self._chat.tokens(episode, results)
+        text = "".join(f"<tool_response>{result}</tool_response>" for result in results)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        """The text of the model's last turn."""
+        return self._last_turn(episode, skip_special_tokens=True), episode.prompt.answer
+
+    def _run(self, call: str) -> str:
+        """The result of a call: `name` with `arguments`."""
+        try:
+            read = json.loads(call)
+            name, arguments = read["name"], read["arguments"]
+            value = arguments[_TOOLS[name]] if name in self._tools else None
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return f"error: the call cannot be read: {type(error).__name__}: {error}"
+        if value is None:
+            return f"error: there is no tool {name!r}, only {', '.join(self._tools)}"
+        if not isinstance(value, str):
+            return f"error: {_TOOLS[name]} must be a text"
+        if name == "calculator":
+            return calculate(value)
+        output, failure = run_program(value, **self._box)
+        return f"{output}error: the program {failure}" if failure else output
+
+    def _short(self, text: str) -> str:
+        half = _MOST_CHARACTERS // 2
+        return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+    def _last_turn(self, episode: Episode, *, skip_special_tokens: bool = False) -> str:
+        return self._decode(last_turn(episode).tolist(), skip_special_tokens)
+
+    def _decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression of numbers, `+ - * / // % **` and brackets.
+
+    Returns:
+        The number, as Python prints it, or a line that begins with `error:`.
+    """
+    if len(expression) > _MOST_CHARACTERS:
+        return f"error: the expression has more than {_MOST_CHARACTERS} characters"
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return str(_value(tree.body))
+    except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
+        return f"error: {error}"
+
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _value(node: ast.expr) -> int | float:
+    """Value of a node. ValueError: it is no arithmetic, or the number is too long."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if type(node.op) in _BINARY:
+            return _checked(_BINARY[type(node.op)](left, right))
+    raise ValueError(f"not arithmetic: {ast.unparse(node)[:60]}")
+
+
+def _power(left: float, right: float) -> int | float:
+    is_whole = isinstance(left, int) and isinstance(right, int) and right > 0
+    if is_whole and int(left).bit_length() * right > 4 * _MOST_DIGITS:
+        raise ValueError("the number is too long")
+    value = left**right
+    if isinstance(value, complex):
+        raise ValueError("the result is no real number")
+    return _checked(value)
+
+
+def _checked(value: float) -> int | float:
+    if isinstance(value, int) and value.bit_length() > 4 * _MOST_DIGITS:
+        raise ValueError("the number is too long")
+    return value

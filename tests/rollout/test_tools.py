@@ -1,0 +1,192 @@
+"""Tools that the model calls: a calculator, and Python in the sandbox."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gapo_megatron import rewards
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import EnvironmentConfig, RewardConfig
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.call_metrics import num_turns
+from gapo_megatron.rollout.environments.tools import Tools, calculate
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.types import Episode, Prompt
+from tests.acting import acting_of
+from tests.messages import mentions
+from tests.rollout.test_chat import tokenizer_of
+from tests.rollout.test_sample import ATTEMPT, config_of
+from tests.scripted_engine import ScriptedEngine, place_of
+from tests.tokenizers import byte_level
+
+TOKENIZER = byte_level()
+EOS = TOKENIZER.eos_token_id
+
+
+def call(name: str, **arguments: Any) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def episode_of(*turns: str, tokenizer: Any = TOKENIZER) -> Episode:
+    """The model's turns, each but the last followed by a token of the environment."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for i, text in enumerate(turns):
+        said = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        tokens += [*([5] if i else []), *said]
+        mask += [*([False] if i else []), *[True] * len(said)]
+    log_probs = np.zeros(len(tokens), np.float32)
+    return Episode(
+        Prompt("0", (5,), answer="84"), 0, np.array(tokens, np.int32), log_probs,
+        response_mask=np.array(mask),
+    )  # fmt: skip
+
+
+def said_to(tools: Tools, *turns: str) -> str | None:
+    answer = tools.respond(episode_of(*turns))
+    return None if answer is None else TOKENIZER.decode(list(answer))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12 * (3 + 4)", "84"),
+        (" -7 // 2", "-4"),
+        ("2 ** 0.5", "1.4142135623730951"),
+        ("10 ** -2", "0.01"),
+        ("7 % 4 / 2", "1.5"),
+        ("1 / 0", "error: division by zero"),
+    ],
+)
+def test_arithmetic(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("", "1 +", "x", "True", "'a' * 9", "f(1)", "__import__('os').getpid()", "(-8) ** 0.5"),
+        *("9 ** 9 ** 9", "2 ** 99999999", "10 ** 3000 * 10 ** 3000", "1 << 9", "[1][0]", "1j * 2"),
+        *("-" * 1500 + "1", "1" * 5000, "(" * 900 + ")" * 900, "\0", "10.0 ** 999", "lambda: 1"),
+    ],
+)
+def test_what_is_no_arithmetic_or_too_large_is_an_error_at_once(expression: str) -> None:
+    assert calculate(expression).startswith("error: ")
+
+
+def test_each_call_of_a_turn_has_its_result_in_order() -> None:
+    tools = Tools(TOKENIZER)
+    calls = call("calculator", expression="12*7") + " and " + call("calculator", expression="1+")
+    said = said_to(tools, calls)
+    assert said is not None
+    first, second = said.removeprefix("<tool_response>").split("</tool_response><tool_response>")
+    assert first == "84" and second.startswith("error: ")
+    assert said_to(tools, "no call") is None
+    # The last turn counts, and the number of calls of the episode.
+    assert said_to(tools, calls, "it is 84") is None
+    few = Tools(TOKENIZER, max_calls=3)
+    assert said_to(few, calls, call("calculator", expression="1")) is not None
+    assert said_to(few, calls, calls) is None
+    assert tools.judge(episode_of("\\boxed{1}", "it is 84")) == ("it is 84", "84")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("", "{", "[]", "5", '{"name": "calculator"}', '{"name": "calculator", "arguments": 5}'),
+        *('{"name": "python", "arguments": {"code": "1"}}', '{"name": [], "arguments": {}}'),
+        '{"name": "calculator", "arguments": {"expression": 5}}',
+        "[" * 5000,
+    ],
+)
+def test_a_call_that_cannot_be_read_is_answered_with_an_error(body: str) -> None:
+    said = said_to(Tools(TOKENIZER), f"<tool_call>{body}</tool_call>")
+    assert said is not None and said.startswith("<tool_response>error: ")
+
+
+@pytest.mark.filterwarnings("ignore:reward.sandbox")
+def test_python_runs_in_the_sandbox_and_may_fail() -> None:
+    tools = Tools(TOKENIZER, tools=["python"], sandbox="unsafe", timeout_s=1)
+    found = said_to(tools, call("python", code="print(12 * 7)"))
+    assert found == "<tool_response>84\n</tool_response>"
+    found = said_to(tools, call("python", code="print(1); raise ValueError('no')"))
+    assert found is not None and mentions(found, 1, "ValueError", "error")
+    found = said_to(tools, call("python", code="while True: pass"))
+    assert found is not None and found.startswith("<tool_response>error: the program ")
+    found = said_to(tools, call("python", code="print('x' * 10**6)"))
+    assert found is not None and len(found) < 3000
+
+
+def test_a_chat_gets_its_results_as_messages() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    turn = episode_of(call("calculator", expression="12*7"), tokenizer=tokenizer)
+    answer = Tools(tokenizer).respond(turn)
+    assert answer is not None
+    text = tokenizer.decode(list(answer))
+    assert text.endswith("<|im_start|>assistant\n") and "\n84\n" in text
+
+
+def test_wrong_settings_are_named() -> None:
+    for settings, words in (
+        ({"tools": ["search"]}, ["search", "calculator"]),
+        ({"max_calls": 0}, ["max_calls", 0]),
+        ({"most": 3}, ["most"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            environments.build(EnvironmentConfig(kind="tools", settings=settings), TOKENIZER)
+        assert mentions(caught.value, "environment.kind", *words)
+
+
+def test_metrics_count_turns_calls_and_errors_by_c() -> None:
+    """Of four responses, one calls once, one calls twice, and one fails; the fourth is correct."""
+    config = config_of(2)
+    problems = [Prompt(str(i), (10 + i,), answer="84") for i in range(2)]
+    turns = [[">84"], ["call", ">1"], ["call", "call", ">1"], ["fail"]]
+
+    def script(request: Any) -> list[int]:
+        said = turns[place_of(request)[1]]
+        done = int((request.response_ids == EOS).sum())
+        return [*TOKENIZER.encode(said[done]), EOS]
+
+    class Calls(Tools):
+        def respond(self, episode: Episode) -> list[int] | None:
+            text = self._last_turn(episode)
+            if "fail" in text:
+                raise RuntimeError("tool")
+            return [5] if "call" in text else None
+
+    environment = Calls(TOKENIZER)
+    stopwatch = Stopwatch()
+    with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
+        rollouter = Rollouter(
+            ScriptedEngine(script),
+            PromptSource(problems, seed=0),
+            pool,
+            environment,
+            batch=config.batch,
+            sampling=SamplingSettings(num_samples=4, max_response_tokens=100, seed=7),
+            acting=acting_of(environment, eos_token_ids=[EOS]),
+        )
+        sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=stopwatch)
+    assert sampled is not None
+    assert sampled.table["outcome"].tolist() == [1, 0, 0, 2] * 2
+    expected = {
+        **{"environment/turns": 7 / 4, "environment/calls": 7 / 4},
+        "environment/error_share": 1 / 7,
+        **{"per_c/turns/c1": 7 / 4, "per_c/calls/c1": 7 / 4, "per_c/errors/c1": 1 / 4},
+    }
+    assert expected.items() <= sampled.metrics.items()
+    assert {"perf/environment_s", "perf/environment_s/c1"} <= stopwatch.notes.keys()
+
+
+def test_turns_are_runs_of_sampled_tokens() -> None:
+    assert num_turns(episode_of("a", "b", "c")) == 3
+    assert num_turns(Episode(Prompt("0", (5,), ""), 0, np.array([5]), np.zeros(1))) == 1

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.models.rules import to_megatron
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.rollout import generate as generate_module
+from gapo_megatron.rollout.calls import in_thread
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.transport import in_place
@@ -47,6 +50,7 @@ from tests.rollout_setup import (
     weights,
 )
 from tests.two_turn import TwoTurn
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(
@@ -258,6 +262,48 @@ def test_goes_on_from_what_an_environment_says(fresh):
         (scored,) = fresh.engine.score(to_rollouts([[rollout]]))
         assert np.abs(scored - rollout.log_probs[rollout.response_mask]).max() < TOLERANCE
     assert num_spoken > 4
+
+
+def test_tokens_do_not_depend_on_how_fast_an_environment_answers(fresh):
+    """In any order, and also where the engine has run dry; every call is made once."""
+    prompts = make_prompts(4)
+    respond = TwoTurn((20, 21, 22)).respond
+    at_once = calls_of(respond, eos_token_ids=fresh.ends)
+    expected = tokens_of(generate(fresh.engine, prompts, calls=at_once, **LONG))
+    last = threading.Event()
+
+    def slowly(episode):
+        if episode.prompt.id == "p0":
+            assert last.wait(HANG_S)  # until nothing else is left to decode
+        time.sleep(random.uniform(0, 0.02))
+        return respond(episode)
+
+    calls = calls_of(slowly, eos_token_ids=fresh.ends, run=in_thread, call_timeout_s=1000)
+    replies = calls.replies
+    calls.replies = lambda *, wait: (wait and last.set(), replies(wait=wait))[1]
+    assert tokens_of(generate(fresh.engine, prompts, calls=calls, **LONG)) == expected
+    assert {place: one.num_calls for place, one in calls.counts.items()} == {
+        place: one.num_calls for place, one in at_once.counts.items()
+    }
+
+
+def test_stops_at_the_tokens_that_a_request_names(fresh):
+    """The tokens before are those without it; the stop token stays, with its log-prob."""
+    prompts = make_prompts(4)
+    alone = [one for group in generate(fresh.engine, prompts, **LONG) for one in group]
+    found = Counter(np.concatenate([one.token_ids for one in alone]).tolist())
+    stop = tuple(token for token, _ in found.most_common(6) if token not in fresh.ends)
+    calls = calls_of(lambda _: None, eos_token_ids=fresh.ends)
+    calls.turns, calls.is_called = SimpleNamespace(stop_ids=stop, is_over=lambda _: True), False
+    groups = generate(fresh.engine, prompts, calls=calls, **LONG)
+    num_stopped = 0
+    for one, whole in zip((one for group in groups for one in group), alone, strict=True):
+        ends = np.flatnonzero(np.isin(whole.token_ids, stop))
+        count = int(ends[0]) + 1 if len(ends) else len(whole.token_ids)
+        assert one.token_ids.tolist() == whole.token_ids[:count].tolist()
+        assert np.abs(one.log_probs - whole.log_probs[:count]).max() < TOLERANCE
+        num_stopped += len(ends) > 0
+    assert num_stopped > 4
 
 
 def test_counts_the_places_that_stand_empty(fresh, monkeypatch):

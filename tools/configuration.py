@@ -78,8 +78,7 @@ def _values(field: dict[str, Any], setting: str) -> str:
         f"{sign} {limit}" for sign, limit in given.items() if sign != ">" or ">=" not in given
     ]
     is_path = is_input(setting) or setting == "run.output_dir"
-    name = {"object": "table"}.get(field["type"], field["type"])
-    return ", ".join(["path" if is_path else name, *limits])
+    return ", ".join(["path" if is_path else field["type"], *limits])
 
 
 def _value(value: object) -> str:

@@ -27,7 +27,7 @@ class EnvironmentConfig(Section):
     """`one_turn`: the response ends at its first EOS. `tools`: the model may call a calculator, or
     Python in the sandbox. Or your own, `path/to/file.py:NAME`, built as `NAME(tokenizer,
     **settings)`."""
-    settings: Settings = Field(default={})
+    settings: Settings = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class."""
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()
     """Texts that end the model's turn, beside EOS, such as `</tool_call>`. The token that completes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from gapo_megatron.rollout.calls import CallCounts
 from gapo_megatron.types import Episode, Outcome, Verdict
+
+_NAMES = ("rollouts", "turns", "calls", "errors", "seconds")
 
 Sums = Mapping[int, Mapping[str, float]]
 """By c: sums over rollouts."""
@@ -26,18 +27,19 @@ def sum_calls(
         verdicts: their verdicts.
         counts: `Calls.counts`.
     """
-    sums: dict[int, Counter[str]] = defaultdict(Counter)
+    sums: dict[int, dict[str, float]] = {}
     for group, judged in zip(groups, verdicts, strict=True):
         num_correct = sum(verdict.outcome is Outcome.CORRECT for verdict in judged)
         for one in group:
             cost = counts.get((one.prompt.id, one.sample), CallCounts())
-            sums[num_correct].update(
-                rollouts=1,
-                turns=num_turns(one),
-                calls=cost.num_calls,
-                errors=cost.num_errors,
-                seconds=cost.seconds,  # type: ignore[arg-type]  # a Counter adds any numbers
-            )
+            found = {
+                "rollouts": 1,
+                "turns": num_turns(one),
+                "calls": cost.num_calls,
+                "errors": cost.num_errors,
+                "seconds": cost.seconds,
+            }
+            sums[num_correct] = _added(sums.get(num_correct, {}), found)
     return sums
 
 
@@ -49,17 +51,21 @@ def num_turns(episode: Episode) -> int:
 
 def join_sums(parts: Iterable[Sums]) -> Sums:
     """Sums over the groups of all parts."""
-    joined: dict[int, Counter[str]] = defaultdict(Counter)
+    joined: dict[int, dict[str, float]] = {}
     for part in parts:
         for num_correct, sums in part.items():
-            joined[num_correct].update(sums)  # type: ignore[arg-type]
+            joined[num_correct] = _added(joined.get(num_correct, {}), sums)
     return joined
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0) + value for name, value in other.items()}
 
 
 def call_metrics(sums: Sums) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics, which a resumed run repeats, and timings, which it need not (docs/metrics.md)."""
     metrics, timings = dict[str, float](), dict[str, float]()
-    total = sum((Counter(part) for part in sums.values()), Counter[str]())
+    total = {name: sum(part[name] for part in sums.values()) for name in _NAMES}
     for name in ("turns", "calls"):
         metrics[f"environment/{name}"] = total[name] / max(total["rollouts"], 1)
     metrics["environment/error_share"] = total["errors"] / max(total["calls"], 1)

@@ -123,8 +123,8 @@ class Responses:
         i, sample = self._places[completion.name]
         episode = _extend(self.groups[i][sample], completion)
         if completion.reason == "stop":
-            goes_on = self._turns and int(episode.token_ids[-1]) in self._stop_ids
-            if goes_on and not self._turns.is_over(episode):
+            at_stop = int(episode.token_ids[-1]) in self._stop_ids
+            if at_stop and self._turns and not self._turns.is_over(episode):
                 return self._continue(episode)
             episode = replace(episode, finished=not self._is_called)
         return self._keep(episode)

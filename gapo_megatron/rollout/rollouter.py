@@ -210,7 +210,9 @@ class Rollouter:
 
     def evaluation_calls(self, step: int) -> Calls | None:
         """The environment's calls for the evaluation before a step."""
-        return self.acting and self.acting.calls(evaluation_name(step), self._engine.replicas)
+        if self.acting is None:
+            return None
+        return self.acting.calls(evaluation_name(step), self._engine.replicas)
 
     def resume(self, groups: Sequence[Sequence[Episode]]) -> None:
         """Continue the open groups of a checkpoint; every rank must pass all of them."""
@@ -266,7 +268,8 @@ class Rollouter:
             judging = rewards.Judging(
                 self._pool, [mine[i] for i in judged_here], judge=self.environment.judge
             )
-            calls = self.acting and self.acting.calls(step_name(now.step), replicas)
+            acting = self.acting
+            calls = acting.calls(step_name(now.step), replicas) if acting else None
             groups = generate(
                 engine,
                 mine,

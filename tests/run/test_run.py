@@ -128,6 +128,9 @@ class ScriptedRollouter:
         self.environment = None
         self.channel = QueueChannel(0, {}, size=1)
 
+    def evaluation_calls(self, step: int) -> None:
+        """Nothing answers the model."""
+
     def gather_open_groups(self) -> list[tuple[Episode, ...]]:
         return cast(Any, self.open_groups)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gapo_megatron.config.section import HOW, SAMPLED, Section
 from gapo_megatron.config.types import Count, Seconds, Settings
@@ -29,6 +30,8 @@ class EnvironmentConfig(Section):
     **settings)`."""
     settings: Settings = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class."""
+    code: OneLine = ""
+    """SHA-256 of the file with code of your own. Filled in when the config is loaded."""
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()
     """Texts that end the model's turn, beside EOS, such as `</tool_call>`. The token that completes
     the text is kept whole. Best are texts that are a single token (docs/environments.md)."""
@@ -40,17 +43,29 @@ class EnvironmentConfig(Section):
     """Time limit of all calls of an episode together. After it its verdict is unknown."""
 
     @property
+    def code_names(self) -> list[str]:
+        """Code of the user's own that this section names."""
+        return [self.kind] if is_code(self.kind) else []
+
+    @property
     def is_called(self) -> bool:
         """Whether something answers the model; otherwise a response ends with its first turn."""
         return self.kind != "one_turn"
 
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        if kind not in KINDS and not is_code(kind):
+            near = difflib.get_close_matches(kind, KINDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"must be {', '.join(map(repr, KINDS))}, or an environment of your own: "
+                f"path/to/file.py:NAME or package.module:NAME{hint}"
+            )
+        return kind
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kind not in KINDS and not is_code(self.kind):
-            raise ValueError(
-                f"kind ({self.kind!r}) must be {', '.join(map(repr, KINDS))}, or an environment of "
-                "your own: path/to/file.py:NAME or package.module:NAME"
-            )
         if not self.is_called and self.settings:
             raise ValueError(f"settings ({self.settings}): 'one_turn' has none")
         return self

@@ -42,8 +42,19 @@ class Hooks:
 
 
 def begin(environment: Environment, prompt: Prompt) -> Prompt:
-    """The prompt with its initial tokens for the model: `Environment.begin`."""
-    return replace(prompt, token_ids=tuple(environment.begin(prompt)))
+    """The prompt with its initial tokens for the model: `Environment.begin`.
+
+    Raises:
+        RolloutError: the environment failed; names the prompt.
+    """
+    try:
+        tokens = tuple(int(token) for token in environment.begin(prompt))
+    except Exception as error:  # whatever a user's environment raises
+        raise RolloutError(
+            f"environment.kind: begin failed for prompt {prompt.id!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return replace(prompt, token_ids=tokens)
 
 
 def generate(

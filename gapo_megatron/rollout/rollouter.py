@@ -20,7 +20,6 @@ from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
 from gapo_megatron.rollout.call_metrics import Sums, call_metrics, join_sums, sum_calls
 from gapo_megatron.rollout.calls import Acting, Calls
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.journal import evaluation_name, step_name
 from gapo_megatron.rollout.progress import Occupancy
@@ -94,12 +93,11 @@ class Rollouter:
         engine: Engine,
         source: PromptSource,
         pool: rewards.Pool,
-        environment: Environment,
+        acting: Acting,
         *,
         batch: BatchConfig,
         sampling: SamplingSettings,
         reward: RewardConfig,
-        acting: Acting | None = None,
     ) -> None:
         """Set up sampling, without drawing prompts yet.
 
@@ -107,14 +105,13 @@ class Rollouter:
             engine: generates; awake, at the weights of the step, whenever `collect` is called.
             source: source of prompts.
             pool: verifier workers.
-            environment: the episodes' environment.
+            acting: the episodes' environment, and how it is called.
             batch: section `batch`.
             sampling: sampling settings; `collect` sets the step.
             reward: section `reward`; reads `truncated` and `graded`.
-            acting: how the environment is called; None: a response ends at EOS.
         """
         self.open_groups = Rollouts.join([])
-        self.environment = environment
+        self.environment = acting.environment
         self.samples: Samples | None = None
         self.num_discarded_tokens = 0
         self._engine = engine
@@ -123,7 +120,7 @@ class Rollouter:
         self._batch = batch
         self._sampling = sampling
         self._reward = reward
-        self.acting = acting
+        self._acting = acting
 
     def collect(self, step: int, *, attempt: Patient, stopwatch: Stopwatch) -> Rollouts | None:
         """Sample and judge `batch.rollout_prompts` groups.
@@ -181,7 +178,7 @@ class Rollouter:
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
-        if self.acting and self.acting.config.is_called:
+        if self._acting.config.is_called:
             sums = join_sums(self._engine.replicas.gather(now.call_sums))
             by_c, timings = call_metrics(sums)
             metrics |= by_c
@@ -208,11 +205,9 @@ class Rollouter:
         """Channel of the ranks that sample, for sending tokens to the ranks that compute them."""
         return self._engine.replicas.channel
 
-    def evaluation_calls(self, step: int) -> Calls | None:
+    def evaluation_calls(self, step: int) -> Calls:
         """The environment's calls for the evaluation before a step."""
-        if self.acting is None:
-            return None
-        return self.acting.calls(evaluation_name(step), self._engine.replicas)
+        return self._acting.calls(evaluation_name(step), self._engine.replicas)
 
     def resume(self, groups: Sequence[Sequence[Episode]]) -> None:
         """Continue the open groups of a checkpoint; every rank must pass all of them."""
@@ -268,8 +263,7 @@ class Rollouter:
             judging = rewards.Judging(
                 self._pool, [mine[i] for i in judged_here], judge=self.environment.judge
             )
-            acting = self.acting
-            calls = acting.calls(step_name(now.step), replicas) if acting else None
+            calls = self._acting.calls(step_name(now.step), replicas)
             groups = generate(
                 engine,
                 mine,
@@ -318,7 +312,7 @@ class Rollouter:
         kept: list[tuple[Episode, ...]],
         left: list[tuple[Episode, ...]],
         now: _Step,
-        calls: Calls | None,
+        calls: Calls,
     ) -> tuple[Rollouts, Rollouts] | None:
         """Wait for this rank's verdicts, and join the tables of all ranks."""
         verdicts = rewards.score(
@@ -334,7 +328,7 @@ class Rollouter:
             return None
         if self.samples is not None:
             self.samples.note(kept, verdicts)
-        now.call_sums.append(sum_calls(kept, verdicts, calls.counts if calls else {}))
+        now.call_sums.append(sum_calls(kept, verdicts, calls.counts))
         complete = self._join_ranks(self._to_rollouts(kept, verdicts))
         return complete, self._join_ranks(self._to_rollouts(left))
 

@@ -367,7 +367,7 @@ def build_rollouter(
         engine,
         inputs.source,
         pool,
-        inputs.environment,
+        acting,
         batch=config.batch,
         sampling=SamplingSettings(
             num_samples=config.batch.rollouts_per_prompt,
@@ -377,7 +377,6 @@ def build_rollouter(
             top_p=config.rollout.top_p,
         ),
         reward=config.reward,
-        acting=acting,
     )
     rollouter.samples = Samples(inputs.tokenizer, num_per_step=config.metrics.samples_per_step)
     return rollouter

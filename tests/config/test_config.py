@@ -240,6 +240,9 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("rollout.top_p=1.5", "less than or equal to 1"),
         ("rollout.memory_fraction=1.0", "less than 1"),
         ("reward.kind=maths", "did you mean 'math'"),
+        ("environment.kind=tool", "did you mean 'tools'"),
+        ("environment.max_concurrent=0", "greater than 0"),
+        ("environment.call_timeout_s=0", "greater than 0"),
         ("objective.eps_low=nan", "finite"),
         ("objective.eps_low=-0.1", "greater than 0"),
         ("objective.eps_high_max=-1", "equal to 0"),
@@ -362,6 +365,11 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
         (
             [*AHEAD, "checkpoint.every_steps=5"],
             ["checkpoint.every_steps (5)", "multiple", "rollout.max_staleness (2)"],
+        ),
+        (["environment.settings={a = 1}"], ["environment", "settings", "'one_turn'"]),
+        (
+            ["environment.kind=tools", "batch.oversampling=1.5"],
+            ["batch.oversampling (1.5)", "environment.kind ('tools')"],
         ),
         (
             [*AHEAD, "checkpoint.keep_steps=[4, 7]"],

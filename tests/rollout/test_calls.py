@@ -221,7 +221,7 @@ def test_all_calls_of_an_episode_have_one_limit() -> None:
     settings = SamplingSettings(num_samples=1, max_response_tokens=200, seed=7)
     groups = generate(ScriptedEngine(draws), PROMPTS[:1], settings, calls=calls)
     assert groups is not None
-    assert mentions(groups[0][0].failure, "environment.episode_timeout_s", 1)
+    assert re.search(mentions("environment.episode_timeout_s", 1), groups[0][0].failure)
 
 
 def test_a_stop_does_not_wait_for_an_environment() -> None:
@@ -347,9 +347,8 @@ def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     for damage in (b"{}\n", b"[]\n", b"\xff\n", b'{"call": "a", "tokens": 5}\n'):
         path.write_bytes(b"".join([*lines[:6], damage, *lines[7:]]))
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match=mentions(f"{path}:7")):
             calls_of(answer_of, run_dir=tmp_path)
-        assert mentions(caught.value, f"{path}:7")
 
 
 def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:

@@ -356,17 +356,15 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
     config = config_of(2, oversampling=2, partial_rollouts=True)
     problems = [Prompt(str(i), (10 + i,), answer=f"7 {EOS}") for i in range(8)]
     engine = ScriptedEngine(in_two_turns)
-    environment = TwoTurn(GIVEN, first=(8,))
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
         rollouter = Rollouter(
             engine,
             PromptSource(problems, seed=0),
             pool,
-            environment,
+            acting_of(TwoTurn(GIVEN, first=(8,))),
             batch=config.batch,
             sampling=replace(SETTINGS, step=0),
             reward=config.reward,
-            acting=acting_of(environment),
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
     assert sampled is not None

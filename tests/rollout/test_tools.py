@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def test_python_runs_in_the_sandbox_and_may_fail() -> None:
     found = said_to(tools, call("python", code="print(12 * 7)"))
     assert found == "<tool_response>84\n</tool_response>"
     found = said_to(tools, call("python", code="print(1); raise ValueError('no')"))
-    assert found is not None and mentions(found, 1, "ValueError", "error")
+    assert found is not None and re.search(mentions(1, "ValueError", "error"), found)
     found = said_to(tools, call("python", code="while True: pass"))
     assert found is not None and found.startswith("<tool_response>error: the program ")
     found = said_to(tools, call("python", code="print('x' * 10**6)"))
@@ -140,9 +141,8 @@ def test_wrong_settings_are_named() -> None:
         ({"max_calls": 0}, ["max_calls", 0]),
         ({"most": 3}, ["most"]),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=mentions("environment.kind", *words)):
             environments.build(EnvironmentConfig(kind="tools", settings=settings), TOKENIZER)
-        assert mentions(caught.value, "environment.kind", *words)
 
 
 def test_metrics_count_turns_calls_and_errors_by_c() -> None:
@@ -170,10 +170,10 @@ def test_metrics_count_turns_calls_and_errors_by_c() -> None:
             ScriptedEngine(script),
             PromptSource(problems, seed=0),
             pool,
-            environment,
+            acting_of(environment, eos_token_ids=[EOS]),
             batch=config.batch,
             sampling=SamplingSettings(num_samples=4, max_response_tokens=100, seed=7),
-            acting=acting_of(environment, eos_token_ids=[EOS]),
+            reward=config.reward,
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=stopwatch)
     assert sampled is not None

@@ -9,7 +9,16 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.programs import Program
-from tests.run.test_train import CONFIG, finish, metrics_of, num_steps_logged, prepare
+from tests.train_setup import (
+    CONFIG,
+    arguments,
+    finish,
+    interrupt,
+    metrics_of,
+    prepare,
+    run,
+    steps_of,
+)
 
 pytestmark = pytest.mark.system
 
@@ -51,28 +60,21 @@ settings = {{ log = "{root}/log" }}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = prepare(tmp_path_factory.mktemp("environments"), CONFIG + SECTION)
+    root = tmp_path_factory.mktemp("environments")
     (root / "adds.py").write_text(ENVIRONMENT)
-    return root
+    return prepare(root, CONFIG + SECTION)
 
 
-def train(
-    root: Path,
-    name: str,
-    *,
-    exit_code: int = 0,
-    module: str = "gapo_megatron.train",
-    env: dict[str, str] | None = None,
-    delay_s: float = 0.0,
-) -> str:
-    arguments = [
-        root / "config.toml",
-        f"run.output_dir={root}/{name}",
+def settings_of(root: Path, name: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
+    return (
         f'environment.settings={{log = "{root}/{name}.log", delay_s = {delay_s}}}',
         "run.num_steps=4",
         "evaluation.every_steps=0",
-    ]
-    return finish(Program(module, *arguments, env=env), exit_code=exit_code)
+    )
+
+
+def train(root: Path, name: str, *, delay_s: float = 0.0) -> str:
+    return run(root, name, *settings_of(root, name, delay_s=delay_s))
 
 
 def calls_of(root: Path, name: str) -> list[str]:
@@ -111,8 +113,11 @@ def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> Non
     num_a_step = len(calls_of(root, whole)) // 4
     kill_at = 3 * num_a_step + num_a_step // 2
     (root / "killed.log.kill").write_text(str(kill_at))
-    train(root, "killed", exit_code=-signal.SIGKILL)
-    assert num_steps_logged(root / "killed") == 3
+    killed = Program(
+        "gapo_megatron.train", *arguments(root, "killed", *settings_of(root, "killed"))
+    )
+    finish(killed, exit_code=-signal.SIGKILL)
+    assert len(steps_of(root / "killed")) == 3
     assert len(calls_of(root, "killed")) == kill_at
     assert "resumed from" in train(root, "killed")
     calls = calls_of(root, "killed")
@@ -124,8 +129,8 @@ def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> Non
 
 def test_a_resumed_run_replays_answers_and_is_the_same_run(root: Path, whole: str) -> None:
     """Killed after the answers of a step, before its update."""
-    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL"}
-    train(root, "replayed", module="tests.signalled", env=env, exit_code=-signal.SIGKILL)
+    settings = settings_of(root, "replayed")
+    interrupt(root, "replayed", *settings, stage="step 3: update", by="SIGKILL")
     calls = calls_of(root, "replayed")
     assert "resumed from" in train(root, "replayed")
     assert calls_of(root, "replayed") == calls and sorted(calls) == sorted(calls_of(root, whole))

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.train import train
 from tests import train_setup
 from tests.messages import mentions
 from tests.prepare_data_setup import put
-from tests.train_setup import assert_same_run, interrupt, prepare, run, steps_of, trainer_state
+from tests.programs import Program
+from tests.train_setup import (
+    arguments,
+    assert_same_run,
+    finish,
+    interrupt,
+    prepare,
+    run,
+    steps_of,
+    trainer_state,
+)
 
 CONFIG = train_setup.CONFIG.replace(
     'train_path = "{root}/task/train.jsonl"\n',
@@ -96,8 +107,9 @@ def test_other_weights_or_problems_are_refused(root: Path, whole_run: Path) -> N
         resume(source(weight=2.0))
     rows = json.loads((root / "late.json").read_text())
     moved = source(path=str(put(root / "moved" / "late.json", rows[:-1])))
-    with pytest.raises(CheckpointError, match=mentions("data.source", "run.output_dir")):
-        resume(moved)
+    command = arguments(root, "whole", "run.num_steps=8", moved)
+    output = finish(Program("gapo_megatron.train", *command, ranks=2), exit_code=1)
+    assert re.search(mentions("training problems", "data.source", "run.output_dir"), output)
     put(root / "moved" / "late.json", rows[:4])
     allowed = 'run.allow_changes=["data.source"]'
     with pytest.raises(DataError, match=mentions("'late'", 8, "5", "moved/late.json", 4)):

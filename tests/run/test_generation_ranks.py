@@ -93,6 +93,7 @@ class Side:
                 "clocks": {"generation/rollout_s": 1.0},
                 "policy_version": self.version,
                 "metrics": {"from": float(order.step)},
+                "samples": [],
                 "source_state": {"after": order.step},
             }
             if not is_aborted:

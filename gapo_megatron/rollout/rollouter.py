@@ -12,10 +12,9 @@ import numpy as np
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Patient, Stopwatch
-from gapo_megatron.config import BatchConfig, DataConfig, RewardConfig
+from gapo_megatron.config import BatchConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.data.source import PromptSource, check_sources
-from gapo_megatron.errors import DataError
+from gapo_megatron.data.source import PromptSource
 from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
 from gapo_megatron.rollout.call_metrics import Sums, call_metrics, join_sums, sum_calls
 from gapo_megatron.rollout.calls import Acting, Calls
@@ -33,36 +32,6 @@ from gapo_megatron.types import Episode, Prompt, Verdict
 
 _TAG = 1
 """Tag of messages with the tokens of open groups."""
-
-
-def check_problems(
-    problems: Sequence[Prompt], batch: BatchConfig, *, data: DataConfig, num_steps: int
-) -> None:
-    """Refuse a dataset with fewer problems than a step may draw without repetition.
-
-    Args:
-        problems: the training problems of all files.
-        batch: section `batch`.
-        data: section `data`, of whose sources each must have its share.
-        num_steps: steps of the run.
-
-    Raises:
-        DataError: names the numbers and the settings they come from.
-    """
-    rounds = batch.dynamic_sampling_rounds
-    most = num_begun(batch, batch.rollout_prompts) * (1 + rounds)
-    if len(problems) < most:
-        factors = f"batch.rollout_prompts ({batch.rollout_prompts})"
-        if batch.oversampling > 1:
-            factors += f" x batch.oversampling ({batch.oversampling:g})"
-        if rounds:
-            factors += f", up to 1 + batch.dynamic_sampling_rounds ({rounds}) times"
-        raise DataError(
-            f"one step may draw {most} different problems: {factors}; "
-            f"{', '.join(data.train_files.values())} holds {len(problems)} problems"
-        )
-    if data.source:
-        check_sources(data, problems, num_steps=num_steps, most=most)
 
 
 class Rollouter:

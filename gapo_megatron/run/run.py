@@ -31,11 +31,11 @@ from gapo_megatron.run import start
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.generation import Generation
 from gapo_megatron.run.generation_side import GenerationSide
+from gapo_megatron.run.inputs import Inputs, check_inputs
 from gapo_megatron.run.memory import StepMemory
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.run.processes import process_age_s
 from gapo_megatron.run.saving import Checkpoints, export
-from gapo_megatron.run.start import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Run:
         """
         startup = Stopwatch()
         startup.seconds["imports"] = process_age_s()
-        inputs = start.check_inputs(config)
+        inputs = check_inputs(config)
         world, attempt = start.join(config, inputs, startup)
         if start.is_finished_everywhere(config, world, attempt):
             num_steps, hf_dir = config.run.num_steps, Path(config.run.output_dir) / "hf"

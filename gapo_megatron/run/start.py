@@ -15,119 +15,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
-from gapo_megatron.checkpoint import BranchPoint, State
+from gapo_megatron.checkpoint import State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
-from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.metric_files import check_metrics
-from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.share import DataParallelRanks
-from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy import Policy, initialize
-from gapo_megatron.policy.load import check_megatron_dir
-from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.requests import SamplingSettings
-from gapo_megatron.rollout.rollouter import Rollouter, check_problems
+from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
-from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
 from gapo_megatron.run.engines import check_engine, find_engine
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
+from gapo_megatron.run.inputs import Inputs
 from gapo_megatron.run.process_group import World
-from gapo_megatron.run.processes import is_first
-from gapo_megatron.types import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Inputs that a run reads at its start; the same on every rank."""
-
-    hf_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    environment: Environment
-    turns: Turns
-    """Where the model's turns end."""
-    problems: list[Prompt]
-    held_out: list[Prompt]
-    """Problems of the evaluation; empty if the run does not evaluate."""
-    source: PromptSource
-    branch_point: BranchPoint | None
-    """Checkpoint of another run to branch from; None without a branch, or once the run has begun.
-    """
-
-
-def check_inputs(config: Config) -> Inputs:
-    """Read model config, tokenizer and data; refuse checkpoints that the run cannot resume.
-
-    No collective: it runs before there is a process group.
-
-    Raises:
-        GapoError: names field, file or line, value and rule.
-    """
-    find_family(config.objective.resolve()), find_engine(config)  # load the user's code, if any
-    run_dir, hf_config = Path(config.run.output_dir), read_hf_config(config.model.hf_dir)
-    if config.model.megatron_dir:
-        check_megatron_dir(config, hf_config)
-    if is_first():
-        checkpoint.check_resume(run_dir, hf_config, config)
-    branch_point = checkpoint.check_branch(config, hf_config)
-    tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
-    has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
-    problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
-    source = PromptSource(problems, seed=config.run.seed, sources=config.data.source)
-    if branch_point is not None:
-        source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
-    environment = environments.build(config.environment, tokenizer)
-    eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
-    turns = Turns(tokenizer, config.environment.stop, eos_token_ids=eos)
-    return Inputs(
-        hf_config, tokenizer, environment, turns, problems, held_out, source, branch_point
-    )
-
-
-def read_problems(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, has_begun: bool
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out problems; none are held out if the run does not evaluate.
-
-    If a checkpoint is resumed (`has_begun`), its data position refers to all problems of the file.
-
-    Raises:
-        DataError: names file and line; or there are too few problems for a step.
-    """
-    data = config.data
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "reward": config.reward,
-        "keep_unreadable": has_begun,
-        "columns": rewards.row_columns(config.reward),
-    }
-    problems = read_training_prompts(data, **options)
-    check_problems(problems, config.batch, data=data, num_steps=config.run.num_steps)
-    evaluates = config.evaluation.every_steps > 0
-    held_out = read_prompts(data.eval_path, data=data, **options) if evaluates else []
-    return problems, held_out
 
 
 def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Attempt]:

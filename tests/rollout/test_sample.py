@@ -26,10 +26,11 @@ from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.rollouter import Rollouter, assign, check_problems
+from gapo_megatron.rollout.rollouter import Rollouter, assign
 from gapo_megatron.rollout.selection import choose, informative
 from gapo_megatron.rollout.table import to_episodes
 from gapo_megatron.rollouts import ROW, Rollouts
+from gapo_megatron.run.inputs import check_problems
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.acting import one_turn_inputs

@@ -15,6 +15,7 @@ from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.samples import NUM_WITHOUT_SIGNAL, choose_rows
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Outcome, Prompt, Sample, Verdict
+from tests.acting import one_turn_inputs
 from tests.learn_setup import GROUP_SIZE
 from tests.rollout.test_sample import (
     InstantPool,
@@ -58,10 +59,10 @@ def setup_of(
     ]
     setup = Setup(config, replicas=replicas)
     setup.pool = pool or TalkingPool()
-    inputs: Any = SimpleNamespace(source=PromptSource(problems, seed=0), tokenizer=TOKENIZER)
+    inputs = one_turn_inputs(PromptSource(problems, seed=0), TOKENIZER)
+    inputs.environment = Numbered(TOKENIZER)
     judging: Any = setup.pool
     setup.rollouter = build_rollouter(config, inputs, setup.engine, judging)
-    setup.rollouter.environment = Numbered(TOKENIZER)
     return setup
 
 

@@ -491,7 +491,7 @@ def test_a_finished_run_says_so_and_builds_nothing(
     script = Script()
     attempt = cast(Any, ScriptedAttempt(script))
     monkeypatch.setattr(program, "check_before_imports", lambda *_, **__: None)
-    monkeypatch.setattr(start, "check_inputs", lambda _: None)
+    monkeypatch.setattr(module, "check_inputs", lambda _: None)
     for rank, answer in ((0, True), (1, False)):
         agreed: list[bool] = []
         attempt.agree = lambda value, agreed=agreed: agreed.append(value) or True
@@ -513,7 +513,6 @@ def test_open_groups_of_a_checkpoint_are_held_by_generation_alone(
     attempt.stage_seconds = dict
     world = SimpleNamespace(bridge=None, rank=0, gloo_group=None, device=torch.device("cpu"))
     for name, value in {
-        "check_inputs": SimpleNamespace(source=None),
         "join": (world, attempt),
         "is_finished_everywhere": False,
         "begin_branch": None,
@@ -524,6 +523,7 @@ def test_open_groups_of_a_checkpoint_are_held_by_generation_alone(
         "sizes": {},
     }.items():
         monkeypatch.setattr(start, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(module, "check_inputs", lambda _: SimpleNamespace(source=None))
     writer = SimpleNamespace(log_startup=lambda *_, **__: None)
     monkeypatch.setattr(module, "MetricsWriter", lambda *_, **__: writer)
     run = Run.start(make_config(tmp_path))

@@ -160,6 +160,9 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     )
     if table is not None:
         rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
+    else:  # of an older version: a group whose verdicts are all known has the size of all
+        size = max(int(columns["group_size"].max()), 1)
+        rollouts = rollouts.changed(sample=np.arange(len(rollouts)) % size)
     # Every rank has all tokens now: assign their holders round-robin.
     rollouts = rollouts.changed(holder=np.arange(len(rollouts)) % dist.get_world_size())
     return Batch(rollouts.table, rollouts.tokens, **columns)

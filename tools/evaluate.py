@@ -33,7 +33,7 @@ from gapo_megatron.run.fail_fast import fail_fast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from gapo_megatron.config import Config, RewardConfig
+    from gapo_megatron.config import Config
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.evaluate.table import Table
     from gapo_megatron.run.process_group import World
@@ -68,7 +68,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
 
     from gapo_megatron import rewards
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.evaluate.chosen import choose
+    from gapo_megatron.evaluate.chosen import choose, judge_of
     from gapo_megatron.hf.model_folder import check_model_folder
     from gapo_megatron.run import process_group
 
@@ -79,7 +79,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         arguments.problems,
         data_dir=arguments.data,
         reward=config.reward,
-        judge=_judge(arguments, config),
+        judge=judge_of(config.reward, arguments.kind, arguments.config),
     )
     for one in chosen:
         rewards.check(one.reward)
@@ -99,15 +99,6 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         _sample(arguments, config, sampling, tasks, shared[0], world)
     if world.rank == 0:
         _report(arguments, sampling, tasks, digests)
-
-
-def _judge(arguments: argparse.Namespace, config: Config) -> RewardConfig:
-    """The verifier of --problems; any if there are none."""
-    from gapo_megatron.evaluate.chosen import read_reward, with_kind
-
-    if arguments.config:
-        return read_reward(arguments.config, field="--config")
-    return with_kind(config.reward, arguments.kind or config.reward.kind, field="--kind")
 
 
 def _warn_of_template(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -78,10 +78,13 @@ def choose(
         ConfigError: no such benchmark, file or verifier, or two benchmarks of one name; names the
             option and the value.
     """
-    chosen = []
+    chosen: list[Chosen] = []
+    code: tuple[Path, ...]
     for given in benchmarks:
         one = find_benchmark(given, field="--benchmarks")
-        code = (user_code.find_file(given, setting="--benchmarks"),) * user_code.is_code(given)
+        code = ()
+        if user_code.is_code(given):
+            code = (user_code.find_file(given, setting="--benchmarks"),)
         own = with_kind(reward, one.kind, field=f"benchmark {one.name}: kind")
         chosen.append(Chosen(one.name, own, tuple(one.find_files(data_dir)), one, code))
     for path in problems:
@@ -95,6 +98,17 @@ def choose(
 
 def _repeated(names: Sequence[str]) -> Iterator[str]:
     return (name for name in names if names.count(name) > 1)
+
+
+def judge_of(reward: RewardConfig, kind: str | None, config: Path | None) -> RewardConfig:
+    """The verifier of `--problems`: of `--kind`, or of the training config `--config`.
+
+    Raises:
+        ConfigError: see `with_kind` and `read_reward`.
+    """
+    if config is not None:
+        return read_reward(config, field="--config")
+    return reward if kind is None else with_kind(reward, kind, field="--kind")
 
 
 def with_kind(reward: RewardConfig, kind: str, *, field: str) -> RewardConfig:

@@ -15,6 +15,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm import check_engine as check_vllm
+from gapo_megatron.run.process_group import World
 
 
 class EngineFactory(Protocol):
@@ -58,6 +59,12 @@ def find_engine(config: Config) -> EngineFactory:
             f"rollout.engine ({name!r}) must be a class or a function, not {type(found).__name__}"
         )
     return found
+
+
+def build_engine(config: Config, hf_config: PretrainedConfig, world: World) -> Engine:
+    """Build this rank's part of the run's engine, without the policy's weights. Collective."""
+    build = find_engine(config)
+    return build(config, hf_config, device=world.device, gloo_group=world.gloo_group)
 
 
 def check_engine(

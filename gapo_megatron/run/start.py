@@ -38,7 +38,7 @@ from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
-from gapo_megatron.run.engines import check_engine, find_engine
+from gapo_megatron.run.engines import build_engine, check_engine, find_engine
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.inputs import Inputs
@@ -188,7 +188,7 @@ def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) ->
     with startup("vllm"):
         policy.make_room()  # vLLM checks at its start that its share of memory is free
         policy.make_room_of_weights()
-        engine = build_engine(config, inputs, trainer.world)
+        engine = build_engine(config, inputs.hf_config, trainer.world)
     with startup("sync"):
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
         sync(policy, engine, probe, policy_version=trainer.state.step)
@@ -251,7 +251,7 @@ def start_side(
     assert world.bridge is not None
     pool = start_pool(config)
     with startup("vllm"):
-        engine = build_engine(config, inputs, world)
+        engine = build_engine(config, inputs.hf_config, world)
     pool.wait_until_ready()
     return GenerationSide(
         config=config,
@@ -295,12 +295,6 @@ def build_rollouter(
     )
     rollouter.samples = Samples(inputs.tokenizer, num_per_step=config.metrics.samples_per_step)
     return rollouter
-
-
-def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
-    """Build this rank's part of the rollout engine, without the policy's weights. Collective."""
-    build = find_engine(config)
-    return build(config, inputs.hf_config, device=world.device, gloo_group=world.gloo_group)
 
 
 def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:

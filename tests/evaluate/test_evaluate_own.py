@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -219,6 +220,15 @@ def test_problems_that_cannot_be_read_are_refused(tmp_path, tokenizer) -> None:
     with pytest.raises(DataError, match=mentions(f"{path}:1", "answer")):
         (one,) = chosen(path)
         one.read(config(one.reward), tokenizer)
+
+
+def test_a_benchmark_of_the_paper_goes_by_its_files_alone(tmp_path) -> None:
+    (tmp_path / "aime24").mkdir()
+    path = tmp_path / "aime24/a.json"
+    path.write_text("[]")
+    (one,) = chosen(names=("aime24",), data=tmp_path)
+    assert (one.name, one.reward.kind, one.files, one.code) == ("aime24", "math", (path,), ())
+    assert one.sha256 == hashlib.sha256(b"[]").hexdigest()
 
 
 def test_the_command_line_asks_for_the_verifier(capsys) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from gapo_megatron.run.process_group import World
 
 console = Console()
+
+_OF_TEMPLATE = ("system_prompt", "chat_template_kwargs")
 
 Remaining = dict[tuple[str, int], list[str]]
 """Benchmark and seed -> ids of the problems without stored samples."""
@@ -255,6 +258,8 @@ def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
                 "train_path": "unused",
                 "max_prompt_tokens": arguments.max_prompt_tokens,
                 "chat_template": arguments.chat_template,
+                "system_prompt": arguments.system_prompt,
+                "chat_template_kwargs": arguments.chat_template_kwargs,
             },
             "batch": {"max_tokens_per_microbatch": longest},
             "rollout": {
@@ -294,6 +299,8 @@ def _keep_settings(
         {
             "model_sha256": model.hexdigest(),
             "chat_template": arguments.chat_template,
+            # Older versions do not have these settings.
+            **{key: value for key in _OF_TEMPLATE if (value := getattr(arguments, key))},
             "precision": arguments.precision,
             **dataclasses.asdict(sampling),
         },
@@ -393,6 +400,16 @@ def _parse() -> argparse.Namespace:
         action="store_true",
         help="wrap prompts in the tokenizer's chat template; as data.chat_template in training",
     )
+    sampling.add_argument(
+        "--system-prompt", default="", metavar="TEXT", help="as data.system_prompt in training"
+    )
+    sampling.add_argument(
+        "--chat-template-kwargs",
+        type=_variables,
+        default={},
+        metavar="JSON",
+        help="as data.chat_template_kwargs in training: '{\"enable_thinking\": false}'",
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
@@ -414,6 +431,16 @@ def _parse() -> argparse.Namespace:
         six = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
         arguments.benchmarks = [] if arguments.problems else six
     return arguments
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        variables = json.loads(text)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return variables
 
 
 def _benchmarks(text: str) -> list[str]:

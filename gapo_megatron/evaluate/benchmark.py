@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
+from gapo_megatron.data.messages import check_template
 from gapo_megatron.data.schema import LengthError, encode_prompt, read_prompts
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.evaluate import evaluation_seed
@@ -57,14 +58,15 @@ class Task:
         *paths: Path,
         reward: RewardConfig,
         tokenizer: PreTrainedTokenizerBase,
-        chat_template: bool,
-        max_prompt_tokens: int,
+        data: DataConfig,
     ) -> Task:
         """Read and tokenise a benchmark's files.
 
         Raises:
+            ConfigError: the tokenizer's chat template does not go with the settings of `data`.
             DataError: a file has an unexpected format, or a prompt is too long; names the problem.
         """
+        check_template(data, tokenizer)
         problems = benchmark.load(*paths)
         prompts = []
         for problem in problems:
@@ -72,13 +74,15 @@ class Task:
                 token_ids = encode_prompt(
                     problem.prompt,
                     tokenizer,
-                    chat_template=chat_template,
-                    max_tokens=max_prompt_tokens,
+                    chat_template=data.chat_template,
+                    max_tokens=data.max_prompt_tokens,
+                    system_prompt=data.system_prompt,
+                    template_variables=data.chat_template_kwargs,
                 )
             except LengthError as error:
                 raise DataError(
                     f"{paths[0].parent}: the prompt of {problem.id} has {error}; "
-                    f"--max-prompt-tokens allows 1 to {max_prompt_tokens}"
+                    f"--max-prompt-tokens allows 1 to {data.max_prompt_tokens}"
                 ) from None
             prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
         return cls(benchmark.name, reward, tuple(problems), tuple(prompts), tokenizer)

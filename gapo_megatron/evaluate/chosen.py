@@ -52,8 +52,7 @@ class Chosen:
             *self.files,
             reward=self.reward,
             tokenizer=tokenizer,
-            chat_template=data.chat_template,
-            max_prompt_tokens=data.max_prompt_tokens,
+            data=data,
         )
 
 

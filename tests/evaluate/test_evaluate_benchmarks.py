@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron import rewards
-from gapo_megatron.config import RewardConfig
+from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
@@ -62,8 +62,7 @@ def read_task(name: str, path: Path, tokenizer, *, max_prompt_tokens: int = 500)
         path,
         reward=RewardConfig(kind=BENCHMARKS[name].kind),
         tokenizer=tokenizer,
-        chat_template=False,
-        max_prompt_tokens=max_prompt_tokens,
+        data=DataConfig(train_path="unused", max_prompt_tokens=max_prompt_tokens),
     )
 
 

@@ -194,6 +194,28 @@ def test_a_template_that_is_not_used_is_said(template, options, warns, capsys) -
     assert ("--chat-template" in capsys.readouterr().err) is warns
 
 
+def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    limits = ("--num-samples", 1, "--max-response-tokens", 8)
+    command = ("--model", tmp_path, "--output", tmp_path / "out", "--chat-template", *limits)
+    plain = parse(*command)
+    sampling = tool._sampling(plain, {})
+    tool._keep_settings(plain, sampling, {})
+    assert not {*tool._OF_TEMPLATE} & {*json.loads((tmp_path / "out/settings.json").read_text())}
+    silent = {"enable_thinking": False}
+    for options, expected in (
+        (("--system-prompt", "be\nbrief"), ("be\nbrief", {})),
+        (("--chat-template-kwargs", json.dumps(silent)), ("", silent)),
+    ):
+        arguments = parse(*command, *options)
+        data = tool._config(arguments, sampling).data
+        assert (data.system_prompt, data.chat_template_kwargs) == expected
+        with pytest.raises(ConfigError, match=mentions("--output")):
+            tool._keep_settings(arguments, sampling, {})
+    with pytest.raises(SystemExit):
+        parse(*command, "--chat-template-kwargs", "enable_thinking")
+
+
 def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
     arguments = parse("--model", "m", "--output", tmp_path)
     left = {"aime24": ["aime24-0"], "livecodebench": ["livecodebench-0"]}

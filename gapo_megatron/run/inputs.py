@@ -93,7 +93,7 @@ def read_problems(
         "tokenizer": tokenizer,
         "reward": config.reward,
         "keep_unreadable": has_begun,
-        "columns": rewards.row_columns(config.reward),
+        "columns": None if config.environment.code_names else rewards.row_columns(config.reward),
     }
     problems = read_training_prompts(data, **options)
     check_problems(problems, config.batch, data=data, num_steps=config.run.num_steps)

@@ -17,6 +17,7 @@ from gapo_megatron.data.schema import read_training_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.run.inputs import read_problems as read_problems_of
 from gapo_megatron.types import Prompt
 from tests.messages import mentions
 from tests.prepare_data_setup import put, put_tokenizer
@@ -30,6 +31,8 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}
 <assistant> {% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- endif -%}"""
+
+ONE_PROMPT = {"rollout_prompts": 1, "minibatch_prompts": 1}
 
 CHAT = [
     {"role": "user", "content": "first question"},
@@ -239,6 +242,17 @@ def test_the_columns_to_keep_are_those_that_the_verifiers_take(tmp_path: Path) -
     assert columns("one", "all") is None
 
 
+def test_an_environment_of_the_users_own_gets_the_whole_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = put(tmp_path / "p.jsonl", [row(level="easy", unit="m", map=[[0, 1]])])
+    settings = {"train_path": str(path), "max_prompt_tokens": 64}
+    for environment, kept in ({}, {}), ({"kind": "maze.py:Maze"}, {"unit": "m", "map": [[0, 1]]}):
+        given = config(batch=ONE_PROMPT, environment=environment, data=settings)
+        (prompt,), _ = read_problems_of(given, tokenizer, has_begun=False)
+        assert prompt.row == kept
+
+
 def test_rows_without_ids_are_numbered(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = put(tmp_path / "p.parquet", [row(None), row(None)])
     assert [one.id for one in read(path, tokenizer)] == ["1", "2"]
@@ -280,15 +294,14 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path, tokenizer: PreTrainedTok
             attempt()
 
 
-def config(**data: Any) -> Config:
+def config(data: dict[str, Any], **sections: dict[str, Any]) -> Config:
     tree: dict[str, Any] = {
         "run": {"output_dir": "runs/x", "num_steps": 10},
         "model": {"hf_dir": "m"},
-        "data": data,
         "rollout": {"max_response_tokens": 64},
         "reward": {"kind": "math"},
     }
-    return parse_config(tree, source="FILE")
+    return parse_config(tree | {"data": data} | sections, source="FILE")
 
 
 def table(name: str = "a", **settings: Any) -> dict[str, Any]:
@@ -324,15 +337,17 @@ def table(name: str = "a", **settings: Any) -> dict[str, Any]:
 )
 def test_settings_that_cannot_be_are_named(data: dict[str, Any], named: list[Any]) -> None:
     with pytest.raises(ConfigError, match=mentions("FILE", *named)):
-        config(**data)
+        config(data)
 
 
 def test_the_settings_come_back_from_the_runs_config(tmp_path: Path) -> None:
     written = config(
-        source=[table(weight=0.25), table("b.2", first_step=3, last_step=9)],
-        chat_template=True,
-        system_prompt='Think\tfirst.\n"Then" answer \\boxed{}.',
-        chat_template_kwargs={"enable_thinking": False, "effort": "low", "budget": 3},
+        {
+            "source": [table(weight=0.25), table("b.2", first_step=3, last_step=9)],
+            "chat_template": True,
+            "system_prompt": 'Think\tfirst.\n"Then" answer \\boxed{}.',
+            "chat_template_kwargs": {"enable_thinking": False, "effort": "low", "budget": 3},
+        }
     )
     path = tmp_path / "config.toml"
     path.write_text(to_toml(written), encoding="utf-8")

@@ -112,22 +112,23 @@ def test_the_engine_decodes_while_calls_are_open() -> None:
 
 
 def test_at_most_so_many_calls_are_open() -> None:
+    """All wait until nothing is left to decode: then every episode has asked."""
     lock, now, most = threading.Lock(), [0], [0]
-    together = threading.Barrier(3)
+    is_idle = threading.Event()
 
     def respond(episode: Episode) -> Any:
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        if episode.response_mask is None:
-            together.wait(HANG_S)  # three are open at a time: 64 first calls less one
+        assert is_idle.wait(HANG_S)
         with lock:
             now[0] -= 1
         return answer_of(episode)
 
-    calls = calls_of(respond, run=in_thread, max_concurrent=3)
-    settings = SamplingSettings(num_samples=3, max_response_tokens=200, seed=7)
-    assert generate(ScriptedEngine(draws), PROMPTS, settings, calls=calls) is not None
+    calls = calls_of(respond, run=in_thread, max_concurrent=3, call_timeout_s=1000)
+    replies = calls.replies
+    calls.replies = lambda *, wait: (wait and is_idle.set(), replies(wait=wait))[1]  # type: ignore[method-assign]
+    assert generate(ScriptedEngine(draws), PROMPTS, SETTINGS, calls=calls) is not None
     assert most == [3]
 
 
@@ -214,6 +215,14 @@ def test_broken_environments_are_unknown_and_harm_no_other() -> None:
         for one, verdict in zip(group, judged, strict=True):
             is_known = not one.failure and one.sample != 17
             assert verdict.outcome is (Outcome.CORRECT if is_known else Outcome.UNKNOWN)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_call_answers_once(tmp_path: Path) -> None:
+    """The child, which returns from `respond` too, records nothing."""
+    run(_fork, run_dir=tmp_path)
+    lines = (tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl").read_text().splitlines()
+    assert len(lines) == len({*lines}) == 2 * NUM_TURNS * 64
 
 
 def test_all_calls_of_an_episode_have_one_limit() -> None:

@@ -38,7 +38,7 @@ from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
-from gapo_megatron.run.engines import build_engine, check_engine, find_engine
+from gapo_megatron.run.engines import build_engine, check_engine
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.inputs import Inputs

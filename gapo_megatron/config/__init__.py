@@ -2,7 +2,7 @@
 
 from gapo_megatron.config.data_section import DataConfig, DataSource
 from gapo_megatron.config.environment import EnvironmentConfig
-from gapo_megatron.config.loading import load_config, parse_config
+from gapo_megatron.config.loading import load_config, load_recorded, parse_config
 from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
@@ -41,5 +41,6 @@ __all__ = [
     "RolloutConfig",
     "SupervisedConfig",
     "load_config",
+    "load_recorded",
     "parse_config",
 ]

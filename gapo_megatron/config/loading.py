@@ -32,23 +32,39 @@ def load_config(
         settings: values by `section.key`; they take precedence over the overrides.
 
     Raises:
-        ConfigError: names the file or override, the field, the value and the rule.
+        ConfigError: names the file or override, the field, the value and the rule; or code of the
+            user's own is not the code that the file records (`reward.code` and the like).
     """
     tree = read_tree(Path(path))
     for override in overrides:
         apply_override(tree, override)
     for name, value in settings.items():
         set_value(tree, name, value)
-    return _with_digests(parse_config(tree, source=str(path)))
+    return _with_digests(parse_config(tree, source=str(path)), source=str(path))
 
 
-def _with_digests(config: Config) -> Config:
+def load_recorded(path: str | Path) -> Config:
+    """Read the resolved config of a run's folder, with the digests that the run had.
+
+    Raises:
+        ConfigError: names the file, the field, the value and the rule.
+    """
+    return parse_config(read_tree(Path(path)), source=str(path))
+
+
+def _with_digests(config: Config, *, source: str) -> Config:
     """Fill in `code` of each section that names code of the user's own."""
     digests = {}
     for section, value in config:
-        names = getattr(value, "code_names", [])
-        if names or getattr(value, "code", ""):
+        names, recorded = getattr(value, "code_names", []), getattr(value, "code", "")
+        if names or recorded:
             text = " ".join(user_code.digest(name, setting=section) for name in names)
+            if names and recorded not in ("", text):
+                raise ConfigError(
+                    f"{source}: {section}.code ({recorded!r}): the files of {', '.join(names)} "
+                    f"have changed since this config was written; they are {text!r} now. Restore "
+                    "them, or remove this line"
+                )
             digests[section] = value.model_copy(update={"code": text})
     return config.model_copy(update=digests) if digests else config
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.folder import adopt
 from gapo_megatron.hf.manifest import list_steps
@@ -97,6 +97,6 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
 def _first_due(run_dir: Path, config: Config) -> int:
     """Step after which the first checkpoint was due, by the run's own settings."""
     with contextlib.suppress(ConfigError):  # no config there, or an older version's
-        config = load_config(run_dir / CONFIG_NAME)
+        config = load_recorded(run_dir / CONFIG_NAME)
     steps = (config.checkpoint.every_steps or config.run.num_steps, *config.checkpoint.keep_steps)
     return min(config.run.num_steps, *steps)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from gapo_megatron.config import load_config, parse_config
+from gapo_megatron.config import load_config, load_recorded, parse_config
 from gapo_megatron.config.counts import num_generation_ranks
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.toml_tree import to_toml
 from tests.messages import mentions
 
 MINIMAL = """
@@ -476,3 +477,22 @@ def test_override_of_a_section_that_is_a_value(minimal: Path) -> None:
 def test_error_is_also_a_value_error() -> None:
     with pytest.raises(ValueError, match="required"):
         parse_config({}, source="x")
+
+
+def test_a_recorded_digest_is_kept_or_must_agree(tmp_path: Path) -> None:
+    """A frozen config is refused after an edit; a run's own config says what the run had."""
+    own, path = tmp_path / "own.py", tmp_path / "config.toml"
+    own.write_text("def verify(response, answer):\n    return True\n")
+    path.write_text(MINIMAL)
+    config = load_config(path, [f"reward.kind={own}:verify"])
+    assert len(config.reward.code) == 64
+    frozen = tmp_path / "frozen.toml"
+    frozen.write_text(to_toml(config))
+    assert load_config(frozen) == load_recorded(frozen) == config
+    own.write_text("def verify(response, answer):\n    return False\n")
+    assert load_recorded(frozen) == config
+    with pytest.raises(ConfigError, match=r"frozen\.toml: reward\.code .*own\.py.*changed"):
+        load_config(frozen)
+    assert load_config(frozen, ["reward.kind=exact"]).reward.code == ""
+    own.unlink()
+    assert load_recorded(frozen) == config

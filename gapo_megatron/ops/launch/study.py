@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config import CONFIG_NAME, Config, load_config, load_recorded
 from gapo_megatron.config.errors import place
 from gapo_megatron.config.roles import Changes, changed_work
 from gapo_megatron.config.types import PathText
@@ -203,7 +203,7 @@ def unfinished(study: Study) -> list[Run]:
 
 def _changes(run: Run) -> Changes:
     """Settings that change a run's results and differ from those it was started with."""
-    before = load_config(run.run_dir / CONFIG_NAME)
+    before = load_recorded(run.run_dir / CONFIG_NAME)
     changed = changed_work(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
     if began != given:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.models.config_json import read_facts
@@ -117,7 +117,7 @@ def read_observation(
     for needed in (CONFIG_NAME, METRICS_NAME, TIMINGS_NAME):
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder} has no {needed}: it is not the folder of a trained run")
-    config = load_config(folder / CONFIG_NAME)
+    config = load_recorded(folder / CONFIG_NAME)
     metrics = {
         int(row["step"]): row
         for row in read_rows(folder / METRICS_NAME)

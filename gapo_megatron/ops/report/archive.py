@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import check_overwritable, real
@@ -26,6 +24,7 @@ from gapo_megatron.io.run_folder import parse_changes
 from gapo_megatron.ops.report.runs import Run, Values, parse_branch
 from gapo_megatron.ops.report.series import Row
 from gapo_megatron.ops.report.style import csv_names
+from gapo_megatron.user_code import is_code
 
 RUNS_NAME = "runs.csv"
 METRICS_NAME = "metrics.csv"
@@ -85,9 +84,12 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
         The files.
 
     Raises:
-        DataError: two runs whose folders have the same name.
+        DataError: two runs whose folders have the same name, or a run with a method of the user's
+            own: reading it would execute code that data names.
     """
     names = [run.folder.name for run in runs]
+    for run in runs:
+        _check_method(run.config.objective.method, run=run.folder.name)
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"two runs are called {name}; runs in an archive need different names")
@@ -111,6 +113,15 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
                     }
                 )
     return [folder / table for table in tables]
+
+
+def _check_method(method: object, *, run: str) -> None:
+    """Refuse code as a method."""
+    if isinstance(method, str) and is_code(method):
+        raise DataError(
+            f"run {run}: objective.method ({method!r}) is code of a user's own: an archive would "
+            "have to execute it to be read; keep the run's folder instead"
+        )
 
 
 def _settings(run: Run) -> Row:
@@ -197,6 +208,8 @@ def read_archive(folder: Path) -> list[Run]:
     runs: dict[str, Run] = {}
     for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
         try:
+            objective = json.loads(row["config"]).get("objective", {})
+            _check_method(objective.get("method"), run=row["run"])  # before it is looked up
             runs[row["run"]] = Run(
                 folder=folder / row["run"],
                 config=Config.model_validate_json(row["config"]),
@@ -208,7 +221,7 @@ def read_archive(folder: Path) -> list[Run]:
                 bin_steps=BIN_STEPS,
                 changes=parse_changes(json.loads(row.get("changes") or "[]"), where="changes"),
             )
-        except (KeyError, ValueError, ValidationError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
     for number, run, values in _numbers(folder / METRICS_NAME, runs):
         step = _step(folder / METRICS_NAME, number, values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
@@ -138,7 +138,7 @@ def read_run(folder: Path) -> Run:
             metrics.setdefault(key, {})[int(row["step"])] = value
     run = Run(
         folder=folder,
-        config=load_config(path),
+        config=load_recorded(path),
         branch=_branch(folder / BRANCH_NAME),
         metrics=metrics,
         timings=read_rows(folder / TIMINGS_NAME),

@@ -11,6 +11,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def said(error: BaseException) -> str:
+    """Type and message of an exception of code of others, whose message may raise one itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as second:
+        return f"{type(error).__name__} (its message raises {type(second).__name__})"
+
+
 class GapoError(Exception):
     """Base of every error this package raises on purpose."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import DataError, said, shown
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
@@ -194,13 +194,25 @@ class Judging:
             key, reason = (one.prompt.id, one.sample), one.failure
             if not reason:
                 try:
-                    items[key] = (*self._judge(one), one.prompt.verifier, one.prompt.row)
+                    texts = _check_texts(self._judge(one))
+                    items[key] = (*texts, one.prompt.verifier, one.prompt.row)
                 except Exception as error:  # whatever a user's environment raises
-                    reason = f"judge: {type(error).__name__}: {error}"
+                    reason = f"judge: {said(error)}"
             if reason:
                 self.unknown[key] = Verdict(Outcome.UNKNOWN, reason)
         self.numbers |= zip(items, self.pool.submit(items.values()), strict=True)
         self.pool.poll()
+
+
+def _check_texts(judged: Any) -> tuple[str, str]:
+    """What `Environment.judge` returned, if it is (response, answer)."""
+    if (
+        not isinstance(judged, tuple | list)
+        or [isinstance(one, str) for one in judged] != [True] * 2
+    ):
+        raise TypeError(f"must be two strings, response and answer, not {shown(judged)}")
+    response, answer = judged
+    return response, answer
 
 
 def score(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, said
 from gapo_megatron.types import Outcome, Verdict
 
 
@@ -42,7 +42,7 @@ class Verifier:
         try:
             return to_verdict(self.verify(response, answer, **given), correct_above=correct_above)
         except Exception as error:  # on hostile input sympy may raise anything
-            return Verdict(Outcome.UNKNOWN, f"{type(error).__name__}: {error}")
+            return Verdict(Outcome.UNKNOWN, said(error))
 
     def takes(self, column: str) -> bool:
         """Whether `verify` takes this column of the row."""

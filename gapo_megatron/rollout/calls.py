@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gapo_megatron.config import EnvironmentConfig
-from gapo_megatron.errors import GapoError
+from gapo_megatron.errors import GapoError, said
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.journal import Journal, Reply, key
 from gapo_megatron.rollout.replicas import Replicas
@@ -231,7 +231,7 @@ class _Caller:
             answer = self._acting.environment.respond(call.episode)
             tokens = check_answer(answer, self._acting)
         except BaseException as error:  # whatever a user's code raises, SystemExit included
-            failure = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+            failure = said(error)[:_MOST_CHARACTERS]
         if os.getpid() != process:
             os._exit(0)  # a fork that the environment did not end
         self._settle(call, tokens=tokens, failure=failure)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gapo_megatron.errors import DataError, RolloutError
+from gapo_megatron.errors import DataError, RolloutError, said
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
@@ -51,8 +51,7 @@ def begin(environment: Environment, prompt: Prompt) -> Prompt:
         tokens = tuple(int(token) for token in environment.begin(prompt))
     except Exception as error:  # whatever a user's environment raises
         raise RolloutError(
-            f"environment.kind: begin failed for prompt {prompt.id!r}: "
-            f"{type(error).__name__}: {error}"
+            f"environment.kind: begin failed for prompt {prompt.id!r}: {said(error)}"
         ) from error
     return replace(prompt, token_ids=tokens)
 

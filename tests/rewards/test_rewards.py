@@ -94,6 +94,34 @@ def test_what_other_ranks_judge_and_what_is_unfinished_counts_nowhere(tokenizer,
     assert not caplog.messages
 
 
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    "judged",
+    [("1", b"1"), ("1", {1}), ("1",), ("1", "1", "x"), ("1",) * 5, "12", None, _Mute()],
+    ids=repr,
+)
+def test_an_environment_that_gives_no_two_texts_is_unknown(tokenizer, judged):
+    [group] = groups = [_group(tokenizer, Prompt("a", (1,), ""), "1", "2")]
+
+    def judge(one):
+        if one.sample:
+            return "2", "2"
+        if isinstance(judged, Exception):
+            raise judged
+        return judged
+
+    with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
+        judging = rewards.Judging(pool, [group[0].prompt], judge=judge)
+        judging.add(group)
+        [verdicts] = rewards.score(judging, groups)
+    assert [one.outcome for one in verdicts] == [Outcome.UNKNOWN, Outcome.CORRECT]
+    assert verdicts[0].reason.startswith("judge: ")
+
+
 def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
     groups = [_group(tokenizer, Prompt("a", (1,), ""), "1", "2", "1")]
     # To this verifier "1" is unknown and everything else correct.

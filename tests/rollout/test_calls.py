@@ -143,6 +143,15 @@ def _raise(_: Episode) -> None:
     raise ValueError("no such tool")
 
 
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def _raise_mute(_: Episode) -> None:
+    raise _Mute
+
+
 def _leave(_: Episode) -> None:
     sys.exit(3)
 
@@ -162,6 +171,7 @@ BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
     (_hang, "call_timeout_s"),
     (_raise, "no such tool"),
     (_leave, "SystemExit"),
+    (_raise_mute, "_Mute"),
     (_count_forever, "iterator"),
     (lambda _: "text", "str"),
     (lambda _: [1.5], "float"),
@@ -176,7 +186,7 @@ BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_broken_environments_are_unknown_and_harm_no_other() -> None:
-    """252 calls of 12 kinds, with the good ones between them; none is wrong, none ends the run."""
+    """252 calls of 13 kinds, with the good ones between them; none is wrong, none ends the run."""
     kinds = [*BROKEN, (_fork, ""), (answer_of, "")]
     place = {
         (prompt.id, sample): kinds[(18 * i + sample) % len(kinds)]

@@ -113,14 +113,20 @@ def find_file(name: str, *, setting: str) -> Path:
         return path
     try:
         spec = importlib.util.find_spec(where)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # ValueError: a module without a spec, __main__
         raise ConfigError(f"{setting} ({name!r}): {error}") from None
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"{setting} ({name!r}): no module {where!r} in this environment (PYTHONPATH?); for a "
             "file write path/to/file.py:NAME"
         )
-    return Path(spec.origin)
+    path = Path(spec.origin)
+    if not path.is_file():
+        raise ConfigError(
+            f"{setting} ({name!r}): {where} ({spec.origin}) has no file, whose SHA-256 a run "
+            "keeps; write a function around it in a file of your own"
+        )
+    return path
 
 
 def digest(name: str, *, setting: str) -> str:

@@ -54,6 +54,13 @@ def test_a_module(source: Path) -> None:
     assert user_code.find_file("gapo_megatron.errors:ConfigError", setting="").name == "errors.py"
 
 
+@pytest.mark.parametrize("name", ["time:sleep", "builtins:len", "__main__:x"])
+def test_a_module_without_a_file_has_no_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in an interactive Python
+    with pytest.raises(ConfigError, match=f"x.y.*{name}"):
+        user_code.digest(name, setting="x.y")
+
+
 def test_settings_are_keyword_arguments(source: Path) -> None:
     made = user_code.load_with_settings("mine.py:scaled", {"factor": 3}, setting="reward.kind")
     assert made("ab") == 7

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 
 from gapo_megatron.errors import RewardError
 from gapo_megatron.rewards.processes import cpu_seconds, descendants
+from gapo_megatron.rewards.verifiers import read_grade
 from gapo_megatron.types import Outcome, Verdict
 
 START_TIMEOUT_S = 300.0
@@ -359,9 +360,8 @@ class _Worker:
             return
         try:
             index, outcome, reason, grade = json.loads(line)
-            grade = None if grade is None else float(grade)
-            if grade is not None and not math.isfinite(grade):
-                raise ValueError(grade)
+            if grade is not None:
+                grade = read_grade(grade)
             verdict = Verdict(Outcome(outcome), str(reason), grade)
         except (ValueError, TypeError, RecursionError):
             index, verdict = None, None

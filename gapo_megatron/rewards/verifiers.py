@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, said
 from gapo_megatron.types import Outcome, Verdict
+
+MOST_GRADE = 1e6
+"""Largest grade, up or down: the advantages of a group with larger ones may overflow."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,13 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
             )
     else:
         check = getattr(sys.modules.get(made.func.__module__), "check_answer", None)
-    return Verifier(verify, check, _columns(verify, settings, setting=setting, name=name))
+    # A class has its settings already: its method may take columns of the same names.
+    given = frozenset() if inspect.isclass(made.func) else settings.keys()
+    return Verifier(verify, check, _columns(verify, given, setting=setting, name=name))
 
 
 def _columns(
-    verify: Callable[..., Any], settings: Mapping[str, Any], *, setting: str, name: str
+    verify: Callable[..., Any], given: Set[str], *, setting: str, name: str
 ) -> frozenset[str] | None:
     parameters = inspect.signature(verify).parameters
     try:
@@ -88,15 +92,15 @@ def _columns(
         raise ConfigError(f"{setting} ({name!r}) must take (response, answer): {error}") from None
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return None
-    return frozenset([*parameters][2:]) - settings.keys()
+    return frozenset([*parameters][2:]) - given
 
 
 def to_verdict(result: Any, *, correct_above: float) -> Verdict:
     """A verdict from what a verifier returned.
 
     Args:
-        result: True, False, None, a `Verdict`, or a finite number; also as a NumPy scalar or
-            one-element tensor.
+        result: True, False, None, a `Verdict`, or a number within `MOST_GRADE`; also as a NumPy
+            scalar or one-element tensor.
         correct_above: numbers above it are correct, others wrong.
 
     Raises:
@@ -105,19 +109,35 @@ def to_verdict(result: Any, *, correct_above: float) -> Verdict:
     if isinstance(result, Verdict):
         if not isinstance(result.outcome, Outcome):
             raise TypeError(f"the outcome {result.outcome!r} is not an Outcome")
-        return result
+        if result.grade is None:
+            return result
+        return replace(result, grade=read_grade(_bare(result.grade)))
     if result is None:
         return Verdict(Outcome.UNKNOWN, "the verifier returned None")
-    if hasattr(result, "item"):
-        result = result.item()
+    result = _bare(result)
     if isinstance(result, bool):
         return Verdict(Outcome.CORRECT if result else Outcome.WRONG)
-    if not isinstance(result, numbers.Real):
-        raise TypeError(
-            f"the verifier returned {type(result).__name__}, not bool, number, Verdict or None"
-        )
-    grade = float(result)
-    if not math.isfinite(grade):
-        raise ValueError(f"the verifier returned {grade}")
+    grade = read_grade(result)
     outcome = Outcome.CORRECT if grade > correct_above else Outcome.WRONG
     return Verdict(outcome, f"graded {grade:g}", grade)
+
+
+def _bare(value: Any) -> Any:
+    """A NumPy scalar or one-element tensor as Python's bool or number."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def read_grade(value: Any) -> float:
+    """A grade as a float.
+
+    Raises:
+        TypeError, ValueError: no number, or none within `MOST_GRADE`.
+    """
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"the verifier returned {type(value).__name__}, not bool, number, Verdict or None"
+        )
+    grade = float(value)
+    if not abs(grade) <= MOST_GRADE:  # also NaN
+        raise ValueError(f"the verifier returned {grade:g}, not a number within {MOST_GRADE:,.0f}")
+    return grade

@@ -24,7 +24,10 @@ RESULTS = {
     "numpy": np.float32(0.75), "numpy true": np.True_, "reason": Verdict(Outcome.WRONG, "because"),
     "graded": Verdict(Outcome.CORRECT, "", grade=2.5), "nan": float("nan"), "inf": np.inf,
     "text": "correct", "list": [True], "outcome": Verdict("correct"), "big": 10**400,
-    "grade": Verdict(Outcome.CORRECT, grade="high"),
+    "grade": Verdict(Outcome.CORRECT, grade="high"), "digit": Verdict(Outcome.CORRECT, grade="1"),
+    "numpy grade": Verdict(Outcome.CORRECT, "", np.float32(0.25)),
+    "no grade": Verdict(Outcome.CORRECT, "", np.nan), "most": -1e6, "more": 1.1e6,
+    "more grade": Verdict(Outcome.CORRECT, "", -1.5e308),
 }
 
 def table(response, answer):
@@ -45,6 +48,13 @@ class Longest:
 
     def verify(self, response, answer):
         return len(response) <= self.most
+
+class Within:
+    def __init__(self, most):
+        self.less = most
+
+    def verify(self, response, answer, most):
+        return self.less <= len(response) <= most
 """
 
 
@@ -65,16 +75,24 @@ def judged(config: RewardConfig, items: Sequence[tuple[Any, ...]]) -> list[Verdi
 def test_what_a_verifier_may_return(source: Path) -> None:
     names = ["true", "false", "none", "half", "above", "below", "numpy", "numpy true", "reason"]
     names += ["graded", "nan", "inf", "text", "list", "outcome", "big", "grade"]
+    names += ["digit", "numpy grade", "no grade", "most", "more", "more grade"]
     verdicts = judged(RewardConfig(kind="mine.py:table"), [(name, "1") for name in names])
     found = dict(zip(names, verdicts, strict=True))
     right = {name for name, one in found.items() if one.outcome is Outcome.CORRECT}
     unknown = {name for name, one in found.items() if one.outcome is Outcome.UNKNOWN}
-    assert right == {"true", "above", "numpy", "numpy true", "graded"}
-    assert unknown == {"none", "nan", "inf", "text", "list", "outcome", "big", "grade"}
+    assert right == {"true", "above", "numpy", "numpy true", "graded", "numpy grade"}
+    assert unknown == {
+        *("none", "nan", "inf", "text", "list", "outcome", "big", "grade"),
+        *("digit", "no grade", "more", "more grade"),
+    }
     assert all(found[name].reason for name in unknown)
+    assert not [name for name in unknown if "crashed" in found[name].reason]
     assert found["reason"].reason == "because"
     grades = {name: one.grade for name, one in found.items() if one.grade is not None}
-    assert grades == {"half": 0.5, "above": 0.51, "below": -3, "numpy": 0.75, "graded": 2.5}
+    assert grades == {
+        **{"half": 0.5, "above": 0.51, "below": -3, "numpy": 0.75, "graded": 2.5},
+        **{"numpy grade": 0.25, "most": -1e6},
+    }
 
 
 def test_the_threshold(source: Path) -> None:
@@ -89,6 +107,7 @@ def test_rows_choose_verifiers_and_give_their_columns(source: Path) -> None:
             "level": {"kind": "mine.py:level_is", "settings": {"wanted": "easy"}},
             "row": "mine.py:whole_row",
             "short": {"kind": "mine.py:Longest", "settings": {"most": 3}},
+            "within": {"kind": "mine.py:Within", "settings": {"most": 2}},
         },
     )
     row = {"level": "easy", "tests": [1, {"a": "é"}]}
@@ -103,10 +122,12 @@ def test_rows_choose_verifiers_and_give_their_columns(source: Path) -> None:
             ("", "", "row", row),
             ("123", "", "short", row),
             ("1234", "", "short"),
+            # An object has its settings already: a column of the same name is the column.
+            ("1234", "", "within", {"most": 4}),
         ],
     )
     assert [one.outcome is Outcome.CORRECT for one in verdicts] == [
-        *(True, True, False, False, True, True, False)
+        *(True, True, False, False, True, True, False, True)
     ]
 
 

@@ -29,7 +29,8 @@ class Prompt:
     verifier: str = ""
     """Verifier of the row, if its file names one; empty: `reward.kind`."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns, as JSON values, for a verifier of the user's own."""
+    """The row's columns, as JSON values, that verifiers of the user's own take (or all, for an
+    environment of the user's own), but `answer` and `verifier`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

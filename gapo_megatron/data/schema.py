@@ -4,9 +4,9 @@
 
 `id` is unique within the file, the verifier compares responses with `answer`, and the optional
 `level` names a stratum in reports. `messages` may stand for `prompt`, and `verifier` names the
-row's verifier. Other keys are only kept for a verifier of the user's own. Answers that are too
-large for the memory of every rank (tests of programs) are in another file, and `answer` refers to
-it:
+row's verifier. Other keys are only kept for a verifier or an environment of the user's own.
+Answers that are too large for the memory of every rank (tests of programs) are in another file, and
+`answer` refers to it:
 
     "answer": {"file": "tests.jsonl", "offset": 0, "length": 5126}
 """
@@ -22,6 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.answers import Answers
@@ -37,7 +38,7 @@ QUICK_CHARACTERS = 2**16
 """Characters that are tokenised quickly; a hundred times as many take a minute."""
 
 KEYS = ("id", "prompt", "messages", "answer", "level", "verifier")
-"""Keys of a row that become part of its `Prompt`; the others are for verifiers."""
+"""Keys of a row that become part of its `Prompt`."""
 
 
 def read_training_prompts(
@@ -79,15 +80,16 @@ def read_prompts(
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
         keep_unreadable: only warn about unreadable answers, for runs that started with them.
-        columns: other columns to keep as `Prompt.row`, for verifiers of the user's own, if a row
-            has them; None: all.
+        columns: columns to keep as `Prompt.row`, for verifiers of the user's own, if a row has
+            them, `answer` and `verifier` excepted; None: all.
 
     Returns:
         The problems in file order, the same on every rank.
 
     Raises:
         DataError: names the file, the line and the broken rule; for answers that the verifier
-            cannot read, their number and the first lines.
+            cannot read, their number and the first lines. Or a row lacks a column that its verifier
+            requires.
         ConfigError: the tokenizer's chat template does not go with the settings.
     """
     check_template(data, tokenizer)
@@ -112,7 +114,7 @@ def read_prompts(
                     row.get("level", ""),
                     source=source,
                     verifier=verifier,
-                    row=_other_columns(whole, columns, where=where),
+                    row=_kept_columns(whole, columns, judge, where=where),
                 )
             )
     if not prompts:
@@ -190,14 +192,20 @@ def _encode(
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _other_columns(whole: Row, columns: Collection[str] | None, *, where: str) -> Row:
-    """The row's values for `columns`, None: all, but `KEYS`; verifiers get them as JSON."""
-    others = {
+def _kept_columns(
+    whole: Row, columns: Collection[str] | None, judge: VerifierConfig, *, where: str
+) -> Row:
+    """The row's values for `columns`, None: all; verifiers get them as JSON.
+
+    Never `answer` and `verifier`; of the other `KEYS`, those that are not null.
+    """
+    kept = {
         key: value
         for key, value in whole.items()
-        if key not in KEYS and (columns is None or key in columns)
+        if key not in ("answer", "verifier") and not (key in KEYS and value is None)
+        if columns is None or key in columns
     }
-    for key, value in others.items():
+    for key, value in kept.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -205,7 +213,11 @@ def _other_columns(whole: Row, columns: Collection[str] | None, *, where: str) -
                 f"{where}: {key} ({reprlib.repr(value)}) is nothing that JSON can hold, as "
                 f"verifiers get it: {error}"
             ) from None
-    return others
+    try:
+        rewards.check_row(judge.kind, kept, settings=judge.settings)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    return kept
 
 
 def read_jsonl(

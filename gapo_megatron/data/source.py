@@ -156,8 +156,10 @@ class PromptSource:
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for prompt in self._prompts:
-            judged_by = (prompt.verifier, prompt.row) if prompt.verifier or prompt.row else ()
-            facts = (prompt.id, prompt.token_ids, prompt.answer, *judged_by)
+            # Not the row: it has the columns that the verifiers of this run take, which may change.
+            facts: tuple[Any, ...] = (prompt.id, prompt.token_ids, prompt.answer)
+            if prompt.verifier:
+                facts += (prompt.verifier, {})
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 

@@ -65,7 +65,7 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
         DataError: says why the answer cannot be read.
     """
     own = user_code.is_code(kind)
-    check = _answer_check(kind, json.dumps(dict(settings), sort_keys=True))
+    check = _loaded(kind, json.dumps(dict(settings), sort_keys=True)).check_answer
     if check is None:
         return
     try:
@@ -85,18 +85,44 @@ def row_columns(config: RewardConfig) -> frozenset[str] | None:
     """
     columns: frozenset[str] = frozenset()
     for one in config.by_name.values():
-        if user_code.is_code(one.kind):
-            taken = verifiers.load(one.kind, one.settings, setting="reward.kind").columns
-            if taken is None:
-                return None
-            columns |= taken
+        taken = _columns(one)
+        if taken is None:
+            return None
+        columns |= taken
     return columns
 
 
-@functools.cache  # a data set has many answers
-def _answer_check(kind: str, settings: str) -> Callable[[str], None] | None:
+def _columns(one: VerifierConfig) -> frozenset[str] | None:
+    """Columns of a row that a verifier takes; None: all."""
+    if not user_code.is_code(one.kind):
+        return frozenset()
+    return verifiers.load(one.kind, one.settings, setting="reward.kind").columns
+
+
+def check_row(kind: str, row: Mapping[str, Any], *, settings: Mapping[str, Any] = {}) -> None:
+    """Refuse a row without a column that a verifier of the user's own cannot do without.
+
+    Args:
+        kind: verifier, as in `reward.kind`.
+        row: the columns that it would get.
+        settings: settings of a verifier of the user's own.
+
+    Raises:
+        DataError: names column and verifier.
+    """
+    if user_code.is_code(kind):
+        required = _loaded(kind, json.dumps(dict(settings), sort_keys=True)).required
+        if missing := sorted(required - row.keys()):
+            raise DataError(
+                f"column {missing[0]!r} is missing, which the verifier {kind!r} requires; a "
+                f"parameter with a default ({missing[0]}=None) may be absent"
+            )
+
+
+@functools.cache  # a data set has many rows
+def _loaded(kind: str, settings: str) -> verifiers.Verifier:
     code = kind if user_code.is_code(kind) else f"{__name__}.{kind}"
-    return verifiers.load(code, json.loads(settings), setting="reward.kind").check_answer
+    return verifiers.load(code, json.loads(settings), setting="reward.kind")
 
 
 def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:
@@ -128,6 +154,7 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
         num_workers: processes of this rank; `config.num_workers` is ignored.
     """
     by_name = {name: _for_workers(one, config) for name, one in config.by_name.items()}
+    columns = {name: _columns(one) for name, one in config.by_name.items()}
     verifier, limit_s, options = by_name.pop("")
     return Pool(
         verifier,
@@ -136,6 +163,7 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
         options=options,
         others=by_name,
         correct_above=config.correct_above,
+        columns=columns,
     )
 
 
@@ -278,6 +306,7 @@ __all__ = [
     "check",
     "check_answer",
     "check_excerpt",
+    "check_row",
     "row_columns",
     "score",
     "start_pool",

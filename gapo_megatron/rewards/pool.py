@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -83,6 +83,7 @@ class Pool:
         options: Mapping[str, Any] = {},
         others: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {},
         correct_above: float = 0.5,
+        columns: Mapping[str, Collection[str] | None] = MappingProxyType({}),
     ) -> None:
         """Start the workers without waiting until they have imported the verifiers.
 
@@ -95,6 +96,8 @@ class Pool:
             options: further keyword arguments of `verify`; JSON values.
             others: further verifiers, by the name that items give: (verifier, timeout_s, options).
             correct_above: see `verifiers.to_verdict`.
+            columns: what a worker gets of an item's row, by the name that items give; None, or
+                without the name: all of it.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
         self.verifier = verifier
@@ -106,6 +109,7 @@ class Pool:
         self._command = [sys.executable, "-m", "gapo_megatron.rewards.worker", json.dumps(settings)]
         self._workers = [_Worker(self._command) for _ in range(num_workers)]
         self._num_failed_starts = 0
+        self._columns = columns
         self._next_index = 0  # never reused: a late verdict must not count for another item
         self._waiting: deque[tuple[int, Item]] = deque()
         self._open: set[int] = set()
@@ -135,12 +139,19 @@ class Pool:
         Returns:
             The numbers of the items, for `collect`.
         """
-        queued = [Item(*one) for one in items]
+        queued = [self._without_unused(Item(*one)) for one in items]
         numbers = list(range(self._next_index, self._next_index + len(queued)))
         self._next_index += len(queued)
         self._waiting.extend(zip(numbers, queued, strict=True))
         self._open.update(numbers)
         return numbers
+
+    def _without_unused(self, item: Item) -> Item:
+        """The item with the columns of its row that its verifier takes: rows may be large."""
+        taken = self._columns.get(item.verifier)
+        if taken is None:
+            return item
+        return item._replace(row={key: one for key, one in item.row.items() if key in taken})
 
     def poll(self) -> None:
         """Receive finished verdicts and give each free worker an item. Never waits.
@@ -360,8 +371,7 @@ class _Worker:
             return
         try:
             index, outcome, reason, grade = json.loads(line)
-            if grade is not None:
-                grade = read_grade(grade)
+            grade = None if grade is None else read_grade(grade)
             verdict = Verdict(Outcome(outcome), str(reason), grade)
         except (ValueError, TypeError, RecursionError):
             index, verdict = None, None

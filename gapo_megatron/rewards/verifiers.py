@@ -35,6 +35,8 @@ class Verifier:
     """(answer) -> None; raises an exception for an answer that `verify` cannot use."""
     columns: frozenset[str] | None
     """Columns of the row that `verify` takes; None: all."""
+    required: frozenset[str] = frozenset()
+    """Those without which it cannot be called."""
 
     def judge(
         self, response: str, answer: str, row: Mapping[str, Any], *, correct_above: float
@@ -79,20 +81,25 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
         check = getattr(sys.modules.get(made.func.__module__), "check_answer", None)
     # A class has its settings already: its method may take columns of the same names.
     given = frozenset() if inspect.isclass(made.func) else settings.keys()
-    return Verifier(verify, check, _columns(verify, given, setting=setting, name=name))
+    columns, required = _columns(verify, given, setting=setting, name=name)
+    return Verifier(verify, check, columns, required)
 
 
 def _columns(
     verify: Callable[..., Any], given: Set[str], *, setting: str, name: str
-) -> frozenset[str] | None:
+) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """`Verifier.columns` and `Verifier.required`."""
     parameters = inspect.signature(verify).parameters
     try:
         inspect.signature(verify).bind_partial("response", "answer")
     except TypeError as error:
         raise ConfigError(f"{setting} ({name!r}) must take (response, answer): {error}") from None
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return None
-    return frozenset([*parameters][2:]) - given
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [one for one in [*parameters.values()][2:] if one.kind in by_name]
+    columns = frozenset(one.name for one in named) - given
+    required = columns & {one.name for one in named if one.default is one.empty}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return None if takes_all else columns, required
 
 
 def to_verdict(result: Any, *, correct_above: float) -> Verdict:

@@ -197,9 +197,10 @@ def test_only_asked_for_columns_are_kept(
     columns = {"unit": "m", "tests": [{"in": 1}], "level": "easy"}
     for suffix in (".jsonl", ".parquet"):
         path = put(tmp_path / f"p{suffix}", [row(**columns)])
-        for asked, kept in (((), []), ({"unit", "gone"}, ["unit"]), (None, ["unit", "tests"])):
+        some, whole = {"unit", "level", "gone", "answer"}, row(**columns) | {"answer": None}
+        for asked, kept in ((), {}), (some, {"unit": "m", "level": "easy"}), (None, whole):
             (prompt,) = read(path, tokenizer, columns=asked)
-            assert prompt.row == {name: columns[name] for name in kept}
+            assert prompt.row == {key: one for key, one in kept.items() if one is not None}
     path = put(tmp_path / "p.parquet", [row(day=datetime.date(2024, 8, 1))])
     read(path, tokenizer)
     with pytest.raises(DataError, match=mentions(f"{path}:1", "day", "JSON")):
@@ -247,10 +248,27 @@ def test_an_environment_of_the_users_own_gets_the_whole_row(
 ) -> None:
     path = put(tmp_path / "p.jsonl", [row(level="easy", unit="m", map=[[0, 1]])])
     settings = {"train_path": str(path), "max_prompt_tokens": 64}
-    for environment, kept in ({}, {}), ({"kind": "maze.py:Maze"}, {"unit": "m", "map": [[0, 1]]}):
+    whole = {"id": "a", "prompt": "one two", "level": "easy", "unit": "m", "map": [[0, 1]]}
+    for environment, kept in ({}, {}), ({"kind": "maze.py:Maze"}, whole):
         given = config(batch=ONE_PROMPT, environment=environment, data=settings)
         (prompt,), _ = read_problems_of(given, tokenizer, has_begun=False)
         assert prompt.row == kept
+
+
+def test_a_verifier_gets_the_columns_it_names_or_the_row_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own = tmp_path / "named.py"
+    own.write_text("def verify(response, answer, id, prompt, level, unit, scale=1): ...\n")
+    whole = row(level="easy", unit="m")
+    for suffix in ".jsonl", ".parquet":
+        path = put(tmp_path / f"p{suffix}", [whole])
+        [prompt] = read(path, tokenizer, kind=f"{own}:verify", columns=None)
+        assert prompt.row == {"id": "a", "prompt": "one two", "level": "easy", "unit": "m"}
+        for column in "id", "level", "unit":
+            put(path, [{key: one for key, one in whole.items() if key != column}])
+            with pytest.raises(DataError, match=mentions(f"{path}:1", repr(column), own)):
+                read(path, tokenizer, kind=f"{own}:verify", columns=None)
 
 
 def test_rows_without_ids_are_numbered(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

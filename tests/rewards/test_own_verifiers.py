@@ -131,6 +131,19 @@ def test_rows_choose_verifiers_and_give_their_columns(source: Path) -> None:
     ]
 
 
+def test_a_worker_gets_the_columns_that_its_verifier_takes(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RewardConfig(
+        kind="exact", verifiers={"level": "mine.py:level_is", "row": "mine.py:whole_row"}
+    )
+    row = {"level": "easy", "tests": [1, {"a": "é"}]}
+    with rewards.start_pool(config, num_workers=1) as pool:
+        pool.submit([("2", "2", name, row) for name in ("", "level", "row")])
+        rows = [item.row for _, item in pool._waiting]
+    assert rows == [{}, {"level": "easy"}, row]
+
+
 def test_its_answers_are_checked_before_the_run(source: Path) -> None:
     rewards.check_answer("mine.py:table", "12")
     with pytest.raises(DataError, match=r"mine\.py:table.*invalid literal"):

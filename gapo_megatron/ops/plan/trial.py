@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gapo_megatron import rewards
 from gapo_megatron.config import Config, DataConfig, RewardConfig, load_config
 from gapo_megatron.config.rules import input_paths
 from gapo_megatron.data.schema import read_training_prompts
@@ -147,10 +148,12 @@ def mean_prompt_tokens(config: Config) -> float:
 
 @functools.cache  # runs of a study share a data set of many problems
 def _mean_length(data: str, reward: str, hf_dir: str) -> float:
+    judged_by = RewardConfig.model_validate_json(reward)
     prompts = read_training_prompts(
         DataConfig.model_validate_json(data),
         tokenizer=load_tokenizer(hf_dir),
-        reward=RewardConfig.model_validate_json(reward),
+        reward=judged_by,
+        columns=rewards.row_columns(judged_by),
     )
     return statistics.fmean(len(prompt.token_ids) for prompt in prompts)
 

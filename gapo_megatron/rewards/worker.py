@@ -19,8 +19,11 @@ from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.pool import READY, SIGNALS_LEFT_TO_TRAINER
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space of a worker, about ten times what it needs: huge values raise MemoryError. A worker
-with code of the user's own, which may import any library, has eight times as much."""
+"""Address space of a worker, about ten times what it needs: huge values raise MemoryError. Code of
+the user's own, which may import any library, has `OWN_MEMORY_BYTES`; beside it, what a verifier of
+this package may add to what the worker has."""
+
+OWN_MEMORY_BYTES = 8 * MEMORY_BYTES
 
 _MAX_REASON_CHARACTERS = 500
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -34,12 +37,9 @@ def main() -> None:
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN, children do not inherit it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_LEFT_TO_TRAINER)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
     settings = json.loads(sys.argv[1])
-    has_own = any(user_code.is_code(code) for code, _ in settings["verifiers"].values())
-    most = MEMORY_BYTES * (8 if has_own else 1)
-    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    own = {name for name, (code, _) in settings["verifiers"].items() if user_code.is_code(code)}
+    _limit_memory(OWN_MEMORY_BYTES if own else MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     loaded = {
@@ -57,6 +57,8 @@ def main() -> None:
     with os.fdopen(os.dup(channel), "rb") as lines:
         for line in lines:
             index, name, response, answer, row = json.loads(line)
+            if own:
+                _limit_memory(OWN_MEMORY_BYTES if name in own else _address_space() + MEMORY_BYTES)
             verdict = loaded[name].judge(
                 response, answer, row, correct_above=settings["correct_above"]
             )
@@ -65,6 +67,19 @@ def main() -> None:
             reason = str(verdict.reason)[:_MAX_REASON_CHARACTERS]
             reply = json.dumps([index, verdict.outcome, reason, verdict.grade])
             _send(channel, reply.encode() + b"\n")
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Set the soft limit, which may rise again."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space() -> int:
+    """Bytes that this process has, libraries of the user's code included."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _send(channel: int, data: bytes) -> None:

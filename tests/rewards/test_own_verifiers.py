@@ -144,6 +144,20 @@ def test_a_worker_gets_the_columns_that_its_verifier_takes(
     assert rows == [{}, {"level": "easy"}, row]
 
 
+def test_only_ones_own_verifiers_have_much_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 GiB, which are reserved and never touched, are between the two limits."""
+    path = tmp_path / "much_memory.py"
+    path.write_text("def verify(response, answer): return len(bytearray(6 * 2**30)) > 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    others = {"own": (f"{path}:verify", 60, {})}
+    with rewards.Pool("much_memory", num_workers=1, timeout_s=60, others=others) as pool:
+        verdicts = pool.judge([("", "", name) for name in ("own", "", "own", "")])
+    assert [one.outcome for one in verdicts] == [Outcome.CORRECT, Outcome.UNKNOWN] * 2
+    assert "MemoryError" in verdicts[1].reason
+
+
 def test_its_answers_are_checked_before_the_run(source: Path) -> None:
     rewards.check_answer("mine.py:table", "12")
     with pytest.raises(DataError, match=r"mine\.py:table.*invalid literal"):

@@ -320,12 +320,16 @@ def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remainin
         if not any(remaining[task.name, seed] for seed in arguments.seeds):
             continue
         judged_by: dict[str, Any] = {"code": code_sha256("rewards", "data/benchmarks.py")}
-        if task.reward.kind == "code":
+        if "code" in [one.kind for one in task.reward.by_name.values()]:
             judged_by["sandbox"] = arguments.sandbox
+        # Older files do not have these two, nor those of a verifier without them.
+        reward = task.reward.model_dump(include={"verifiers", "timeout_s"}, exclude_defaults=True)
         if names := task.reward.code_names:
-            reward = task.reward.model_dump(include={"kind", "settings", "correct_above"})
+            reward |= task.reward.model_dump(include={"kind", "settings", "correct_above"})
             digests = [user_code.digest(one, setting="reward.kind") for one in names]
-            judged_by |= {"reward": reward, "reward_sha256": digests}
+            judged_by["reward_sha256"] = digests
+        if reward:
+            judged_by["reward"] = reward
         keep_settings(arguments.output / task.name / "judge.json", judged_by, done="judged")
     return remaining
 

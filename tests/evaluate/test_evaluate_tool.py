@@ -242,6 +242,27 @@ def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
     assert tool._remaining(arguments, tasks[:1]) == {("aime24", 0): []}  # only tables are written
 
 
+def test_verdicts_of_other_named_verifiers_or_limits_do_not_mix(tmp_path) -> None:
+    arguments = parse("--model", "m", "--output", tmp_path)
+
+    def judge(**reward: object) -> None:
+        given = RewardConfig.model_validate({"kind": "math"} | reward)
+        task = SimpleNamespace(name="mine", reward=given, remaining=lambda *_: ["a"])
+        tool._remaining(arguments, [task])
+
+    path = tmp_path / "mine" / "judge.json"
+    judge()
+    assert path.exists() and json.loads(path.read_text()).keys() == {"code"}  # as it always was
+    for other in {"timeout_s": 5}, {"verifiers": {"short": "exact"}}:
+        with pytest.raises(ConfigError, match=mentions("mine", "reward", repr(other)[1:12])):
+            judge(**other)
+    path.unlink()
+    judge(verifiers={"short": {"kind": "exact", "timeout_s": 5}}, timeout_s=20)
+    judge(verifiers={"short": {"kind": "exact", "timeout_s": 5}}, timeout_s=20)
+    with pytest.raises(ConfigError, match=mentions("short", "timeout_s")):
+        judge(verifiers={"short": {"kind": "exact", "timeout_s": 6}}, timeout_s=20)
+
+
 def test_a_setting_gives_what_the_command_line_does_not() -> None:
     arguments = parse("--model", "m", "--output", "o", "--setting", "llama-3.2-3b-instruct")
     assert tool._sampling(arguments, read_settings()) == Sampling(256, 1.0, 1.0, 8192)

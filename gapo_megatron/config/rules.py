@@ -48,8 +48,7 @@ def check_together(config: Config) -> None:
                 "last_step must leave one for every step of run.num_steps "
                 f"({config.run.num_steps})"
             )
-    if config.reward.graded:
-        _check_graded(config)
+    _check_numbers(config)
     if config.environment.is_called and config.batch.oversampling > 1:
         raise ValueError(
             f"batch.oversampling ({config.batch.oversampling:g}) must be 1 with environment.kind "
@@ -68,8 +67,17 @@ def check_together(config: Config) -> None:
         )
 
 
-def _check_graded(config: Config) -> None:
-    """Rules for advantages from a verifier's numbers: c is a count of verdicts."""
+def _check_numbers(config: Config) -> None:
+    """Rules for a verifier's numbers, and for advantages from them: c is a count of verdicts."""
+    reward = config.reward
+    is_threshold_set = reward.correct_above != type(reward).model_fields["correct_above"].default
+    if is_threshold_set and not reward.code_names:
+        raise ValueError(
+            f"reward.correct_above ({reward.correct_above:g}) needs a verifier of your own that "
+            f"returns numbers, not reward.kind {reward.kind!r}"
+        )
+    if not reward.graded:
+        return
     method = config.objective.resolve()
     if method.adaptive or method.focal_gamma:
         key = "adaptive (true)" if method.adaptive else f"focal_gamma ({method.focal_gamma:g})"

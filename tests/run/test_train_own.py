@@ -79,6 +79,7 @@ def test_a_run_learns_from_graded_rewards(root: Path) -> None:
         (("reward.kind=absent.py:verify",), "absent.py"),
         (("reward.kind=own.py",), "math, code"),
         (("reward.graded=true",), "reward.graded"),
+        (("reward.correct_above=0.9",), "reward.correct_above"),
         (("reward.settings={scale = 1}",), "reward: settings"),
     ],
 )

@@ -22,7 +22,7 @@ import numpy as np
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import GapoError, said
 from gapo_megatron.rollout.environment import Environment
-from gapo_megatron.rollout.journal import Journal, Reply, key
+from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode
@@ -33,6 +33,9 @@ _WAIT_S = 0.1
 """Longest wait for an answer: meanwhile the verifier workers get new work."""
 _MOST_CHARACTERS = 300
 """Of an error's message in a verdict's reason."""
+
+_ANSWERS = {"kind", "settings", "code", "call_timeout_s", "episode_timeout_s"}
+"""Settings that decide what a call answers, given its tokens."""
 
 Run = Callable[[Callable[[], None]], object]
 """Starts a function in a thread."""
@@ -61,7 +64,8 @@ class Acting:
         caller = None
         if replicas.is_first_of_replica:
             number = replicas.rank // replicas.size
-            journal = self.run_dir and Journal(self.run_dir, name, replica=number)
+            what = f"{self.config.model_dump_json(include=_ANSWERS)} {self.max_response_tokens}"
+            journal = self.run_dir and Journal(self.run_dir, name, replica=number, environment=what)
             caller = _Caller(self, journal or None)
         return Calls(self.turns, replicas, caller, is_called=self.config.is_called)
 
@@ -158,7 +162,6 @@ class _Caller:
         """Begin a call, or queue it; its answer may be in the journal."""
         found = self._journal and self._journal.find(episode)
         if found:
-            self._spend(found)
             self._results.put(found)
         else:
             self._waiting.append(episode)
@@ -282,4 +285,4 @@ def _place(episode: Episode) -> tuple[str, int]:
     return episode.prompt.id, episode.sample
 
 
-__all__ = ["EXCHANGE_EVERY", "Acting", "CallCounts", "Calls", "Reply", "check_answer", "key"]
+__all__ = ["EXCHANGE_EVERY", "Acting", "CallCounts", "Calls", "Reply", "check_answer"]

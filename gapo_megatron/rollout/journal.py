@@ -2,8 +2,9 @@
 
 A file for each step and replica in the run folder. A line is on disk before the call begins, and
 another before its answer is used. A resumed run samples the same tokens, and so asks for the same
-calls: it reads their answers here. A call that had begun, but has no answer, may have had its side
-effects; it is not repeated, and the verdict on its episode is unknown.
+calls: it reads their answers here, unless another environment gave them. A call that had begun, but
+has no answer, may have had its side effects; it is not repeated, and the verdict on its episode is
+unknown.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ class Reply:
 class Journal:
     """The calls of one step, or of one evaluation, of a replica. Threads may share it."""
 
-    def __init__(self, run_dir: Path, name: str, *, replica: int) -> None:
+    def __init__(self, run_dir: Path, name: str, *, replica: int, environment: str = "") -> None:
         """Read what earlier attempts have recorded, with any number of replicas.
 
         Args:
             run_dir: the run folder.
             name: of the step (`step_name`) or the evaluation.
             replica: number of this replica, which writes a file of its own.
+            environment: what answers, and its limits: the calls of another one are other calls.
 
         Raises:
             DataError: a file is damaged, other than by an interrupted last line; names file and
@@ -57,6 +59,7 @@ class Journal:
         """
         folder = run_dir / JOURNAL_FOLDER
         self._path = folder / f"{name}_{replica}.jsonl"
+        self._environment = environment
         self._lock = threading.Lock()
         self._begun: set[str] = set()
         self._replies: dict[str, Reply] = {}
@@ -66,7 +69,7 @@ class Journal:
 
     def find(self, episode: Episode) -> Reply | None:
         """The recorded answer to the last turn of an episode; None if it was never asked for."""
-        name = key(episode)
+        name = self._key(episode)
         if name in self._replies:
             return self._replies[name]
         if name not in self._begun:
@@ -76,11 +79,19 @@ class Journal:
 
     def begin(self, episode: Episode) -> None:
         """Record, on disk, that a call begins."""
-        self._write({"begun": key(episode)})
+        self._write({"begun": self._key(episode)})
 
     def end(self, episode: Episode, reply: Reply) -> None:
         """Record its answer, on disk."""
-        self._write({"call": key(episode), **asdict(reply)})
+        self._write({"call": self._key(episode), **asdict(reply)})
+
+    def _key(self, episode: Episode) -> str:
+        """Name of a call: the environment, problem, sample, and a digest of the tokens so far."""
+        names = [self._environment, episode.prompt.id, episode.sample]
+        digest = hashlib.sha256(json.dumps(names).encode())
+        for tokens in (episode.prompt.token_ids, episode.token_ids):
+            digest.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())
+        return digest.hexdigest()
 
     def _write(self, record: dict[str, Any]) -> None:
         with self._lock, naming(self._path):
@@ -110,14 +121,6 @@ class Journal:
                     "remove the file, and calls of this step are made again"
                 ) from None
             self._replies.setdefault(name, reply)
-
-
-def key(episode: Episode) -> str:
-    """Name of a call in its step: problem, sample, and a digest of the tokens so far."""
-    digest = hashlib.sha256(json.dumps([episode.prompt.id, episode.sample]).encode())
-    for tokens in (episode.prompt.token_ids, episode.token_ids):
-        digest.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())
-    return digest.hexdigest()
 
 
 def step_name(step: int) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, generate
-from gapo_megatron.rollout.journal import JOURNAL_FOLDER, Journal, remove_journals
+from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.turns import Turns
@@ -354,10 +355,44 @@ def test_a_call_is_on_disk_before_it_begins(tmp_path: Path) -> None:
     found: list[Any] = []
 
     def respond(episode: Episode) -> None:
-        found.append(Journal(tmp_path, "step_0", replica=1).find(episode))
+        found.append(calls_of(respond, run_dir=tmp_path)._caller._journal.find(episode))  # type: ignore[union-attr]
 
     run(respond, run_dir=tmp_path)
     assert len(found) == 64 and all("interrupted" in one.failure for one in found)
+
+
+def _raise_at_first(episode: Episode) -> Any:
+    raise KeyError("not found")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"settings": {"a": 1}}, {"code": "b"}, {"call_timeout_s": 1}, {"episode_timeout_s": 1}],
+)
+def test_another_environments_answers_are_not_its(tmp_path: Path, change: Any) -> None:
+    """A tool that is mended, and goes on in the same folder, must not meet its former errors."""
+    assert all(one[-1] for one in run(_raise_at_first, run_dir=tmp_path))
+    assert run(_raise_at_first, run_dir=tmp_path, max_concurrent=2) == run(
+        answer_of, run_dir=tmp_path
+    )
+    assert run(answer_of, run_dir=tmp_path, **change) == run(answer_of)
+
+
+def test_a_recorded_call_counts_once_in_the_episodes_limit(tmp_path: Path) -> None:
+    """6 s of 10 s are spent by a call before the kill: 4 s are left, as if nothing had happened."""
+    first = Episode(PROMPTS[0], 0, np.array([5, EOS], np.int32), np.zeros(2, np.float32))
+    second = replace(first, token_ids=np.array([5, EOS, 60, EOS], np.int32))
+    calls = calls_of(answer_of, run_dir=tmp_path, episode_timeout_s=10)
+    calls.ask(first)
+    path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
+    text, num_changed = re.subn(r'"seconds": [\d.e-]+', '"seconds": 6.0', path.read_text())
+    assert num_changed == 1
+    path.write_text(text)
+    calls = calls_of(answer_of, run_dir=tmp_path, episode_timeout_s=10)
+    for episode in (first, second):
+        calls.ask(episode)
+        (reply,) = calls.replies(wait=False)
+        assert not reply.failure and reply.tokens
 
 
 def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ def sum_calls(
     groups: Sequence[Sequence[Episode]],
     verdicts: Sequence[Sequence[Verdict]],
     counts: Mapping[tuple[str, int], CallCounts],
+    *,
+    judges_truncated: bool = True,
 ) -> Sums:
     """Sums of turns, calls, failed calls and seconds over judged groups, by their c.
 
@@ -26,10 +28,15 @@ def sum_calls(
         groups: episodes, failed ones included.
         verdicts: their verdicts.
         counts: `Calls.counts`.
+        judges_truncated: False: a truncated response does not count as correct, as in the table
+            (`table.to_rollouts`).
     """
     sums: dict[int, dict[str, float]] = {}
     for group, judged in zip(groups, verdicts, strict=True):
-        num_correct = sum(verdict.outcome is Outcome.CORRECT for verdict in judged)
+        num_correct = sum(
+            verdict.outcome is Outcome.CORRECT and (judges_truncated or not one.truncated)
+            for one, verdict in zip(group, judged, strict=True)
+        )
         for one in group:
             cost = counts.get((one.prompt.id, one.sample), CallCounts())
             found = {

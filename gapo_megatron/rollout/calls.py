@@ -58,6 +58,8 @@ class Acting:
     run_dir: Path | None = None
     """Run folder, for the journal; None: calls are not recorded."""
     run: Run = in_thread
+    running: list[_Call] = field(default_factory=list)
+    """Calls whose thread may still run, those of earlier steps and those given up included."""
 
     def calls(self, name: str, replicas: Replicas) -> Calls:
         """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
@@ -145,6 +147,8 @@ class _Call:
     began_s: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_settled: bool = False
+    is_running: bool = True
+    """Whether its thread still runs; a call that was given up does not end with that."""
 
 
 class _Caller:
@@ -155,6 +159,8 @@ class _Caller:
         self._journal = journal
         self._waiting: deque[Episode] = deque()
         self._begun: list[_Call] = []
+        self._stuck_since_s: float | None = None
+        """Since when calls wait that cannot begin: all that run were given up."""
         self._spent_s: dict[tuple[str, int], float] = {}
         self._results: queue.SimpleQueue[Reply | GapoError] = queue.SimpleQueue()
 
@@ -193,10 +199,11 @@ class _Caller:
         self._spent_s[place] = self._spent_s.get(place, 0.0) + reply.seconds
 
     def _begin(self) -> None:
-        """Begin calls in order, up to `environment.max_concurrent`."""
-        config = self._acting.config
+        """Begin calls in order, while fewer than `environment.max_concurrent` run."""
+        config, running = self._acting.config, self._acting.running
         self._begun = [one for one in self._begun if not one.is_settled]
-        while self._waiting and len(self._begun) < config.max_concurrent:
+        running[:] = [one for one in running if one.is_running]
+        while self._waiting and len(running) < config.max_concurrent:
             episode = self._waiting.popleft()
             left_s = config.episode_timeout_s - self._spent_s.get(_place(episode), 0.0)
             call = _Call(
@@ -209,7 +216,35 @@ class _Caller:
             if call.limit_s <= 0:
                 self._end_late()
             else:
-                self._acting.run(lambda call=call: self._make(call))  # type: ignore[misc]
+                self._start(call)
+        if not self._waiting or self._begun:
+            self._stuck_since_s = None
+        else:
+            self._end_stuck()
+
+    def _start(self, call: _Call) -> None:
+        self._acting.running.append(call)
+        try:
+            self._acting.run(lambda: self._make(call))
+        except RuntimeError as error:  # the system has no more threads
+            call.is_running = False
+            self._settle(call, failure=f"the call could not begin: {error}")
+
+    def _end_stuck(self) -> None:
+        """Give up calls that wait, if for too long all that run have been ones given up."""
+        config, now = self._acting.config, time.monotonic()
+        if self._stuck_since_s is None:
+            self._stuck_since_s = now
+        if now - self._stuck_since_s < config.call_timeout_s:
+            return
+        while self._waiting:
+            call = _Call(self._waiting.popleft(), 0.0, "call_timeout_s", is_running=False)
+            failure = (
+                f"the call could not begin within environment.call_timeout_s "
+                f"({config.call_timeout_s}): environment.max_concurrent ({config.max_concurrent}) "
+                "calls that were given up still run"
+            )
+            self._settle(call, failure=failure)
 
     def _end_late(self) -> None:
         """Give up calls that exceed a limit. No thread can be ended: nobody waits for theirs."""
@@ -227,6 +262,7 @@ class _Caller:
             if self._journal is not None:
                 self._journal.begin(call.episode)
         except GapoError as error:
+            call.is_running = False
             self._results.put(error)
             return
         tokens, failure = None, ""
@@ -237,6 +273,7 @@ class _Caller:
             failure = said(error)[:_MOST_CHARACTERS]
         if os.getpid() != process:
             os._exit(0)  # a fork that the environment did not end
+        call.is_running = False
         self._settle(call, tokens=tokens, failure=failure)
 
     def _settle(

@@ -297,7 +297,10 @@ class Rollouter:
             return None
         if self.samples is not None:
             self.samples.note(kept, verdicts)
-        now.call_sums.append(sum_calls(kept, verdicts, calls.counts))
+        judges_truncated = self._reward.truncated == "judged"
+        now.call_sums.append(
+            sum_calls(kept, verdicts, calls.counts, judges_truncated=judges_truncated)
+        )
         complete = self._join_ranks(self._to_rollouts(kept, verdicts))
         return complete, self._join_ranks(self._to_rollouts(left))
 

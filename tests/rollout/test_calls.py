@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,17 @@ from gapo_megatron import rewards
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import DataError
 from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.call_metrics import sum_calls
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.types import Episode, Outcome, Prompt
-from tests.acting import EOS, calls_of
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from tests.acting import EOS, acting_of, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout.test_chat import tokenizer_of
@@ -244,6 +247,54 @@ def test_all_calls_of_an_episode_have_one_limit() -> None:
     assert re.search(mentions("environment.episode_timeout_s", 1), groups[0][0].failure)
 
 
+def test_no_thread_is_left_for_a_call() -> None:
+    """The system's limit of threads ends the episode, not the run."""
+    num_begun = 0
+
+    def starts_half(function: Callable[[], None]) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun % 2:
+            raise RuntimeError("can't start new thread")
+        function()
+
+    calls = calls_of(answer_of, run=starts_half, max_concurrent=1)
+    groups = generate(ScriptedEngine(draws), PROMPTS, SETTINGS, calls=calls)
+    failures = [one.failure for group in groups or [] for one in group]
+    assert "could not begin: can't start new thread" in failures[0]
+    assert 0 < failures.count("") < len(failures)
+
+
+def test_calls_that_were_given_up_keep_their_places_until_they_return() -> None:
+    """No more run at once than may, in later steps neither, and nothing waits for them for good."""
+    lock, num_running, most, released = threading.Lock(), 0, 0, threading.Event()
+
+    def respond(episode: Episode) -> Any:
+        nonlocal num_running, most
+        with lock:
+            num_running += 1
+            most = max(most, num_running)
+        assert released.wait(HANG_S)
+        with lock:
+            num_running -= 1
+        return answer_of(episode)
+
+    environment = SimpleNamespace(respond=respond)
+    acting = acting_of(environment, run=in_thread, max_concurrent=3, call_timeout_s=1)
+    for step in range(2):
+        engine = ScriptedEngine(draws)
+        calls = acting.calls(f"step_{step}", engine.replicas)
+        groups = generate(engine, PROMPTS, SETTINGS, calls=calls)
+        failures = [one.failure for group in groups or [] for one in group]
+        assert sum("could not begin" in one for one in failures) == 64 - 3 * (step == 0)
+        assert all("environment.call_timeout_s (1)" in one for one in failures)
+    assert (num_running, most) == (3, 3)
+    released.set()
+    calls = acting.calls("step_2", engine.replicas)
+    assert content_of(generate(engine, PROMPTS, SETTINGS, calls=calls)) == run(answer_of)
+    assert most == 3
+
+
 def test_a_stop_does_not_wait_for_an_environment() -> None:
     hooks = Hooks(should_abort=lambda _: len(asked) == 4)
     asked: list[Episode] = []
@@ -416,6 +467,16 @@ def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_4_0.jsonl", "step_30_0.jsonl", "evaluation_4_0.jsonl", "notes.txt"}
     remove_journals(tmp_path / "none", before=4)
+
+
+def test_costs_are_by_the_c_of_the_table() -> None:
+    """Under `reward.truncated = "unknown"` a truncated response is not correct, either."""
+    whole = Episode(PROMPTS[0], 0, np.array([5, EOS], np.int32), np.zeros(2, np.float32))
+    group, correct = [whole, replace(whole, sample=1, truncated=True)], Verdict(Outcome.CORRECT)
+    for judges_truncated, c in ((True, 2), (False, 1)):
+        sums = sum_calls([group], [[correct, correct]], {}, judges_truncated=judges_truncated)
+        rows = to_rollouts([group], [[correct, correct]], judges_truncated=judges_truncated)
+        assert [*sums] == [c] == [int((rows.table["outcome"] == 1).sum())]
 
 
 # --- the document ---------------------------------------------------------------------------------

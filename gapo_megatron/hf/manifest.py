@@ -339,6 +339,15 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
     return removed
 
 
+def earliest_resume(checkpoints_dir: Path, settings: CheckpointConfig) -> int | None:
+    """Finished steps of the oldest checkpoint that a resume falls back to; None without any.
+
+    The many that `keep_steps` may keep are left aside, but for the newest.
+    """
+    steps = list_steps(checkpoints_dir)[: settings.keep_last + 2]  # see `prune`
+    return min(map(_step, steps), default=None)
+
+
 def _remove(path: Path) -> None:
     """Remove a checkpoint; of a link only the link, not its target."""
     if path.is_dir() and not path.is_symlink():

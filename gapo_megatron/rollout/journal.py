@@ -134,7 +134,7 @@ def evaluation_name(step: int) -> str:
 
 
 def remove_journals(run_dir: Path, *, before: int) -> None:
-    """Remove the journals of steps that will not be repeated: those before a saved step."""
+    """Remove journals of steps that no resume repeats: those before the oldest checkpoint."""
     for path in (run_dir / JOURNAL_FOLDER).glob("*.jsonl"):
         _, _, numbers = path.stem.partition("_")
         step, _, _ = numbers.partition("_")

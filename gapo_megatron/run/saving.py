@@ -10,8 +10,9 @@ from gapo_megatron.checkpoint import State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.exchange import Channel
+from gapo_megatron.hf.manifest import earliest_resume
 from gapo_megatron.hf.weights import write_hf
-from gapo_megatron.io.run_folder import has_finished, mark_finished
+from gapo_megatron.io.run_folder import checkpoints_dir, has_finished, mark_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.journal import remove_journals
 from gapo_megatron.run.attempt import Attempt
@@ -77,9 +78,15 @@ class Checkpoints:
                 attempt=self.attempt,
             )
             if self.attempt.leads:
-                remove_journals(Path(self.config.run.output_dir), before=state.step)
+                self._remove_journals(state.step)
         self.attempt.keep_stage_seconds(self.stopwatch.recent)
         self._saved = (state.step, state.num_open_updates)
+
+    def _remove_journals(self, step: int) -> None:
+        """Remove those of steps that no resume repeats, should newer checkpoints be damaged."""
+        run_dir = Path(self.config.run.output_dir)
+        oldest = earliest_resume(checkpoints_dir(run_dir), self.config.checkpoint)
+        remove_journals(run_dir, before=step if oldest is None else min(step, oldest))
 
 
 def export(config: Config, policy: Policy, attempt: Attempt) -> None:

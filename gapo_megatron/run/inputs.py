@@ -70,7 +70,9 @@ def check_inputs(config: Config) -> Inputs:
     source = PromptSource(problems, seed=config.run.seed, sources=config.data.source)
     if branch_point is not None:
         source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
-    environment = environments.build(config.environment, tokenizer)
+    environment = environments.build(
+        config.environment, tokenizer, template_variables=config.data.chat_template_kwargs
+    )
     eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
     turns = Turns(tokenizer, config.environment.stop, eos_token_ids=eos)
     return Inputs(

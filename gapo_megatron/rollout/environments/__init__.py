@@ -6,6 +6,7 @@ Importing this package imports no torch: a wrong setting is found before seconds
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
@@ -37,13 +38,27 @@ def check(config: EnvironmentConfig) -> None:
         _check_methods(config.kind, made.func)
 
 
-def build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:
+def build(
+    config: EnvironmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template_variables: Mapping[str, Any] = {},
+) -> Environment:
     """Build the config's environment.
+
+    Args:
+        config: section `environment`.
+        tokenizer: the policy's.
+        template_variables: `data.chat_template_kwargs`, with which the prompts are rendered; for
+            `tools`, unless its settings have others.
 
     Raises:
         ConfigError: see `check`; or its class refuses the settings.
     """
-    environment = user_code.build(_load(config), tokenizer, setting=SETTING)
+    made = _load(config)
+    if config.kind == "tools" and template_variables:
+        made = functools.partial(made, **{"template_variables": template_variables} | made.keywords)
+    environment = user_code.build(made, tokenizer, setting=SETTING)
     _check_methods(config.kind, environment)
     return cast("Environment", environment)
 

@@ -13,7 +13,7 @@ import ast
 import json
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError
@@ -26,7 +26,7 @@ from gapo_megatron.types import Episode, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TOOLS = {"calculator": "expression", "python": "code"}
 """Argument of each tool."""
 _MOST_CHARACTERS = 2000
@@ -49,6 +49,7 @@ class Tools:
         tools: Sequence[str] = ("calculator",),
         max_calls: int = 4,
         role: str = "tool",
+        template_variables: Mapping[str, Any] = {},
         timeout_s: int = 10,
         sandbox: str = "bubblewrap",
         python: str = SYSTEM_PYTHON,
@@ -61,6 +62,7 @@ class Tools:
             tools: `calculator`, `python`.
             max_calls: calls of an episode; a turn beyond them ends it.
             role: author of the results in the chat template.
+            template_variables: of the chat template; by default `data.chat_template_kwargs`.
             timeout_s: time limit of a Python program.
             sandbox: where programs run, as `reward.sandbox`.
             python: interpreter of the programs, as `reward.python`.
@@ -77,7 +79,10 @@ class Tools:
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
         self._max_calls = max_calls
-        self._chat = ChatTurns(tokenizer, role=role) if tokenizer.chat_template else None
+        self._chat = None
+        if tokenizer.chat_template:
+            self._chat = ChatTurns(tokenizer, role=role, options=template_variables)
+        self._special = _special_tokens(tokenizer)
         self._box: dict[str, Any] = {"timeout_s": timeout_s, "sandbox": sandbox, "python": python}
         if "python" in tools:
             check_programs(**self._box)
@@ -88,11 +93,11 @@ class Tools:
 
     def respond(self, episode: Episode) -> Sequence[int] | None:
         """The results of the turn's calls, in order; None without a call."""
-        calls = _CALL.findall(self._last_turn(episode))
+        calls = find_calls(self._last_turn(episode))
         earlier = self._decode(episode.token_ids[episode.is_sampled].tolist())
-        if not calls or len(_CALL.findall(earlier)) > self._max_calls:
+        if not calls or len(find_calls(earlier)) > self._max_calls:
             return None
-        results = [self._short(self._run(call)) for call in calls]
+        results = [self._clean(self._run(call)) for call in calls]
         if self._chat is not None:
             return self._chat.tokens(episode, results)
         text = "".join(f"<tool_response>{result}</tool_response>" for result in results)
@@ -110,7 +115,7 @@ class Tools:
             value = arguments[_TOOLS[name]] if name in self._tools else None
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             return f"error: the call cannot be read: {type(error).__name__}: {error}"
-        if value is None:
+        if name not in self._tools:
             return f"error: there is no tool {name!r}, only {', '.join(self._tools)}"
         if not isinstance(value, str):
             return f"error: {_TOOLS[name]} must be a text"
@@ -119,15 +124,37 @@ class Tools:
         output, failure = run_program(value, **self._box)
         return f"{output}error: the program {failure}" if failure else output
 
-    def _short(self, text: str) -> str:
+    def _clean(self, text: str) -> str:
+        """A result, cut if it is long, and without special tokens: it must not end its message."""
         half = _MOST_CHARACTERS // 2
-        return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+        text = text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+        num_removed = 1
+        while num_removed:  # what is around a token may make another
+            text, num_removed = self._special.subn("", text)
+        return text
 
     def _last_turn(self, episode: Episode, *, skip_special_tokens: bool = False) -> str:
         return self._decode(last_turn(episode).tolist(), skip_special_tokens)
 
     def _decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
+def find_calls(text: str) -> list[str]:
+    """What is between `<tool_call>` and the next `</tool_call>`, in order; linear in the text."""
+    calls, start = [], text.find(_OPEN)
+    while start >= 0 and (end := text.find(_CLOSE, start + len(_OPEN))) >= 0:
+        calls.append(text[start + len(_OPEN) : end])
+        start = text.find(_OPEN, end + len(_CLOSE))
+    return calls
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the text of each special token."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {*tokenizer.all_special_tokens, *(str(one) for one in added if one.special)}
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def calculate(expression: str) -> str:

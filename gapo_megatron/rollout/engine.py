@@ -82,8 +82,8 @@ class Engine(Protocol):
     def add(self, request: Request) -> None:
         """Queue a request; requests begin in the order in which they are added.
 
-        An engine without requests starts from an empty cache, so that its bits do not depend on
-        earlier generations.
+        The first request, and the first after `abort` or `score`, starts from an empty cache, so
+        that its bits do not depend on earlier generations. `generate` ends with `abort`.
         """
 
     def poll(self) -> Sequence[Completion]:

@@ -84,6 +84,7 @@ class RolloutEngine:
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
+        self._is_new_generation = True
         self.max_sequence_tokens = config.max_sequence_tokens
         self.vocab_size: int = hf_config.vocab_size
         self.verify_bound = verify_bound(config.model, config.rollout, hf_config, device)
@@ -112,10 +113,12 @@ class RolloutEngine:
     def add(self, request: Request) -> None:
         """Queue a request: `Engine.add`."""
         self.schedule.require(Phase.GENERATING, "generate")
-        if not self.llm.has_unfinished_requests():
+        if self._is_new_generation and not self.llm.has_unfinished_requests():
             # Earlier requests must not decide what is cached now: a resumed run starts from an
-            # empty cache and must produce the same bits.
+            # empty cache and must produce the same bits. Within a generation the engine may be
+            # empty for a moment, while all episodes wait for their environment.
             self.llm.reset_prefix_cache()
+        self._is_new_generation = False
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
         params = to_params(request, [*self.eos_token_ids, *request.stop_ids])
         vllm.add_tokens(self.llm, request.name, tokens, params)
@@ -208,5 +211,6 @@ class RolloutEngine:
         vllm.close(self.llm)
 
     def _drop_requests(self) -> None:
+        self._is_new_generation = True
         if left := vllm.request_names(self.llm):
             self.llm.abort_request(left)

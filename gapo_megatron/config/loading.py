@@ -59,11 +59,11 @@ def _with_digests(config: Config, *, source: str) -> Config:
         names, recorded = getattr(value, "code_names", []), getattr(value, "code", "")
         if names or recorded:
             text = " ".join(user_code.digest(name, setting=section) for name in names)
-            if names and recorded not in ("", text):
+            if recorded not in ("", text):
+                now = f"those of {', '.join(names)} are {text!r} now" if names else "it names none"
                 raise ConfigError(
-                    f"{source}: {section}.code ({recorded!r}): the files of {', '.join(names)} "
-                    f"have changed since this config was written; they are {text!r} now. Restore "
-                    "them, or remove this line"
+                    f"{source}: {section}.code ({recorded!r}) is the SHA-256 of files with code "
+                    f"of your own, but {now}. Restore the files, or remove this line"
                 )
             digests[section] = value.model_copy(update={"code": text})
     return config.model_copy(update=digests) if digests else config

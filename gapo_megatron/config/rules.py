@@ -73,7 +73,7 @@ def _check_numbers(config: Config) -> None:
     is_threshold_set = reward.correct_above != type(reward).model_fields["correct_above"].default
     if is_threshold_set and not reward.code_names:
         raise ValueError(
-            f"reward.correct_above ({reward.correct_above:g}) needs a verifier of your own that "
+            f"reward.correct_above ({reward.correct_above}) needs a verifier of your own that "
             f"returns numbers, not reward.kind {reward.kind!r}"
         )
     if not reward.graded:

@@ -263,7 +263,7 @@ class RewardConfig(VerifierConfig):
     verifiers: Verifiers = Field(default_factory=dict)
     """Further verifiers, which a row of the data chooses by `"verifier": NAME`. A value is like
     `reward.kind`, or a table with `kind`, `settings` and `timeout_s`."""
-    correct_above: float = 0.5
+    correct_above: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.5
     """A response is correct, and counts in c, if the number that your own verifier returns is
     above this value."""
     graded: bool = False

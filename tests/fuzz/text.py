@@ -257,11 +257,14 @@ def _rows_target(kind: str) -> Target:
 
     def explains(folder: Path, _: Damage, state: Any, whole: Any) -> str:
         stated = []
-        for line in (folder / "train.jsonl").read_text(encoding="utf-8").split("\n"):
+        text = (folder / "train.jsonl").read_text(encoding="utf-8")
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 row = json.loads(line)
                 ids = tuple(tokenizers[0](row["prompt"])["input_ids"])
-                stated.append((row["id"], ids, row["answer"], row.get("level", "")))
+                # Without an id, a row has the number of its line.
+                id = str(number) if row.get("id") is None else row["id"]
+                stated.append((id, ids, row["answer"], row.get("level") or ""))
         if stated != state:
             return f"read {state!r}; the file says {stated!r}"
         json.dumps(state, ensure_ascii=False).encode("utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -138,9 +137,7 @@ def test_calls_are_found_in_linear_time() -> None:
         ("", []),
     ):
         assert find_calls(text) == calls
-    start = time.perf_counter()
-    assert find_calls(opened * 100_000) == []
-    assert time.perf_counter() - start < 5  # by a regex, minutes
+    assert find_calls(opened * 100_000) == []  # by a regex, longer than a test may take
 
 
 def test_a_result_has_no_special_tokens() -> None:

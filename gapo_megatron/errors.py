@@ -13,10 +13,16 @@ def shown(value: Any) -> str:
 
 def said(error: BaseException) -> str:
     """Type and message of an exception of code of others, whose message may raise one itself."""
+    name = _class_name(error)
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as second:
-        return f"{type(error).__name__} (its message raises {type(second).__name__})"
+        return f"{name}: {error}"
+    except BaseException as second:  # it may raise SystemExit
+        return f"{name} (its message raises {_class_name(second)})"
+
+
+def _class_name(error: BaseException) -> str:
+    """Name of its class, whatever its metaclass says."""
+    return str(vars(type)["__name__"].__get__(type(error)))
 
 
 class GapoError(Exception):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # verifier workers need `Verdict`, and start without torch
@@ -31,6 +32,10 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns, as JSON values, that verifiers of the user's own take (or all, for an
     environment of the user's own), but `answer` and `verifier`."""
+
+    def for_user(self) -> Prompt:
+        """A copy for code of the user's own: changing its row does not reach the data."""
+        return replace(self, row=copy.deepcopy(self.row)) if self.row else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +75,20 @@ class Episode:
         if self.response_mask is None:
             return np.ones(len(self.token_ids), dtype=bool)
         return self.response_mask
+
+    def for_user(self) -> Episode:
+        """A copy for code of the user's own, whose arrays cannot be written to."""
+
+        def copied(array: np.ndarray | None) -> np.ndarray | None:
+            if array is None:
+                return None
+            array = array.copy()
+            array.setflags(write=False)
+            return array
+
+        names = ("token_ids", "log_probs", "response_mask", "carried_log_probs")
+        arrays: dict[str, Any] = {name: copied(getattr(self, name)) for name in names}
+        return replace(self, prompt=self.prompt.for_user(), **arrays)
 
     @property
     def num_sampled_tokens(self) -> int:

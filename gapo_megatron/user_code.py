@@ -6,21 +6,27 @@ file contains (docs/security.md). Standard library only: verifier workers load c
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, said
+
+FAILURES = (Exception, SystemExit, GeneratorExit)
+"""What code of the user's own may raise in the main thread; there KeyboardInterrupt is Ctrl-C."""
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -88,12 +94,46 @@ def build(made: functools.partial[Any], *arguments: Any, setting: str) -> Any:
         ConfigError: whatever it raises, with its type and message.
     """
     try:
-        return made(*arguments)
-    except Exception as error:
+        with no_fork_left():
+            return made(*arguments)
+    except FAILURES as error:
         raise ConfigError(
-            f"{setting}: {made.func.__qualname__} with settings {made.keywords}: "
-            f"{type(error).__name__}: {error}"
+            f"{setting}: {made.func.__qualname__} with settings {made.keywords}: {said(error)}"
         ) from error
+
+
+@contextlib.contextmanager
+def no_fork_left() -> Iterator[None]:
+    """Call code of the user's own: if it forks, and its child returns as well, end the child."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
+
+
+@contextlib.contextmanager
+def process_restored() -> Iterator[None]:
+    """Call code of the user's own, and restore what it may have changed for the whole process.
+
+    Working directory, environment variables, umask, standard streams, recursion limit, and filters
+    of warnings.
+    """
+    folder, variables, umask = os.getcwd(), dict(os.environ), os.umask(0)
+    os.umask(umask)
+    streams, limit = (sys.stdin, sys.stdout, sys.stderr), sys.getrecursionlimit()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        sys.setrecursionlimit(limit)
+        sys.stdin, sys.stdout, sys.stderr = streams
+        os.chdir(folder)
+        os.umask(umask)
+        if dict(os.environ) != variables:
+            os.environ.clear()
+            os.environ.update(variables)
 
 
 def find_file(name: str, *, setting: str) -> Path:
@@ -147,9 +187,10 @@ def _split(name: str, *, setting: str) -> tuple[str, str]:
 def _import(where: str, *, setting: str, name: str) -> ModuleType:
     path = find_file(name, setting=setting)
     try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        return _execute(path.resolve())
+        with no_fork_left():
+            if not where.endswith(".py"):
+                return importlib.import_module(where)
+            return _execute(path.resolve())
     except ConfigError:
         raise
     except BaseException as error:  # a user's module may also call sys.exit
@@ -158,9 +199,7 @@ def _import(where: str, *, setting: str, name: str) -> ModuleType:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [one.lineno for one in frames if one.filename == str(path.resolve())]
         line = f", line {lines[-1]}" if lines else ""
-        raise ConfigError(
-            f"{setting} ({name!r}): importing {path}{line}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{setting} ({name!r}): importing {path}{line}: {said(error)}") from error
 
 
 def _execute(path: Path) -> ModuleType:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # a worker imports this package too, and must start fast
 
 logger = logging.getLogger(__name__)
 
+_MOST_CHARACTERS = 300
+"""Of an error's message in a verdict's reason."""
+
 
 class _AbortedError(Exception):
     pass
@@ -69,11 +72,12 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
     if check is None:
         return
     try:
-        check(answer)
-    except Exception as error:
+        with user_code.no_fork_left():
+            check(answer)
+    except user_code.FAILURES as error:
         if not own and not isinstance(error, ValueError | OSError):
             raise
-        why = f"{error!s:.300}"  # it may quote the whole answer
+        why = f"{said(error) if own else error!s:.300}"  # it may quote the whole answer
         raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
 
 
@@ -222,10 +226,11 @@ class Judging:
             key, reason = (one.prompt.id, one.sample), one.failure
             if not reason:
                 try:
-                    texts = _check_texts(self._judge(one))
+                    with user_code.no_fork_left():
+                        texts = _check_texts(self._judge(one.for_user()))
                     items[key] = (*texts, one.prompt.verifier, one.prompt.row)
-                except Exception as error:  # whatever a user's environment raises
-                    reason = f"judge: {said(error)}"
+                except user_code.FAILURES as error:  # whatever a user's environment raises
+                    reason = f"judge: {said(error)}"[:_MOST_CHARACTERS]
             if reason:
                 self.unknown[key] = Verdict(Outcome.UNKNOWN, reason)
         self.numbers |= zip(items, self.pool.submit(items.values()), strict=True)
@@ -234,12 +239,10 @@ class Judging:
 
 def _check_texts(judged: Any) -> tuple[str, str]:
     """What `Environment.judge` returned, if it is (response, answer)."""
-    if (
-        not isinstance(judged, tuple | list)
-        or [isinstance(one, str) for one in judged] != [True] * 2
-    ):
+    texts = [*judged] if isinstance(judged, tuple | list) else []  # once: it may change
+    if [isinstance(one, str) for one in texts] != [True] * 2:
         raise TypeError(f"must be two strings, response and answer, not {shown(judged)}")
-    response, answer = judged
+    response, answer = ("".join([one]) for one in texts)  # TypeError: it only claims to be one
     return response, answer
 
 

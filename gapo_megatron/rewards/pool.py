@@ -14,18 +14,16 @@ import math
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from gapo_megatron.errors import RewardError
-from gapo_megatron.rewards.processes import cpu_seconds, descendants
+from gapo_megatron.rewards.processes import cpu_seconds, descendants, python_path, start
 from gapo_megatron.rewards.verifiers import read_grade
 from gapo_megatron.types import Outcome, Verdict
 
@@ -106,8 +104,11 @@ class Pool:
             "verifiers": {name: (code, opts) for name, (code, _, opts) in self._verifiers.items()},
             "correct_above": correct_above,
         }
-        self._command = [sys.executable, "-m", "gapo_megatron.rewards.worker", json.dumps(settings)]
-        self._workers = [_Worker(self._command) for _ in range(num_workers)]
+        command = [sys.executable, "-m", "gapo_megatron.rewards.worker", json.dumps(settings)]
+        # Later workers start where these do: paths of verifiers are relative to the folder.
+        variables = os.environ | {"PYTHONPATH": python_path()}
+        self._start = partial(_Worker, command, variables=variables, folder=os.getcwd())
+        self._workers = [self._start() for _ in range(num_workers)]
         self._num_failed_starts = 0
         self._columns = columns
         self._next_index = 0  # never reused: a late verdict must not count for another item
@@ -166,8 +167,9 @@ class Pool:
         self._verdicts |= settled
         self._open -= settled.keys()
         for worker in self._workers:
-            if worker.is_free and self._waiting:
-                number, item = self._waiting.popleft()
+            if worker.is_free and (worker.first or self._waiting):
+                number, item = worker.first or self._waiting.popleft()
+                worker.first = None
                 _, timeout_s, _ = self._verifiers[item.verifier]
                 worker.take(number, item, timeout_s=timeout_s)
                 worker.send()
@@ -236,14 +238,15 @@ class Pool:
             worker.exchange()  # before the check of its time: its reply may have come long ago
             if not worker.failure and not worker.verdict and time.monotonic() > worker.deadline:
                 worker.look()
-            if worker.failure:
+            if worker.failure and worker.is_fresh:
                 worker.verdict = Verdict(Outcome.UNKNOWN, worker.failure)
-            if worker.verdict and worker.index is not None:
-                verdicts[worker.index] = worker.verdict
+            if worker.verdict and worker.item:
+                verdicts[worker.item[0]] = worker.verdict
             if worker.failure:
                 self._replace(place)
             elif worker.verdict:
                 worker.rest()
+                worker.is_fresh = False
         return verdicts
 
     def _replace(self, place: int) -> None:
@@ -252,29 +255,25 @@ class Pool:
         self._num_failed_starts = 0 if worker.is_ready else self._num_failed_starts + 1
         if self._num_failed_starts > MAX_FAILED_STARTS:
             raise RewardError(f"a worker for {self.verifier} cannot start: {worker.failure}")
-        self._workers[place] = _Worker(self._command)
+        self._workers[place] = self._start()
+        # What an earlier item has left behind may have broken the worker: judge this one again.
+        self._workers[place].first = worker.first or (None if worker.verdict else worker.item)
 
 
 class _Worker:
     """The parent's side of one worker process: starting, free, or busy with one item."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self.channel, theirs = socket.socketpair()
-        self.channel.setblocking(False)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_LEFT_TO_TRAINER)
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    env=os.environ | {"PYTHONPATH": _python_path()},
-                    start_new_session=True,
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def __init__(self, command: Sequence[str], *, variables: Any, folder: str) -> None:
+        self.channel, self.process = start(
+            command, variables=variables, folder=folder, blocked=SIGNALS_LEFT_TO_TRAINER
+        )
         self.is_ready = False
-        self.index: int | None = None
-        """Number of the item that it judges; None while idle."""
+        self.item: tuple[int, Item] | None = None
+        """Number and item that it judges; None while idle."""
+        self.first: tuple[int, Item] | None = None
+        """The item that it must judge first, as the worker before it could not."""
+        self.is_fresh = True
+        """Whether it has judged nothing yet."""
         self.limit(START_TIMEOUT_S)
         self.verdict: Verdict | None = None
         self.failure = ""
@@ -284,18 +283,18 @@ class _Worker:
 
     @property
     def is_free(self) -> bool:
-        return self.is_ready and self.index is None
+        return self.is_ready and self.item is None
 
     def take(self, index: int, item: Item, *, timeout_s: float) -> None:
         """Assign an item; `send` transfers it."""
-        self.index = index
+        self.item = index, item
         self.limit(timeout_s)
         document = [index, item.verifier, item.response, item.answer, dict(item.row)]
         self.outbox = memoryview(json.dumps(document).encode() + b"\n")
 
     def rest(self) -> None:
         """Become free."""
-        self.index, self.verdict = None, None
+        self.item, self.verdict = None, None
         self.deadline = math.inf
 
     def limit(self, limit_s: float) -> None:
@@ -307,7 +306,7 @@ class _Worker:
         self._set_deadline()
 
     def look(self) -> None:
-        """Measure its CPU time; set `failure` if the time is over."""
+        """Measure its CPU time; set `failure` and `verdict` if the time is over."""
         pid, now = self.process.pid, time.monotonic()
         cpu_s, cpu_s_of_all = _cpu_s(pid), _cpu_s_of_all(pid)
         computed_s, passed_s = cpu_s_of_all - self._cpu_s_seen, now - self._computed_at
@@ -319,6 +318,8 @@ class _Worker:
             self.failure = (
                 f"used less than {LEAST_SHARE:.0%} of a CPU for more than {self.limit_s:g} s"
             )
+        if self.failure:
+            self.verdict = Verdict(Outcome.UNKNOWN, self.failure)
         else:
             self._set_deadline()
 
@@ -361,7 +362,8 @@ class _Worker:
             # Does not change the exit code of a process that is exiting by itself.
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        names = {-one.value: one.name for one in signal.Signals}  # not of every signal
+        return names.get(code, f"signal {-code}") if code < 0 else f"exit code {code}"
 
     def _read(self, line: bytes) -> None:
         """Handle a line: ready, or the verdict on its item."""
@@ -375,7 +377,7 @@ class _Worker:
             verdict = Verdict(Outcome(outcome), str(reason), grade)
         except (ValueError, TypeError, RecursionError):
             index, verdict = None, None
-        if verdict and self.index is not None and index == self.index:
+        if verdict and self.item and index == self.item[0]:
             self.verdict = verdict
         else:
             self.failure = "the verifier sent something other than its verdict"
@@ -389,12 +391,6 @@ def _cpu_s(pid: int) -> float:
 def _cpu_s_of_all(pid: int) -> float:
     """CPU seconds of a process and its children."""
     return sum(map(cpu_seconds, (str(pid), *descendants(pid))))
-
-
-def _python_path() -> str:
-    """PYTHONPATH with which a worker finds this package in any working directory."""
-    root = str(Path(__file__).parents[2])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 __all__ = ["Pool"]

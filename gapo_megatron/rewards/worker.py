@@ -8,11 +8,11 @@ at any time.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import resource
 import signal
 import sys
+from json import dumps, loads  # by name: a verifier may replace those of the module
 
 from gapo_megatron import user_code
 from gapo_megatron.rewards import verifiers
@@ -37,7 +37,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN, children do not inherit it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_LEFT_TO_TRAINER)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
-    settings = json.loads(sys.argv[1])
+    settings = loads(sys.argv[1])
     own = {name for name, (code, _) in settings["verifiers"].items() if user_code.is_code(code)}
     _limit_memory(OWN_MEMORY_BYTES if own else MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -53,19 +53,18 @@ def main() -> None:
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
     _send(channel, READY)
-    own_pid = os.getpid()
     with os.fdopen(os.dup(channel), "rb") as lines:
         for line in lines:
-            index, name, response, answer, row = json.loads(line)
+            index, name, response, answer, row = loads(line)
             if own:
                 _limit_memory(OWN_MEMORY_BYTES if name in own else _address_space() + MEMORY_BYTES)
-            verdict = loaded[name].judge(
-                response, answer, row, correct_above=settings["correct_above"]
-            )
-            if os.getpid() != own_pid:  # a verifier forked, and its child returned, too
-                os._exit(0)
+            with user_code.no_fork_left(), user_code.process_restored():
+                verdict = loaded[name].judge(
+                    response, answer, row, correct_above=settings["correct_above"]
+                )
+            signal.setitimer(signal.ITIMER_REAL, 0)  # its alarm must not end another's judgement
             reason = str(verdict.reason)[:_MAX_REASON_CHARACTERS]
-            reply = json.dumps([index, verdict.outcome, reason, verdict.grade])
+            reply = dumps([index, verdict.outcome, reason, verdict.grade])
             _send(channel, reply.encode() + b"\n")
 
 

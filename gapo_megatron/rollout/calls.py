@@ -7,7 +7,8 @@ order, before the same decoding step.
 
 from __future__ import annotations
 
-import os
+import itertools
+import operator
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode
+from gapo_megatron.user_code import no_fork_left
 
 EXCHANGE_EVERY = 8
 """Decoding steps between two broadcasts of answers, in a replica of several ranks."""
@@ -257,7 +259,6 @@ class _Caller:
 
     def _make(self, call: _Call) -> None:
         """Make a call; runs in a thread."""
-        process = os.getpid()
         try:
             if self._journal is not None:
                 self._journal.begin(call.episode)
@@ -267,12 +268,11 @@ class _Caller:
             return
         tokens, failure = None, ""
         try:
-            answer = self._acting.environment.respond(call.episode)
-            tokens = check_answer(answer, self._acting)
+            with no_fork_left():
+                answer = self._acting.environment.respond(call.episode.for_user())
+                tokens = check_answer(answer, self._acting)
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             failure = said(error)[:_MOST_CHARACTERS]
-        if os.getpid() != process:
-            os._exit(0)  # a fork that the environment did not end
         call.is_running = False
         self._settle(call, tokens=tokens, failure=failure)
 
@@ -310,12 +310,16 @@ def check_answer(answer: Any, acting: Acting) -> tuple[int, ...] | None:
             f"respond returned {len(answer)} tokens, more than rollout.max_response_tokens "
             f"({acting.max_response_tokens})"
         )
-    for token in answer:
-        if not isinstance(token, int | np.integer) or isinstance(token, bool):
-            raise TypeError(f"respond returned {type(token).__name__} among the tokens")
+    tokens = []
+    # Once: a class of the user's own may have other tokens the second time, or too many.
+    for one in itertools.islice(answer, acting.max_response_tokens):
+        if not isinstance(one, int | np.integer) or isinstance(one, bool):
+            raise TypeError(f"respond returned {type(one).__name__} among the tokens")
+        token = operator.index(one)
         if not 0 <= token < acting.vocab_size:
             raise ValueError(f"respond returned the token {token}, which the model does not have")
-    return tuple(int(token) for token in answer)
+        tokens.append(token)
+    return tuple(tokens)
 
 
 def _place(episode: Episode) -> tuple[str, int]:

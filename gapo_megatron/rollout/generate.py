@@ -5,6 +5,7 @@ All ranks generate at the same time, each replica for its own prompts (`Replicas
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.user_code import FAILURES, no_fork_left
 
 # Decoding steps between two checks for an abort, each a broadcast within the replica.
 _STEPS_PER_QUESTION = 8
@@ -48,8 +50,9 @@ def begin(environment: Environment, prompt: Prompt) -> Prompt:
         RolloutError: the environment failed; names the prompt.
     """
     try:
-        tokens = tuple(int(token) for token in environment.begin(prompt))
-    except Exception as error:  # whatever a user's environment raises
+        with no_fork_left():
+            tokens = tuple(operator.index(token) for token in environment.begin(prompt.for_user()))
+    except FAILURES as error:  # whatever a user's environment raises
         raise RolloutError(
             f"environment.kind: begin failed for prompt {prompt.id!r}: {said(error)}"
         ) from error

@@ -6,6 +6,7 @@ Also dynamic sampling, and for the long tail of responses over-sampling and part
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from gapo_megatron.rollout.calls import Acting, Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.journal import evaluation_name, step_name
+from gapo_megatron.rollout.process_state import trainer_restored
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
@@ -221,7 +223,8 @@ class Rollouter:
             Complete groups with their verdicts, and aborted groups; None if the round was aborted.
         """
         engine, replicas, stopwatch = self._engine, self._engine.replicas, now.stopwatch
-        with stopwatch("rollout"):
+        is_called = self._acting.config.is_called
+        with stopwatch("rollout"), trainer_restored() if is_called else nullcontext():
             new, _, num_wanted = assign(len(prompts), opened.num_groups, wanted, replicas)
             resumed = self._resume(opened, len(prompts), wanted)
             mine = [group[0].prompt for group in resumed]

@@ -126,6 +126,7 @@ class Tools:
 
     def _clean(self, text: str) -> str:
         """A result, cut if it is long, and without special tokens: it must not end its message."""
+        text = text.encode(errors="replace").decode()  # JSON may hold halves of characters
         half = _MOST_CHARACTERS // 2
         text = text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
         num_removed = 1

@@ -25,9 +25,6 @@ from typing import Any
 
 from gapo_megatron.errors import ConfigError, said
 
-FAILURES = (Exception, SystemExit, GeneratorExit)
-"""What code of the user's own may raise in the main thread; there KeyboardInterrupt is Ctrl-C."""
-
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -94,9 +91,9 @@ def build(made: functools.partial[Any], *arguments: Any, setting: str) -> Any:
         ConfigError: whatever it raises, with its type and message.
     """
     try:
-        with no_fork_left():
+        with contained():
             return made(*arguments)
-    except FAILURES as error:
+    except Exception as error:
         raise ConfigError(
             f"{setting}: {made.func.__qualname__} with settings {made.keywords}: {said(error)}"
         ) from error
@@ -114,12 +111,28 @@ def no_fork_left() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Call code of the user's own in the main thread: whatever it raises is an Exception.
+
+    All but KeyboardInterrupt, which is Ctrl-C there. It may fork, too (`no_fork_left`).
+    """
+    with no_fork_left():
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, for one
+            raise RuntimeError(said(error)) from error
+
+
+@contextlib.contextmanager
 def process_restored() -> Iterator[None]:
     """Call code of the user's own, and restore what it may have changed for the whole process.
 
-    Working directory, environment variables, umask, standard streams, recursion limit, and filters
-    of warnings.
+    Working directory, environment variables, umask, standard streams, recursion limit, switch
+    interval, and filters of warnings.
     """
+    interval = sys.getswitchinterval()
     folder, variables, umask = os.getcwd(), dict(os.environ), os.umask(0)
     os.umask(umask)
     streams, limit = (sys.stdin, sys.stdout, sys.stderr), sys.getrecursionlimit()
@@ -128,6 +141,7 @@ def process_restored() -> Iterator[None]:
             yield
     finally:
         sys.setrecursionlimit(limit)
+        sys.setswitchinterval(interval)
         sys.stdin, sys.stdout, sys.stderr = streams
         os.chdir(folder)
         os.umask(umask)

@@ -72,9 +72,9 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
     if check is None:
         return
     try:
-        with user_code.no_fork_left():
+        with user_code.contained():
             check(answer)
-    except user_code.FAILURES as error:
+    except Exception as error:
         if not own and not isinstance(error, ValueError | OSError):
             raise
         why = f"{said(error) if own else error!s:.300}"  # it may quote the whole answer
@@ -226,10 +226,10 @@ class Judging:
             key, reason = (one.prompt.id, one.sample), one.failure
             if not reason:
                 try:
-                    with user_code.no_fork_left():
+                    with user_code.contained():
                         texts = _check_texts(self._judge(one.for_user()))
                     items[key] = (*texts, one.prompt.verifier, one.prompt.row)
-                except user_code.FAILURES as error:  # whatever a user's environment raises
+                except Exception as error:  # whatever a user's environment raises
                     reason = f"judge: {said(error)}"[:_MOST_CHARACTERS]
             if reason:
                 self.unknown[key] = Verdict(Outcome.UNKNOWN, reason)

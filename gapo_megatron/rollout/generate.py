@@ -17,7 +17,7 @@ from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
-from gapo_megatron.user_code import FAILURES, no_fork_left
+from gapo_megatron.user_code import contained
 
 # Decoding steps between two checks for an abort, each a broadcast within the replica.
 _STEPS_PER_QUESTION = 8
@@ -50,9 +50,9 @@ def begin(environment: Environment, prompt: Prompt) -> Prompt:
         RolloutError: the environment failed; names the prompt.
     """
     try:
-        with no_fork_left():
+        with contained():
             tokens = tuple(operator.index(token) for token in environment.begin(prompt.for_user()))
-    except FAILURES as error:  # whatever a user's environment raises
+    except Exception as error:  # whatever a user's environment raises
         raise RolloutError(
             f"environment.kind: begin failed for prompt {prompt.id!r}: {said(error)}"
         ) from error

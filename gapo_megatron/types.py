@@ -66,6 +66,8 @@ class Episode:
     """Policy version that sampled the first of the carried tokens."""
     failure: str = ""
     """Why the environment ended the episode without an answer; its verdict is then unknown."""
+    final_text: str | None = None
+    """Text with which the environment ended the episode (`Environment.respond`); None: without."""
 
     @property
     def is_sampled(self) -> np.ndarray:

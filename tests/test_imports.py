@@ -177,7 +177,8 @@ def test_one_file_reads_the_environment_of_a_run() -> None:
     """Elsewhere it is handed to a child process, or it is a library's own variable."""
     files = files_with(r"os\.environ|getenv")
     assert {name for name in files if name.startswith("run/")} == {"run/processes.py"}
-    assert packages_of(files) <= {"run", "policy", "rewards", "compat"}
+    assert packages_of(files) <= {"run", "policy", "rewards", "compat", "rollout"}
+    assert {name for name in files if name.startswith("rollout/")} == {"rollout/agents/server.py"}
 
 
 def test_an_import_sets_no_variable_and_filters_no_warning() -> None:

@@ -26,10 +26,11 @@ class EnvironmentConfig(Section):
 
     kind: OneLine = "one_turn"
     """`one_turn`: the response ends at its first EOS. `tools`: the model may call a calculator, or
-    Python in the sandbox. Or your own, `path/to/file.py:NAME`, built as `NAME(tokenizer,
-    **settings)`."""
+    Python in the sandbox. Or your own, `path/to/file.py:NAME`: a class, built as `NAME(tokenizer,
+    **settings)`, or an agent, a function called as `NAME(session, **settings)` for each response.
+    """
     settings: Settings = Field(default_factory=dict)
-    """Settings of the environment: keyword arguments of its class."""
+    """Settings of the environment: keyword arguments of its class or agent."""
     code: OneLine = ""
     """SHA-256 of the file with code of your own. Filled in when the config is loaded."""
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()

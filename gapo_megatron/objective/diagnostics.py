@@ -242,7 +242,7 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
         return round(float(part[where].sum()))
 
     metrics = {
-        "rollout/entropy": float(surprisal.sum() / all_tokens.sum()),
+        "rollout/entropy": float(surprisal.sum() / max(all_tokens.sum(), 1.0)),
         "groups/zero_advantage_share": float((valid & ~has_advantage).sum())
         / max(int(valid.sum()), 1),
         "groups/unknown_verdicts": float((~valid).sum()),

@@ -8,12 +8,13 @@ order, before the same decoding step.
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,16 @@ from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode
 from gapo_megatron.user_code import no_fork_left
 
+logger = logging.getLogger(__name__)
+
 EXCHANGE_EVERY = 8
 """Decoding steps between two broadcasts of answers, in a replica of several ranks."""
 _WAIT_S = 0.1
 """Longest wait for an answer: meanwhile the verifier workers get new work."""
 _MOST_CHARACTERS = 300
 """Of an error's message in a verdict's reason."""
+_MOST_TEXT = 1_000_000
+"""Characters of an episode's final text: it is sent to all ranks of the replica and a verifier."""
 
 _ANSWERS = {"kind", "settings", "code", "call_timeout_s", "episode_timeout_s"}
 """Settings that decide what a call answers, given its tokens."""
@@ -71,7 +76,13 @@ class Acting:
             what = f"{self.config.model_dump_json(include=_ANSWERS)} {self.max_response_tokens}"
             journal = self.run_dir and Journal(self.run_dir, name, replica=number, environment=what)
             caller = _Caller(self, journal or None)
-        return Calls(self.turns, replicas, caller, is_called=self.config.is_called)
+        return Calls(
+            self.turns,
+            replicas,
+            caller,
+            is_called=self.config.is_called,
+            moves_first=getattr(self.environment, "moves_first", False),
+        )
 
 
 @dataclass(slots=True)
@@ -89,15 +100,23 @@ class Calls:
     Attributes:
         turns: decides where a turn of the model ends.
         is_called: False: nothing answers the model, and a response ends with its first turn.
+        moves_first: an episode begins with a call (`Environment.moves_first`).
         num_open: episodes that wait for an answer; equal on the ranks of a replica.
         counts: calls by problem id and sample; equal on the ranks of a replica.
     """
 
     def __init__(
-        self, turns: Turns, replicas: Replicas, caller: _Caller | None, *, is_called: bool
+        self,
+        turns: Turns,
+        replicas: Replicas,
+        caller: _Caller | None,
+        *,
+        is_called: bool,
+        moves_first: bool,
     ) -> None:
         self.turns = turns
         self.is_called = is_called
+        self.moves_first = moves_first
         self.num_open = 0
         self.counts: dict[tuple[str, int], CallCounts] = {}
         self._replicas = replicas
@@ -108,6 +127,20 @@ class Calls:
         self.num_open += 1
         if self._caller is not None:
             self._caller.ask(episode)
+
+    def is_next(self, episode: Episode) -> bool:
+        """Whether the environment has the next move in an unfinished episode, not the model."""
+        if not self.is_called:
+            return False
+        if not len(episode.token_ids):
+            return self.moves_first
+        return self.turns.is_over(episode)
+
+    def close(self, episodes: Iterable[Episode]) -> None:
+        """Tell the environment that episodes, or the generation with them, have ended."""
+        if self._caller is not None:
+            for episode in episodes:
+                self._caller.close(episode)
 
     def is_due(self, num_steps: int) -> bool:
         """Whether the ranks of the replica exchange answers at this decoding step."""
@@ -165,6 +198,8 @@ class _Caller:
         """Since when calls wait that cannot begin: all that run were given up."""
         self._spent_s: dict[tuple[str, int], float] = {}
         self._results: queue.SimpleQueue[Reply | GapoError] = queue.SimpleQueue()
+        self._closed: set[tuple[str, int]] = set()
+        """Problem id and sample of the episodes that have ended."""
 
     def ask(self, episode: Episode) -> None:
         """Begin a call, or queue it; its answer may be in the journal."""
@@ -184,6 +219,16 @@ class _Caller:
             self._spend(reply)
         self._begin()
         return replies
+
+    def close(self, episode: Episode) -> None:
+        """Tell the environment that the episode has ended, if it wants to know."""
+        self._closed.add(_place(episode))
+        close = getattr(self._acting.environment, "close", None)
+        if close is not None:
+            try:
+                close(episode)
+            except Exception as error:  # whatever a user's environment raises
+                logger.warning("environment.kind: close failed: %s", said(error))
 
     def _arrived(self, wait_s: float) -> Iterator[Reply]:
         while True:
@@ -266,25 +311,26 @@ class _Caller:
             call.is_running = False
             self._results.put(error)
             return
-        tokens, failure = None, ""
+        result: dict[str, Any]
         try:
             with no_fork_left():
                 answer = self._acting.environment.respond(call.episode.for_user())
-                tokens = check_answer(answer, self._acting)
+                kind = "text" if isinstance(answer, str) else "tokens"
+                result = {kind: check_answer(answer, self._acting)}
         except BaseException as error:  # whatever a user's code raises, SystemExit included
-            failure = said(error)[:_MOST_CHARACTERS]
+            result = {"failure": said(error)[:_MOST_CHARACTERS]}
+        if _place(call.episode) in self._closed:  # the call was given up, and ran on
+            self.close(call.episode)
         call.is_running = False
-        self._settle(call, tokens=tokens, failure=failure)
+        self._settle(call, **result)
 
-    def _settle(
-        self, call: _Call, *, tokens: tuple[int, ...] | None = None, failure: str = ""
-    ) -> None:
-        """Record and hand over a call's result; the first result counts."""
+    def _settle(self, call: _Call, **result: Any) -> None:
+        """Record and hand over a call's result, fields of its reply; the first result counts."""
         with call.lock:
             if call.is_settled:
                 return
             seconds = time.monotonic() - call.began_s
-            reply = Reply(*_place(call.episode), tokens, failure, round(seconds, 6))
+            reply = Reply(*_place(call.episode), seconds=round(seconds, 6), **result)
             try:
                 if self._journal is not None:
                     self._journal.end(call.episode, reply)
@@ -294,17 +340,25 @@ class _Caller:
             call.is_settled = True
 
 
-def check_answer(answer: Any, acting: Acting) -> tuple[int, ...] | None:
-    """An answer of `Environment.respond` as plain integers.
+def check_answer(answer: Any, acting: Acting) -> tuple[int, ...] | str | None:
+    """An answer of `Environment.respond`, tokens as plain integers.
 
     Raises:
-        TypeError: it is neither None nor a list, tuple or array of integers.
-        ValueError: it has more tokens than a response may have, or a token that the model has not.
+        TypeError: it is neither None, nor a string, nor a list, tuple or array of integers.
+        ValueError: it has more tokens than a response may have, or a token that the model has not;
+            or a text that is too long, or cannot be encoded.
     """
     if answer is None:
         return None
+    if isinstance(answer, str):
+        if len(answer) > _MOST_TEXT:
+            raise ValueError(f"respond returned {len(answer)} characters; at most {_MOST_TEXT}")
+        answer.encode()  # raises for half a surrogate pair
+        return str(answer)
     if not isinstance(answer, list | tuple | np.ndarray):
-        raise TypeError(f"respond returned {type(answer).__name__}, not a list of tokens or None")
+        raise TypeError(
+            f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"
+        )
     if len(answer) > acting.max_response_tokens:
         raise ValueError(
             f"respond returned {len(answer)} tokens, more than rollout.max_response_tokens "

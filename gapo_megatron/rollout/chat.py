@@ -8,6 +8,7 @@ tokens they are what the template would have made of the conversation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,127 @@ from gapo_megatron.types import Episode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message = Mapping[str, Any]
+"""`role`, `content`, and what else the template reads."""
+
 _USER = "A question."
 _PLAIN, _THINKING = "An answer.", "<think>\nA thought.\n</think>\n\nAn answer."
 """Turns of the model. Some templates remove the reasoning of earlier turns."""
+
+
+class ChatTemplate:
+    """The policy's chat template: a conversation grows by tokens, and nothing is rendered twice."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, options: Mapping[str, Any] = {}
+    ) -> None:
+        """Read the template.
+
+        Args:
+            tokenizer: the policy's.
+            options: further variables of the template, as the prompts were rendered with.
+
+        Raises:
+            ConfigError: there is no template; names the tokenizer.
+        """
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._checked: set[tuple[str, ...]] = set()
+        self.name = f"model.hf_dir: the chat template of {tokenizer.name_or_path or 'this model'}"
+        if not tokenizer.chat_template:
+            raise ConfigError(f"{self.name} is needed for turns of a chat, but there is none")
+
+    def check(self, roles: Sequence[str]) -> None:
+        """Check that messages of these roles continue a conversation, and change nothing before.
+
+        Raises:
+            ConfigError: the template refuses a role, or rewrites earlier turns; names both.
+        """
+        named = ", ".join(map(repr, dict.fromkeys(roles)))
+        messages = [{"role": role, "content": "A result."} for role in roles]
+        try:
+            tails = {turn: self._tail([turn], messages) for turn in (_PLAIN, _THINKING)}
+            again = self._tail([_THINKING, _THINKING], messages)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a template raises
+            raise ConfigError(f"{self.name} refuses the role {named}: {error}") from None
+        if {*tails.values(), again} != {again}:
+            raise ConfigError(f"{self.name} writes a {named} message differently by what precedes")
+        self._checked.add(tuple(roles))
+
+    def end_of_turn(self, role: str) -> int:
+        """The token with which the template ends the model's turn before a message of this role."""
+        return self._encode(self._tail([_PLAIN], [{"role": role, "content": "A result."}]))[0]
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation's first messages, up to the beginning of the model's turn."""
+        return self._encode(self._render(messages))
+
+    def continuation(self, last: int, messages: Sequence[Message]) -> list[int]:
+        """The tokens that end the model's turn, give it messages, and begin its next turn.
+
+        Args:
+            last: the token that ended the model's turn: EOS, or one that completed a text of
+                `environment.stop`, after which the template's end of the turn is appended, too.
+            messages: none by the model.
+
+        Raises:
+            ConfigError: see `check`.
+            ValueError: the turn ended with an EOS token that the template does not write there.
+        """
+        roles = tuple(role for role, _ in itertools.groupby(one["role"] for one in messages))
+        if roles not in self._checked:
+            self.check(roles)
+        tokens = self._encode(self._tail([_PLAIN], messages))
+        if last == tokens[0]:
+            return tokens[1:]
+        if last in self._special:
+            raise ValueError(
+                f"the model ended its turn with token {last}, the chat template with {tokens[0]}"
+            )
+        return tokens
+
+    def _tail(self, turns: Sequence[str], contents: Sequence[Message]) -> str:
+        """What the template writes after the last of the model's turns.
+
+        Each but the last turn is followed by the same messages.
+        """
+        messages: list[Message] = [{"role": "user", "content": _USER}]
+        for turn in turns:
+            before = self._render(messages)
+            messages.append({"role": "assistant", "content": turn})
+            messages += contents
+            whole = self._render(messages)
+            if not whole.startswith(before + turn):
+                roles = ", ".join(dict.fromkeys(repr(one["role"]) for one in contents))
+                raise ConfigError(
+                    f"{self.name} rewrites earlier turns of the model when a message of role "
+                    f"{roles} follows: the sampled tokens would not be those of the "
+                    "conversation. Use a template that keeps them, reasoning included"
+                )
+        tail = whole[len(before + turn) :]
+        tokens = self._encode(tail)
+        if self._encode(whole)[-len(tokens) :] != tokens or tokens[0] not in self._special:
+            raise ConfigError(
+                f"{self.name} must end the model's turns with a special token; after it comes "
+                f"{tail[:40]!r}"
+            )
+        return tail
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(one) for one in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._options,
+            )
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class ChatTurns:
@@ -43,88 +162,25 @@ class ChatTurns:
             ConfigError: there is no template, it refuses the role, or it rewrites earlier turns;
                 names the tokenizer and the role.
         """
-        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, options=options)
         self._role = role
-        self._options = dict(options)
-        self._special = frozenset(tokenizer.all_special_ids)
-        if not tokenizer.chat_template:
-            raise ConfigError(f"{self._named} is needed for turns of a chat, but there is none")
-        try:
-            tails = {turn: self._tail([turn], ["A result."]) for turn in (_PLAIN, _THINKING)}
-            again = self._tail([_THINKING, _THINKING], ["A result."])
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a template raises
-            raise ConfigError(f"{self._named} refuses the role {role!r}: {error}") from None
-        if {*tails.values(), again} != {again}:
-            raise ConfigError(f"{self._named} writes a {role} message differently by what precedes")
+        self._template.check([role])
 
     @property
     def end_of_turn(self) -> int:
         """The token with which the template ends the model's turn."""
-        return self._encode(self._tail([_PLAIN], ["A result."]))[0]
+        return self._template.end_of_turn(self._role)
 
     def tokens(self, episode: Episode, contents: Sequence[str]) -> list[int]:
         """The tokens that end the model's turn, give it messages, and begin its next turn.
 
         Args:
-            episode: its last token ended the model's turn: EOS, or a text of `environment.stop`,
-                after which the template's end of the turn is appended, too.
+            episode: its last token ended the model's turn (`ChatTemplate.continuation`).
             contents: texts of the messages; the model reads special tokens in them as text only if
                 its tokenizer does, so remove those that you do not trust.
 
         Raises:
             ValueError: the turn ended with an EOS token that the template does not write there.
         """
-        tokens = self._encode(self._tail([_PLAIN], contents))
-        last = int(episode.token_ids[-1])
-        if last == tokens[0]:
-            return tokens[1:]
-        if last in self._special:
-            raise ValueError(
-                f"the model ended its turn with token {last}, the chat template with {tokens[0]}"
-            )
-        return tokens
-
-    @property
-    def _named(self) -> str:
-        return f"model.hf_dir: the chat template of {self._tokenizer.name_or_path or 'this model'}"
-
-    def _tail(self, turns: Sequence[str], contents: Sequence[str]) -> str:
-        """What the template writes after the last of the model's turns.
-
-        Each but the last turn is followed by the same messages.
-        """
-        messages = [{"role": "user", "content": _USER}]
-        for turn in turns:
-            before = self._render(messages)
-            messages.append({"role": "assistant", "content": turn})
-            messages += ({"role": self._role, "content": content} for content in contents)
-            whole = self._render(messages)
-            if not whole.startswith(before + turn):
-                raise ConfigError(
-                    f"{self._named} rewrites earlier turns of the model when a message of role "
-                    f"{self._role!r} follows: the sampled tokens would not be those of the "
-                    "conversation. Use a template that keeps them, reasoning included"
-                )
-        tail = whole[len(before + turn) :]
-        tokens = self._encode(tail)
-        if self._encode(whole)[-len(tokens) :] != tokens or tokens[0] not in self._special:
-            raise ConfigError(
-                f"{self._named} must end the model's turns with a special token; after it comes "
-                f"{tail[:40]!r}"
-            )
-        return tail
-
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(one) for one in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._options,
-            )
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        messages = [{"role": self._role, "content": content} for content in contents]
+        return self._template.continuation(int(episode.token_ids[-1]), messages)

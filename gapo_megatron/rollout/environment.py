@@ -25,6 +25,14 @@ class Environment(Protocol):
 
     What an environment must remember of an episode, it must read off the episode: an interrupted
     episode continues in another process. Random numbers must come from generators of its own.
+
+    An environment may also have two members that are optional:
+
+    - `moves_first = True`: an episode begins with a call of `respond` on the empty response. Its
+      tokens, which may differ among the k episodes, begin the response as context.
+    - `close(episode)`, called on the first rank of each engine as soon as an episode has ended, for
+      whatever reason, or its generation has; and again when a call returns after that. To free what
+      `respond` keeps of the episode. Must be fast.
     """
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
@@ -33,8 +41,10 @@ class Environment(Protocol):
         They replace `prompt.token_ids` from here to the update, and may be equal to them.
         """
 
-    def respond(self, episode: Episode) -> Sequence[int] | None:
+    def respond(self, episode: Episode) -> Sequence[int] | str | None:
         """Answer the model's last turn: the tokens to append (list or array), or None to end.
+
+        A string also ends the episode, and becomes its `final_text`, for `judge`.
 
         Called in a thread of the first rank of each engine, for up to `environment.max_concurrent`
         episodes at once, while the engine decodes. It may be slow and have side effects: no call

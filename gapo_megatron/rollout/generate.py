@@ -101,8 +101,7 @@ def generate(
     """
     _check_prompts(engine, prompts, settings.max_response_tokens)
     hooks = hooks or Hooks()
-    turns, is_called = (calls.turns, calls.is_called) if calls else (None, False)
-    responses = Responses(prompts, begun or {}, settings, turns=turns, is_called=is_called)
+    responses = Responses(prompts, begun or {}, settings, calls=calls)
     hooks.on_ended([one for group in responses.groups for one in group if one.finished])
     wanted = len(prompts) if num_groups is None else num_groups
     run = _Run(engine, responses, wanted, hooks, calls)
@@ -169,6 +168,8 @@ class _Run:
                 self._end = self._take_steps(len(begun), bar)
         finally:
             left = self._engine.abort()
+            if self._calls:
+                self._calls.close(self._responses.unfinished())
         self.num_tokens += sum(len(one.token_ids) for one in left)
         if not self._end.aborted:
             for completion in left:
@@ -226,6 +227,8 @@ class _Run:
                 self._engine.add(one)
             elif one.finished:
                 ended.append(one)
+                if self._calls:
+                    self._calls.close([one])
             elif self._calls:
                 self._calls.ask(one)
         return ended

@@ -39,6 +39,8 @@ class Reply:
     """Why the call failed: the verdict on the episode is unknown. Empty if it did not."""
     seconds: float = 0.0
     """Duration of the call."""
+    text: str | None = None
+    """Text with which the environment ended the episode (`Episode.final_text`)."""
 
 
 class Journal:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.journal import Reply
-from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Prompt
 
 
@@ -57,8 +57,7 @@ class Responses:
         begun: Mapping[str, tuple[Episode, ...]],
         settings: SamplingSettings,
         *,
-        turns: Turns | None = None,
-        is_called: bool = False,
+        calls: Calls | None = None,
     ) -> None:
         """Start the responses.
 
@@ -66,17 +65,16 @@ class Responses:
             prompts: prompts of the responses.
             begun: responses to some of the prompts, by id; the others start without tokens.
             settings: sampling settings.
-            turns: where a turn of the model ends; None: at EOS.
-            is_called: whether an environment answers each turn.
+            calls: where a turn of the model ends, and whether an environment answers it; None: at
+                EOS, and nothing does.
         """
         self.groups = [
             list(begun.get(prompt.id) or _not_begun(prompt, settings.num_samples))
             for prompt in prompts
         ]
         self._settings = settings
-        self._turns = turns
-        self._is_called = is_called
-        self._stop_ids = turns.stop_ids if turns else ()
+        self._calls = calls
+        self._stop_ids = calls.turns.stop_ids if calls else ()
         self._num_open = [sum(not one.finished for one in group) for group in self.groups]
         self._places: dict[str, tuple[int, int]] = {}
         """Prompt and sample of each request, by name."""
@@ -86,6 +84,10 @@ class Responses:
         """Number of prompts whose responses are all finished."""
         return self._num_open.count(0)
 
+    def unfinished(self) -> list[Episode]:
+        """The responses that have not ended, in order."""
+        return [one for group in self.groups for one in group if not one.finished]
+
     def begin(self) -> Iterator[Episode | Request]:
         """The unfinished responses, in order: requests for their rest, or episodes to answer."""
         for i, group in enumerate(self.groups):
@@ -93,8 +95,8 @@ class Responses:
                 self._places[_name(episode)] = i, sample
                 if episode.finished:
                     continue
-                is_over = self._is_called and self._turns and self._turns.is_over(episode)
-                yield episode if is_over else self._request(episode)
+                is_answered = self._calls and self._calls.is_next(episode)
+                yield episode if is_answered else self._request(episode)
 
     def _request(self, episode: Episode) -> Request:
         """Request for the rest of a response."""
@@ -124,9 +126,9 @@ class Responses:
         episode = _extend(self.groups[i][sample], completion)
         if completion.reason == "stop":
             at_stop = int(episode.token_ids[-1]) in self._stop_ids
-            if at_stop and self._turns and not self._turns.is_over(episode):
+            if at_stop and self._calls and not self._calls.turns.is_over(episode):
                 return self._continue(episode)
-            episode = replace(episode, finished=not self._is_called)
+            episode = replace(episode, finished=not (self._calls and self._calls.is_called))
         return self._keep(episode)
 
     def answer(self, reply: Reply) -> Episode | Request:
@@ -138,11 +140,14 @@ class Responses:
         i, sample = self._places[f"{reply.prompt}/{reply.sample}"]
         episode = self.groups[i][sample]
         if reply.failure:
-            return self._keep(replace(episode, finished=True, failure=reply.failure))
-        if reply.tokens is None:
-            return self._keep(replace(episode, finished=True))
-        episode = self._append(episode, reply.tokens)
-        return self._keep(episode) if episode.finished else self._continue(episode)
+            episode = replace(episode, finished=True, failure=reply.failure)
+        elif reply.tokens is None:
+            episode = replace(episode, finished=True, final_text=reply.text)
+        else:
+            episode = self._append(episode, reply.tokens)
+        if not episode.finished:
+            return self._continue(episode)
+        return self._keep(episode if len(episode.token_ids) else _without_turn(episode))
 
     def _continue(self, episode: Episode) -> Episode | Request:
         """The request for the rest of a response, if there is room for it."""
@@ -187,6 +192,25 @@ def _not_begun(prompt: Prompt, num_samples: int) -> list[Episode]:
     """The responses to a prompt before their first token."""
     no_ids, no_log_probs = np.empty(0, np.int32), np.empty(0, np.float32)
     return [Episode(prompt, i, no_ids, no_log_probs, finished=False) for i in range(num_samples)]
+
+
+def _without_turn(episode: Episode) -> Episode:
+    """An episode that ended before the model's first turn: unknown, as nothing can be judged.
+
+    It has a token all the same, and no sampled one: passes over a batch's first sequences need it.
+    """
+    what = (
+        "the environment's first message leaves no room in rollout.max_response_tokens"
+        if episode.truncated
+        else "the environment ended the episode before the model's first turn"
+    )
+    return replace(
+        episode,
+        token_ids=np.asarray(episode.prompt.token_ids[-1:], np.int32),
+        log_probs=np.zeros(1, np.float32),
+        response_mask=np.zeros(1, bool),
+        failure=episode.failure or what,
+    )
 
 
 def _extend(episode: Episode, completion: Completion) -> Episode:

@@ -91,6 +91,6 @@ def _carried_metrics(rollouts: Rollouts, step: int) -> dict[str, float]:
     versions = table["oldest_version"][table["num_carried_tokens"] > 0]
     oldest = int(versions.min()) if len(versions) else step
     return {
-        "rollout/carried_token_share": num_carried / rollouts.num_sampled,
+        "rollout/carried_token_share": num_carried / max(rollouts.num_sampled, 1),
         "rollout/oldest_version_gap": float(step - oldest),
     }

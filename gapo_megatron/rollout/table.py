@@ -39,7 +39,7 @@ def to_rollouts(
 
     Raises:
         RolloutError: a judged response is empty, its log-probs or its mask do not match it, or the
-            model sampled none of its tokens; names prompt and rollout.
+            model sampled none of its tokens and its verdict is known; names prompt and rollout.
     """
     episodes = [one for group in groups for one in group]
     if verdicts is None:
@@ -121,7 +121,7 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
 
 def _check_judged(group: Sequence[Episode], verdicts: Sequence[Verdict]) -> None:
     assert len(verdicts) == len(group), f"prompt {group[0].prompt.id!r}: verdicts"
-    for one in group:
+    for one, verdict in zip(group, verdicts, strict=True):
         name = f"prompt {one.prompt.id!r}, rollout {one.sample}"
         assert one.finished, f"{name} is not finished"
         num_tokens, num_log_probs = len(one.token_ids), len(one.log_probs)
@@ -131,9 +131,10 @@ def _check_judged(group: Sequence[Episode], verdicts: Sequence[Verdict]) -> None
                 "must have at least one token (EOS), and a log-prob for each token"
             )
         mask = one.response_mask
-        if mask is not None and (len(mask) != num_tokens or not mask.any()):
+        needs_sampled = verdict.outcome is not Outcome.UNKNOWN
+        if mask is not None and (len(mask) != num_tokens or (needs_sampled and not mask.any())):
             raise RolloutError(
                 f"{name}: {num_tokens} response tokens with a response_mask of {len(mask)}, "
                 f"{int(mask.sum())} of them sampled; the mask must have a value for each token, "
-                "and at least one sampled token"
+                "and a sampled token unless the verdict is unknown"
             )

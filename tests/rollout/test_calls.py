@@ -177,7 +177,9 @@ BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
     (_leave, "SystemExit"),
     (_raise_mute, "_Mute"),
     (_count_forever, "iterator"),
-    (lambda _: "text", "str"),
+    (lambda _: b"text", "bytes"),
+    (lambda _: "\ud800", "surrogates"),
+    (lambda _: "a" * 1_000_001, "1000001"),
     (lambda _: [1.5], "float"),
     (lambda _: [True], "bool"),
     (lambda _: [-1], "-1"),
@@ -190,7 +192,7 @@ BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_broken_environments_are_unknown_and_harm_no_other() -> None:
-    """252 calls of 13 kinds, with the good ones between them; none is wrong, none ends the run."""
+    """252 calls of 15 kinds, with the good ones between them; none is wrong, none ends the run."""
     kinds = [*BROKEN, (_fork, ""), (answer_of, "")]
     place = {
         (prompt.id, sample): kinds[(18 * i + sample) % len(kinds)]

@@ -6,7 +6,8 @@ Importing this package imports no torch: a wrong setting is found before seconds
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
@@ -30,12 +31,21 @@ _METHODS = ("begin", "respond", "judge")
 def check(config: EnvironmentConfig) -> None:
     """Import the code that the config names, and check it, without a tokenizer.
 
+    A function whose first parameter is called `session` is an agent (`rollout.agents`).
+
     Raises:
         ConfigError: names setting, file, name, and what is missing.
     """
     made = _load(config)
-    if isinstance(made.func, type):
+    if is_agent(made.func):
+        _check_settings(config.kind, made)
+    elif isinstance(made.func, type):
         _check_methods(config.kind, made.func)
+
+
+def is_agent(found: Callable[..., Any]) -> bool:
+    """Whether the code that a config names is an agent: its first parameter is `session`."""
+    return next(iter(inspect.signature(found).parameters), "") == "session"
 
 
 def build(
@@ -50,12 +60,16 @@ def build(
         config: section `environment`.
         tokenizer: the policy's.
         template_variables: `data.chat_template_kwargs`, with which the prompts are rendered; for
-            `tools`, unless its settings have others.
+            agents, and for `tools` unless its settings have others.
 
     Raises:
         ConfigError: see `check`; or its class refuses the settings.
     """
     made = _load(config)
+    if is_agent(made.func):
+        from gapo_megatron.rollout.agents.environment import Agents
+
+        return Agents(tokenizer, made, template_variables=template_variables)
     if config.kind == "tools" and template_variables:
         made = functools.partial(made, **{"template_variables": template_variables} | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)
@@ -68,10 +82,19 @@ def _load(config: EnvironmentConfig) -> functools.partial[Any]:
     return user_code.load_with_settings(name, config.settings, setting=SETTING)
 
 
+def _check_settings(kind: str, agent: functools.partial[Any]) -> None:
+    """Refuse an agent's settings that its call would refuse."""
+    try:
+        inspect.signature(agent.func).bind(None, **agent.keywords)
+    except TypeError as error:
+        raise ConfigError(f"{SETTING} ({kind!r}): settings {agent.keywords}: {error}") from None
+
+
 def _check_methods(kind: str, found: object) -> None:
     missing = [name for name in _METHODS if not callable(getattr(found, name, None))]
     if missing:
         raise ConfigError(
             f"{SETTING} ({kind!r}) must have the methods {', '.join(_METHODS)} "
-            f"(gapo_megatron/rollout/environment.py); missing: {', '.join(missing)}"
+            f"(gapo_megatron/rollout/environment.py); missing: {', '.join(missing)}. Or it is an "
+            "agent, a function whose first parameter is called session"
         )

@@ -1,0 +1,207 @@
+"""An agent's requests as turns of an episode: messages become tokens, sampled turns answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, read_message, read_request
+from gapo_megatron.rollout.chat import ChatTemplate
+from gapo_megatron.rollout.environments.tools import find_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Conversation:
+    """What an agent and the model have said in an episode.
+
+    The agent's n-th request is answered by the model's n-th turn. Each request must repeat what has
+    been said; only the messages after that become tokens, so that no sampled token is tokenised
+    again.
+
+    Attributes:
+        tokens: of the response so far: the agent's, and the model's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        first: int,
+        options: Mapping[str, Any],
+        overrule: Callable[[str, Any], object],
+    ) -> None:
+        """Begin without a message.
+
+        Args:
+            tokenizer: the policy's, with its chat template.
+            first: the prompt's token, with which the template begins (`first_token`).
+            options: further variables of the template.
+            overrule: receives names and values of the sampling settings of a request.
+        """
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        self._first = first
+        self._options = options
+        self._template = ChatTemplate(tokenizer, options=options)
+        self._overrule = overrule
+        self._request: dict[str, Any] = {}
+        self._said: list[dict[str, Any]] = []
+        self._num_calls = 0
+
+    def ask(self, body: Any) -> list[int]:
+        """Take the agent's next request.
+
+        Returns:
+            The tokens that it appends to the response.
+
+        Raises:
+            RefusedError: it does not continue the conversation, or asks for what there is not.
+        """
+        request = read_request(body, overrule=self._overrule)
+        tokens = self._continue(request) if self._said else self._open(request)
+        self._request, self._said = request, request["messages"]
+        self.tokens += tokens
+        return tokens
+
+    def say(self, turn: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
+        """The answer to the last request, a `chat.completion`: a sampled turn of the model."""
+        message = self._message(turn)
+        self._said = [*self._said, read_message(message, where="the model's turn")]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+            "logprobs": None,
+        }
+        if self._request["logprobs"]:
+            choice["logprobs"] = {"content": self._log_probs(turn, log_probs), "refusal": None}
+        num_prompt, num_turn = 1 + len(self.tokens), len(turn)
+        self.tokens += turn
+        return {
+            "id": f"chatcmpl-{len(self._said)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_turn,
+                "total_tokens": num_prompt + num_turn,
+            },
+        }
+
+    def _open(self, request: Mapping[str, Any]) -> list[int]:
+        """Tokens of the first request but for the very first, which every conversation has."""
+        if request["tools"]:
+            options = {**self._options, "tools": request["tools"]}
+            self._template = ChatTemplate(self._tokenizer, options=options)
+        if request["messages"][-1]["role"] == "assistant":
+            raise RefusedError(
+                "messages: the last is the assistant's, whose turn it is", "messages"
+            )
+        try:
+            tokens = self._template.opening(request["messages"])
+        except Exception as error:  # whatever a template raises
+            raise RefusedError(f"messages: {self._template.name}: {error}", "messages") from None
+        if tokens[:1] != [self._first]:
+            raise RefusedError(
+                f"messages: {self._template.name} begins this conversation with another token than "
+                "all others",
+                "messages",
+            )
+        return tokens[1:]
+
+    def _continue(self, request: Mapping[str, Any]) -> list[int]:
+        """Tokens of the messages after what has been said."""
+        messages, said = request["messages"], self._said
+        if request["tools"] != self._request["tools"]:
+            raise RefusedError("tools must be those of the session's first request", "tools")
+        for i, ours in enumerate(said):
+            if i >= len(messages) or not _is_same(messages[i], ours):
+                raise RefusedError(
+                    f"messages[{i}] must be what was said: a request must repeat the session's "
+                    f"{len(said)} messages, the model's as they were returned, and add others",
+                    f"messages[{i}]",
+                )
+        new = messages[len(said) :]
+        if not new or any(one["role"] == "assistant" for one in new):
+            raise RefusedError(
+                f"messages: after the {len(said)} messages of the session there must be new ones, "
+                f"none of the assistant; there are {len(new)}",
+                "messages",
+            )
+        try:
+            return self._template.continuation(self.tokens[-1], new)
+        except (ConfigError, ValueError) as error:
+            raise RefusedError(f"messages: {error}", "messages") from None
+        except Exception as error:  # whatever a template raises
+            raise RefusedError(f"messages: {self._template.name}: {error}", "messages") from None
+
+    def _message(self, turn: Sequence[int]) -> dict[str, Any]:
+        """The model's turn as a message, its calls parsed if the agent has said what tools are."""
+        text = str(self._tokenizer.decode([*turn], skip_special_tokens=True))
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not self._request["tools"] or self._request["tool_choice"] == "none":
+            return message
+        whole = str(self._tokenizer.decode([*turn]))
+        calls = [_read_call(one) for one in find_calls(whole)]
+        if not calls or None in calls:
+            return message
+        message["content"] = whole.partition("<tool_call>")[0].strip() or None
+        message["tool_calls"] = []
+        for call in calls:
+            self._num_calls += 1
+            # Nine letters and digits: Mistral's template takes no other.
+            id = f"call{self._num_calls:05d}"
+            message["tool_calls"].append({"id": id, "type": "function", "function": call})
+        return message
+
+    def _log_probs(self, turn: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
+        entries = []
+        for token, log_prob in zip(turn, log_probs, strict=True):
+            text = str(self._tokenizer.decode([token]))
+            entry = {"token": text, "bytes": [*text.encode()], "logprob": float(log_prob)}
+            entries.append({**entry, "top_logprobs": []})
+        return entries
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
+    """The token with which the chat template begins every conversation.
+
+    Raises:
+        ConfigError: there is no template, or it begins with text; names the tokenizer.
+    """
+    template = ChatTemplate(tokenizer, options=options)
+    token = template.opening([{"role": "user", "content": "A question."}])[0]
+    if token not in tokenizer.all_special_ids:
+        raise ConfigError(f"{template.name} must begin conversations with a special token")
+    return token
+
+
+def _is_same(message: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether a message is one that was said, up to white space at the ends of the model's."""
+    if ours["role"] != "assistant":
+        return message == ours
+    return {**message, "content": message["content"].strip()} == {
+        **ours,
+        "content": ours["content"].strip(),
+    }
+
+
+def _read_call(text: str) -> dict[str, str] | None:
+    """A call of a tool as in a message of the API; None: it cannot be read."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        return None
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {"name": name, "arguments": arguments}

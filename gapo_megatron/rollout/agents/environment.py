@@ -1,0 +1,133 @@
+"""Agents as an environment: a response is a conversation that the agent leads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.rollout.agents.conversation import Conversation, first_token
+from gapo_megatron.rollout.agents.live import LiveAgent
+from gapo_megatron.rollout.agents.requests import MODEL
+from gapo_megatron.rollout.agents.server import Server
+from gapo_megatron.rollout.agents.session import Session
+from gapo_megatron.rollout.turns import last_turn
+from gapo_megatron.types import Episode, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class Agents:
+    """Runs an agent for each episode. Its messages are appended tokens, the model's turns sampled.
+
+    The prompt is the first token of the chat template; the agent's first request begins the
+    response. An episode that was interrupted, or that has changed its process, begins the agent
+    anew, and its requests are answered from the turns that there are.
+    """
+
+    moves_first = True
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        agent: functools.partial[Any],
+        *,
+        template_variables: Mapping[str, Any] = {},
+    ) -> None:
+        """Check the chat template; no agent and no server starts.
+
+        Args:
+            tokenizer: the policy's, with its chat template.
+            agent: called with a Session.
+            template_variables: of the chat template.
+
+        Raises:
+            ConfigError: there is no template, or none that begins with a special token.
+        """
+        self._tokenizer = tokenizer
+        self._agent = agent
+        self._variables = template_variables
+        self._first = first_token(tokenizer, template_variables)
+        self._live: dict[tuple[str, int], LiveAgent] = {}
+        self._lock = threading.Lock()
+        self._overruled: set[str] = set()
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        """The first token of the chat template: the agent's request brings the others."""
+        return [self._first]
+
+    def respond(self, episode: Episode) -> Sequence[int] | str | None:
+        """The tokens of the agent's next request, or what the agent returned."""
+        place = _place(episode)
+        with self._lock:
+            agent = self._live.get(place)
+            if agent is None or not agent.fits(episode):
+                self._drop(place)
+                agent = self._live[place] = self._new_agent(episode)
+                agent.start()
+        return agent.follow(episode)
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        """The text that the agent returned, or of the model's last turn."""
+        text = episode.final_text
+        if text is None:
+            turn = last_turn(episode).tolist()
+            text = str(self._tokenizer.decode(turn, skip_special_tokens=True))
+        return text, episode.prompt.answer
+
+    def close(self, episode: Episode) -> None:
+        """End the session: the agent's requests get an error from now on."""
+        with self._lock:
+            self._drop(_place(episode))
+
+    def _drop(self, place: tuple[str, int]) -> None:
+        agent = self._live.pop(place, None)
+        if agent is not None:
+            self._server.remove(agent)
+            agent.close()
+
+    def _new_agent(self, episode: Episode) -> LiveAgent:
+        """The agent of an episode, with its session; not started yet."""
+        prompt = episode.prompt
+        session = Session(
+            base_url=self._server.base_url,
+            api_key=self._server.new_secret(),
+            model=MODEL,
+            problem={"id": prompt.id, "level": prompt.level, **copy.deepcopy(dict(prompt.row))},
+            sample=episode.sample,
+        )
+        conversation = Conversation(
+            self._tokenizer,
+            first=self._first,
+            options=self._variables,
+            overrule=self._overrule,
+        )
+        agent = LiveAgent(self._agent, session, conversation)
+        self._server.add(agent)
+        return agent
+
+    @functools.cached_property
+    def _server(self) -> Server:
+        """The address, from the first episode on."""
+        return Server()
+
+    def _overrule(self, name: str, value: Any) -> None:
+        """Say once of each field that the run's own sampling settings hold."""
+        if name not in self._overruled:
+            self._overruled.add(name)
+            logger.warning(
+                "environment.kind: an agent asks for %s = %r; the settings of [rollout] hold "
+                "instead, in this and all later requests",
+                name,
+                value,
+            )
+
+
+def _place(episode: Episode) -> tuple[str, int]:
+    return episode.prompt.id, episode.sample

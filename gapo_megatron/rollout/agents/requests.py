@@ -1,0 +1,139 @@
+"""Requests of agents: which fields of a chat completion are read, overruled or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MODEL = "policy"
+"""Name of the model in requests and answers."""
+
+_READ = {"messages", "model", "tools", "tool_choice", "logprobs"}
+_SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
+"""Fields that the run's own settings overrule: a policy is trained as it samples."""
+_WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    "parallel_tool_calls",
+}
+"""Fields that concern other services."""
+_ONLY: dict[str, Any] = {
+    "n": 1,
+    "stream": False,
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+}
+"""Values, beside null, that a field may have."""
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class RefusedError(Exception):
+    """A request that cannot be answered: an error of status 400 for the agent."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[str, Any]:
+    """A request with messages in one form, so that equal ones compare equal.
+
+    Args:
+        body: the request, as JSON values.
+        overrule: receives names and values of fields that the run's own settings overrule.
+
+    Returns:
+        `messages`, `tools` (None without any), `tool_choice`, `logprobs`.
+
+    Raises:
+        RefusedError: names the field, its value and the rule.
+    """
+    if not isinstance(body, Mapping):
+        raise RefusedError("the request must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in _SAMPLING:
+            overrule(name, value)
+        elif name in _ONLY:
+            if value != _ONLY[name]:
+                raise RefusedError(f"{name} ({value!r}) must be {_ONLY[name]!r} here", name)
+        elif name not in _READ | _WITHOUT_EFFECT:
+            raise RefusedError(f"{name} ({value!r:.100}) is not supported here", name)
+    if given.get("model") != MODEL:
+        message = f"model ({given.get('model')!r:.100}) must be {MODEL!r} (session.model)"
+        raise RefusedError(message, "model", status=404)
+    choice = given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise RefusedError(f"tool_choice ({choice!r:.100}) must be 'auto' or 'none'", "tool_choice")
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError("messages must be a list of at least one message", "messages")
+    return {
+        "messages": [read_message(one, where=f"messages[{i}]") for i, one in enumerate(messages)],
+        "tools": _read_tools(given.get("tools")),
+        "tool_choice": choice,
+        "logprobs": given.get("logprobs") is True,
+    }
+
+
+def read_message(message: Any, *, where: str) -> dict[str, Any]:
+    """A message with the fields that chat templates read.
+
+    Raises:
+        RefusedError: names the message, the value and the rule.
+    """
+    if not isinstance(message, Mapping):
+        raise RefusedError(f"{where} must be an object", where)
+    given = {name: value for name, value in message.items() if value not in (None, [])}
+    role = given.pop("role", None)
+    if role not in _ROLES:
+        raise RefusedError(f"{where}.role ({role!r:.100}) must be of {', '.join(_ROLES)}", where)
+    read: dict[str, Any] = {"role": role, "content": _text(given.pop("content", ""), where=where)}
+    if role == "assistant" and "tool_calls" in given:
+        calls = given.pop("tool_calls")
+        read["tool_calls"] = [_read_tool_call(one, where=where) for one in calls]
+    if role == "tool":
+        read["tool_call_id"] = str(given.pop("tool_call_id", ""))
+    if "name" in given:
+        read["name"] = str(given.pop("name"))
+    if given:
+        raise RefusedError(f"{where}: {', '.join(given)} is not supported here", where)
+    return read
+
+
+def _text(content: Any, *, where: str) -> str:
+    """Text of a message, which may have several parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise RefusedError(f"{where}.content must be text, not {part!r:.100}", where)
+    return "".join(part["text"] for part in parts)
+
+
+def _read_tool_call(call: Any, *, where: str) -> dict[str, Any]:
+    """A call of a tool, with its arguments as an object: templates write them so."""
+    try:
+        function = call["function"]
+        name, arguments, id = function["name"], function["arguments"], call["id"]
+    except (TypeError, KeyError) as error:
+        raise RefusedError(f"{where}.tool_calls: {error} is missing", where) from None
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # otherwise the model's own words
+            arguments = json.loads(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    is_list = isinstance(tools, list)
+    if not is_list or any(
+        not isinstance(one, Mapping) or one.get("type") != "function" for one in tools
+    ):
+        raise RefusedError(f"tools ({tools!r:.100}) must be a list of functions", "tools")
+    return [dict(one) for one in tools]

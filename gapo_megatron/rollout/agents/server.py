@@ -1,0 +1,167 @@
+"""The address that agents ask: a few routes of OpenAI's API on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import resource
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.rollout.agents.live import LiveAgent
+from gapo_megatron.rollout.agents.requests import MODEL, RefusedError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 16 * 2**20
+"""Of a request."""
+_KEEP_ALIVE_S = 600
+"""How long a connection may be idle: an agent's tools take their time."""
+
+
+class Server:
+    """Serves the sessions of this process, each with a secret of its own, in a thread.
+
+    Attributes:
+        base_url: the address, for clients.
+    """
+
+    def __init__(self) -> None:
+        """Listen on a port that the system chooses, and start the thread."""
+        self._sessions: dict[str, tuple[str, LiveAgent]] = {}
+        """Secret and agent, by the number in the secret."""
+        self._num_sessions = 0
+        self._lock = threading.Lock()
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        _allow_many_files()
+        _reach_without_proxy()
+        threading.Thread(target=self._serve, name="agents' server", daemon=True).start()
+
+    def new_secret(self) -> str:
+        """A secret for a session."""
+        with self._lock:
+            self._num_sessions += 1
+            return f"{self._num_sessions}-{secrets.token_urlsafe(32)}"
+
+    def add(self, agent: LiveAgent) -> None:
+        """Serve an agent, by its session's secret."""
+        secret = agent.session.api_key
+        self._sessions[secret.partition("-")[0]] = secret, agent
+
+    def remove(self, agent: LiveAgent) -> None:
+        """Serve an agent no more: its secret is unknown from now on."""
+        self._sessions.pop(agent.session.api_key.partition("-")[0], None)
+
+    def _serve(self) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(
+            self._app(),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            loop="asyncio",
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        uvicorn.Server(config).run(sockets=[self._socket])
+
+    def _app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+            ],
+            exception_handlers={RefusedError: _refuse, 404: _not_found, 405: _not_found},
+        )
+
+    async def _complete(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        agent = self._find(request)
+        try:
+            body = json.loads(await _read(request))
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"the request must be JSON: {error}") from None
+        is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+        answer = await asyncio.wrap_future(agent.post(body, is_repeated=is_repeated))
+        return JSONResponse(answer)
+
+    async def _models(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        self._find(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gapo_megatron"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _find(self, request: Request) -> LiveAgent:
+        """The agent whose secret the request has. RefusedError: there is none."""
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        ours, agent = self._sessions.get(secret.partition("-")[0], ("", None))
+        is_equal = hmac.compare_digest(secret.encode(), ours.encode())
+        if scheme.lower() != "bearer" or not is_equal or agent is None:
+            raise RefusedError(
+                "no session has this key: it is wrong, or the session's episode has ended",
+                status=401,
+            )
+        return agent
+
+
+async def _read(request: Request) -> bytes:
+    """The body of a request. RefusedError: it is too large."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MOST_BYTES:
+            raise RefusedError(f"the request has more than {_MOST_BYTES} bytes", status=413)
+    return bytes(body)
+
+
+async def _refuse(request: Request, error: Any) -> Response:
+    """An error as the API writes it, which the client does not try again."""
+    from starlette.responses import JSONResponse
+
+    content = {
+        "message": str(error),
+        "type": "invalid_request_error",
+        "param": error.param,
+        "code": None,
+    }
+    headers = {"x-should-retry": "false"}
+    return JSONResponse({"error": content}, status_code=error.status, headers=headers)
+
+
+async def _not_found(request: Request, error: Any) -> Response:
+    what = f"{request.method} {request.url.path} is not served here, only chat completions"
+    return await _refuse(request, RefusedError(what, status=error.status_code))
+
+
+def _allow_many_files() -> None:
+    """Allow this process as many open files as the system does: a session has two connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError) as error:
+        logger.warning("open files: the limit of this process stays: %s", error)
+
+
+def _reach_without_proxy() -> None:
+    """Let clients of this process reach the address where a proxy is set for all others."""
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = os.environ.get(name, "")
+        if "127.0.0.1" not in hosts.split(","):
+            os.environ[name] = f"{hosts},127.0.0.1".strip(",")

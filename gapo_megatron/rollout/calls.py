@@ -74,7 +74,13 @@ class Acting:
         if replicas.is_first_of_replica:
             number = replicas.rank // replicas.size
             what = f"{self.config.model_dump_json(include=_ANSWERS)} {self.max_response_tokens}"
-            journal = self.run_dir and Journal(self.run_dir, name, replica=number, environment=what)
+            journal = self.run_dir and Journal(
+                self.run_dir,
+                name,
+                replica=number,
+                environment=what,
+                may_repeat=getattr(self.environment, "may_repeat", False),
+            )
             caller = _Caller(self, journal or None)
         return Calls(
             self.turns,
@@ -304,6 +310,9 @@ class _Caller:
 
     def _make(self, call: _Call) -> None:
         """Make a call; runs in a thread."""
+        if _place(call.episode) in self._closed:  # the generation has ended meanwhile
+            call.is_running = False
+            return
         try:
             if self._journal is not None:
                 self._journal.begin(call.episode)

@@ -26,10 +26,11 @@ class Environment(Protocol):
     What an environment must remember of an episode, it must read off the episode: an interrupted
     episode continues in another process. Random numbers must come from generators of its own.
 
-    An environment may also have two members that are optional:
+    An environment may also have members that are optional:
 
     - `moves_first = True`: an episode begins with a call of `respond` on the empty response. Its
       tokens, which may differ among the k episodes, begin the response as context.
+    - `may_repeat = True`: a call that a kill has interrupted is made again when the run resumes.
     - `close(episode)`, called on the first rank of each engine as soon as an episode has ended, for
       whatever reason, or its generation has; and again when a call returns after that. To free what
       `respond` keeps of the episode. Must be fast.
@@ -48,9 +49,10 @@ class Environment(Protocol):
 
         Called in a thread of the first rank of each engine, for up to `environment.max_concurrent`
         episodes at once, while the engine decodes. It may be slow and have side effects: no call
-        is made twice, also when the run resumes (`rollout.journal`). If it raises, returns
-        anything else, or exceeds a time limit, the verdict on the episode is unknown. A thread
-        cannot be ended: code that may hang for good or crash belongs in a process of its own.
+        is made twice, also when the run resumes (`rollout.journal`), but for `may_repeat`. If it
+        raises, returns anything else, or exceeds a time limit, the verdict on the episode is
+        unknown. A thread cannot be ended: code that may hang for good or crash belongs in a process
+        of its own.
 
         The verdict is not known yet: `respond` must read the response itself. The environment must
         add the chat template's tokens between two turns: `rollout.chat.ChatTurns` does. Encode

@@ -4,7 +4,7 @@ A file for each step and replica in the run folder. A line is on disk before the
 another before its answer is used. A resumed run samples the same tokens, and so asks for the same
 calls: it reads their answers here, unless another environment gave them. A call that had begun, but
 has no answer, may have had its side effects; it is not repeated, and the verdict on its episode is
-unknown.
+unknown, unless the environment says that it may be (`may_repeat`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,15 @@ class Reply:
 class Journal:
     """The calls of one step, or of one evaluation, of a replica. Threads may share it."""
 
-    def __init__(self, run_dir: Path, name: str, *, replica: int, environment: str = "") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        *,
+        replica: int,
+        environment: str = "",
+        may_repeat: bool = False,
+    ) -> None:
         """Read what earlier attempts have recorded, with any number of replicas.
 
         Args:
@@ -54,6 +62,7 @@ class Journal:
             name: of the step (`step_name`) or the evaluation.
             replica: number of this replica, which writes a file of its own.
             environment: what answers, and its limits: the calls of another one are other calls.
+            may_repeat: a call without an answer counts as never made (`Environment.may_repeat`).
 
         Raises:
             DataError: a file is damaged, other than by an interrupted last line; names file and
@@ -62,6 +71,7 @@ class Journal:
         folder = run_dir / JOURNAL_FOLDER
         self._path = folder / f"{name}_{replica}.jsonl"
         self._environment = environment
+        self._may_repeat = may_repeat
         self._lock = threading.Lock()
         self._begun: set[str] = set()
         self._replies: dict[str, Reply] = {}
@@ -74,7 +84,7 @@ class Journal:
         name = self._key(episode)
         if name in self._replies:
             return self._replies[name]
-        if name not in self._begun:
+        if name not in self._begun or self._may_repeat:
             return None
         why = "the run was interrupted during the environment's call"
         return Reply(episode.prompt.id, episode.sample, failure=why)

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import re
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import openai
+import pytest
+import torch.distributed as dist
 
+from gapo_megatron.config import EnvironmentConfig
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import Session
 from gapo_megatron.rollout.agents.environment import Agents
+from gapo_megatron.rollout.agents.live import AgentError
 from gapo_megatron.rollout.calls import in_thread
 from gapo_megatron.rollout.engine import Request
-from gapo_megatron.rollout.generate import begin, generate
+from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.rollout.table import to_rollouts
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.acting import acting_of
+from tests.dist import run_distributed
+from tests.messages import mentions
 from tests.rollout.test_chat import ids_of, tokenizer_of
 from tests.scripted_engine import ScriptedEngine
+from tests.tokenizers import byte_level
+from tests.waiting import HANG_S, wait_until
 
 TOKENIZER = tokenizer_of("qwen2_5_training")
 EOS = TOKENIZER.eos_token_id
@@ -58,13 +80,15 @@ def run(
     *,
     settings: SamplingSettings = SETTINGS,
     prompts: Sequence[Prompt] = PROMPTS,
+    tokenizer: Any = TOKENIZER,
+    engine: ScriptedEngine | None = None,
     **options: Any,
 ) -> tuple[list[Episode], Agents]:
-    agents = Agents(TOKENIZER, functools.partial(solve))
+    agents = Agents(tokenizer, functools.partial(solve))
     acting = acting_of(
         agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000, **options
     )
-    engine = ScriptedEngine(script)
+    engine = engine or ScriptedEngine(script)
     calls = acting.calls("step_3", engine.replicas)
     groups = generate(engine, [begin(agents, one) for one in prompts], settings, calls=calls)
     assert groups is not None and calls.num_open == 0
@@ -112,3 +136,448 @@ def test_the_tokens_are_the_conversation_of_the_template() -> None:
         assert sampled == [*said, EOS, *ids_of(TOKENIZER, "84"), EOS]
         assert (one.log_probs[one.is_sampled] == -1).all()
         assert (one.log_probs[~one.is_sampled] == 0).all()
+
+
+def once(session: Session) -> None:
+    ask(session, [{"role": "user", "content": "q"}])
+
+
+def test_hundreds_of_sessions_wait_at_once() -> None:
+    """Every agent asks before the first is answered; plain and `async` agents alike."""
+    settings = replace(SETTINGS, num_samples=70)
+    gate = threading.Barrier(210)
+
+    async def solve(session: Session) -> str:
+        client = openai.AsyncOpenAI(
+            base_url=session.base_url,
+            api_key=session.api_key,
+            http_client=openai.DefaultAsyncHttpxClient(verify=False),  # 30 ms less for each
+        )
+        messages: Any = [{"role": "user", "content": "q"}]
+        answer = await client.chat.completions.create(model=session.model, messages=messages)
+        gate.wait(HANG_S)  # all have begun, and none has ended
+        assert answer.choices[0].finish_reason == "stop"
+        return f"{session.problem['id']}/{session.sample}"
+
+    episodes, _ = run(solve, says("84"), settings=settings, max_concurrent=300, call_timeout_s=900)
+    assert [one.final_text for one in episodes] == [
+        f"{i}/{k}" for i in range(3) for k in range(100)
+    ]
+
+
+def test_an_answer_has_counts_and_log_probs() -> None:
+    seen: list[Any] = []
+
+    def solve(session: Session) -> None:
+        client = client_of(session)
+        assert [one.id for one in client.models.list()] == [session.model]
+        messages: Any = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+        seen.append(
+            client.chat.completions.create(model=session.model, messages=messages, logprobs=True)
+        )
+
+    (episode, *_), agents = run(solve, says("84"), prompts=PROMPTS[:1])
+    answer = seen[0]
+    num_turn = int(episode.is_sampled.sum())
+    assert answer.usage.completion_tokens == num_turn
+    assert answer.usage.total_tokens == 1 + len(episode.token_ids)
+    entries = answer.choices[0].logprobs.content
+    assert "".join(one.token for one in entries) == "84<|im_end|>"
+    assert [one.logprob for one in entries] == [-1.0] * num_turn
+    assert episode.final_text is None and agents.judge(episode) == ("84", "84")
+
+
+def test_sampling_settings_of_a_request_are_overruled_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def solve(session: Session) -> None:
+        ask(session, [{"role": "user", "content": "q"}], temperature=0.25, max_tokens=3, user="me")
+
+    episodes, _ = run(solve, says("eighty-four"))
+    assert not any(one.failure or one.truncated for one in episodes)
+    for name, value in {"temperature": 0.25, "max_tokens": 3}.items():
+        assert sum(f"{name} = {value}" in one for one in caplog.messages) == 1
+
+
+QUESTION = {"role": "user", "content": "q"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+FURTHER = {"role": "user", "content": "and now?"}
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"n": 2}, ["n", "2"]),
+    ({"stream": True}, ["stream"]),
+    ({"response_format": {"type": "json_object"}}, ["response_format", "json_object"]),
+    ({"stop": ["x"]}, ["stop"]),
+    ({"tool_choice": "required"}, ["tool_choice", "required"]),
+    ({"logit_bias": {"5": 1}}, ["logit_bias"]),
+    ({"logprobs": True, "top_logprobs": 3}, ["top_logprobs", "3"]),
+    ({"model": "gpt-4o"}, ["gpt-4o", "policy"]),
+    ({"messages": []}, ["messages"]),
+    ({"messages": [{"role": "developer", "content": "q"}]}, ["role", "developer"]),
+    ({"messages": [QUESTION, {"role": "assistant", "content": "a"}]}, ["messages", "assistant"]),
+    (
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        ["messages[0].content", "image_url"],
+    ),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, ["tools", "custom"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], words: list[str]) -> None:
+    """With an error that the client does not try again; the verdict's reason says it."""
+    seen: list[openai.APIStatusError] = []
+
+    def solve(session: Session) -> None:
+        request = {"model": session.model, "messages": [QUESTION]} | change
+        try:
+            client_of(session).chat.completions.create(**request)
+        except openai.APIStatusError as error:
+            seen.append(error)
+            raise
+
+    episodes, _ = run(solve, says("84"), prompts=PROMPTS[:1])
+    assert len(seen) == 4 and {one.status_code for one in seen} <= {400, 404}
+    for one, error in zip(episodes, seen, strict=True):
+        assert re.search(mentions(*words), str(error)) and re.search(mentions(*words), one.failure)
+        assert one.token_ids.tolist() == [*one.prompt.token_ids] and not one.is_sampled.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda said: [FURTHER], ["messages[0]"]),  # another conversation
+        (lambda said: said, ["messages", 0]),  # nothing new
+        (lambda said: [said[0]], ["messages[1]"]),  # without the model's turn: sampled once more
+        (lambda said: [said[0], {**said[1], "content": "85"}, FURTHER], ["messages[1]"]),
+        (lambda said: [*said, {"role": "assistant", "content": "a"}, FURTHER], ["messages"]),
+    ],
+)
+def test_a_request_that_changes_what_was_said_is_refused(change: Any, words: list[Any]) -> None:
+    def solve(session: Session) -> str:
+        message = ask(session, [QUESTION])
+        said = [QUESTION, {"role": "assistant", "content": message.content}]
+        try:
+            ask(session, change(said))
+        except openai.BadRequestError as error:
+            assert re.search(mentions(*words), str(error))
+            if session.sample:
+                raise
+        # An agent that recovers trains on.
+        return ask(
+            session, [*said[:1], {**said[1], "content": f" {message.content}\n"}, FURTHER]
+        ).content
+
+    (good, *bad), _ = run(solve, says("84", "12"), prompts=PROMPTS[:1])
+    assert (good.failure, good.final_text) == ("", "12")
+    assert all(re.search(mentions("refused", *words), one.failure) for one in bad)
+
+
+def test_a_template_that_rewrites_turns_is_refused_by_name() -> None:
+    def solve(session: Session) -> None:
+        message = ask(session, [QUESTION])
+        ask(session, [QUESTION, message, FURTHER])
+
+    episodes, _ = run(solve, says("84"), prompts=PROMPTS[:1], tokenizer=tokenizer_of("qwen3"))
+    for one in episodes:
+        assert re.search(mentions("qwen3", "user"), one.failure)
+
+
+def test_a_key_of_no_session_is_refused() -> None:
+    def solve(session: Session) -> str:
+        number, _, secret = session.api_key.partition("-")
+        statuses = []
+        for key in (
+            "x",
+            f"{number}-x",
+            f"{int(number) + 1000}-{secret}",
+            session.api_key + "x",
+        ):
+            client = openai.OpenAI(base_url=session.base_url, api_key=key)
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            statuses.append(httpx.get(f"{session.base_url}/models").status_code)
+        assert httpx.get(session.base_url.removesuffix("/v1")).status_code == 404
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        for body in (b"{", b"[]", b"5", b"x" * (2**24 + 1)):
+            url = f"{session.base_url}/chat/completions"
+            statuses.append(
+                httpx.post(url, content=body, headers=headers, timeout=HANG_S).status_code
+            )
+        return str(statuses)
+
+    (one,), _ = run(
+        solve, says("84"), prompts=PROMPTS[:1], settings=replace(SETTINGS, num_samples=1)
+    )
+    assert "before the model's first turn" in one.failure
+    assert one.final_text == str([401] * 4 + [400, 400, 400, 413])
+
+
+def test_agents_reach_the_address_where_a_proxy_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    episodes, _ = run(once, says("84"), prompts=PROMPTS[:1])
+    assert not any(one.failure for one in episodes)
+
+
+# --- broken agents --------------------------------------------------------------------------------
+
+
+def _raises(session: Session) -> None:
+    once(session)
+    raise ValueError("no such tool")
+
+
+def _leaves(session: Session) -> None:
+    once(session)
+    sys.exit(3)
+
+
+def _hangs(session: Session) -> None:
+    once(session)
+    threading.Event().wait()
+
+
+def _hangs_at_once(session: Session) -> None:
+    threading.Event().wait()
+
+
+def _floods(session: Session) -> None:
+    ask(session, [{"role": "user", "content": "many words " * 5_000}])
+
+
+def _never_asks(session: Session) -> str:
+    return "84"
+
+
+def _returns_a_number(session: Session) -> Any:
+    once(session)
+    return 84
+
+
+def _asks_twice_at_once(session: Session) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for one in [pool.submit(once, session) for _ in range(8)]:
+            one.result()
+
+
+def _forks(session: Session) -> str:
+    once(session)
+    if child := os.fork():
+        os.waitpid(child, 0)
+    return "84"
+
+
+BROKEN: list[tuple[Callable[[Session], Any], str]] = [
+    (_raises, "no such tool"),
+    (_leaves, "SystemExit"),
+    (_hangs, "call_timeout_s"),
+    (_hangs_at_once, "call_timeout_s"),
+    (_floods, "rollout.max_response_tokens"),
+    (_never_asks, "before the model's first turn"),
+    (_returns_a_number, "int"),
+    (_asks_twice_at_once, "messages"),
+    (_forks, ""),
+    (calculates, ""),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_broken_agents_are_unknown_and_harm_no_other() -> None:
+    settings = replace(SETTINGS, num_samples=len(BROKEN))
+    script = says(f"Let me see. {CALL}", "84")
+
+    def solve(session: Session) -> Any:
+        return BROKEN[session.sample % len(BROKEN)][0](session)
+
+    expected, _ = run(calculates, script, settings=settings)
+    episodes, agents = run(solve, script, settings=settings, call_timeout_s=40, max_concurrent=100)
+    for one, good in zip(episodes, expected, strict=True):
+        agent, reason = BROKEN[one.sample % len(BROKEN)]
+        assert one.finished and (reason in one.failure if reason else not one.failure)
+        if agent is calculates:
+            assert one.token_ids.tolist() == good.token_ids.tolist()
+    assert not agents._live and not agents._server._sessions
+    # They are a batch: rows of the table, of which the unknown ones may have no sampled token.
+    judged = [Verdict(Outcome.UNKNOWN if one.failure else Outcome.CORRECT) for one in episodes]
+    size = settings.num_samples
+    groups = [episodes[i : i + size] for i in range(0, len(episodes), size)]
+    verdicts = [judged[i : i + size] for i in range(0, len(episodes), size)]
+    table = to_rollouts(groups, verdicts).table
+    assert (table["num_sampled_tokens"] == 0).sum() == 3 * 3
+
+
+# --- the life of a session ------------------------------------------------------------------------
+
+
+def agent_threads() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name.startswith("agent ")}
+
+
+def test_no_session_is_left_by_a_response_that_is_cut_off() -> None:
+    """At the token limit while the model speaks: the agent's request gets an error."""
+    errors: list[openai.BadRequestError] = []
+
+    def solve(session: Session) -> None:
+        try:
+            once(session)
+        except openai.BadRequestError as error:
+            errors.append(error)
+            raise
+
+    before = agent_threads()
+    for _ in range(3):
+        episodes, agents = run(
+            solve, lambda _: [5] * 900, settings=replace(SETTINGS, max_response_tokens=400)
+        )
+        assert all(one.truncated and not one.failure for one in episodes)
+        assert not agents._live and not agents._server._sessions
+        assert agents.judge(episodes[0])[1] == "84"
+    wait_until(lambda: agent_threads() <= before, "the agents' end")
+    assert len(errors) == 3 * 12 and all("has ended" in str(one) for one in errors)
+
+
+def test_no_session_is_left_by_a_generation_that_is_aborted() -> None:
+    before = agent_threads()
+    agents = Agents(TOKENIZER, functools.partial(calculates))
+    acting = acting_of(agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000)
+    for step in range(2):
+        engine = ScriptedEngine(says(f"Let me see. {CALL}", "84"))
+        calls = acting.calls(f"step_{step}", engine.replicas)
+        hooks = Hooks(should_abort=lambda _, engine=engine: engine.num_steps > 40)
+        prompts = [begin(agents, one) for one in PROMPTS]
+        assert generate(engine, prompts, SETTINGS, calls=calls, hooks=hooks) is None
+        wait_until(lambda: agent_threads() <= before, "the agents' end")
+        wait_until(lambda: not agents._live and not agents._server._sessions, "the sessions' end")
+
+
+def test_an_agent_that_is_given_up_keeps_its_place_until_it_ends() -> None:
+    released = threading.Event()
+
+    def solve(session: Session) -> None:
+        once(session)
+        assert released.wait(HANG_S)
+
+    agents = Agents(TOKENIZER, functools.partial(solve))
+    acting = acting_of(
+        agents, eos_token_ids=[EOS], run=in_thread, max_concurrent=3, call_timeout_s=5,
+        max_response_tokens=2000,
+    )  # fmt: skip
+    engine = ScriptedEngine(says("84"))
+    calls = acting.calls("step_0", engine.replicas)
+    groups = generate(engine, [begin(agents, one) for one in PROMPTS], SETTINGS, calls=calls)
+    failures = [one.failure for group in groups or [] for one in group]
+    assert all("environment.call_timeout_s (5)" in one for one in failures)
+    assert sum(one.is_running for one in acting.running) == 3 and not agents._live
+    released.set()
+    wait_until(lambda: not any(one.is_running for one in acting.running), "the calls' end")
+    assert not agents._live
+
+
+def test_a_repeated_request_gets_the_same_answer() -> None:
+    """The client sends it again if a connection breaks; the first was answered, or will be."""
+
+    def solve(session: Session) -> str:
+        body = {"model": session.model, "messages": [QUESTION]}
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        url = f"{session.base_url}/chat/completions"
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(url, json=body, headers=headers, timeout=0.001)
+        headers["x-stainless-retry-count"] = "1"
+        answers = [httpx.post(url, json=body, headers=headers, timeout=HANG_S) for _ in range(2)]
+        assert answers[0].json() == answers[1].json()
+        return str(answers[0].json()["choices"][0]["message"]["content"])
+
+    episodes, _ = run(solve, says("84"), prompts=PROMPTS[:1])
+    assert [(one.failure, one.final_text) for one in episodes] == [("", "84")] * 4
+
+
+# --- replays --------------------------------------------------------------------------------------
+
+
+def test_another_process_continues_the_episodes(tmp_path: Path) -> None:
+    """Killed between two calls: agents begin anew, and are answered from the recorded turns."""
+    script = says(f"Let me see. {CALL}", "84")
+    expected, _ = run(calculates, script)
+    begun: list[Session] = []
+
+    def solve(session: Session) -> str:
+        begun.append(session)
+        return calculates(session)
+
+    class KilledError(BaseException):
+        pass
+
+    engine, before = ScriptedEngine(script), agent_threads()
+
+    def kill() -> None:
+        if len([one for one in engine.asked if one.response_ids.tolist().count(EOS) > 3]) > 5:
+            raise KilledError
+
+    engine.before_step = kill
+    with pytest.raises(KilledError):
+        run(solve, script, engine=engine, run_dir=tmp_path)
+    wait_until(lambda: agent_threads() <= before, "the agents' end")
+    begun.clear()
+    episodes, _ = run(solve, script, run_dir=tmp_path)
+    assert 0 < len(begun) <= 12
+    for one, other in zip(episodes, expected, strict=True):
+        assert (one.failure, one.final_text) == ("", "It is 84")
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    # A third start asks nobody.
+    begun.clear()
+    again, _ = run(solve, script, run_dir=tmp_path)
+    assert not begun and [one.final_text for one in again] == ["It is 84"] * 12
+
+
+def test_an_agent_that_repeats_otherwise_is_unknown() -> None:
+    """Continued in another process, with a clock in its question."""
+    (episode, *_), _ = run(calculates, says(f"Let me see. {CALL}", "84"), prompts=PROMPTS[:1])
+    end = int(np.flatnonzero(episode.is_sampled)[-1]) + 1
+    whole = replace(episode, finished=False, final_text=None)
+    assert end == len(whole.token_ids)
+    for solve, word in {
+        calculates: "",
+        (lambda session: ask(session, [FURTHER])): "other tokens",
+        (lambda session: "84"): "returned",
+    }.items():
+        agents = Agents(TOKENIZER, functools.partial(solve))
+        if not word:
+            assert agents.respond(whole) == "It is 84"
+        else:
+            with pytest.raises(AgentError, match=word):
+                agents.respond(whole)
+        agents.close(whole)
+
+
+# --- ranks of a replica, and the config -----------------------------------------------------------
+
+
+def _generate_on_two_ranks() -> Any:
+    replicas = Replicas.create(2, gloo_group=dist.group.WORLD)
+    engine = ScriptedEngine(says(f"Let me see. {CALL}", "84"), replicas=replicas)
+    episodes, agents = run(calculates, says(), engine=engine)
+    content = [
+        (one.token_ids.tolist(), one.is_sampled.tolist(), agents.judge(one)) for one in episodes
+    ]
+    return content, "_server" in vars(agents)
+
+
+def test_the_ranks_of_a_replica_get_the_same_episodes() -> None:
+    (content, serves), (other, other_serves) = run_distributed(_generate_on_two_ranks, 2)
+    assert content == other and {judged for _, _, judged in content} == {("It is 84", "84")}
+    assert (serves, other_serves) == (True, False)
+
+
+def test_a_function_with_a_session_is_an_agent(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("def solve(session, *, file, top=5): ...\ndef other(client): ...\n")
+    config = EnvironmentConfig(kind=f"{path}:solve", settings={"file": "x"})
+    environments.check(config)
+    assert isinstance(environments.build(config, TOKENIZER), Agents)
+    for settings, words in (({}, ["file"]), ({"file": 1, "tpo": 2}, ["tpo", "top"])):
+        with pytest.raises(ConfigError, match=mentions("environment.kind", *words)):
+            environments.check(config.model_copy(update={"settings": settings}))
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir")):
+        environments.build(config, byte_level())

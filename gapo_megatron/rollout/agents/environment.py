@@ -32,6 +32,7 @@ class Agents:
     """
 
     moves_first = True
+    may_repeat = True
 
     def __init__(
         self,

@@ -174,10 +174,10 @@ def test_the_loop_knows_the_run_alone() -> None:
 
 
 def test_one_file_reads_the_environment_of_a_run() -> None:
-    """Elsewhere it is handed to a child process, or it is a library's own variable."""
+    """Elsewhere it is given to a child process, a library's own variable, or restored."""
     files = files_with(r"os\.environ|getenv")
     assert {name for name in files if name.startswith("run/")} == {"run/processes.py"}
-    assert packages_of(files) <= {"run", "policy", "rewards", "compat", "rollout"}
+    assert packages_of(files) <= {"run", "policy", "rewards", "compat", "rollout", "user_code.py"}
     assert {name for name in files if name.startswith("rollout/")} == {"rollout/agents/server.py"}
 
 

@@ -156,7 +156,8 @@ class RolloutConfig(Section):
     )
 
     max_response_tokens: Annotated[Tokens, SAMPLED]
-    """Generation limit, in tokens; longer responses are truncated."""
+    """Generation limit, in tokens; longer responses are truncated. Tokens that an environment
+    appends count, and so do all messages of an agent (docs/environments.md)."""
     temperature: Annotated[Temperature, SAMPLED] = 1.0
     """Sampling temperature; also used for the trainer's log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1), SAMPLED] = 1.0

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -581,3 +582,27 @@ def test_a_function_with_a_session_is_an_agent(tmp_path: Path) -> None:
             environments.check(config.model_copy(update={"settings": settings}))
     with pytest.raises(ConfigError, match=mentions("model.hf_dir")):
         environments.build(config, byte_level())
+
+
+def test_the_documents_agent_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+    text = text.partition("## Agents that use the `openai` client")[2]
+    code, section = (
+        re.findall(rf"```{kind}\n(.*?)```", text, re.S)[0] for kind in ("python", "toml")
+    )
+    (tmp_path / "agent.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    config = EnvironmentConfig(**tomllib.loads(section)["environment"])
+    environments.check(config)
+    agents = environments.build(config, TOKENIZER)
+    engine = ScriptedEngine(says(f"Let me see. {CALL}", "It is 84."))
+    calls = acting_of(agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000).calls(
+        "step_0", engine.replicas
+    )
+    groups = generate(engine, [begin(agents, PROMPTS[0])], SETTINGS, calls=calls)
+    assert groups is not None
+    for one in groups[0]:
+        assert not one.failure and agents.judge(one) == ("It is 84.", "84")
+        assert "<tool_response>\n84\n</tool_response>" in TOKENIZER.decode(one.token_ids.tolist())

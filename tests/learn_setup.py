@@ -189,7 +189,8 @@ class Seen:
     num_microbatches: int = 0
     """With something to compute, on this rank."""
     ratios: dict[int, float] = field(default_factory=dict)
-    """By position in the batch; on the last pipeline stage, this data parallel rank's."""
+    """By position in the batch; on the last pipeline stage, this data parallel rank's. Empty where
+    ratios are of tokens."""
     clipped: dict[int, bool] = field(default_factory=dict)
 
 
@@ -273,6 +274,8 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
         seen.grad_norm = result.grad_norm
         assert len(losses) == (len(microbatches) if policy.groups.is_last_stage else 0)
         for microbatch, part in zip(microbatches, losses, strict=False):
+            if part.per_token:
+                continue
             seen.ratios |= zip(microbatch.indices, part.ratio.tolist(), strict=True)
             seen.clipped |= zip(microbatch.indices, part.clipped.tolist(), strict=True)
         if policy.groups.is_first_copy:

@@ -153,8 +153,11 @@ class LiveAgent:
                 self._refusal = f"a request was refused: {error}"
                 event.answer.set_exception(error)
                 continue
-            self._open, self._refusal = event, ""
-            return tokens
+            with self._lock:
+                if not self._is_closed:
+                    self._open, self._refusal = event, ""
+                    return tokens
+            event.answer.set_exception(_ended())
 
     def _answer(self, turn: list[int], log_probs: list[float]) -> None:
         """Answer the open request with a turn of the model."""

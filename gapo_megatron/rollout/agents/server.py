@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import os
 import resource
 import secrets
@@ -20,10 +19,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-logger = logging.getLogger(__name__)
-
 _MOST_BYTES = 16 * 2**20
 """Of a request."""
+_MOST_FILES = 65536
 _KEEP_ALIVE_S = 600
 """How long a connection may be idle: an agent's tools take their time."""
 
@@ -151,12 +149,11 @@ async def _not_found(request: Request, error: Any) -> Response:
 
 
 def _allow_many_files() -> None:
-    """Allow this process as many open files as the system does: a session has two connections."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    except (OSError, ValueError) as error:
-        logger.warning("open files: the limit of this process stays: %s", error)
+    """Raise this process's limit of open files, if it may: a session takes two, or more."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _reach_without_proxy() -> None:

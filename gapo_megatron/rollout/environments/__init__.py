@@ -45,7 +45,8 @@ def check(config: EnvironmentConfig) -> None:
 
 def is_agent(found: Callable[..., Any]) -> bool:
     """Whether the code that a config names is an agent: its first parameter is `session`."""
-    return next(iter(inspect.signature(found).parameters), "") == "session"
+    first = next(iter(inspect.signature(found).parameters), "")
+    return first == "session" and not isinstance(found, type)
 
 
 def build(

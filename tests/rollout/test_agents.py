@@ -204,7 +204,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 FURTHER = {"role": "user", "content": "and now?"}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"n": 2}, ["n", "2"]),
-    ({"stream": True}, ["stream"]),
     ({"response_format": {"type": "json_object"}}, ["response_format", "json_object"]),
     ({"stop": ["x"]}, ["stop"]),
     ({"tool_choice": "required"}, ["tool_choice", "required"]),

@@ -18,12 +18,11 @@ _SAMPLING = {
 """Fields that the run's own settings overrule: a policy is trained as it samples."""
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    "parallel_tool_calls",
+    *("parallel_tool_calls", "stream", "stream_options"),
 }
-"""Fields that concern other services."""
+"""Fields that concern other services, or the form of the answer (`stream_of`)."""
 _ONLY: dict[str, Any] = {
     "n": 1,
-    "stream": False,
     "top_logprobs": 0,
     "response_format": {"type": "text"},
 }
@@ -78,6 +77,29 @@ def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[s
         "tool_choice": choice,
         "logprobs": given.get("logprobs") is True,
     }
+
+
+def stream_of(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
+    """The answer as server-sent events, if the request asks for a stream: the turn in one piece.
+
+    Args:
+        body: the request, which has been answered.
+        answer: a `chat.completion`.
+    """
+    if body.get("stream") is not True:
+        return None
+    (choice,) = answer["choices"]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    piece = {key: value for key, value in choice.items() if key != "message"} | {"delta": delta}
+    head = {**answer, "object": "chat.completion.chunk", "usage": None}
+    chunks = [{**head, "choices": [piece]}]
+    options = body.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
+        chunks.append({**head, "choices": [], "usage": answer["usage"]})
+    texts = [*(json.dumps(one) for one in chunks), "[DONE]"]
+    return "".join(f"data: {text}\n\n" for text in texts)
 
 
 def read_message(message: Any, *, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.rollout.agents.live import LiveAgent
-from gapo_megatron.rollout.agents.requests import MODEL, RefusedError
+from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, stream_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -88,7 +88,7 @@ class Server:
         )
 
     async def _complete(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse
+        from starlette.responses import JSONResponse, Response
 
         agent = self._find(request)
         try:
@@ -97,6 +97,9 @@ class Server:
             raise RefusedError(f"the request must be JSON: {error}") from None
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         answer = await asyncio.wrap_future(agent.post(body, is_repeated=is_repeated))
+        events = stream_of(body, answer)
+        if events is not None:
+            return Response(events, media_type="text/event-stream")
         return JSONResponse(answer)
 
     async def _models(self, request: Request) -> Response:
@@ -107,8 +110,13 @@ class Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     def _find(self, request: Request) -> LiveAgent:
-        """The agent whose secret the request has. RefusedError: there is none."""
+        """The agent whose secret the request has. RefusedError: there is none.
+
+        The secret is the bearer token, or in the header X-API-Key, which goes before it.
+        """
         scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        if "x-api-key" in request.headers:
+            scheme, secret = "bearer", request.headers["x-api-key"]
         ours, agent = self._sessions.get(secret.partition("-")[0], ("", None))
         is_equal = hmac.compare_digest(secret.encode(), ours.encode())
         if scheme.lower() != "bearer" or not is_equal or agent is None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, said
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,11 +85,19 @@ def _load(config: EnvironmentConfig) -> functools.partial[Any]:
 
 
 def _check_settings(kind: str, agent: functools.partial[Any]) -> None:
-    """Refuse an agent's settings that its call would refuse."""
+    """Refuse an agent's settings that its call would refuse, or `check_settings` of its module."""
     try:
         inspect.signature(agent.func).bind(None, **agent.keywords)
     except TypeError as error:
         raise ConfigError(f"{SETTING} ({kind!r}): settings {agent.keywords}: {error}") from None
+    check = getattr(sys.modules.get(agent.func.__module__), "check_settings", None)
+    try:
+        if check is not None:
+            check(**agent.keywords)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{SETTING} ({kind!r}): check_settings: {said(error)}") from error
 
 
 def _check_methods(kind: str, found: object) -> None:

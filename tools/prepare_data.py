@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make a problem file for training from DeepScaleR, DeepCoder, or files of your own.
+"""Make a problem file for training from DeepScaleR, DeepCoder, files or environments of your own.
 
 Reads .jsonl, .json (a list) and .parquet as published, and downloads nothing. --output is a new
 folder: problems.jsonl (for data.train_path), dropped.jsonl (every row left out, and why),
@@ -41,6 +41,8 @@ def main() -> int:
     """0 done, 1 an input is wrong, 2 the command line is, 130 interrupted."""
     arguments = _parse()
     try:
+        if arguments.source == "verifiers":
+            return _write_tasks(arguments)
         counts, held_out = _prepare(arguments)
     except GapoError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -90,6 +92,14 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
             progress=progress,
         )
     return counts, held_out
+
+
+def _write_tasks(arguments: argparse.Namespace) -> int:
+    from gapo_megatron.ops.prepare.verifiers_tasks import write_tasks
+
+    count = write_tasks(arguments.config, arguments.output, num_tasks=arguments.num_tasks)
+    print(f'{count:,} tasks; data.train_path = "{arguments.output / "problems.jsonl"}"')
+    return 0
 
 
 def _source(arguments: argparse.Namespace) -> Source:
@@ -163,6 +173,22 @@ def _parse() -> argparse.Namespace:
     )
     for one in (deepscaler, deepcoder, own):
         _add_common(one)
+    verifiers = sources.add_parser(
+        "verifiers",
+        help="the tasks of an environment of the package verifiers",
+        description="Writes a row per task, in the taskset's order (docs/environments.md).",
+    )
+    verifiers.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="TOML",
+        help="the run's config; its environment.settings.env names the environment",
+    )
+    verifiers.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    verifiers.add_argument(
+        "--num-tasks", type=_positive, metavar="N", help="only the first N tasks (default: all)"
+    )
     deepscaler.add_argument(
         "--suffix",
         metavar="TEXT",

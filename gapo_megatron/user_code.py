@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import locale
 import os
 import re
 import sys
@@ -129,10 +130,10 @@ def contained() -> Iterator[None]:
 def process_restored() -> Iterator[None]:
     """Call code of the user's own, and restore what it may have changed for the whole process.
 
-    Working directory, environment variables, umask, standard streams, recursion limit, switch
-    interval, and filters of warnings.
+    Working directory, environment variables, locale, umask, standard streams, recursion limit,
+    switch interval, and filters of warnings.
     """
-    interval = sys.getswitchinterval()
+    interval, language = sys.getswitchinterval(), locale.setlocale(locale.LC_ALL)
     folder, variables, umask = os.getcwd(), dict(os.environ), os.umask(0)
     os.umask(umask)
     streams, limit = (sys.stdin, sys.stdout, sys.stderr), sys.getrecursionlimit()
@@ -142,6 +143,7 @@ def process_restored() -> Iterator[None]:
     finally:
         sys.setrecursionlimit(limit)
         sys.setswitchinterval(interval)
+        locale.setlocale(locale.LC_ALL, language)
         sys.stdin, sys.stdout, sys.stderr = streams
         os.chdir(folder)
         os.umask(umask)

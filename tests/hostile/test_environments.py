@@ -6,9 +6,9 @@ An environment runs in the trainer's own process. What no process can defend aga
 
 from __future__ import annotations
 
+import locale
 import os
 import random
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -234,18 +234,23 @@ def state_of_the_process() -> list[Any]:
         *(os.getcwd(), dict(os.environ), sys.getrecursionlimit(), sys.stdout, sys.stderr),
         *(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
         *(torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()),
-        *(warnings.filters[:], signal.getsignal(signal.SIGUSR1), sys.getswitchinterval()),
+        *(warnings.filters[:], locale.setlocale(locale.LC_ALL), sys.getswitchinterval()),
     ]
 
 
-@pytest.mark.system
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+_HANGS = {"sleeps", "waits for nobody", "waits for its own lock", "waits for a guest"} | {
+    *("waits for a child", "reads an empty pipe"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("place", ["respond", "judge"])
-def test_no_environment_harms_its_neighbours(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.system)])
+def test_no_environment_harms_its_neighbours(tmp_path: Path, place: str, every: int) -> None:
     """The batch, its tokens and its metrics are those of calls that plainly fail or end."""
     bad = RESPOND if place == "respond" else JUDGE
+    bad = {name: bad[name] for name in [*bad][::every] if every == 1 or name not in _HANGS}
     cases = {name: function(body) for name, body in {**bad, **HARMLESS}.items()}
-    assert len(cases) >= 100
     before = state_of_the_process()
     found, metrics = collected(cases, place=place, run_dir=tmp_path / "found")
     assert state_of_the_process() == before

@@ -162,7 +162,7 @@ def test_no_verifier_scores_by_misbehaving_or_changes_anothers_verdict(tmp_path:
             pool.judge([(*one, {"levels": [1]}) for one in items]) for items in (NEIGHBOURS, mixed)
         )
     assert [one.outcome for one in expected].count(Outcome.CORRECT) == 2
-    assert len(bad) >= 200
+    assert len(bad) > 200
     scored = [
         name
         for (name, *_), one in zip(bad, verdicts[::2], strict=True)

@@ -250,6 +250,38 @@ def test_no_verifier_scores_by_misbehaving_or_changes_anothers_verdict(
     assert verdicts[1].outcome is not Outcome.CORRECT, verdicts[1]
 
 
+def test_what_an_earlier_item_has_left_behind_ends_no_other(tmp_path: Path) -> None:
+    """Each item makes the worker end at the next, which a new worker then judges."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os\nseen = []\n"
+        "def verify(response, answer):\n"
+        "    if seen or response == 'crash': os._exit(7)\n"
+        "    seen.append(response)\n"
+        "    return response == answer\n"
+    )
+    items = [("1", "1"), ("2", "1"), ("crash", "1"), ("1", "1"), ("crash", "1")]
+    verdicts = judged(RewardConfig(kind=f"{path}:verify"), items)
+    assert [one.outcome for one in verdicts] == [
+        *(Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN, Outcome.CORRECT, Outcome.UNKNOWN)
+    ]
+    assert "exit code 7" in verdicts[2].reason
+
+
+def test_later_workers_start_where_the_first_did(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are relative to the working directory, which an environment may have changed."""
+    source.write_text(f"import os\n{SOURCE}\ndef ends(response, answer): os._exit(7)\n")
+    config = RewardConfig(kind="mine.py:table", verifiers={"ends": "mine.py:ends"})
+    with rewards.start_pool(config, num_workers=1) as pool:
+        pool.wait_until_ready()
+        monkeypatch.chdir("/")
+        monkeypatch.setenv("PYTHONPATH", "/nowhere")
+        verdicts = pool.judge([("true", "1", "ends"), ("true", "1")])
+    assert [one.outcome for one in verdicts] == [Outcome.UNKNOWN, Outcome.CORRECT]
+
+
 def test_a_verdict_that_is_one_already() -> None:
     verdict = Verdict(Outcome.WRONG, "so")
     assert verifiers.to_verdict(verdict, correct_above=0) is verdict

@@ -68,6 +68,11 @@ class Acting:
     running: list[_Call] = field(default_factory=list)
     """Calls whose thread may still run, those of earlier steps and those given up included."""
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a call that was interrupted is made again (`Environment.may_repeat`)."""
+        return bool(getattr(self.environment, "may_repeat", False))
+
     def calls(self, name: str, replicas: Replicas) -> Calls:
         """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
         caller = None
@@ -79,7 +84,7 @@ class Acting:
                 name,
                 replica=number,
                 environment=what,
-                may_repeat=getattr(self.environment, "may_repeat", False),
+                may_repeat=self.may_repeat,
             )
             caller = _Caller(self, journal or None)
         return Calls(
@@ -328,10 +333,12 @@ class _Caller:
                 result = {kind: check_answer(answer, self._acting)}
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             result = {"failure": said(error)[:_MOST_CHARACTERS]}
-        if _place(call.episode) in self._closed:  # the call was given up, and ran on
+        is_closed = _place(call.episode) in self._closed
+        if is_closed:  # the call was given up, or the generation was, and it ran on
             self.close(call.episode)
         call.is_running = False
-        self._settle(call, **result)
+        if not (is_closed and self._acting.may_repeat):  # its end may come of the closing
+            self._settle(call, **result)
 
     def _settle(self, call: _Call, **result: Any) -> None:
         """Record and hand over a call's result, fields of its reply; the first result counts."""

@@ -32,6 +32,7 @@ from gapo_megatron.rollout.agents.live import AgentError
 from gapo_megatron.rollout.calls import in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.journal import JOURNAL_FOLDER
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.table import to_rollouts
@@ -545,6 +546,34 @@ def test_another_process_continues_the_episodes(tmp_path: Path) -> None:
     begun.clear()
     again, _ = run(solve, script, run_dir=tmp_path)
     assert not begun and [one.final_text for one in again] == ["It is 84"] * 12
+
+
+def test_a_stop_within_agents_tools_makes_nothing_unknown(tmp_path: Path) -> None:
+    """Their calls end with the generation, are not recorded, and so are made again."""
+    before, stopped, waiting = agent_threads(), threading.Event(), []
+
+    def solve(session: Session) -> str:
+        once(session)
+        waiting.append(session)
+        assert stopped.wait(HANG_S)
+        return "84"
+
+    agents = Agents(TOKENIZER, functools.partial(solve))
+    acting = acting_of(
+        agents, eos_token_ids=[EOS], run=in_thread, run_dir=tmp_path, max_response_tokens=2000
+    )
+    engine = ScriptedEngine(says("84"))
+    calls = acting.calls("step_3", engine.replicas)
+    hooks = Hooks(should_abort=lambda _: len(waiting) == 12)
+    prompts = [begin(agents, one) for one in PROMPTS]
+    assert generate(engine, prompts, SETTINGS, calls=calls, hooks=hooks) is None
+    stopped.set()
+    wait_until(lambda: agent_threads() <= before, "the agents' end")
+    wait_until(lambda: not any(one.is_running for one in acting.running), "the calls' end")
+    records = (tmp_path / JOURNAL_FOLDER / "step_3_0.jsonl").read_text().splitlines()
+    replies = [one for one in map(json.loads, records) if "call" in one]
+    assert len(records) == 3 * 12 and len(replies) == 12
+    assert not any(one["failure"] for one in replies)
 
 
 def test_an_agent_that_repeats_otherwise_is_unknown() -> None:

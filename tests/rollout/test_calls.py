@@ -489,7 +489,7 @@ def test_the_documents_environment_answers_the_model(
 ) -> None:
     document = Path(__file__).parents[2] / "docs/environments.md"
     text = document.read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    code = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
     section = tomllib.loads(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1])
     (tmp_path / "search.py").write_text(code)
     (tmp_path / "facts.txt").write_text("the moon is far\nthe sun is farther\nthe moon is old\n")

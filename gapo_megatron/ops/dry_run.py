@@ -43,6 +43,7 @@ from gapo_megatron.ops.plan.layout import (
 )
 from gapo_megatron.ops.plan.memory import fit_note
 from gapo_megatron.ops.sides import Sides, schedule
+from gapo_megatron.rollout import environments
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
@@ -136,10 +137,14 @@ def why_not_run(config: Config) -> list[str]:
     They do not stop the dry run, whose tables are useful on a laptop too.
     """
     found = missing_inputs(config)
-    try:
-        rewards.check(config.reward)
-    except ConfigError as error:
-        found.append(str(error))
+    for check, section in (
+        (rewards.check, config.reward),
+        (environments.check, config.environment),
+    ):
+        try:
+            check(section)
+        except ConfigError as error:
+            found.append(str(error))
     method, engine = config.objective.resolve(), config.rollout.engine
     try:
         if is_code(engine):

@@ -273,6 +273,19 @@ def test_a_reward_that_cannot_run_is_said() -> None:
     assert not any("reward" in one for one in why_not_run(make_config()))
 
 
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"kind": "tests.two_turn:TwoTurns"}, "'TwoTurn'"),
+        ({"kind": "tests.two_turn:TwoTurn", "settings": {"gven": [1]}}, "'gven'"),
+        ({"kind": "tools", "settings": {"tols": []}}, "'tols'"),
+    ],
+)
+def test_an_environment_that_cannot_run_is_said(environment: dict[str, Any], named: str) -> None:
+    found = why_not_run(make_config(environment=environment))
+    assert any(re.search(mentions("environment.kind", named), one) for one in found), found
+
+
 def test_every_input_that_the_run_reads_is_looked_for(tmp_path: Path) -> None:
     """The run would stop at it: with the setting, and the path."""
     model, data = tmp_path / "model", tmp_path / "train.jsonl"

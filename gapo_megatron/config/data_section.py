@@ -94,9 +94,10 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if bool(self.train_path) == bool(self.source):
+            hint = '. If `base` has the other, empty it: train_path = "" or source = []'
             raise ValueError(
                 f"set either train_path ({self.train_path!r}) or [[data.source]] tables "
-                f"({len(self.source)} given)"
+                f"({len(self.source)} given){hint if self.source else ''}"
             )
         names = [one.name for one in self.source]
         for name in names:

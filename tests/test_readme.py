@@ -45,7 +45,8 @@ COMMAND = re.compile(
     r"(tools/\w+\.py|-m gapo_megatron\.(?:train|sft))"
     r"(?: (calibrate|measure|own|deepscaler|deepcoder)\b)?([^\n`|;]*)"
 )
-DOCUMENTS = [path for folder in (".", "docs", "benchmarks") for path in ROOT.glob(f"{folder}/*.md")]
+FOLDERS = (".", "docs", "docs/howto", "benchmarks")
+DOCUMENTS = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")]
 PRINTED = [
     *(str(path.relative_to(ROOT)) for path in [*DOCUMENTS, *ROOT.glob("slurm/*")]),
     *(f"tools/{path.name}" for path in ROOT.glob("tools/*.py")),

@@ -1,0 +1,242 @@
+"""The pages of docs/howto: their files are used as they stand, and their commands are run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Tokenizer
+
+from gapo_megatron import rewards
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.sample_files import read_samples
+from gapo_megatron.ops.dry_run import why_not_run
+from gapo_megatron.ops.prepare import demo_task
+from gapo_megatron.rollout.calls import Acting
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.generate import generate
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.turns import Turns
+from gapo_megatron.run.early_checks import check_before_imports
+from gapo_megatron.run.inputs import Inputs, check_inputs
+from gapo_megatron.types import Outcome, Prompt
+from tests.messages import mentions
+from tests.scripted_engine import ScriptedEngine
+from tests.train_setup import steps_of
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+PAGES = sorted(path.stem for path in (ROOT / "docs/howto").glob("*.md"))
+FILE = re.compile(r"^```(?:python|toml)\n# (\w+\.\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BROUGHT = ("make env", "tools/prepare_data.py")
+"""Commands that are not run: they make the environment, or need data that a user brings."""
+
+
+def text_of(page: str) -> str:
+    return (ROOT / f"docs/howto/{page}.md").read_text(encoding="utf-8")
+
+
+def lines_of(page: str) -> list[str]:
+    """Lines of the page's commands; joined where they end with a backslash."""
+    blocks = "".join(SHELL.findall(text_of(page))).replace("\\\n", " ")
+    return [line for line in blocks.splitlines() if line.strip()]
+
+
+def run_line(line: str, folder: Path) -> str:
+    """Run a line of a page in a shell, as in the root of a clone; returns the output."""
+    line = line.replace(".venv/bin/python", sys.executable)
+    done = subprocess.run(
+        line,
+        shell=True,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def make_clone(folder: Path) -> Path:
+    """What a page finds in a clone."""
+    for name in ("configs", "docs", "gapo_megatron", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def write_files(page: str, folder: Path) -> list[Config]:
+    """Write the page's files into the working directory; returns its configs."""
+    files = dict(FILE.findall(text_of(page)))
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return [load_config(folder / name) for name in files if name.endswith(".toml")]
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone whose demo model is not trained yet, in the working directory."""
+    make_clone(tmp_path)
+    task = tmp_path / "runs/demo/task"
+    demo_task.write_task(task, seed=0, num_eval=8, num_train=400, num_supervised=200)
+    rows = map(json.loads, (task / "supervised.jsonl").read_text().splitlines())
+    model = tmp_path / "runs/demo/warm_start"
+    tokenizer = demo_task.write_tokenizer(demo_task.training_texts([*rows]), model)
+    demo_task.write_initial_model(tokenizer, model, seed=0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def inputs_of(page: str, clone: Path) -> tuple[Config, Inputs]:
+    """Everything that a run checks and reads before it builds a model."""
+    for line in lines_of(page):
+        if line.startswith("grep"):
+            run_line(line, clone)
+    (config,) = write_files(page, clone)
+    assert why_not_run(config) == []
+    check_before_imports(config)
+    return config, check_inputs(config)
+
+
+def test_there_are_pages() -> None:
+    assert PAGES == ["mix_data", "own_environment", "own_reward"]
+
+
+def test_the_reward_judges_by_every_sum(clone: Path) -> None:
+    config, inputs = inputs_of("own_reward", clone)
+    row = next(one for one in inputs.problems if one.row["prompt"].count("+") == 3)
+    terms = [int(term) for term in row.row["prompt"].rstrip("=").split("+")]
+    sums = [sum(terms[:n]) for n in (2, 3, 4)]
+    responses = [sums, [sums[0] + 1, *sums[1:]], [*sums[:2], sums[2] + 1]]
+    items = [(">".join(map(str, one)), row.answer, "", row.row) for one in responses]
+    with rewards.start_pool(config.reward, num_workers=1) as pool:
+        verdicts = pool.collect(pool.submit(items))
+    assert [one.grade for one in verdicts] == [1, pytest.approx(2 / 3), 0]
+    assert [one.outcome for one in verdicts] == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "named"),
+    [
+        ("def verify", "def verfy", "misspelt.py", ("reward.kind", "misspelt.py", "'verify'")),
+        ("prompt", "question", "other_column.py", ("train.jsonl:1", "'question'")),
+        ("", "", "elsewhere/my_reward.py", ("no file", "working directory")),
+    ],
+)
+def test_what_goes_wrong_with_a_reward_is_said(
+    clone: Path, old: str, new: str, kind: str, named: tuple[str, ...]
+) -> None:
+    write_files("own_reward", clone)
+    if old:
+        (clone / kind).write_text((clone / "my_reward.py").read_text().replace(old, new))
+    with pytest.raises((ConfigError, DataError), match=mentions(*named)):
+        config = load_config(clone / "my_reward.toml", [f"reward.kind={kind}:verify"])
+        check_before_imports(config)
+        check_inputs(config)
+
+
+@pytest.fixture
+def acting(clone: Path) -> Iterator[tuple[Acting, Qwen2Tokenizer]]:
+    config, inputs = inputs_of("own_environment", clone)
+    tokenizer = inputs.tokenizer
+    turns = Turns(tokenizer, config.environment.stop, eos_token_ids=[tokenizer.eos_token_id])
+    acting = Acting(
+        inputs.environment,
+        config.environment,
+        turns,
+        max_response_tokens=config.rollout.max_response_tokens,
+        vocab_size=len(tokenizer),
+    )
+    yield acting, tokenizer
+
+
+def test_the_environment_asks_again(acting: tuple[Acting, Qwen2Tokenizer], clone: Path) -> None:
+    """After a wrong answer once, after a right one never; a line in the log for each call."""
+    act, tokenizer = acting
+
+    def script(request: Request) -> list[int]:
+        first = {3: "8>16", 4: "8>17"}[request.prompt_ids[0]]
+        said = "9>17" if len(request.response_ids) else first
+        return [*tokenizer.encode(said), tokenizer.eos_token_id]
+
+    engine = ScriptedEngine(script)
+    prompts = [Prompt(str(first), (first,), answer="17") for first in (3, 4)]
+    settings = SamplingSettings(num_samples=1, max_response_tokens=48, seed=7)
+    groups = generate(engine, prompts, settings, calls=act.calls("step_0", engine.replicas))
+    assert groups is not None
+    episodes = [one for group in groups for one in group]
+    assert [one.failure for one in episodes] == ["", ""]
+    texts = [tokenizer.decode(one.token_ids.tolist()) for one in episodes]
+    assert texts == ["8>16</s>=9>17</s>", "8>17</s>"]
+    assert [act.environment.judge(one) for one in episodes] == [("9>17", "17"), ("8>17", "17")]
+    assert {*(clone / "calls.log").read_text().splitlines()} == {"3 0 8>16", "4 0 8>17"}
+
+
+def test_the_mix_draws_what_it_says(clone: Path) -> None:
+    _, inputs = inputs_of("mix_data", clone)
+    drawn = {
+        step: [one.source for one in inputs.source.next_batch(32, step=step)] for step in (0, 5)
+    }
+    assert {step: names.count("easy") for step, names in drawn.items()} == {0: 8, 5: 0}
+    levels = {(one.source, one.level == "additions_2") for one in inputs.problems}
+    assert levels == {("easy", True), ("hard", False)}
+
+
+def test_a_mix_on_a_base_with_one_file_is_refused_with_the_remedy(clone: Path) -> None:
+    write_files("mix_data", clone)
+    config = clone / "mix.toml"
+    config.write_text(re.sub("train_path.*", "", config.read_text()))
+    with pytest.raises(ConfigError, match=mentions("train_path", 'train_path = ""')):
+        load_config(config)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+def test_gsm8k_is_prepared_as_the_page_says(clone: Path) -> None:
+    """With the demo's tokenizer, which lacks a chat template and the letters of some prompts."""
+    (line,) = (one for one in lines_of("mix_data") if "prepare_data.py" in one)
+    line = line.replace("gsm8k/train.jsonl", str(DATA / "gsm8k/train.jsonl"))
+    line = line.replace("models/Qwen2.5-Math-1.5B --chat-template", "runs/demo/warm_start")
+    run_line(line, clone)
+    kept, dropped = (
+        (clone / f"data/gsm8k/{name}.jsonl").read_text().splitlines()
+        for name in ("problems", "dropped")
+    )
+    assert len(kept) + len(dropped) == 7473 and len(dropped) < 200
+    assert json.loads(kept[0])["answer"] == "72"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with a demo model less trained than a reader's, and fewer held-out problems."""
+    folder = make_clone(tmp_path_factory.mktemp("clone"))
+    run_line(".venv/bin/python tools/demo.py --prepare supervised.num_steps=20", folder)
+    held_out = folder / "runs/demo/task/eval.jsonl"
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[::8]))
+    return folder
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_followed_from_its_first_line_to_its_last(
+    page: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prepared)
+    (config,) = write_files(page, prepared)
+    for line in lines_of(page):
+        if not any(one in line for one in (*BROUGHT, "--prepare")):
+            run_line(line, prepared)
+    run_dir = prepared / config.run.output_dir
+    steps = steps_of(run_dir)
+    assert [one["step"] for one in steps] == [*range(config.run.num_steps)]
+    assert all(one["groups/unknown_verdicts"] == 0 for one in steps)
+    assert {one.step for one in read_samples(run_dir)} == {*range(config.run.num_steps)}
+    assert (run_dir / "report/samples.html").exists()

@@ -7,6 +7,7 @@ WORLD_SIZE ?= 1
 TP         ?= 1
 PP         ?= 1
 SEED       ?= 0
+CONFIG     ?= configs/demo.toml
 JOBS       ?= 2
 SYSTEM_JOBS ?= 4
 ARGS       ?=
@@ -24,9 +25,9 @@ unexport WORLD_SIZE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=0), report in runs/demo
+demo: ## Train a small model with GAPO on this CPU (CONFIG=configs/demo.toml WORLD_SIZE=1 TP=1 PP=1 SEED=0)
 	@tools/setup_env.sh run
-	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
+	$(PY) tools/demo.py --config $(CONFIG) --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
 # `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX; `CPU=default`: as on
 # one without AVX, as far as each can (vLLM's own kernels need AVX2 at least).

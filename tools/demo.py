@@ -183,11 +183,12 @@ def _write_task(config: Config) -> None:
     # Torch and transformers: neither --help nor a wrong setting waits for them.
     from transformers.utils import logging as transformers_logging
 
-    from gapo_megatron.ops.prepare import demo_task
+    from gapo_megatron.ops.prepare import demo_task, demo_tools
 
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
     assert supervised is not None
+    made = demo_tools if config.environment.kind == "tools" else demo_task
     task, initial = Path(config.data.train_path).parent, Path(supervised.initial_hf_dir)
     field, is_ours = "supervised.initial_hf_dir", is_marked(initial, made_by="demo")
     check_replaceable(initial, field=field, is_ours=is_ours)
@@ -195,7 +196,7 @@ def _write_task(config: Config) -> None:
     claim(task, names, field="data.train_path", made_by="demo")
     initial.mkdir(parents=True, exist_ok=True)
     mark(initial, made_by="demo", made_at=initial)
-    demo_task.write_task(
+    made.write_task(
         task,
         seed=config.run.seed,
         num_eval=NUM_EVAL,
@@ -203,11 +204,9 @@ def _write_task(config: Config) -> None:
         num_supervised=supervised.num_steps * supervised.batch_sequences,
     )
     rows = read_jsonl(supervised.train_path, keys=("prompt", "response"))
-    tokenizer = demo_task.write_tokenizer(
-        demo_task.training_texts([row for _, row in rows]), initial
-    )
+    tokenizer = made.write_tokenizer(made.training_texts([row for _, row in rows]), initial)
     demo_task.write_initial_model(tokenizer, initial, seed=config.run.seed)
-    _say("Four training examples of the warm start; some of the running sums are wrong.")
+    _say(f"Four training examples of the warm start; {made.ABOUT_EXAMPLES}")
     for _, row in rows[:4]:
         _say(f"  {row['prompt']} {row['response']}")
 

@@ -41,6 +41,7 @@ QWEN2 = Architecture(
         "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
         # Also the model of the miniature study (`ops.prepare.demo_task`).
         "warm_start": "make demo",
+        "warm_start_tools": "make demo CONFIG=configs/demo_tools.toml",
     },
     defaults=DEFAULTS,
     nullable=("num_key_value_heads",),

@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import sentencepiece
 import torch
@@ -26,6 +27,8 @@ ADDITIONS = (2, 3, 5, 7)
 """Additions in a chain, one level each."""
 SLIP_RATE = 0.2
 """Share of the running sums of worked examples that are off by one."""
+ABOUT_EXAMPLES = "some of the running sums are wrong."
+"""Said of the worked examples by the demo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +85,50 @@ def write_task(
         splits["train"] += chains[numbers["eval"] :]
     # Worked examples are drawn anew, and skip the eval problems.
     held_out = set(splits["eval"])
-    output_dir.mkdir(parents=True, exist_ok=True)
     for split, chains in splits.items():
-        _write_jsonl(
-            output_dir / f"{split}.jsonl",
-            (
-                {
-                    "id": f"{split}-{number}",
-                    "prompt": chain.prompt,
-                    "answer": chain.answer,
-                    "level": chain.level,
-                }
-                for number, chain in enumerate(chains)
-            ),
-        )
-    _write_jsonl(
+        write_problems(output_dir, split, chains)
+    write_rows(
         output_dir / "supervised.jsonl",
         (
             {"prompt": chain.prompt, "response": chain.worked(_slips(draw, len(chain.terms) - 1))}
             for chain in _examples(draw, num_supervised, held_out)
         ),
     )
+
+
+class Problem(Protocol):
+    """A problem of a demo."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+    @property
+    def level(self) -> str: ...
+
+
+def write_problems(output_dir: Path, split: str, problems: Sequence[Problem]) -> None:
+    """Write `{split}.jsonl` (data/schema.py) into a folder, which is created if missing."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_rows(
+        output_dir / f"{split}.jsonl",
+        (
+            {
+                "id": f"{split}-{number}",
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "level": problem.level,
+            }
+            for number, problem in enumerate(problems)
+        ),
+    )
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def training_texts(rows: Sequence[dict[str, str]]) -> list[str]:
@@ -197,7 +223,3 @@ def _chain(draw: random.Random, additions: int) -> Chain:
 
 def _slips(draw: random.Random, number: int) -> list[int]:
     return [draw.choice((-1, 1)) if draw.random() < SLIP_RATE else 0 for _ in range(number)]
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

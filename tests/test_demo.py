@@ -24,6 +24,7 @@ from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "demo.toml")
+TOOLS = str(ROOT / "configs" / "demo_tools.toml")
 
 
 @pytest.fixture
@@ -35,9 +36,11 @@ def demo(monkeypatch):
     return module
 
 
-def _arguments(*overrides: str, world_size: int = 1, tp: int = 1, pp: int = 1):
+def _arguments(
+    *overrides: str, config: str = CONFIG, world_size: int = 1, tp: int = 1, pp: int = 1
+):
     return argparse.Namespace(
-        config=CONFIG, overrides=list(overrides), world_size=world_size, tp=tp, pp=pp
+        config=config, overrides=list(overrides), world_size=world_size, tp=tp, pp=pp
     )
 
 
@@ -79,9 +82,11 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_runs(demo):
         _config(demo, world_size=3, tp=2)
 
 
-def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", [CONFIG, TOOLS])
+def test_the_task_fits_the_config(demo, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    config = load_config(CONFIG, [*demo._settings(_arguments(), 0), "supervised.num_steps=2"])
+    settings = demo._settings(_arguments(config=path), 0)
+    config = load_config(path, [*settings, "supervised.num_steps=2"])
     demo._write_task(config)
     initial = config.supervised.initial_hf_dir
     # What a plan and a dry run take before there is a model (models/published).
@@ -98,9 +103,11 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
         assert longest == config.data.max_prompt_tokens
     lines = Path(config.supervised.train_path).read_text().splitlines()
     assert len(lines) == 2 * config.supervised.batch_sequences
-    responses = [json.loads(line)["response"] for line in lines]
-    # EOS is one more token.
-    assert max(map(len, responses)) + 1 <= config.rollout.max_response_tokens
+    examples = [json.loads(line) for line in lines]
+    # EOS is one more token. The prompt of an example may have a tool's result.
+    texts = [(one["prompt"] + one["response"]).partition("=")[2] for one in examples]
+    longest = max(len(tokenizer.encode(text)) for text in texts)
+    assert longest + 1 <= config.rollout.max_response_tokens
 
 
 def _write_run(folder: Path, shares: dict[int, tuple[int, int]], *, seed: int = 0) -> Path:

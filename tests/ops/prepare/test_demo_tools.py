@@ -1,0 +1,184 @@
+"""The demo that learns to call a tool: its task and tokenizer, and two steps of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from gapo_megatron.data.schema import read_jsonl
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.ops.prepare import demo_task, demo_tools
+from gapo_megatron.ops.prepare.demo_tools import CALL_RATE, Product
+from gapo_megatron.rewards import exact
+from gapo_megatron.rollout.environments.tools import Tools
+from gapo_megatron.rollout.turns import Turns
+from gapo_megatron.types import Episode, Outcome, Prompt
+from tests.messages import mentions
+
+ROOT = Path(__file__).parents[3]
+PRODUCT = Product((47, 86))
+ROWS = PRODUCT.called + PRODUCT.direct
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """Loaded as training loads it, from the folder that the demo writes."""
+    folder = tmp_path_factory.mktemp("initial")
+    rows = [row for n in range(12, 98) for row in Product((n, n)).called]
+    made = demo_tools.write_tokenizer(demo_tools.training_texts(rows), folder)
+    demo_task.write_initial_model(made, folder, seed=0)
+    return load_tokenizer(folder)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def episode_of(
+    tokenizer: PreTrainedTokenizerBase, turn: str, *later: tuple[list[int], str]
+) -> Episode:
+    """An episode of `turn`, and tokens of the environment with the model's next turn, by pairs."""
+    tokens = encode(tokenizer, turn)
+    mask = [True] * len(tokens)
+    for answer, text in later:
+        said = [*encode(tokenizer, text), tokenizer.eos_token_id]
+        tokens += [*answer, *said]
+        mask += [False] * len(answer) + [True] * len(said)
+    prompt = Prompt("0", tuple(encode(tokenizer, PRODUCT.prompt)), answer=PRODUCT.answer)
+    return Episode(
+        prompt, 0, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32),
+        response_mask=np.array(mask) if later else None,
+    )  # fmt: skip
+
+
+def test_the_warm_start_teaches_what_the_environment_reads(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The turn ends, the tool answers, and the model sees the very tokens it was trained on."""
+    tools = Tools(tokenizer, max_calls=1)
+    turns = Turns(tokenizer, ["</tool_call>"], eos_token_ids=[tokenizer.eos_token_id])
+    call, answer, direct = ROWS
+    asked = episode_of(tokenizer, call["response"])
+    assert turns.is_over(asked) and turns.stop_ids == (int(asked.token_ids[-1]),)
+    result = tools.respond(asked)
+    assert result is not None and tokenizer.decode(result) == "<tool_response>4042</tool_response>"
+    tokens = [*asked.prompt.token_ids, *asked.token_ids.tolist(), *result]
+    assert tokens == encode(tokenizer, answer["prompt"])
+
+    done = episode_of(tokenizer, call["response"], (list(result), answer["response"]))
+    assert turns.is_over(done) and tools.respond(done) is None
+    assert tools.judge(done) == ("4042", PRODUCT.answer)
+    at_once = episode_of(tokenizer, direct["response"])
+    assert tools.respond(at_once) is None and tools.judge(at_once) == ("4042", PRODUCT.answer)
+    # A call is no answer, whatever is in it.
+    assert exact.verify(*tools.judge(asked)).outcome is Outcome.WRONG
+
+
+def test_constant_parts_of_a_call_are_a_token_each(tokenizer: PreTrainedTokenizerBase) -> None:
+    for row in ROWS:
+        for text in (row["prompt"], row["response"]):
+            assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=True) == text
+    call = json.dumps({"name": "calculator", "arguments": {"expression": "47*86"}})
+    assert ROWS[0]["response"] == f"<tool_call>{call}</tool_call>"
+    assert len(encode(tokenizer, ROWS[0]["response"])) == len("47*86") + 4
+    characters = ["<pad>", "</s>", "<unk>", *"0123456789*="]
+    assert len(tokenizer) == len(characters) + 6
+
+
+def test_a_broken_call_gets_tokens_of_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The text of an error has characters that the vocabulary lacks."""
+    tools = Tools(tokenizer)
+    for turn in ("<tool_call>47*86</tool_call>", ROWS[0]["response"].replace("47*86", "47*=")):
+        result = tools.respond(episode_of(tokenizer, turn))
+        assert result is not None and max(result) < len(tokenizer)
+        assert tokenizer.unk_token_id not in result
+
+
+def test_the_task_is_reproducible_and_holds_problems_out(tmp_path: Path) -> None:
+    rows: dict[str, list[Any]] = {}
+    for folder in ("one", "other"):
+        demo_tools.write_task(
+            tmp_path / folder, seed=0, num_eval=400, num_train=800, num_supervised=4000
+        )
+    for name in ("eval", "train", "supervised"):
+        paths = [tmp_path / folder / f"{name}.jsonl" for folder in ("one", "other")]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+        rows[name] = [row for _, row in read_jsonl(paths[0], keys=("prompt",))]
+    prompts = {name: [row["prompt"].split("=")[0] for row in part] for name, part in rows.items()}
+    assert [len(part) for part in prompts.values()] == [400, 800, 4000]
+    assert len({*prompts["eval"]}) == 400 and len({*prompts["train"]}) == 800
+    assert not {*prompts["eval"]} & {*prompts["train"], *prompts["supervised"]}
+    levels = [row["level"] for row in rows["eval"]]
+    assert {level: levels.count(level) for level in levels} == {
+        f"digits_{digits}": 100 for digits in demo_tools.DIGITS
+    }
+    for row in rows["eval"]:
+        one, other = row["prompt"].removesuffix("=").split("*")
+        assert int(row["answer"]) == int(one) * int(other)
+        assert row["level"] == f"digits_{len(one)}" == f"digits_{len(other)}"
+
+
+def test_examples_call_as_often_as_they_say(tmp_path: Path) -> None:
+    rows = list(demo_tools._examples(random.Random(0), 20_000, set()))
+    first = [row for row in rows if row["prompt"].endswith("=")]
+    share = sum("<tool_call>" in row["response"] for row in first) / len(first)
+    # Five standard errors of a share of that many draws.
+    assert share == pytest.approx(CALL_RATE, abs=5 * (CALL_RATE / len(first)) ** 0.5)
+    assert len(rows) == 20_000
+
+
+def test_asking_for_more_problems_than_there_are_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=mentions(9000, "2 digits", 8100)):
+        demo_tools.write_task(tmp_path, seed=0, num_eval=0, num_train=36000, num_supervised=0)
+
+
+CUT = (
+    *("supervised.num_steps=60", "batch.rollout_prompts=8", "batch.minibatch_prompts=4"),
+    *("run.num_steps=2", "evaluation.every_steps=2", "evaluation.samples_per_prompt=1"),
+    "metrics.samples_per_step=64",
+)
+"""All of it, smaller; `samples.jsonl` then has every response of a step."""
+
+
+@pytest.mark.system
+def test_the_demo_runs_calls_the_tool_and_learns_nothing_from_its_results(tmp_path: Path) -> None:
+    command = [ROOT / "tools/demo.py", "--config", ROOT / "configs/demo_tools.toml", *CUT]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "digits_5" in done.stdout  # the table
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "report.png").exists() and (folder / "hf/model.safetensors").exists()
+    tokenizer = load_tokenizer(folder / "hf")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for line in (one for one in lines if "loss/policy" in one):
+        texts = [one["response"] for one in samples if one["step"] == line["step"]]
+        assert len(texts) == 64
+        # A call that was cut off by the limit has no result.
+        num_results = sum(text.count("<tool_response>") for text in texts)
+        assert num_results > 0 and line["environment/turns"] == 1 + num_results / 64
+        # Lengths are those of what the model has sampled; so are the tokens of the loss, and the
+        # engine's log-probs there are the trainer's (fp32 on both sides).
+        lengths = [len(encode(tokenizer, _sampled(text))) for text in texts]
+        assert line["rollout/response_length/mean"] == pytest.approx(np.mean(lengths))
+        assert line["mismatch/mean_abs_log_prob_diff"] < 1e-5
+
+
+def _sampled(text: str) -> str:
+    """A response without the results of tools."""
+    start, opened, rest = text.partition("<tool_response>")
+    return start + rest.partition("</tool_response>")[2] if opened else text

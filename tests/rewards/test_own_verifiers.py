@@ -203,7 +203,7 @@ HOSTILE = {
     "changes the folder": "os.chdir('/'); return False",
     "forks": "os.fork(); return False",
     "leaves a child": "subprocess.Popen(['sleep', '3600']); return False",
-    "replaces json": "import json; json.dumps = None; return True",
+    "replaces json": "import json; json.dumps = None; return False",
     "gives a class": "return Verdict",
     "gives a huge number": "return 10**400",
     "gives a complex number": "return 1j",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ def acting_of(
     max_response_tokens: int = 1000,
     run_dir: Path | None = None,
     run: Run = at_once,
+    template_variables: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Acting:
     """How a run would call the environment, here by default at once."""
@@ -44,6 +45,7 @@ def acting_of(
         vocab_size=100_000,
         run_dir=run_dir,
         run=run,
+        template_variables=template_variables,
     )
 
 

@@ -114,7 +114,7 @@ def read_prompts(
                     row.get("level", ""),
                     source=source,
                     verifier=verifier,
-                    row=_kept_columns(whole, columns, judge, where=where),
+                    row=kept_columns(whole, columns, judge, where=where),
                 )
             )
     if not prompts:
@@ -174,6 +174,32 @@ def _encode(
         if not data.chat_template:
             raise DataError(f"{where}: {key}: a list of messages needs data.chat_template = true")
         prompt = read_messages(row[key], where=f"{where}: {key}")
+    return encode_problem(prompt, tokenizer, data, id=id, where=where)
+
+
+def encode_problem(
+    prompt: str | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    id: str,
+    where: str,
+    setting: str = "data.max_prompt_tokens",
+) -> tuple[int, ...]:
+    """Tokenise a problem's prompt as section `data` says.
+
+    Args:
+        prompt: see `encode_prompt`.
+        tokenizer: the policy's tokenizer.
+        data: the longest prompt, and the chat template.
+        id: of the problem, for messages.
+        where: its file and row, for messages.
+        setting: name that the user gives the longest prompt, for messages.
+
+    Raises:
+        DataError: the prompt has no token, or too many.
+        ConfigError: see `messages.render`.
+    """
     try:
         return encode_prompt(
             prompt,
@@ -186,18 +212,27 @@ def _encode(
     except LengthError as error:
         raise DataError(
             f"{where}: the prompt of {id[:60]!r} has {error}; "
-            f"data.max_prompt_tokens allows 1 to {data.max_prompt_tokens}"
+            f"{setting} allows 1 to {data.max_prompt_tokens}"
         ) from None
     except ConfigError as error:  # the template refuses these messages
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _kept_columns(
+def kept_columns(
     whole: Row, columns: Collection[str] | None, judge: VerifierConfig, *, where: str
 ) -> Row:
-    """The row's values for `columns`, None: all; verifiers get them as JSON.
+    """A row's columns for `Prompt.row`.
 
-    Never `answer` and `verifier`; of the other `KEYS`, those that are not null.
+    Args:
+        whole: the row as read.
+        columns: columns to keep, None: all. Never `answer` and `verifier`; of the other `KEYS`,
+            those that are not null.
+        judge: the row's verifier.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: a value is nothing that JSON can hold, or the verifier requires a column that the
+            row has not.
     """
     kept = {
         key: value

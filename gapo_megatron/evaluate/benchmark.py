@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
 from gapo_megatron.data.messages import check_template
-from gapo_megatron.data.schema import LengthError, encode_prompt, read_prompts
-from gapo_megatron.errors import DataError
+from gapo_megatron.data.schema import encode_problem, read_prompts
 from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
@@ -70,20 +69,14 @@ class Task:
         problems = benchmark.load(*paths)
         prompts = []
         for problem in problems:
-            try:
-                token_ids = encode_prompt(
-                    problem.prompt,
-                    tokenizer,
-                    chat_template=data.chat_template,
-                    max_tokens=data.max_prompt_tokens,
-                    system_prompt=data.system_prompt,
-                    template_variables=data.chat_template_kwargs,
-                )
-            except LengthError as error:
-                raise DataError(
-                    f"{paths[0].parent}: the prompt of {problem.id} has {error}; "
-                    f"--max-prompt-tokens allows 1 to {data.max_prompt_tokens}"
-                ) from None
+            token_ids = encode_problem(
+                problem.prompt,
+                tokenizer,
+                data,
+                id=problem.id,
+                where=str(paths[0].parent),
+                setting="--max-prompt-tokens",
+            )
             prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
         return cls(benchmark.name, reward, tuple(problems), tuple(prompts), tokenizer)
 

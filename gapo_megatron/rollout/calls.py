@@ -8,13 +8,14 @@ order, before the same decoding step.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import operator
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Acting:
     vocab_size: int
     run_dir: Path | None = None
     """Run folder, for the journal; None: calls are not recorded."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """`data.chat_template_kwargs`: an answer may be rendered with them."""
     run: Run = in_thread
     running: list[_Call] = field(default_factory=list)
     """Calls whose thread may still run, those of earlier steps and those given up included."""
@@ -79,6 +82,8 @@ class Acting:
         if replicas.is_first_of_replica:
             number = replicas.rank // replicas.size
             what = f"{self.config.model_dump_json(include=_ANSWERS)} {self.max_response_tokens}"
+            if self.template_variables:
+                what += f" {json.dumps(self.template_variables, sort_keys=True)}"
             journal = self.run_dir and Journal(
                 self.run_dir,
                 name,

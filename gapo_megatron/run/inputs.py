@@ -71,7 +71,10 @@ def check_inputs(config: Config) -> Inputs:
     if branch_point is not None:
         source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
     environment = environments.build(
-        config.environment, tokenizer, template_variables=config.data.chat_template_kwargs
+        config.environment,
+        tokenizer,
+        chat_template=config.data.chat_template,
+        template_variables=config.data.chat_template_kwargs,
     )
     eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
     turns = Turns(tokenizer, config.environment.stop, eos_token_ids=eos)

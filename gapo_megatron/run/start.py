@@ -277,6 +277,7 @@ def build_rollouter(
         max_response_tokens=config.rollout.max_response_tokens,
         vocab_size=engine.vocab_size,
         run_dir=Path(config.run.output_dir),
+        template_variables=config.data.chat_template_kwargs,
     )
     rollouter = Rollouter(
         engine,

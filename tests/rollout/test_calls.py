@@ -420,7 +420,11 @@ def _raise_at_first(episode: Episode) -> Any:
 
 @pytest.mark.parametrize(
     "change",
-    [{"settings": {"a": 1}}, {"code": "b"}, {"call_timeout_s": 61}, {"episode_timeout_s": 601}],
+    [
+        *({"settings": {"a": 1}}, {"code": "b"}),
+        *({"call_timeout_s": 61}, {"episode_timeout_s": 601}),
+        {"template_variables": {"enable_thinking": False}},
+    ],
 )
 def test_another_environments_answers_are_not_its(tmp_path: Path, change: Any) -> None:
     """A tool that is mended, and goes on in the same folder, must not meet its former errors."""

@@ -190,6 +190,22 @@ def test_a_chat_gets_its_results_as_messages() -> None:
     assert text.endswith("<|im_start|>assistant\n") and "\n84\n" in text
 
 
+def test_results_are_plain_text_where_prompts_are() -> None:
+    """By `data.chat_template`, also if the tokenizer has a template."""
+    tokenizer = tokenizer_of("qwen2_5")
+    turn = episode_of(call("calculator", expression="12*7"), tokenizer=tokenizer)
+    for of_data, own, is_message in (
+        (False, {}, False),
+        (True, {}, True),
+        (False, {"chat_template": True}, True),
+    ):
+        config = EnvironmentConfig(kind="tools", settings=own)
+        built = environments.build(config, tokenizer, chat_template=of_data)
+        text = tokenizer.decode(list(built.respond(turn) or ()))
+        assert ("<|im_start|>" in text) is is_message and "84" in text
+        assert is_message or text == "<tool_response>84</tool_response>"
+
+
 def test_wrong_settings_are_named() -> None:
     for settings, words in (
         ({"tools": ["search"]}, ["search", "calculator"]),

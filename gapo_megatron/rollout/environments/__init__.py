@@ -54,6 +54,7 @@ def build(
     config: EnvironmentConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    chat_template: bool = True,
     template_variables: Mapping[str, Any] = {},
 ) -> Environment:
     """Build the config's environment.
@@ -61,8 +62,10 @@ def build(
     Args:
         config: section `environment`.
         tokenizer: the policy's.
-        template_variables: `data.chat_template_kwargs`, with which the prompts are rendered; for
-            agents, and for `tools` unless its settings have others.
+        chat_template: `data.chat_template`: whether prompts are rendered by the tokenizer's chat
+            template; for `tools`, unless its settings say otherwise.
+        template_variables: `data.chat_template_kwargs`, with which they are rendered; for agents,
+            and for `tools` unless its settings have others.
 
     Raises:
         ConfigError: see `check`; or its class refuses the settings.
@@ -72,8 +75,9 @@ def build(
         from gapo_megatron.rollout.agents.environment import Agents
 
         return Agents(tokenizer, made, template_variables=template_variables)
-    if config.kind == "tools" and template_variables:
-        made = functools.partial(made, **{"template_variables": template_variables} | made.keywords)
+    if config.kind == "tools":
+        of_data = {"chat_template": chat_template, "template_variables": template_variables}
+        made = functools.partial(made, **of_data | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)
     _check_methods(config.kind, environment)
     return cast("Environment", environment)

@@ -49,6 +49,7 @@ class Tools:
         tools: Sequence[str] = ("calculator",),
         max_calls: int = 4,
         role: str = "tool",
+        chat_template: bool = True,
         template_variables: Mapping[str, Any] = {},
         timeout_s: int = 10,
         sandbox: str = "bubblewrap",
@@ -57,11 +58,13 @@ class Tools:
         """Check tools, sandbox and chat template.
 
         Args:
-            tokenizer: the policy's. With a chat template, results are messages; without one, text
-                between `<tool_response>` and `</tool_response>`.
+            tokenizer: the policy's.
             tools: `calculator`, `python`.
             max_calls: calls of an episode; a turn beyond them ends it.
             role: author of the results in the chat template.
+            chat_template: write results as messages of the tokenizer's chat template, if it has
+                one; otherwise they are text between `<tool_response>` and `</tool_response>`. By
+                default `data.chat_template`.
             template_variables: of the chat template; by default `data.chat_template_kwargs`.
             timeout_s: time limit of a Python program.
             sandbox: where programs run, as `reward.sandbox`.
@@ -80,7 +83,7 @@ class Tools:
         self._tools = tuple(tools)
         self._max_calls = max_calls
         self._chat = None
-        if tokenizer.chat_template:
+        if chat_template and tokenizer.chat_template:
             self._chat = ChatTurns(tokenizer, role=role, options=template_variables)
         self._special = _special_tokens(tokenizer)
         self._box: dict[str, Any] = {"timeout_s": timeout_s, "sandbox": sandbox, "python": python}

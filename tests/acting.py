@@ -59,6 +59,18 @@ def one_turn_inputs(source: Any, tokenizer: Any) -> Any:
     )
 
 
+def one_turn_acting(tokenizer: Any) -> Acting:
+    """Nothing answers: a response is a single turn."""
+    turns = Turns(tokenizer, (), eos_token_ids=())
+    return Acting(
+        OneTurn(tokenizer),
+        EnvironmentConfig(),
+        turns,
+        max_response_tokens=1000,
+        vocab_size=100_000,
+    )
+
+
 def calls_of(
     respond: Respond, *, replicas: Replicas | None = None, name: str = "step_0", **options: Any
 ) -> Calls:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron import user_code
-from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.evaluate.options import parse
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
 from gapo_megatron.hf.folder import claim
@@ -34,9 +33,10 @@ from gapo_megatron.run.fail_fast import fail_fast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from gapo_megatron.config import Config
+    from gapo_megatron.config import Config, EnvironmentConfig
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.evaluate.table import Table
+    from gapo_megatron.rollout.environment import Environment
     from gapo_megatron.run.process_group import World
 
 console = Console()
@@ -49,7 +49,8 @@ Remaining = dict[tuple[str, int], list[str]]
 
 def main() -> int:
     """0 done, 1 failed, 2 usage, 130 interrupted."""
-    arguments = _parse()
+    about, keeps, *_ = __doc__.split("\n\n")
+    arguments = parse(about, keeps)
     settings = read_settings()
     if arguments.compare:
         try:
@@ -71,12 +72,14 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
 
     from gapo_megatron import rewards
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.evaluate.chosen import choose, judge_of
+    from gapo_megatron.evaluate.chosen import choose, environment_of, judge_of
     from gapo_megatron.hf.model_folder import check_model_folder
+    from gapo_megatron.rollout import environments
     from gapo_megatron.run import process_group
 
-    sampling = _sampling(arguments, settings)
-    config = _config(arguments, sampling)
+    acts = environment_of(arguments.environment, arguments.config)
+    sampling = _sampling(arguments, settings, acts)
+    config = _config(arguments, sampling, acts)
     chosen = choose(
         arguments.benchmarks,
         arguments.problems,
@@ -86,20 +89,27 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     )
     for one in chosen:
         rewards.check(one.reward)
+    environments.check(acts)
     facts = check_model_folder(arguments.model, field="--model")
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
     tasks = [one.read(config, tokenizer) for one in chosen]
-    alike = {"program": "evaluate", **vars(arguments)}
+    environment = environments.build(
+        acts,
+        tokenizer,
+        chat_template=arguments.chat_template,
+        template_variables=arguments.chat_template_kwargs,
+    )
+    alike = {"program": "evaluate", **vars(arguments), "[environment]": acts}
     world = process_group.start(config.parallel.timeout_s, alike=alike)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
         _warn_of_template(arguments, tokenizer)
         digests = {one.name: one.sha256 for one in chosen}
-        _keep_settings(arguments, sampling, digests)
-        shared = [_remaining(arguments, tasks)]
+        _keep_settings(arguments, sampling, digests, acts)
+        shared = [_remaining(arguments, tasks, acts)]
     dist.broadcast_object_list(shared)  # ranks may see the disk differently: the first decides
     if any(shared[0].values()):
-        _sample(arguments, config, sampling, tasks, shared[0], world)
+        _sample(config, sampling, tasks, shared[0], environment, world)
     if world.rank == 0:
         _report(arguments, sampling, tasks, digests)
 
@@ -114,38 +124,43 @@ def _warn_of_template(arguments: argparse.Namespace, tokenizer: PreTrainedTokeni
 
 
 def _sample(
-    arguments: argparse.Namespace,
     config: Config,
     sampling: Sampling,
     tasks: Sequence[Task],
     remaining: Remaining,
+    environment: Environment,
     world: World,
 ) -> None:
     """Build the engine, and sample the remaining problems."""
     from gapo_megatron import rewards
-    from gapo_megatron.evaluate.benchmark import sample_task
+    from gapo_megatron.evaluate.benchmark import Sampler
     from gapo_megatron.policy.model import read_hf_config
-    from gapo_megatron.rollout.vllm import RolloutEngine
+    from gapo_megatron.rollout.calls import Acting
+    from gapo_megatron.rollout.turns import Turns
+    from gapo_megatron.rollout.vllm import RolloutEngine, eos_token_ids
     from gapo_megatron.run import process_group
 
     num_workers = min(process_group.share_of_cores(), 8)
-    hf_config = read_hf_config(arguments.model)
+    hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
+    eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
+    turns = Turns(tasks[0].tokenizer, acts.stop, eos_token_ids=eos)
     engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)
+    acting = Acting(
+        environment,
+        acts,
+        turns,
+        max_response_tokens=sampling.max_response_tokens,
+        vocab_size=engine.vocab_size,
+    )
+    sampler = Sampler(engine, acting, sampling, Path(config.run.output_dir))
     for task in tasks:
-        if not any(remaining[task.name, seed] for seed in arguments.seeds):
+        left = {seed: set(ids) for (name, seed), ids in remaining.items() if name == task.name}
+        if not any(left.values()):
             continue
         with rewards.start_pool(task.reward, num_workers=num_workers) as pool:
             pool.wait_until_ready()
-            for seed in arguments.seeds:
-                sample_task(
-                    engine,
-                    task,
-                    remaining=set(remaining[task.name, seed]),
-                    seed=seed,
-                    sampling=sampling,
-                    pool=pool,
-                    output_dir=arguments.output,
-                )
+            for seed, ids in left.items():
+                sampler.sample(task, remaining=ids, seed=seed, pool=pool)
 
 
 def _report(
@@ -227,13 +242,14 @@ def _write_tables(tables: Sequence[Table], path: Path) -> None:
     write_atomically(path.with_suffix(".tex"), "\n".join(table.to_latex() for table in tables))
 
 
-def _sampling(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Sampling:
+def _sampling(
+    arguments: argparse.Namespace, settings: dict[str, Setting], acts: EnvironmentConfig
+) -> Sampling:
     """The paper's setting, if one is named, with the command line's values in place of its own."""
-    given = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(Sampling)
-        if getattr(arguments, field.name) is not None
-    }
+    names = ("num_samples", "temperature", "top_p", "max_response_tokens")
+    options = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in options.items() if value is not None}
+    given["environment"] = acts.kind if acts.is_called else ""
     if arguments.setting:
         return dataclasses.replace(settings[arguments.setting].sampling, **given)
     given = {"temperature": 1.0, "top_p": 1.0} | given
@@ -243,7 +259,7 @@ def _sampling(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Sa
     return Sampling(**given)
 
 
-def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
+def _config(arguments: argparse.Namespace, sampling: Sampling, acts: EnvironmentConfig) -> Config:
     """A config for the engine alone; nothing is trained."""
     from gapo_megatron.config import parse_config
 
@@ -270,6 +286,7 @@ def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
                 "memory_fraction": 0.9,  # no trainer shares the GPU
                 "enforce_eager": arguments.enforce_eager,
             },
+            "environment": acts.model_dump(),
             "evaluation": {"samples_per_prompt": sampling.num_samples},
             # The kind is every benchmark's own in turn.
             "reward": {"kind": "math", "sandbox": arguments.sandbox},
@@ -279,9 +296,12 @@ def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
 
 
 def _keep_settings(
-    arguments: argparse.Namespace, sampling: Sampling, digests: dict[str, str]
+    arguments: argparse.Namespace,
+    sampling: Sampling,
+    digests: dict[str, str],
+    acts: EnvironmentConfig,
 ) -> None:
-    """Refuse to mix samples of different weights, prompts or settings in one folder."""
+    """Refuse to mix samples of other weights, prompts, settings or environments in one folder."""
     from gapo_megatron.hf.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
@@ -294,22 +314,25 @@ def _keep_settings(
     kinds = ("*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
     for path in sorted({path for kind in kinds for path in folder.glob(kind)}):
         model.update(bytes.fromhex(file_sha256(path)))
-    keep_settings(
-        arguments.output / "settings.json",
-        {
-            "model_sha256": model.hexdigest(),
-            "chat_template": arguments.chat_template,
-            # Older versions do not have these settings.
-            **{key: value for key in _OF_TEMPLATE if (value := getattr(arguments, key))},
-            "precision": arguments.precision,
-            **dataclasses.asdict(sampling),
-        },
-    )
+    kept = {
+        "model_sha256": model.hexdigest(),
+        "chat_template": arguments.chat_template,
+        # Older versions do not have these settings.
+        **{key: value for key in _OF_TEMPLATE if (value := getattr(arguments, key))},
+        "precision": arguments.precision,
+        **dataclasses.asdict(sampling),
+        "environment": acts.model_dump(mode="json", exclude={"max_concurrent"}),
+    }
+    if not acts.is_called and not acts.stop:  # nor do they have this
+        del kept["environment"]
+    keep_settings(arguments.output / "settings.json", kept)
     for name, digest in digests.items():
         keep_settings(arguments.output / name / "problems.json", {"sha256": digest})
 
 
-def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remaining:
+def _remaining(
+    arguments: argparse.Namespace, tasks: Sequence[Task], acts: EnvironmentConfig
+) -> Remaining:
     """Problems left to sample; refuses to mix verdicts of different verifiers in one folder."""
     remaining = {
         (task.name, seed): task.remaining(arguments.output, seed)
@@ -320,6 +343,8 @@ def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remainin
         if not any(remaining[task.name, seed] for seed in arguments.seeds):
             continue
         judged_by: dict[str, Any] = {"code": code_sha256("rewards", "data/benchmarks.py")}
+        if acts.is_called:
+            judged_by["environment_code"] = code_sha256("rollout/environments", "rollout/chat.py")
         if "code" in [one.kind for one in task.reward.by_name.values()]:
             judged_by["sandbox"] = arguments.sandbox
         # Older files do not have these two, nor those of a verifier without them.
@@ -332,138 +357,6 @@ def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remainin
             judged_by["reward"] = reward
         keep_settings(arguments.output / task.name / "judge.json", judged_by, done="judged")
     return remaining
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1]
-    )
-    parser.add_argument("--model", metavar="HF_DIR", help="Hugging Face folder")
-    parser.add_argument(
-        "--benchmarks",
-        type=_benchmarks,
-        metavar="NAME[,NAME...]",
-        help=f"{', '.join(BENCHMARKS)}, or code of your own, path/to/file.py:NAME (default: the "
-        "paper's six for mathematics; none with --problems)",
-    )
-    parser.add_argument(
-        "--problems",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="problems of your own, in the format of training data; each file is a benchmark "
-        "with its name",
-    )
-    parser.add_argument(
-        "--kind",
-        metavar="KIND",
-        help="verifier of --problems, as reward.kind of a config: a name, or code of your own",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="instead of --kind: a training config, whose [reward] judges --problems",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default="data/benchmarks",
-        metavar="DIR",
-        help="one folder per benchmark, as published (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder for samples, figures and tables"
-    )
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="[LABEL=]DIR[,DIR...]",
-        help="compare evaluations: the first with each other one. DIRs of one label are training "
-        "seeds; a label that is a method (gapo, gspo) gets the published figures beside it",
-    )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--setting",
-        choices=read_settings(),
-        help="the paper's sampling for one of its models; other options override it",
-    )
-    sampling.add_argument("--num-samples", type=int, metavar="N", help="samples per problem")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="default: 1")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="default: 1")
-    sampling.add_argument("--max-response-tokens", type=int, metavar="N")
-    sampling.add_argument(
-        "--max-prompt-tokens", type=int, default=2048, metavar="N", help="default: %(default)s"
-    )
-    sampling.add_argument(
-        "--seeds", type=_seeds, default=[0], metavar="N[,N...]", help="sampling seeds (default: 0)"
-    )
-    sampling.add_argument(
-        "--chat-template",
-        action="store_true",
-        help="wrap prompts in the tokenizer's chat template; as data.chat_template in training",
-    )
-    sampling.add_argument(
-        "--system-prompt", default="", metavar="TEXT", help="as data.system_prompt in training"
-    )
-    sampling.add_argument(
-        "--chat-template-kwargs",
-        type=_variables,
-        default={},
-        metavar="JSON",
-        help="as data.chat_template_kwargs in training: '{\"enable_thinking\": false}'",
-    )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
-    engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
-    engine.add_argument("--enforce-eager", action="store_true", help="skip compilation")
-    engine.add_argument(
-        "--sandbox",
-        default="bubblewrap",
-        help="where the model's programs run: bubblewrap, apptainer:/PATH/OF/IMAGE, "
-        "tcp://HOST:PORT (a service), or unsafe: with your own rights (default: %(default)s)",
-    )
-    arguments = parser.parse_args()
-    if not arguments.compare and not (arguments.model and arguments.output):
-        parser.error("give --model and --output, or --compare")
-    if arguments.compare and arguments.model:
-        parser.error("--compare reads finished evaluations; do not give --model")
-    if bool(arguments.problems) != (bool(arguments.kind) + bool(arguments.config) == 1):
-        parser.error("--problems needs its verifier, and nothing else does: --kind or --config")
-    if arguments.benchmarks is None:
-        six = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
-        arguments.benchmarks = [] if arguments.problems else six
-    return arguments
-
-
-def _variables(text: str) -> dict[str, Any]:
-    try:
-        variables = json.loads(text)
-    except ValueError:
-        variables = None
-    if not isinstance(variables, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
-    return variables
-
-
-def _benchmarks(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in BENCHMARKS and not user_code.is_code(name):
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(BENCHMARKS)}")
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text}: a benchmark is named twice")
-    return names
-
-
-def _seeds(text: str) -> list[int]:
-    if not all(seed.isdecimal() for seed in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}: seeds must be whole numbers, as 0,1,2")
-    seeds = [int(seed) for seed in text.split(",")]
-    if len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text}: seeds must be different")
-    return seeds
 
 
 if __name__ == "__main__":

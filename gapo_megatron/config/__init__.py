@@ -2,7 +2,7 @@
 
 from gapo_megatron.config.data_section import DataConfig, DataSource
 from gapo_megatron.config.environment import EnvironmentConfig
-from gapo_megatron.config.loading import load_config, load_recorded, parse_config
+from gapo_megatron.config.loading import load_config, load_recorded, parse_config, with_digest
 from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
@@ -43,4 +43,5 @@ __all__ = [
     "load_config",
     "load_recorded",
     "parse_config",
+    "with_digest",
 ]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gapo_megatron import user_code
 from gapo_megatron.config.errors import explain
@@ -19,6 +19,8 @@ from gapo_megatron.config.roles import ALLOWABLE, is_setting
 from gapo_megatron.config.schema import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
+
+AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def load_config(
@@ -54,19 +56,36 @@ def load_recorded(path: str | Path) -> Config:
 
 def _with_digests(config: Config, *, source: str) -> Config:
     """Fill in `code` of each section that names code of the user's own."""
-    digests = {}
-    for section, value in config:
-        names, recorded = getattr(value, "code_names", []), getattr(value, "code", "")
-        if names or recorded:
-            text = " ".join(user_code.digest(name, setting=section) for name in names)
-            if recorded not in ("", text):
-                now = f"those of {', '.join(names)} are {text!r} now" if names else "it names none"
-                raise ConfigError(
-                    f"{source}: {section}.code ({recorded!r}) is the SHA-256 of files with code "
-                    f"of your own, but {now}. Restore the files, or remove this line"
-                )
-            digests[section] = value.model_copy(update={"code": text})
+    digests = {
+        name: with_digest(section, name=name, source=source)
+        for name, section in config
+        if getattr(section, "code_names", []) or getattr(section, "code", "")
+    }
     return config.model_copy(update=digests) if digests else config
+
+
+def with_digest(section: AnySection, *, name: str, source: str) -> AnySection:
+    """Fill in `code` of a section, if it names code of the user's own.
+
+    Args:
+        section: a section of a config.
+        name: its name.
+        source: where it was read, for messages.
+
+    Raises:
+        ConfigError: `code` has the digest of other code; or a file does not exist.
+    """
+    names, recorded = getattr(section, "code_names", []), getattr(section, "code", "")
+    if not names and not recorded:
+        return section
+    text = " ".join(user_code.digest(one, setting=name) for one in names)
+    if recorded not in ("", text):
+        now = f"those of {', '.join(names)} are {text!r} now" if names else "it names none"
+        raise ConfigError(
+            f"{source}: {name}.code ({recorded!r}) is the SHA-256 of files with code of your own, "
+            f"but {now}. Restore the files, or remove this line"
+        )
+    return section.model_copy(update={"code": text})
 
 
 def parse_config(tree: dict[str, Any], *, source: str) -> Config:

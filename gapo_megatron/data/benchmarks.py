@@ -13,7 +13,7 @@ import re
 import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Problem:
     answers: tuple[str, ...]
     """Reference answers; a response that equals any of them is correct."""
     level: str = ""
+    row: Row = field(default_factory=dict)
+    """Columns of its row for a verifier or an environment of the user's own (`Prompt.row`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +85,31 @@ class Benchmark:
             )
         return found
 
-    def load(self, *paths: Path) -> list[Problem]:
+    def load(
+        self, *paths: Path, keep: Callable[[Row, str], Row] = lambda row, where: {}
+    ) -> list[Problem]:
         """Read the benchmark's problems, in file order.
+
+        `keep` makes `Problem.row` of a row and its place, file and number.
 
         Raises:
             DataError: a file cannot be read or has an unexpected format; names file, row and rule.
         """
-        return list(self._problems(paths, with_answers=True))
+        return list(self._problems(paths, keep))
 
     def prompts(self, *paths: Path) -> Iterator[tuple[str, str]]:
         """Id and prompt of each problem; raises as `load`, except for errors in answers."""
-        return ((one.id, one.prompt) for one in self._problems(paths, with_answers=False))
+        return ((one.id, one.prompt) for one in self._problems(paths))
 
-    def _problems(self, paths: Sequence[Path], *, with_answers: bool) -> Iterator[Problem]:
+    def _problems(
+        self, paths: Sequence[Path], keep: Callable[[Row, str], Row] | None = None
+    ) -> Iterator[Problem]:
         rows = ((path, *row) for path in paths for row in read_rows(path, columns=()))
         found = False
         for index, (path, number, row, _) in enumerate(rows):
             try:
                 parts = self.read(row)
-                answers = self.answers(row) if parts and with_answers else ()
+                answers = self.answers(row) if parts and keep else ()
             except _OTHER_SHAPE as error:
                 raise DataError(
                     f"{path}:{number}: unexpected format for a row of {self.name}: "
@@ -110,7 +118,7 @@ class Benchmark:
             if parts is None:
                 continue
             prompt, level = parts
-            if not prompt.strip() or (with_answers and not (answers and all(answers))):
+            if not prompt.strip() or (keep and not (answers and all(answers))):
                 raise DataError(f"{path}:{number}: the prompt or the answer is empty")
             if not is_unicode(prompt + level):
                 raise DataError(f"{path}:{number}: the prompt contains a lone surrogate")
@@ -120,7 +128,8 @@ class Benchmark:
                 except DataError as error:
                     raise DataError(f"{path}:{number}: answer: {error}") from None
             found = True
-            yield Problem(f"{self.name}-{index}", prompt, answers, level)
+            kept = keep(row, f"{path}:{number}") if keep else {}
+            yield Problem(f"{self.name}-{index}", prompt, answers, level, kept)
         if not found:
             shown = ", ".join(map(str, paths))
             raise DataError(f"{shown}: contains no problems of {self.name}")

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
 from gapo_megatron.data.messages import check_template
-from gapo_megatron.data.schema import encode_problem, read_prompts
+from gapo_megatron.data.schema import encode_problem, kept_columns, read_prompts
 from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
 from gapo_megatron.rewards import instructions
+from gapo_megatron.rollout.call_metrics import num_turns
+from gapo_megatron.rollout.calls import Acting, CallCounts, Calls
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.generate import Hooks, generate
-from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.environment import Environment
+from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
@@ -50,6 +52,18 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of the model."""
 
+    @property
+    def follows_instructions(self) -> bool:
+        """Whether an answer is a list of instructions, each judged by itself, strict and loose."""
+        return self.reward.kind == "instructions"
+
+    @property
+    def answers(self) -> dict[str, Sequence[str]]:
+        """What a response is compared with, by the problem's id."""
+        if self.follows_instructions:
+            return {one.id: instructions.split(one.answers[0]) for one in self.problems}
+        return {one.id: one.answers for one in self.problems}
+
     @classmethod
     def read(
         cls,
@@ -58,15 +72,27 @@ class Task:
         reward: RewardConfig,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
+        columns: Collection[str] | None = (),
     ) -> Task:
         """Read and tokenise a benchmark's files.
+
+        Args:
+            benchmark: how its rows are read.
+            paths: its files.
+            reward: its verifier, and options.
+            tokenizer: the model's.
+            data: the longest prompt, and the chat template.
+            columns: columns of a row for verifier and environment, as in `read_prompts`.
 
         Raises:
             ConfigError: the tokenizer's chat template does not go with the settings of `data`.
             DataError: a file has an unexpected format, or a prompt is too long; names the problem.
+                Or a row lacks a column that the verifier requires.
         """
         check_template(data, tokenizer)
-        problems = benchmark.load(*paths)
+        problems = benchmark.load(
+            *paths, keep=lambda row, where: kept_columns(row, columns, reward, where=where)
+        )
         prompts = []
         for problem in problems:
             token_ids = encode_problem(
@@ -77,7 +103,8 @@ class Task:
                 where=str(paths[0].parent),
                 setting="--max-prompt-tokens",
             )
-            prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
+            answer = problem.answers[0]
+            prompts.append(Prompt(problem.id, token_ids, answer, problem.level, row=problem.row))
         return cls(benchmark.name, reward, tuple(problems), tuple(prompts), tokenizer)
 
     @classmethod
@@ -89,6 +116,7 @@ class Task:
         reward: RewardConfig,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
+        columns: Collection[str] | None = (),
     ) -> Task:
         """Read and tokenise a file of problems in the format of training data.
 
@@ -100,7 +128,7 @@ class Task:
             tokenizer=tokenizer,
             data=data,
             reward=reward,
-            columns=rewards.row_columns(reward),
+            columns=columns,
         )
         problems = [Problem(one.id, "", (one.answer,), one.level) for one in prompts]
         return cls(name, reward, tuple(problems), tuple(prompts), tokenizer)
@@ -111,63 +139,132 @@ class Task:
         return [prompt.id for prompt in self.prompts if prompt.id not in kept]
 
 
-def sample_task(
-    engine: Engine,
-    task: Task,
-    *,
-    remaining: Collection[str],
-    seed: int,
-    sampling: Sampling,
-    pool: rewards.Pool,
-    output_dir: Path,
-) -> None:
-    """Sample, judge and save the remaining problems of a benchmark, for one seed.
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Samples and judges benchmarks with an engine, in the environment of training."""
 
-    The samples depend only on seed and problem: not on the number of ranks or on samples saved
-    earlier, up to the rounding of a batched forward pass.
+    engine: Engine
+    """Holds the weights to evaluate."""
+    acting: Acting
+    """What answers the model, and how it is called; without a journal: calls of samples that a kill
+    loses are made again."""
+    sampling: Sampling
+    output_dir: Path
+    """Folder of the evaluation, on a disk that all ranks share."""
 
-    Args:
-        engine: holds the weights to evaluate.
-        task: the same on every rank.
-        remaining: ids of the problems to sample, the same on every rank. One rank calls
-            `Task.remaining` for all, because ranks may see a shared disk differently.
-        seed: seed of the samples.
-        sampling: sampling settings.
-        pool: workers with the benchmark's verifier.
-        output_dir: folder of the evaluation, on a disk that all ranks share.
+    def sample(
+        self, task: Task, *, remaining: Collection[str], seed: int, pool: rewards.Pool
+    ) -> None:
+        """Sample, judge and save the remaining problems of a benchmark, for one seed.
 
-    Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
-    """
-    folder = seed_folder(output_dir, task.name, seed)
-    prompts = [prompt for prompt in task.prompts if prompt.id in remaining]
-    num_done = len(task.prompts) - len(prompts)
-    replicas = engine.replicas
-    settings = SamplingSettings(
-        num_samples=sampling.num_samples,
-        max_response_tokens=sampling.max_response_tokens,
-        seed=evaluation_seed(seed),
-        step=0,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-    )
-    for piece in _pieces(prompts, num_replicas=replicas.count, sampling=sampling):
-        logger.info(
-            "%s, seed %d: %d of %d problems done, sampling the next %d",
-            task.name,
-            seed,
-            num_done,
-            len(task.prompts),
-            len(piece),
+        The samples depend only on seed and problem: not on the number of ranks or on samples saved
+        earlier, up to the rounding of a batched forward pass.
+
+        Args:
+            task: the same on every rank.
+            remaining: ids of the problems to sample, the same on every rank. One rank calls
+                `Task.remaining` for all, because ranks may see a shared disk differently.
+            seed: seed of the samples.
+            pool: workers with the benchmark's verifier.
+
+        Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
+        """
+        folder = seed_folder(self.output_dir, task.name, seed)
+        prompts = [prompt for prompt in task.prompts if prompt.id in remaining]
+        num_done = len(task.prompts) - len(prompts)
+        replicas = self.engine.replicas
+        settings = SamplingSettings(
+            num_samples=self.sampling.num_samples,
+            max_response_tokens=self.sampling.max_response_tokens,
+            seed=evaluation_seed(seed),
+            step=0,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
         )
-        mine = replicas.share(piece)
-        groups = generate(engine, mine, settings, hooks=Hooks(shows_progress=True))
-        assert groups is not None, "generation without should_abort is never aborted"
-        groups = replicas.part(groups)
-        samples = _judge(replicas, groups, task, pool=pool)
-        if groups:
-            write_samples(folder, samples)
-        num_done += len(piece)
-    replicas.gather([None])  # a barrier: all samples are saved after it
+        for piece in _pieces(prompts, num_replicas=replicas.count, sampling=self.sampling):
+            logger.info(
+                "%s, seed %d: %d of %d problems done, sampling the next %d",
+                task.name,
+                seed,
+                num_done,
+                len(task.prompts),
+                len(piece),
+            )
+            mine = [begin(self.acting.environment, prompt) for prompt in replicas.share(piece)]
+            calls = self.acting.calls(f"{task.name}_{seed}", replicas)
+            hooks = Hooks(shows_progress=True)
+            groups = generate(self.engine, mine, settings, calls=calls, hooks=hooks)
+            assert groups is not None, "generation without should_abort is never aborted"
+            groups = replicas.part(groups)
+            solved = self._judge(groups, task, calls, pool=pool)
+            if groups:
+                write_samples(folder, solved)
+            num_done += len(piece)
+        replicas.gather([None])  # a barrier: all samples are saved after it
+
+    def _judge(
+        self, groups: Sequence[Sequence[Episode]], task: Task, calls: Calls, *, pool: rewards.Pool
+    ) -> list[Solved]:
+        """Judge this rank's part of the samples. Collective, see `sample`."""
+        gather = self.engine.replicas.gather
+        environment, answers = self.acting.environment, task.answers
+        episodes = [one for group in groups for one in group]
+        asked = [_questions(one, environment, answers[one.prompt.id]) for one in episodes]
+        questions = [item for items in asked if not isinstance(items, Verdict) for item in items]
+        # All ranks return together, so none waits long in the next collective.
+        verdicts = iter(pool.judge(questions, may_end=lambda done: all(gather([done]))))
+        token_ids = [one.token_ids.tolist() for one in episodes]
+        # An empty list is one empty text to `batch_decode`; a rank may have no problem.
+        texts = (
+            task.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
+        )
+        samples = []
+        for one, text, items in zip(episodes, texts, asked, strict=True):
+            own = [items] if isinstance(items, Verdict) else [next(verdicts) for _ in items]
+            sample = Sample(
+                response=text,
+                verdict=any_of(own),
+                num_tokens=one.num_sampled_tokens,
+                truncated=one.truncated,
+                **_cost(one, calls),
+            )
+            if task.follows_instructions and len(own) > 1:
+                outcomes = tuple(verdict.outcome for verdict in own)
+                verdict = all_of(own[: len(own) // 2])
+                sample = replace(sample, verdict=verdict, instructions=outcomes)
+            samples.append(sample)
+        judged = iter(samples)
+        return [
+            Solved(group[0].prompt.id, group[0].prompt.level, tuple(next(judged) for _ in group))
+            for group in groups
+        ]
+
+
+def _questions(
+    episode: Episode, environment: Environment, answers: Sequence[str]
+) -> list[tuple[str, str, str, Mapping[str, Any]]] | Verdict:
+    """What the verifier gets for each reference answer; or an unknown verdict.
+
+    An environment may have another answer than the problem's: it is then the only one.
+    """
+    judged = rewards.ask_judge(environment.judge, episode)
+    if isinstance(judged, Verdict):
+        return judged
+    response, answer = judged
+    right = answers if answer == episode.prompt.answer else (answer,)
+    return [(response, one, episode.prompt.verifier, episode.prompt.row) for one in right]
+
+
+def _cost(episode: Episode, calls: Calls) -> dict[str, int]:
+    """Turns, calls and failed calls of an episode, if an environment answers."""
+    if not calls.is_called:
+        return {}
+    cost = calls.counts.get((episode.prompt.id, episode.sample), CallCounts())
+    return {
+        "num_turns": num_turns(episode),
+        "num_calls": cost.num_calls,
+        "num_errors": cost.num_errors,
+    }
 
 
 def _pieces(
@@ -177,47 +274,6 @@ def _pieces(
     count = math.ceil(len(prompts) * sampling.num_samples / (num_replicas * SAMPLES_PER_PIECE))
     for piece in range(count):
         yield prompts[piece * len(prompts) // count : (piece + 1) * len(prompts) // count]
-
-
-def _judge(
-    replicas: Replicas,
-    groups: Sequence[Sequence[Episode]],
-    task: Task,
-    *,
-    pool: rewards.Pool,
-) -> list[Solved]:
-    answers = {problem.id: problem.answers for problem in task.problems}
-    follows = task.reward.kind == "instructions"
-    if follows:  # each instruction is judged separately, strict and loose
-        answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
-    episodes = [one for group in groups for one in group]
-    token_ids = [one.token_ids.tolist() for one in episodes]
-    # An empty list is one empty text to `batch_decode`; a rank may have no problem.
-    texts = task.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
-    questions = [
-        (text, answer, one.prompt.verifier, one.prompt.row)
-        for text, one in zip(texts, episodes, strict=True)
-        for answer in answers[one.prompt.id]
-    ]
-    # All ranks return together, so none waits long in the next collective.
-    verdicts = iter(pool.judge(questions, may_end=lambda done: all(replicas.gather([done]))))
-    samples = []
-    for text, one in zip(texts, episodes, strict=True):
-        own = [next(verdicts) for _ in answers[one.prompt.id]]
-        samples.append(
-            Sample(
-                response=text,
-                verdict=all_of(own[: len(own) // 2]) if follows else any_of(own),
-                num_tokens=len(one.token_ids),
-                truncated=one.truncated,
-                instructions=tuple(verdict.outcome for verdict in own) if follows else (),
-            )
-        )
-    judged = iter(samples)
-    return [
-        Solved(group[0].prompt.id, group[0].prompt.level, tuple(next(judged) for _ in group))
-        for group in groups
-    ]
 
 
 def any_of(verdicts: Sequence[Verdict]) -> Verdict:

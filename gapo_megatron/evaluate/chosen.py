@@ -6,12 +6,18 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from gapo_megatron import user_code
-from gapo_megatron.config import Config, RewardConfig
+from gapo_megatron import rewards, user_code
+from gapo_megatron.config import (
+    CONFIG_NAME,
+    Config,
+    EnvironmentConfig,
+    RewardConfig,
+    with_digest,
+)
 from gapo_megatron.data.benchmarks import Benchmark, check_name, find_benchmark
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.benchmark import Task
@@ -43,17 +49,16 @@ class Chosen:
 
     def read(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Task:
         """Read and tokenise the problems; raises as `Task.read` and `Task.of_file`."""
-        data = config.data
+        columns = None if config.environment.code_names else rewards.row_columns(self.reward)
+        options: dict[str, Any] = {
+            "reward": self.reward,
+            "tokenizer": tokenizer,
+            "data": config.data,
+            "columns": columns,
+        }
         if self.benchmark is None:
-            (path,) = self.files
-            return Task.of_file(self.name, path, reward=self.reward, tokenizer=tokenizer, data=data)
-        return Task.read(
-            self.benchmark,
-            *self.files,
-            reward=self.reward,
-            tokenizer=tokenizer,
-            data=data,
-        )
+            return Task.of_file(self.name, *self.files, **options)
+        return Task.read(self.benchmark, *self.files, **options)
 
 
 def choose(
@@ -116,21 +121,49 @@ def with_kind(reward: RewardConfig, kind: str, *, field: str) -> RewardConfig:
     Raises:
         ConfigError: there is no such verifier; names the field.
     """
-    return _checked(reward.model_dump() | {"kind": kind}, field=f"{field} ({kind!r})")
+    tree = reward.model_dump() | {"kind": kind}
+    return _checked(RewardConfig, tree, field=f"{field} ({kind!r})")
 
 
 def read_reward(path: Path, *, field: str) -> RewardConfig:
-    """Section [reward] of a training config, the file that its `base` names included.
+    """Section [reward] of a training config; see `_read` for errors."""
+    return _read(RewardConfig, "reward", path, field=field)
+
+
+def environment_of(kind: str | None, config: Path | None) -> EnvironmentConfig:
+    """What answers the model: `--environment`, or else as the training config `--config` says.
 
     Raises:
-        ConfigError: the file cannot be read, or the section is not valid.
+        ConfigError: there is no such environment; or see `_read`.
     """
-    return _checked(read_tree(path).get("reward", {}), field=f"{field} ({path}): reward")
+    if kind is None:
+        if config is None:
+            return EnvironmentConfig()
+        return _read(EnvironmentConfig, "environment", config, field="--config")
+    field = f"--environment ({kind!r})"
+    section = _checked(EnvironmentConfig, {"kind": kind}, field=field)
+    return with_digest(section, name="environment", source=field)
 
 
-def _checked(tree: object, *, field: str) -> RewardConfig:
+AnySection = TypeVar("AnySection", bound=BaseModel)
+
+
+def _read(model: type[AnySection], name: str, path: Path, *, field: str) -> AnySection:
+    """A section of a training config, or of the config of a run's folder, `base` included.
+
+    Raises:
+        ConfigError: the file cannot be read, the section is not valid, or its `code` is the digest
+            of other code.
+    """
+    path = path / CONFIG_NAME if path.is_dir() else path
+    source = f"{field} ({path})"
+    section = _checked(model, read_tree(path).get(name, {}), field=f"{source}: {name}")
+    return with_digest(section, name=name, source=source)
+
+
+def _checked(model: type[AnySection], tree: object, *, field: str) -> AnySection:
     try:
-        return RewardConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f".{part}" for part in first["loc"])

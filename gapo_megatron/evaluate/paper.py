@@ -21,6 +21,8 @@ class Sampling:
     top_p: float
     max_response_tokens: int
     """T_max."""
+    environment: str = ""
+    """`environment.kind`, if it answers the model; empty: a response is a single turn."""
 
     @property
     def text(self) -> str:
@@ -28,7 +30,7 @@ class Sampling:
         return (
             f"n={self.num_samples}, temperature={self.temperature:g}, top-p={self.top_p:g}, "
             f"T_max={self.max_response_tokens}"
-        )
+        ) + (f", environment {self.environment}" if self.environment else "")
 
 
 @dataclass(frozen=True, slots=True)

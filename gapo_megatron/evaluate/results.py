@@ -49,6 +49,9 @@ class SeedResult:
     """Problem -> number of known verdicts, and of correct samples."""
     instructions: dict[str, float]
     """IFEval's four accuracies; empty for other benchmarks."""
+    environment: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The model's `turns` and the environment's `calls` per sample, and `error_share`, the share of
+    calls that failed; empty without an environment that answers the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +115,19 @@ def measure(problems: Sequence[Solved], *, num_samples: int) -> SeedResult:
         response_tokens=sum(sample.num_tokens for sample in samples) / len(samples),
         counts=counts,
         instructions=_instruction_accuracies(samples),
+        environment=_environment_figures(samples),
     )
+
+
+def _environment_figures(samples: Sequence[Sample]) -> dict[str, float]:
+    if not any(sample.num_turns for sample in samples):
+        return {}
+    num_calls = sum(sample.num_calls for sample in samples)
+    return {
+        "turns": sum(sample.num_turns for sample in samples) / len(samples),
+        "calls": num_calls / len(samples),
+        "error_share": sum(sample.num_errors for sample in samples) / max(num_calls, 1),
+    }
 
 
 def _instruction_accuracies(samples: Sequence[Sample]) -> dict[str, float]:
@@ -235,9 +250,12 @@ def _flaw(results: Results, name: str, seeds: dict[int, SeedResult]) -> str:
             return f"{seed}: counts must be known verdicts and, at most as many, correct samples"
         if {*one.instructions} not in (set(), _ACCURACIES):
             return f"{seed}: instructions must be {', '.join(sorted(_ACCURACIES))}"
+        if {*one.environment} not in (set(), _ENVIRONMENT):
+            return f"{seed}: environment must be {', '.join(sorted(_ENVIRONMENT))}"
     return ""
 
 
+_ENVIRONMENT = {"turns", "calls", "error_share"}
 _ACCURACIES = {
     f"{unit}_{mode}" for unit in ("prompt", "instruction") for mode in ("strict", "loose")
 }

@@ -30,13 +30,23 @@ class Sample:
     """A judged response to a problem."""
 
     response: str
-    """Text without special tokens."""
+    """Text without special tokens, of what an environment appended, too."""
     verdict: Verdict
     num_tokens: int
-    """Number of tokens, with EOS."""
+    """Number of sampled tokens, with EOS."""
     truncated: bool
     instructions: tuple[Outcome, ...] = ()
     """IFEval: outcome of each instruction, first all strict, then all loose."""
+    num_turns: int = 0
+    """The model's turns; 0: no environment answers it."""
+    num_calls: int = 0
+    """Calls of the environment."""
+    num_errors: int = 0
+    """Calls that failed."""
+
+
+_CALLS = ("num_turns", "num_calls", "num_errors")
+"""Values of a sample that only an environment which answers the model gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ def _to_json(problem: Solved) -> dict[str, Any]:
                 "num_tokens": sample.num_tokens,
                 "truncated": sample.truncated,
                 **({"instructions": sample.instructions} if sample.instructions else {}),
+                **({key: getattr(sample, key) for key in _CALLS} if sample.num_turns else {}),
                 "response": sample.response,
             }
             for sample in problem.samples
@@ -168,6 +179,7 @@ def _sample(row: Any) -> Sample:
         num_tokens=_typed(row, "num_tokens", int),
         truncated=_typed(row, "truncated", bool),
         instructions=outcomes,
+        **{key: _typed(row, key, int) for key in _CALLS if key in row},
     )
 
 

@@ -13,10 +13,15 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def results_tables(results: Results) -> list[Table]:
-    """Tables of one evaluation: pass@k, samples, and IFEval's accuracies if it was run."""
+    """Tables of one evaluation: pass@k, samples, IFEval's accuracies, and an environment's calls.
+
+    The last two only if there are any.
+    """
     tables = [_pass_table(results), _samples_table(results)]
     if any(seed.instructions for seeds in results.benchmarks.values() for seed in seeds.values()):
         tables.append(_instructions_table(results))
+    if results.sampling.environment:
+        tables.append(_environment_table(results))
     return tables
 
 
@@ -71,6 +76,22 @@ def _samples_table(results: Results) -> Table:
         )
     return Table(
         "Samples: mean length, share truncated at T_max, share with unknown verdict", columns, rows
+    )
+
+
+def _environment_table(results: Results) -> Table:
+    rows = []
+    for name, by_seed in results.benchmarks.items():
+        found = [seed.environment for seed in by_seed.values()]
+        turns, calls, errors = (
+            mean([one[key] for one in found]) for key in ("turns", "calls", "error_share")
+        )
+        rows.append([title(name), f"{turns:.2f}", f"{calls:.2f}", percent(errors, digits=2)])
+    return Table(
+        f"Environment {results.sampling.environment}: turns of the model and calls per sample, "
+        "share of calls that failed",
+        ["benchmark", "turns", "calls", "failed %"],
+        rows,
     )
 
 

@@ -223,18 +223,24 @@ class Judging:
         for one in ended:
             if one.prompt.id not in self._ids:
                 continue
-            key, reason = (one.prompt.id, one.sample), one.failure
-            if not reason:
-                try:
-                    with user_code.contained():
-                        texts = _check_texts(self._judge(one.for_user()))
-                    items[key] = (*texts, one.prompt.verifier, one.prompt.row)
-                except Exception as error:  # whatever a user's environment raises
-                    reason = f"judge: {said(error)}"[:_MOST_CHARACTERS]
-            if reason:
-                self.unknown[key] = Verdict(Outcome.UNKNOWN, reason)
+            key, asked = (one.prompt.id, one.sample), ask_judge(self._judge, one)
+            if isinstance(asked, Verdict):
+                self.unknown[key] = asked
+            else:
+                items[key] = (*asked, one.prompt.verifier, one.prompt.row)
         self.numbers |= zip(items, self.pool.submit(items.values()), strict=True)
         self.pool.poll()
+
+
+def ask_judge(judge: Judge, episode: Episode) -> tuple[str, str] | Verdict:
+    """What the verifier gets for an episode; or an unknown verdict, if the environment failed."""
+    if episode.failure:
+        return Verdict(Outcome.UNKNOWN, episode.failure)
+    try:
+        with user_code.contained():
+            return _check_texts(judge(episode.for_user()))
+    except Exception as error:  # whatever a user's environment raises
+        return Verdict(Outcome.UNKNOWN, f"judge: {said(error)}"[:_MOST_CHARACTERS])
 
 
 def _check_texts(judged: Any) -> tuple[str, str]:
@@ -306,6 +312,7 @@ __all__ = [
     "Judge",
     "Judging",
     "Pool",
+    "ask_judge",
     "check",
     "check_answer",
     "check_excerpt",

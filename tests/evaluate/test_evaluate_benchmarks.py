@@ -16,7 +16,7 @@ from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.evaluate import benchmark as sampling_module
-from gapo_megatron.evaluate.benchmark import Task, all_of, any_of, sample_task
+from gapo_megatron.evaluate.benchmark import Sampler, Task, all_of, any_of
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.results import collect, measure, read_results, write_results
 from gapo_megatron.evaluate.samples import (
@@ -28,6 +28,7 @@ from gapo_megatron.evaluate.samples import (
 )
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.types import Outcome, Verdict
+from tests.acting import one_turn_acting
 from tests.data.test_data_benchmarks import put
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of, says
@@ -67,15 +68,8 @@ def read_task(name: str, path: Path, tokenizer, *, max_prompt_tokens: int = 500)
 
 
 def sample(engine, task, output_dir, pool, *, seed: int = 0) -> None:
-    sample_task(
-        engine,
-        task,
-        remaining=task.remaining(output_dir, seed),
-        seed=seed,
-        sampling=SAMPLING,
-        pool=pool,
-        output_dir=output_dir,
-    )
+    sampler = Sampler(engine, one_turn_acting(task.tokenizer), SAMPLING, output_dir)
+    sampler.sample(task, remaining=task.remaining(output_dir, seed), seed=seed, pool=pool)
 
 
 def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeypatch) -> None:
@@ -132,15 +126,8 @@ def test_ranks_are_told_what_remains(tmp_path, tokenizer) -> None:
     engine = answers(tokenizer, "\\boxed{1}")
     engine.replicas.gather = lambda groups: gathered.extend(groups) or list(groups)
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
-        sample_task(
-            engine,
-            task,
-            remaining={"aime24-1"},
-            seed=0,
-            sampling=SAMPLING,
-            pool=pool,
-            output_dir=tmp_path,
-        )
+        sampler = Sampler(engine, one_turn_acting(tokenizer), SAMPLING, tmp_path)
+        sampler.sample(task, remaining={"aime24-1"}, seed=0, pool=pool)
     assert asked(engine) == ["aime24-1"]
     assert set(map(type, gathered)) <= {bool, type(None)}
     assert task.remaining(tmp_path, 0) == ["aime24-0", "aime24-2"]

@@ -7,23 +7,31 @@ import json
 import re
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config, RewardConfig
+from gapo_megatron.config import Config, EnvironmentConfig, RewardConfig
 from gapo_megatron.data.benchmarks import BOXED
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.evaluate.benchmark import sample_task
-from gapo_megatron.evaluate.chosen import Chosen, choose, read_reward, with_kind
+from gapo_megatron.evaluate.benchmark import Sampler
+from gapo_megatron.evaluate.chosen import Chosen, choose, environment_of, read_reward, with_kind
 from gapo_megatron.evaluate.compare import Method, compare
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.results import collect, read_results, write_results
 from gapo_megatron.evaluate.samples import read_samples
 from gapo_megatron.evaluate.tables import results_tables
 from gapo_megatron.ops.prepare import demo_task as arithmetic
+from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.calls import Acting
+from gapo_megatron.rollout.turns import Turns
+from gapo_megatron.types import Outcome, Verdict
+from tests.acting import one_turn_acting
 from tests.configs import config_of
 from tests.evaluate.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
 from tests.messages import mentions
@@ -38,9 +46,10 @@ ROWS = [
 ]
 
 
-def config(reward: RewardConfig) -> Config:
+def config(reward: RewardConfig, **sections: Any) -> Config:
     return config_of(
-        {
+        sections
+        | {
             "data": {"max_prompt_tokens": 200},
             "reward": reward.model_dump(exclude_none=True),
         }
@@ -84,20 +93,17 @@ def chosen(*files: Path, names: tuple[str, ...] = (), kind: str = "exact", data:
     return choose(names, files, data_dir=data, reward=reward, judge=judge)
 
 
-def evaluated(one: Chosen, tokenizer, output: Path, *, says_always: str) -> Path:
+def evaluated(
+    one: Chosen, tokenizer, output: Path, *, says_always: str, acting: Acting | None = None
+) -> Path:
     """Sample the benchmark with an engine that always answers the same, and write its results."""
-    task = one.read(config(one.reward), tokenizer)
+    acting = acting or one_turn_acting(tokenizer)
+    environment = acting.config.model_dump()
+    task = one.read(config(one.reward, environment=environment), tokenizer)
     engine = ScriptedEngine(says(tokenizer, defaultdict(lambda: [says_always] * 2)))
     with rewards.start_pool(one.reward, num_workers=1) as pool:
-        sample_task(
-            engine,
-            task,
-            remaining=task.remaining(output, 0),
-            seed=0,
-            sampling=SAMPLING,
-            pool=pool,
-            output_dir=output,
-        )
+        sampler = Sampler(engine, acting, SAMPLING, output)
+        sampler.sample(task, remaining=task.remaining(output, 0), seed=0, pool=pool)
     assert task.remaining(output, 0) == []
     results = collect(
         output,
@@ -109,7 +115,7 @@ def evaluated(one: Chosen, tokenizer, output: Path, *, says_always: str) -> Path
         seeds=[0],
     )
     write_results(results, output)
-    assert read_results(output) == results
+    assert repr(read_results(output)) == repr(results)  # NaN is not NaN
     return output
 
 
@@ -183,6 +189,144 @@ def test_a_verifier_of_ones_own_judges_with_its_settings(
         read_reward(path, field="--config")
 
 
+@pytest.fixture
+def with_columns(own: Path) -> Path:
+    """The example's benchmark, with a verifier and an environment that read the row."""
+    own.write_text(
+        own.read_text()
+        + f"""
+SCHOOL = dataclasses.replace(SCHOOL, kind="{own}:verify")
+
+
+def verify(response, answer, *, grade, question):
+    return response.endswith(f"{{grade}}{{question}}")
+
+
+class Asks(OneTurn):
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.tokenizer = tokenizer
+
+    def respond(self, episode):
+        if episode.response_mask is not None:
+            return None
+        if episode.sample == 1:
+            raise OSError("no network")
+        return self.tokenizer.encode(episode.prompt.row["question"], add_special_tokens=False)
+"""
+    )
+    text = own.read_text().replace("from", "import dataclasses\nfrom", 1)
+    line = "from gapo_megatron.rollout.environments.one_turn import OneTurn\n"
+    own.write_text(text.replace("\n\ndef read", f"{line}\n\ndef read", 1))
+    return own
+
+
+def acting(kind: str, tokenizer, **settings: Any) -> Acting:
+    """As tools/evaluate.py calls an environment."""
+    chosen = environment_of(kind, None).model_copy(update=settings)
+    environment = environments.build(chosen, tokenizer)
+    turns = Turns(tokenizer, chosen.stop, eos_token_ids=(tokenizer.eos_token_id,))
+    size = len(tokenizer)
+    return Acting(environment, chosen, turns, max_response_tokens=200, vocab_size=size)
+
+
+def test_an_environment_answers_and_its_failures_are_unknown(
+    with_columns: Path, tokenizer, tmp_path: Path
+) -> None:
+    """The columns of a benchmark's row reach verifier and environment."""
+    (one,) = chosen(names=(f"{with_columns}:SCHOOL",), data=tmp_path / "data")
+    asks = acting(f"{with_columns}:Asks", tokenizer)
+    task = one.read(config(one.reward, environment=asks.config.model_dump()), tokenizer)
+    assert task.prompts[0].row == {
+        **{"language": "en", "question": "1+2=", "grade": 3},
+        "solutions": ["3", "three"],
+    }
+    plain = one.read(config(one.reward), tokenizer)  # what the verifier takes, no more
+    assert plain.prompts[0].row == {"question": "1+2=", "grade": 3}
+
+    # The response is "3", the environment's "1+2=", and "3" again.
+    output = evaluated(one, tokenizer, tmp_path / "out", says_always="3", acting=asks)
+    ((solved,), (counts,)) = (
+        read_samples(output / "school/seed_0").values(),
+        read_results(output).benchmarks["school"].values(),
+    )
+    first, second = solved.samples
+    assert (first.response, first.num_tokens) == ("31+2=3", 4)  # two of them EOS
+    assert first.verdict.outcome is Outcome.WRONG
+    assert (first.num_turns, first.num_calls, first.num_errors) == (2, 2, 0)
+    assert second.verdict == Verdict(Outcome.UNKNOWN, "OSError: no network")
+    assert (second.num_turns, second.num_calls, second.num_errors) == (1, 1, 1)
+    assert counts.counts == {"school-0": (1, 0)}
+    assert counts.environment == {"turns": 1.5, "calls": 1.5, "error_share": 1 / 3}
+
+    results = read_results(output)
+    sampling = replace(SAMPLING, environment=asks.config.kind)
+    table = results_tables(replace(results, sampling=sampling))[-1].to_text()
+    assert re.search(r"^school +1\.50 +1\.50 +33\.33", table, re.MULTILINE)
+    right = evaluated(one, tokenizer, tmp_path / "right", says_always="31+2=", acting=asks)
+    assert read_results(right).benchmarks["school"][0].counts == {"school-0": (1, 1)}
+    one_turn = evaluated(one, tokenizer, tmp_path / "plain", says_always="3")
+    text = (one_turn / "school/seed_0/school-0.jsonl").read_text()
+    assert "num_turns" not in text and "31+2=3" not in text
+
+
+def test_a_verifiers_columns_are_required_of_a_benchmark(
+    with_columns: Path, tokenizer, tmp_path: Path
+) -> None:
+    rows = [{"language": "en", "question": "1+2=", "grade": 3, "solutions": ["3"]}]
+    with_columns.write_text(with_columns.read_text().replace("grade, question", "points"))
+    (tmp_path / "data/school/a.json").write_text(json.dumps(rows))
+    (one,) = chosen(names=(f"{with_columns}:SCHOOL",), data=tmp_path / "data")
+    with pytest.raises(DataError, match=mentions("a.json:1", "'points'")):
+        one.read(config(one.reward), tokenizer)
+
+
+def test_an_environment_may_have_its_own_answer(own: Path, tokenizer, tmp_path: Path) -> None:
+    """It is then the only one, in place of the problem's alternatives."""
+    (one,) = chosen(names=(f"{own}:SCHOOL",), data=tmp_path / "data")
+    plain = one_turn_acting(tokenizer)
+    for answer, num_correct in {"12": 0, "3": 2}.items():
+        told = SimpleNamespace(
+            begin=plain.environment.begin,
+            respond=plain.environment.respond,
+            judge=lambda episode, answer=answer: (plain.environment.judge(episode)[0], answer),
+        )
+        output = evaluated(
+            one,
+            tokenizer,
+            tmp_path / answer,
+            says_always="\\boxed{3}",
+            acting=replace(plain, environment=told),
+        )
+        (solved,) = read_samples(output / "school/seed_0").values()
+        assert solved.num_correct == num_correct
+
+
+def test_the_environment_is_that_of_the_run(with_columns: Path, tmp_path: Path) -> None:
+    """A run's folder has the digest of its code: other code is refused, as on a resume."""
+    kind = f"{with_columns}:Asks"
+    assert environment_of(None, None) == EnvironmentConfig()
+    digest = environment_of(kind, None).code
+    assert digest == hashlib.sha256(with_columns.read_bytes()).hexdigest()
+    text = f"[environment]\nkind = '{kind}'\nstop = ['=']\ncall_timeout_s = 5\n"
+    (tmp_path / "base.toml").write_text(text)
+    (tmp_path / "config.toml").write_text(f"base = 'base.toml'\n[environment]\ncode = '{digest}'")
+    for path in (tmp_path, tmp_path / "config.toml", tmp_path / "base.toml"):
+        found = environment_of(None, path)
+        assert (found.kind, found.code, found.stop) == (kind, digest, ("=",))
+        assert found.call_timeout_s == 5
+    assert environment_of("one_turn", tmp_path) == EnvironmentConfig()
+    with_columns.write_text(with_columns.read_text() + "# changed")
+    assert environment_of(None, tmp_path / "base.toml").code != digest
+    with pytest.raises(ConfigError, match=mentions("--config", "environment.code", digest)):
+        environment_of(None, tmp_path)
+    with pytest.raises(ConfigError, match=mentions("--environment", "'tool'", "'tools'")):
+        environment_of("tool", None)
+    (tmp_path / "base.toml").write_text("[environment]\nkind = 'tools'\nstops = []\n")
+    with pytest.raises(ConfigError, match=mentions("--config", "environment.stops")):
+        environment_of(None, tmp_path / "base.toml")
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -242,6 +386,8 @@ def test_the_command_line_asks_for_the_verifier(capsys) -> None:
         parse(*given, "--kind", "exact", "--config", "c.toml")
     with pytest.raises(SystemExit, match="2"):
         parse("--model", "m", "--output", "o", "--kind", "exact")
+    parsed = parse("--model", "m", "--output", "o", "--config", "run", "--environment", "tools")
+    assert (parsed.config, parsed.environment, parsed.problems) == (Path("run"), "tools", [])
     parsed = parse(*given, "--kind", "exact", "--benchmarks", "mine.py:ONE,aime24")
     assert parsed.benchmarks == ["mine.py:ONE", "aime24"]
 
@@ -279,3 +425,58 @@ def test_the_tool_evaluates_both(root: Path, own: Path) -> None:  # noqa: F811
             for one in solved.values()
         }
     assert sum(correct for _, correct in found["digits"][0].counts.values()) > 0
+
+
+@pytest.mark.system
+def test_the_tool_evaluates_in_an_environment(root: Path, with_columns: Path) -> None:  # noqa: F811
+    """Real vLLM on two ranks, and calls that take a moment or fail; a second start makes none."""
+    folder, log = with_columns.parent, with_columns.parent / "log"
+    path = folder / "digits.jsonl"
+    rows = [{"id": str(i), "prompt": f"0{i}", "answer": str(i), "say": str(i)} for i in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "says.py").write_text(
+        "import os, time\n"
+        "from gapo_megatron.rollout.environments.one_turn import OneTurn\n"
+        "class Says(OneTurn):\n"
+        "    def __init__(self, tokenizer, log):\n"
+        "        super().__init__(tokenizer)\n"
+        "        self.tokenizer, self.log = tokenizer, log\n"
+        "    def respond(self, episode):\n"
+        "        if episode.response_mask is not None:\n"
+        "            return None\n"
+        "        with open(self.log, 'a') as file:\n"
+        "            file.write(f'{episode.prompt.id}/{episode.sample}\\n')\n"
+        "        time.sleep(0.1)\n"
+        "        if episode.sample == 1:\n"
+        "            raise OSError('no network')\n"
+        "        said = episode.prompt.row['say']\n"
+        "        return self.tokenizer.encode(said, add_special_tokens=False)\n"
+        "    def judge(self, episode):\n"
+        "        return episode.prompt.row['say'], episode.prompt.answer\n"
+    )
+    (folder / "config.toml").write_text(
+        f"[environment]\nkind = '{folder}/says.py:Says'\nsettings = {{ log = '{log}' }}\n"
+        "[reward]\nkind = 'exact'\n"
+    )
+    output = folder / "out"
+    command = [
+        *("--model", root / "model", "--output", output, "--max-prompt-tokens", 16),
+        *("--num-samples", 4, "--max-response-tokens", 30, "--precision", "fp32"),
+        *("--enforce-eager", "--problems", path, "--config", folder),
+    ]
+    for _ in range(2):
+        program = Program("tools.evaluate", *map(str, command), ranks=2)
+        text, _ = program.communicate()
+        assert program.returncode == 0, text[-6000:]
+        assert len({*log.read_text().splitlines()}) == len(log.read_text().splitlines())
+    found = read_results(output).benchmarks["digits"][0]
+    samples = [
+        one for row in read_samples(output / "digits/seed_0").values() for one in row.samples
+    ]
+    assert len(samples) == 24 and found.environment["calls"] > 0
+    for one in samples:
+        assert one.num_errors == ("no network" in one.verdict.reason)
+        assert one.verdict.outcome is (Outcome.UNKNOWN if one.num_errors else Outcome.CORRECT)
+    assert 0 < sum(one.num_errors for one in samples) <= 6
+    (table,) = re.findall(r"^digits +(\d\.\d+) +(\d\.\d+) +(\d+\.\d+)$", text, re.MULTILINE)
+    assert float(table[1]) == pytest.approx(found.environment["calls"], abs=0.006)

@@ -17,9 +17,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.config import RewardConfig
+from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.evaluate.options import parse as parse_options
 from gapo_megatron.evaluate.paper import Sampling, read_settings
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from tests.messages import mentions
@@ -27,6 +28,7 @@ from tests.programs import Program
 from tests.waiting import wait_until
 from tools import evaluate as tool
 
+ONE_TURN = EnvironmentConfig()
 TOOL = Path(__file__).parents[2] / "tools/evaluate.py"
 NUM_PROBLEMS, NUM_SAMPLES = 96, 32  # three pieces of 1024 samples
 
@@ -125,7 +127,7 @@ def test_a_killed_evaluation_continues_on_other_ranks(root: Path) -> None:
 def parse(*options: object) -> argparse.Namespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["evaluate.py", *map(str, options)])
-        return tool._parse()
+        return parse_options("", "")
 
 
 @pytest.mark.parametrize(
@@ -158,26 +160,26 @@ def test_the_command_line_refuses(options, named, capsys) -> None:
 def test_sampling_is_checked_before_anything_is_built(options, named) -> None:
     arguments = parse("--model", "m", "--output", "o", *options)
     with pytest.raises(ConfigError, match=mentions(*named)):
-        tool._config(arguments, tool._sampling(arguments, read_settings()))
+        tool._config(arguments, tool._sampling(arguments, read_settings(), ONE_TURN), ONE_TURN)
 
 
 def test_samples_of_two_models_do_not_mix(tmp_path) -> None:
     options = ("--output", tmp_path / "out", "--num-samples", 1, "--max-response-tokens", 8)
     arguments = parse("--model", tmp_path, *options)
-    sampling = tool._sampling(arguments, {})
+    sampling = tool._sampling(arguments, {}, ONE_TURN)
     with pytest.raises(ConfigError, match=mentions("--model", tmp_path, ".safetensors")):
-        tool._keep_settings(arguments, sampling, {})
+        tool._keep_settings(arguments, sampling, {}, ONE_TURN)
     for name in (
         *("model.safetensors", "tokenizer_config.json", "chat_template.jinja"),
         *("merges.txt", "tokenizer.model"),
     ):
         (tmp_path / name).write_text("one")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        tool._keep_settings(arguments, sampling, {})
-        tool._keep_settings(arguments, sampling, {})
+        tool._keep_settings(arguments, sampling, {}, ONE_TURN)
+        tool._keep_settings(arguments, sampling, {}, ONE_TURN)
         (tmp_path / name).write_text("another")
         with pytest.raises(ConfigError, match=mentions("model_sha256", "--output")):
-            tool._keep_settings(arguments, sampling, {})
+            tool._keep_settings(arguments, sampling, {}, ONE_TURN)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +201,8 @@ def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> No
     limits = ("--num-samples", 1, "--max-response-tokens", 8)
     command = ("--model", tmp_path, "--output", tmp_path / "out", "--chat-template", *limits)
     plain = parse(*command)
-    sampling = tool._sampling(plain, {})
-    tool._keep_settings(plain, sampling, {})
+    sampling = tool._sampling(plain, {}, ONE_TURN)
+    tool._keep_settings(plain, sampling, {}, ONE_TURN)
     assert not {*tool._OF_TEMPLATE} & {*json.loads((tmp_path / "out/settings.json").read_text())}
     silent = {"enable_thinking": False}
     for options, expected in (
@@ -208,12 +210,40 @@ def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> No
         (("--chat-template-kwargs", json.dumps(silent)), ("", silent)),
     ):
         arguments = parse(*command, *options)
-        data = tool._config(arguments, sampling).data
+        data = tool._config(arguments, sampling, ONE_TURN).data
         assert (data.system_prompt, data.chat_template_kwargs) == expected
         with pytest.raises(ConfigError, match=mentions("--output")):
-            tool._keep_settings(arguments, sampling, {})
+            tool._keep_settings(arguments, sampling, {}, ONE_TURN)
     with pytest.raises(SystemExit):
         parse(*command, "--chat-template-kwargs", "enable_thinking")
+
+
+def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:
+    """Of another kind, with other settings, code, ends of turns or limits; or of none."""
+    (tmp_path / "model.safetensors").write_text("")
+    limits = ("--num-samples", 1, "--max-response-tokens", 8)
+    arguments = parse("--model", tmp_path, "--output", tmp_path / "out", *limits)
+
+    def keep(**environment: object) -> dict[str, object]:
+        acts = EnvironmentConfig.model_validate(environment)
+        tool._keep_settings(arguments, tool._sampling(arguments, {}, acts), {}, acts)
+        kept: dict[str, object] = json.loads((tmp_path / "out/settings.json").read_text())
+        return kept
+
+    assert "environment" not in keep()  # as it always was
+    with pytest.raises(ConfigError, match=mentions("environment", "tools", "--output")):
+        keep(kind="tools")
+    shutil.rmtree(tmp_path / "out")
+    whole = {"kind": "a.py:A", "settings": {"n": 1}, "code": "x", "stop": ["</a>"]}
+    assert keep(**whole)["environment"] == keep(**whole, max_concurrent=2)["environment"]
+    for other in (
+        *({"settings": {"n": 2}}, {"code": "y"}, {"stop": []}),
+        *({"call_timeout_s": 61}, {"episode_timeout_s": 601}),
+    ):
+        with pytest.raises(ConfigError, match=mentions("environment", *other, "--output")):
+            keep(**whole | other)
+    with pytest.raises(ConfigError, match=mentions("environment", "--output")):
+        keep()
 
 
 def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
@@ -228,18 +258,23 @@ def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
         for name in left
     ]
     expected = {("aime24", 0): ["aime24-0"], ("livecodebench", 0): ["livecodebench-0"]}
-    assert tool._remaining(arguments, tasks) == tool._remaining(arguments, tasks) == expected
+    assert (
+        tool._remaining(arguments, tasks, ONE_TURN)
+        == tool._remaining(arguments, tasks, ONE_TURN)
+        == expected
+    )
     arguments.sandbox = "unsafe"
     with pytest.raises(
         ConfigError, match=mentions("livecodebench", "sandbox", "'bubblewrap'", "'unsafe'")
     ):
-        tool._remaining(arguments, tasks)
-    tool._remaining(arguments, tasks[:1])  # no program runs
+        tool._remaining(arguments, tasks, ONE_TURN)
+    tool._remaining(arguments, tasks[:1], ONE_TURN)  # no program runs
     monkeypatch.setattr(tool, "code_sha256", lambda *parts: "changed")
     with pytest.raises(ConfigError, match=mentions("aime24", "code", "'changed'")):
-        tool._remaining(arguments, tasks[:1])
+        tool._remaining(arguments, tasks[:1], ONE_TURN)
     left["aime24"].clear()
-    assert tool._remaining(arguments, tasks[:1]) == {("aime24", 0): []}  # only tables are written
+    # Only tables are written.
+    assert tool._remaining(arguments, tasks[:1], ONE_TURN) == {("aime24", 0): []}
 
 
 def test_verdicts_of_other_named_verifiers_or_limits_do_not_mix(tmp_path) -> None:
@@ -248,7 +283,7 @@ def test_verdicts_of_other_named_verifiers_or_limits_do_not_mix(tmp_path) -> Non
     def judge(**reward: object) -> None:
         given = RewardConfig.model_validate({"kind": "math"} | reward)
         task = SimpleNamespace(name="mine", reward=given, remaining=lambda *_: ["a"])
-        tool._remaining(arguments, [task])
+        tool._remaining(arguments, [task], ONE_TURN)
 
     path = tmp_path / "mine" / "judge.json"
     judge()
@@ -265,9 +300,9 @@ def test_verdicts_of_other_named_verifiers_or_limits_do_not_mix(tmp_path) -> Non
 
 def test_a_setting_gives_what_the_command_line_does_not() -> None:
     arguments = parse("--model", "m", "--output", "o", "--setting", "llama-3.2-3b-instruct")
-    assert tool._sampling(arguments, read_settings()) == Sampling(256, 1.0, 1.0, 8192)
+    assert tool._sampling(arguments, read_settings(), ONE_TURN) == Sampling(256, 1.0, 1.0, 8192)
     arguments.num_samples = 4
-    assert tool._sampling(arguments, read_settings()) == Sampling(4, 1.0, 1.0, 8192)
+    assert tool._sampling(arguments, read_settings(), ONE_TURN) == Sampling(4, 1.0, 1.0, 8192)
     assert arguments.benchmarks == [*BENCHMARKS][:6]
     assert parse("--compare", "a", "b").compare == ["a", "b"]
 

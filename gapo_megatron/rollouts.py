@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from gapo_megatron.types import Plan, Sample
+from gapo_megatron.types import Plan, Sample, Timeline
 
 ROW = np.dtype(
     [
@@ -72,6 +72,7 @@ class Rollouts:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step that collected them; empty otherwise."""
     samples: Sequence[Sample] = ()
+    timelines: Sequence[Timeline] = ()
     """Some of a step's responses as text, the same on every rank; empty otherwise."""
 
     @classmethod

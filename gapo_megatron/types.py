@@ -157,6 +157,32 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A turn of the model, or a call of the environment; seconds since the generation began."""
+
+    is_call: bool
+    start_s: float
+    """Of a turn: when the engine got its request, which may have waited there."""
+    end_s: float
+    """That of a call which an earlier attempt has made, and the journal answers, is its start."""
+    num_tokens: int
+    """Tokens of the turn, or of the environment's answer."""
+    failed: bool = False
+    """Whether the call failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When the turns and calls of a `Sample` took place: a line of timelines.jsonl."""
+
+    step: int
+    problem: str
+    sample: int
+    spans: tuple[Span, ...]
+    """In order; of the last generation, should an earlier step have begun the response."""
+
+
+@dataclass(frozen=True, slots=True)
 class Minibatch:
     """An optimizer step of the plan."""
 

@@ -23,7 +23,7 @@ OWNER_NAME = "OWNER"
 """Names the attempt that may write to the folder."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "timings.jsonl", "samples.jsonl", "samples.1.jsonl"),
-    *("evaluations", "tensorboard"),
+    *("timelines.jsonl", "timelines.1.jsonl", "evaluations", "tensorboard"),
     *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME, CHANGES_NAME),
     JOURNAL_FOLDER,
 )

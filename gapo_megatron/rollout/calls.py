@@ -27,6 +27,7 @@ from gapo_megatron.errors import GapoError, said
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.timing import Timing
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode
 from gapo_megatron.user_code import no_fork_left
@@ -78,7 +79,7 @@ class Acting:
 
     def calls(self, name: str, replicas: Replicas) -> Calls:
         """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
-        caller = None
+        caller, timing = None, Timing()
         if replicas.is_first_of_replica:
             number = replicas.rank // replicas.size
             what = f"{self.config.model_dump_json(include=_ANSWERS)} {self.max_response_tokens}"
@@ -91,12 +92,12 @@ class Acting:
                 environment=what,
                 may_repeat=self.may_repeat,
             )
-            caller = _Caller(self, journal or None)
+            caller = _Caller(self, journal or None, start_s=timing.start_s)
         return Calls(
             self.turns,
             replicas,
             caller,
-            is_called=self.config.is_called,
+            timing=timing if self.config.is_called else None,
             moves_first=getattr(self.environment, "moves_first", False),
         )
 
@@ -115,7 +116,8 @@ class Calls:
 
     Attributes:
         turns: decides where a turn of the model ends.
-        is_called: False: nothing answers the model, and a response ends with its first turn.
+        timing: when turns and calls took place; None: nothing answers the model, and a response
+            ends with its first turn.
         moves_first: an episode begins with a call (`Environment.moves_first`).
         num_open: episodes that wait for an answer; equal on the ranks of a replica.
         counts: calls by problem id and sample; equal on the ranks of a replica.
@@ -127,16 +129,21 @@ class Calls:
         replicas: Replicas,
         caller: _Caller | None,
         *,
-        is_called: bool,
+        timing: Timing | None,
         moves_first: bool,
     ) -> None:
         self.turns = turns
-        self.is_called = is_called
+        self.timing = timing
         self.moves_first = moves_first
         self.num_open = 0
         self.counts: dict[tuple[str, int], CallCounts] = {}
         self._replicas = replicas
         self._caller = caller
+
+    @property
+    def is_called(self) -> bool:
+        """Whether an environment answers the model."""
+        return self.timing is not None
 
     def ask(self, episode: Episode) -> None:
         """Ask for the answer to the model's last turn. Never waits."""
@@ -184,6 +191,8 @@ class Calls:
             counts.num_calls += 1
             counts.num_errors += bool(reply.failure)
             counts.seconds += reply.seconds
+            if self.timing is not None:
+                self.timing.add_call(reply)
         return came
 
 
@@ -205,8 +214,9 @@ class _Call:
 class _Caller:
     """Makes the calls of a replica, in threads; lives on its first rank."""
 
-    def __init__(self, acting: Acting, journal: Journal | None) -> None:
+    def __init__(self, acting: Acting, journal: Journal | None, *, start_s: float) -> None:
         self._acting = acting
+        self._start_s = start_s
         self._journal = journal
         self._waiting: deque[Episode] = deque()
         self._begun: list[_Call] = []
@@ -351,7 +361,10 @@ class _Caller:
             if call.is_settled:
                 return
             seconds = time.monotonic() - call.began_s
-            reply = Reply(*_place(call.episode), seconds=round(seconds, 6), **result)
+            began_s = call.began_s - self._start_s
+            reply = Reply(
+                *_place(call.episode), seconds=round(seconds, 6), began_s=began_s, **result
+            )
             try:
                 if self._journal is not None:
                     self._journal.end(call.episode, reply)

@@ -145,6 +145,7 @@ class _Run:
     ) -> None:
         self._engine = engine
         self._calls = calls
+        self._timing = calls.timing if calls else None
         self._responses = responses
         self.num_tokens = 0
         self._wanted = wanted
@@ -200,6 +201,9 @@ class _Run:
             num_steps += 1
             # Without requests: every open episode waits for its environment.
             completions = engine.poll() if num_in_engine else ()
+            if self._timing is not None:
+                for one in completions:
+                    self._timing.end_turn(one.name, len(one.token_ids))
             # Occupancy of this step: requests that have just ended still count.
             num_running, num_waiting = engine.num_requests()
             if num_in_engine and not completions and num_running + num_waiting == 0:
@@ -225,6 +229,8 @@ class _Run:
         for one in items:
             if isinstance(one, Request):
                 self._engine.add(one)
+                if self._timing is not None:
+                    self._timing.begin_turn(one.name)
             elif one.finished:
                 ended.append(one)
                 if self._calls:

@@ -41,6 +41,9 @@ class Reply:
     """Duration of the call."""
     text: str | None = None
     """Text with which the environment ended the episode (`Episode.final_text`)."""
+    began_s: float | None = None
+    """Seconds from the start of the generation to that of the call, on the first rank of the
+    replica; not recorded, so None if an earlier attempt made the call."""
 
 
 class Journal:
@@ -95,7 +98,9 @@ class Journal:
 
     def end(self, episode: Episode, reply: Reply) -> None:
         """Record its answer, on disk."""
-        self._write({"call": self._key(episode), **asdict(reply)})
+        record = {"call": self._key(episode), **asdict(reply)}
+        del record["began_s"]
+        self._write(record)
 
     def _key(self, episode: Episode) -> str:
         """Name of a call: the environment, problem, sample, and a digest of the tokens so far."""

@@ -158,10 +158,10 @@ class Rollouter:
         batch = replace(batch, metrics=metrics | self._source_metrics(groups, batch))
         if self.samples is None:
             return batch
-        texts = self.samples.take(
+        texts, timelines = self.samples.take(
             batch, step, problems=self._source.problems, gather=self._engine.replicas.gather
         )
-        return replace(batch, samples=texts)
+        return replace(batch, samples=texts, timelines=timelines)
 
     def _source_metrics(self, groups: Rollouts, batch: Rollouts) -> dict[str, float]:
         """Metrics of each data source, if there are several."""
@@ -299,7 +299,7 @@ class Rollouter:
             )
             return None
         if self.samples is not None:
-            self.samples.note(kept, verdicts)
+            self.samples.note(kept, verdicts, calls.timing)
         judges_truncated = self._reward.truncated == "judged"
         now.call_sums.append(
             sum_calls(kept, verdicts, calls.counts, judges_truncated=judges_truncated)

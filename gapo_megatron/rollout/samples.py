@@ -10,8 +10,9 @@ import numpy as np
 
 from gapo_megatron.rollout.selection import informative
 from gapo_megatron.rollout.table import OUTCOMES
+from gapo_megatron.rollout.timing import Timing
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.types import Episode, Outcome, Prompt, Sample, Verdict
+from gapo_megatron.types import Episode, Outcome, Prompt, Sample, Span, Timeline, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,9 @@ NUM_WITHOUT_SIGNAL = 3
 
 _MOST_ANSWER = 2000
 """Characters of a reference answer that are kept: the tests of a program may have megabytes."""
+
+
+_Taken = tuple[Sample, tuple[Span, ...]]
 
 
 class Samples:
@@ -42,14 +46,24 @@ class Samples:
         self._num_per_step = num_per_step
         self._verdicts: dict[tuple[str, int], Verdict] = {}
         """Verdicts of this rank in the current step, by problem id and number of the response."""
+        self._spans: dict[tuple[str, int], tuple[Span, ...]] = {}
+        """By the same keys; empty if no environment answers."""
 
     def note(
-        self, groups: Sequence[Sequence[Episode]], verdicts: Sequence[Sequence[Verdict]]
+        self,
+        groups: Sequence[Sequence[Episode]],
+        verdicts: Sequence[Sequence[Verdict]],
+        timing: Timing | None = None,
     ) -> None:
-        """Remember the verdicts of the groups that this rank has judged in this step."""
+        """Remember the verdicts of the groups that this rank has judged in this step.
+
+        Also when their turns and calls took place, if an environment answers.
+        """
         for group, judged in zip(groups, verdicts, strict=True):
             keys = [(one.prompt.id, one.sample) for one in group]
             self._verdicts |= zip(keys, judged, strict=True)
+            if timing is not None:
+                self._spans |= {key: timing.spans(*key) for key in keys}
 
     def take(
         self,
@@ -57,8 +71,8 @@ class Samples:
         step: int,
         *,
         problems: Sequence[Prompt],
-        gather: Callable[[Sequence[Sample]], list[Sample]],
-    ) -> list[Sample]:
+        gather: Callable[[Sequence[_Taken]], list[_Taken]],
+    ) -> tuple[list[Sample], list[Timeline]]:
         """Decode the step's samples, and forget its verdicts.
 
         Args:
@@ -68,7 +82,8 @@ class Samples:
             gather: all-gather over the ranks that have the tokens, as one list.
 
         Returns:
-            The same on every rank, ordered by c.
+            Samples, ordered by c, and their timelines, if an environment answers; the same on
+            every rank.
 
         Collectives: `gather`, if any samples are taken.
         """
@@ -81,9 +96,15 @@ class Samples:
             for row in rows
             if row in rollouts.response_ids
         ]
+        taken = [(one, self._spans.get((one.problem, one.sample), ())) for one in here]
         self._verdicts.clear()
-        gathered = gather(here) if rows else []
-        return sorted(gathered, key=lambda one: (one.c, one.problem, one.sample))
+        self._spans.clear()
+        gathered = gather(taken) if rows else []
+        gathered = sorted(gathered, key=lambda pair: (pair[0].c, pair[0].problem, pair[0].sample))
+        timelines = [
+            Timeline(step, one.problem, one.sample, spans) for one, spans in gathered if spans
+        ]
+        return [one for one, _ in gathered], timelines
 
     def _describe(self, rollouts: Rollouts, row: int, step: int, prompt: Prompt) -> Sample:
         facts = rollouts.table[row]

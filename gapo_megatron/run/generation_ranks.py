@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from gapo_megatron import exchange
 from gapo_megatron.clock import Stopwatch
@@ -27,9 +28,11 @@ from gapo_megatron.rollouts import ROW, Batch, Rollouts
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.orders import STOP, Order, pack_probe, unpack
-from gapo_megatron.types import Episode, Sample
+from gapo_megatron.types import Episode, Sample, Timeline
 
 logger = logging.getLogger(__name__)
+
+_TIMELINES = TypeAdapter(list[Timeline])
 
 
 @dataclass
@@ -102,8 +105,12 @@ class GenerationRanks:
         metrics: dict[str, float] = batch["metrics"]
         if self.samples_ahead:
             metrics["rollout/version_gap"] = float(step - batch["policy_version"])
-        samples = [Sample(**one) for one in batch["samples"]]
-        return Rollouts(np.frombuffer(rows, dtype=ROW).copy(), metrics=metrics, samples=samples)
+        return Rollouts(
+            np.frombuffer(rows, dtype=ROW).copy(),
+            metrics=metrics,
+            samples=[Sample(**one) for one in batch["samples"]],
+            timelines=_TIMELINES.validate_python(batch["timelines"]),
+        )
 
     def carry(self, step: int) -> None:
         """Nothing: no group stays open."""

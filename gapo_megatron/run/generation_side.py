@@ -161,6 +161,7 @@ class GenerationSide:
                 "policy_version": self.engine.policy_version,
                 "metrics": rollouts.metrics,
                 "samples": [asdict(one) for one in rollouts.samples],
+                "timelines": [asdict(one) for one in rollouts.timelines],
                 "source_state": self.source.state_dict(),
                 "clocks": self._lap(),
             }

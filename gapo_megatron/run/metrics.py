@@ -3,6 +3,7 @@
 - metrics.jsonl: a line per step, only values that a repeated or resumed run reproduces.
 - timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
 - samples.jsonl: some responses of each step as text (`io.sample_files`).
+- timelines.jsonl: when their turns and an environment's calls took place.
 - tensorboard/: numbers as curves, and samples; Weights & Biases likewise when configured.
 """
 
@@ -27,10 +28,10 @@ from gapo_megatron.io.console_table import ConsoleTable
 from gapo_megatron.io.documents import read_text
 from gapo_megatron.io.files import naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
-from gapo_megatron.io.sample_files import SampleLog
+from gapo_megatron.io.sample_files import TIMELINES_NAME, SampleLog
 from gapo_megatron.run.processes import columns_are_set
 from gapo_megatron.run.signal_watch import SignalWatch
-from gapo_megatron.types import Sample
+from gapo_megatron.types import Sample, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class MetricsWriter:
             with naming(run_dir / name):
                 self._files[name] = _open_truncated(run_dir / name, resume_step=resume_step)
         self._sample_log = SampleLog(run_dir)
+        self._timeline_log = SampleLog(run_dir, name=TIMELINES_NAME)
         self._keeps_samples = config.metrics.samples_per_step > 0
         self._samples: Sequence[Sample] = ()
         self._watch = SignalWatch(run_dir)
@@ -139,8 +141,15 @@ class MetricsWriter:
                 self._console.show_evaluation(step, present)
         self._watch.check(step, present, self._samples)
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(
+        self, step: int, samples: Sequence[Sample], timelines: Sequence[Timeline] = ()
+    ) -> None:
         """Write some responses of `step`; `log` shows them if they have nothing to teach.
+
+        Args:
+            step: index of the step.
+            samples: the responses.
+            timelines: their timelines, if an environment answered.
 
         Raises:
             MachineError: the disk is full or fails; a resume drops the incomplete line.
@@ -151,6 +160,8 @@ class MetricsWriter:
         if not (samples and self._keeps_samples):
             return
         self._sample_log.append(samples)
+        if timelines:
+            self._timeline_log.append(timelines)
         rows = [{name: _cut(value) for name, value in asdict(one).items()} for one in samples]
         if self._tensorboard is not None:
             with naming(self._tensorboard.log_dir):

@@ -7,7 +7,7 @@ Orders are numbered and executed in sequence. Messages are JSON, except the tabl
     ready/N    by generation 0    it has reached this order of weights; they are sent then
     probe/N    by trainer 0       sequences and the trainer's log-probs, to verify the weights
     answer/N   by generation 0    the order is executed; its result
-    batch/N    by generation 0    metrics, samples, stage times, data position; before the answer
+    batch/N    by generation 0    metrics, samples, times, data position; before the answer
     table/N    by generation 0    the same batch's table, as bytes of `rollouts.ROW`
     run        by trainer 0       before all others: the run `begins`, or is already `finished`
     stop       by trainer 0       abort batches being sampled ahead

@@ -206,7 +206,7 @@ class Run:
         rollouts = self.generation.collect(step)
         if rollouts is None:
             raise Stopped
-        self.writer.log_samples(step, rollouts.samples)
+        self.writer.log_samples(step, rollouts.samples, rollouts.timelines)
         self.state.source = self.generation.source_state
         self.memory.note("after_sleep")
         self.generation.carry(step)

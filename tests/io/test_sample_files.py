@@ -7,8 +7,8 @@ import pytest
 
 from gapo_megatron.errors import DataError, MachineError
 from gapo_megatron.io import sample_files
-from gapo_megatron.io.sample_files import SampleLog, read_samples
-from gapo_megatron.types import Sample
+from gapo_megatron.io.sample_files import SampleLog, read_samples, read_timelines
+from gapo_megatron.types import Sample, Span, Timeline
 from tests.full_disk import full_disk
 from tests.messages import mentions
 
@@ -41,6 +41,23 @@ def write(run_dir: Path, steps: range) -> list[Sample]:
     for samples in written:
         log.append(samples)
     return [one for samples in written for one in samples]
+
+
+def test_timelines_are_files_of_their_own(tmp_path: Path) -> None:
+    """They are dropped, and written again, with the samples of their step."""
+    samples = write(tmp_path, range(3))
+    spans = (Span(False, 0.0, 0.25, 3), Span(True, 0.25, 1.5, 0, failed=True))
+    for steps in (range(3), range(1, 4)):
+        log = SampleLog(tmp_path, name="timelines.jsonl")
+        for step in steps:
+            log.append([Timeline(step, f"p{number}", number, spans) for number in range(2)])
+    found = read_timelines(tmp_path)
+    assert [(one.step, one.sample) for one in found] == [(s, n) for s in range(4) for n in range(2)]
+    assert {one.spans for one in found} == {spans}
+    assert read_samples(tmp_path) == samples
+    (tmp_path / "timelines.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(DataError, match=mentions("timelines.jsonl:1", "problem")):
+        read_timelines(tmp_path)
 
 
 def contents(run_dir: Path) -> list[bytes]:

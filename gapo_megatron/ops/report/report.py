@@ -15,7 +15,7 @@ from gapo_megatron.evaluate.table import Table
 from gapo_megatron.hf.folder import claim
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import write_atomically
-from gapo_megatron.io.sample_files import read_samples
+from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_megatron.ops.report.archive import check_archive, is_archive, read_archive, write_archive
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.clipping import (
@@ -243,7 +243,7 @@ def _write_samples(comparison: Comparison, folders: Sequence[Path], page: Path) 
         page: the file.
     """
     runs = [
-        (f"{arm.label}: {run.folder.name}", samples)
+        (f"{arm.label}: {run.folder.name}", samples, read_timelines(run.folder))
         for arm in comparison.arms
         for run in arm.runs
         if run.folder in folders and (samples := read_samples(run.folder))

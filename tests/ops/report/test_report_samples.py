@@ -14,7 +14,7 @@ from gapo_megatron.io.sample_files import SampleLog
 from gapo_megatron.ops.report import samples as module
 from gapo_megatron.ops.report import write_report
 from gapo_megatron.ops.report.samples import choose_steps
-from gapo_megatron.types import Sample
+from gapo_megatron.types import Sample, Span, Timeline
 from tests.io.test_sample_files import sample_of
 from tests.messages import mentions
 from tests.ops.report.test_report_page import BROWSER, Page, browse, needs_browser, requests_in
@@ -81,6 +81,60 @@ def visible(page: Path, folder: Path, *chosen: str) -> tuple[int, int]:
     match = re.search(r"<title>shown (\d+) (\d+)</title>", done.stdout)
     assert match, done.stderr
     return int(match[1]), int(match[2])
+
+
+@pytest.fixture
+def with_timelines(tmp_path: Path) -> tuple[Path, str]:
+    """The page of a run with an environment, and its text."""
+    run = write_run(tmp_path / "run")
+    log, times = SampleLog(run), SampleLog(run, name="timelines.jsonl")
+    spans = (
+        Span(False, 0.0, 1.0, 12),
+        Span(True, 1.0, 3.0, 4),
+        Span(False, 3.0, 4.0, 8),
+        Span(True, 4.0, 4.0, 0, failed=True),
+    )
+    for step in (0, 1):
+        log.append(samples_of(step))
+    found = samples_of(1)[0]
+    times.append([Timeline(1, found.problem, found.sample, spans)])
+    page = write_report([run], tmp_path / "report").page.with_name("samples.html")
+    return page, page.read_text()
+
+
+def test_the_bar_of_an_episode_has_its_turns_and_calls(with_timelines: tuple[Path, str]) -> None:
+    """In seconds and words too, and each kind is drawn in a way of its own."""
+    _, text = with_timelines
+    (bar,) = re.findall(r'<p class="timeline[^>]*>(.*?)</p>', text, re.DOTALL)
+    parts = re.findall(
+        r'<rect class="(\w+)" x="([\d.]+)%"[^>]* width="([\d.]+)%"[^>]*><title>(.*?)</title>', bar
+    )
+    assert [(kind, float(x)) for kind, x, *_ in parts] == [
+        *(("turn", 0.0), ("call", 25.0), ("turn", 75.0)),
+        ("failed", pytest.approx(100, abs=1)),
+    ]
+    assert [float(width) for *_, width, _ in parts[:3]] == [25.0, 50.0, 25.0]
+    last = parts[-1]
+    assert float(last[2]) > 0 and float(last[1]) + float(last[2]) == pytest.approx(100)
+    assert all(number in parts[1][3] for number in ("call 1", "2.00 s", "1.00", "3.00", "4 tokens"))
+    assert all(number in parts[2][3] for number in ("turn 2", "3.00", "4.00", "8 tokens"))
+    assert "call 2, failed" in last[3] and "\u00d7" in bar and "4.00 s" in bar
+    (label,) = re.findall(r'aria-label="([^"]+)"', bar)
+    assert all(what in label for *_, what in parts)
+    assert "url(#hatch)" in text and 'id="hatch"' in text
+
+
+def test_without_an_environment_the_page_has_no_bars(page: Path) -> None:
+    text = page.read_text()
+    assert "svg" not in text and "timeline" not in text
+
+
+@needs_browser
+def test_a_browser_shows_the_bars(with_timelines: tuple[Path, str], tmp_path: Path) -> None:
+    page, _ = with_timelines
+    assert "CONSOLE" not in browse(page, tmp_path)
+    assert requests_in(tmp_path / "net.json") == set()
+    assert visible(page, tmp_path) == (7, 2)
 
 
 @needs_browser

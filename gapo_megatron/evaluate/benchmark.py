@@ -255,7 +255,7 @@ def _questions(
     return [(response, one, episode.prompt.verifier, episode.prompt.row) for one in right]
 
 
-def _cost(episode: Episode, calls: Calls) -> dict[str, int]:
+def _cost(episode: Episode, calls: Calls) -> dict[str, Any]:
     """Turns, calls and failed calls of an episode, if an environment answers."""
     if not calls.is_called:
         return {}

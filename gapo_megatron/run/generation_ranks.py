@@ -32,7 +32,7 @@ from gapo_megatron.types import Episode, Sample, Timeline
 
 logger = logging.getLogger(__name__)
 
-_TIMELINES = TypeAdapter(list[Timeline])
+TIMELINES = TypeAdapter(list[Timeline])
 
 
 @dataclass
@@ -109,7 +109,7 @@ class GenerationRanks:
             np.frombuffer(rows, dtype=ROW).copy(),
             metrics=metrics,
             samples=[Sample(**one) for one in batch["samples"]],
-            timelines=_TIMELINES.validate_python(batch["timelines"]),
+            timelines=TIMELINES.validate_python(batch["timelines"]),
         )
 
     def carry(self, step: int) -> None:

@@ -14,12 +14,13 @@ from gapo_megatron.config import Config
 from gapo_megatron.evaluate.counts import write_counts
 from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
-from gapo_megatron.io.sample_files import read_samples
+from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.postmortem import Evidence
 from gapo_megatron.ops.launch.status import read_status
 from gapo_megatron.ops.report.runs import parse_branch, read_run
 from gapo_megatron.run.metrics import MetricsWriter
+from gapo_megatron.types import Span, Timeline
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
 from tests.fuzz.campaign import Target
@@ -48,7 +49,12 @@ def _prepare(folder: Path) -> None:
         writer.log_startup(0, {"imports": 1.5}, sizes={"perf/world_size": 2})
         for step in range(_NUM_STEPS):
             values = {"reward/mean": 0.25 * step, "objective/loss": -0.5, "per_c/groups/c8": 1}
-            writer.log_samples(step, [sample_of(step, number) for number in range(2)])
+            spans = (Span(False, 0.0, 0.5, 3), Span(True, 0.5, 1.5, 0, failed=True))
+            writer.log_samples(
+                step,
+                [sample_of(step, number) for number in range(2)],
+                [Timeline(step, f"p{number}", number, spans) for number in range(2)],
+            )
             writer.log(step, values, {"time/step_s": 2.0, "time/rollout_s": 1.0})
     counts = [{"id": f"p{i}", "level": "1", "num_samples": 8, "num_correct": i} for i in range(3)]
     write_counts(counts, run / "evaluations/step_00000000.json")
@@ -77,13 +83,15 @@ def _read_start(folder: Path) -> dict[str, Any]:
     finished = is_finished(run, num_steps=_NUM_STEPS)
     seconds = make_attempt(run).stage_seconds()
     with MetricsWriter(run, config=_config(), resume_step=_NUM_STEPS, enabled=True) as writer:
-        writer.log_samples(_NUM_STEPS, [sample_of(_NUM_STEPS)])
+        timeline = Timeline(_NUM_STEPS, "p0", 0, (Span(False, 0.0, 0.5, 3),))
+        writer.log_samples(_NUM_STEPS, [sample_of(_NUM_STEPS)], [timeline])
     return {
         "finished.json": finished,
         "stage_seconds.json": seconds,
         "metrics.jsonl": read_rows(run / "metrics.jsonl"),
         "timings.jsonl": read_rows(run / "timings.jsonl"),
         "samples.jsonl": read_samples(run),
+        "timelines.jsonl": read_timelines(run),
     }
 
 
@@ -99,6 +107,7 @@ def _read_report(folder: Path) -> dict[str, Any]:
         "metrics.jsonl": read_rows(run / "metrics.jsonl"),
         "timings.jsonl": read.timings,
         "samples.jsonl": read_samples(run),
+        "timelines.jsonl": read_timelines(run),
         "step_00000000.json": read.solve_rates,
         "branch.json": text and parse_branch(text, where="branch.json"),
         "failure_0.json": repr(Evidence(run / "attempts/7.0").diagnose()),
@@ -140,9 +149,9 @@ def _explains(folder: Path, damage: Damage, state: Any, whole: Any) -> str:
 def targets() -> list[Target]:
     """All of this file."""
     start = ["finished.json", "stage_seconds.json", "metrics.jsonl", "timings.jsonl"]
-    start += ["samples.jsonl"]
+    start += ["samples.jsonl", "timelines.jsonl"]
     report = ["config.toml", "metrics.jsonl", "timings.jsonl", "evaluations/step_00000000.json"]
-    report += ["samples.jsonl", "branch.json", "attempts/7.0/failure_0.json"]
+    report += ["samples.jsonl", "timelines.jsonl", "branch.json", "attempts/7.0/failure_0.json"]
     return [
         Target(
             name,

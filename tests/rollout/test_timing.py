@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from gapo_megatron.rollout.generate import generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.types import Episode, Prompt, Span
+from gapo_megatron.run.generation_ranks import TIMELINES
+from gapo_megatron.run.orders import pack, unpack
+from gapo_megatron.types import Episode, Prompt, Span, Timeline
 from tests.acting import EOS, calls_of
 from tests.rollout.test_sample import length_of
 from tests.rollout.test_samples import config_with, setup_of
@@ -129,3 +132,10 @@ def test_every_rank_has_the_timelines_of_the_samples(tmp_path: Path) -> None:
     for one in first.timelines:
         num_tokens = length_of(one.problem, one.sample)
         assert kinds(one.spans) == [(False, num_tokens, False), (True, 0, False)]
+
+
+def test_timelines_cross_to_the_training_side_unchanged() -> None:
+    spans = (Span(False, 0.001, 0.25, 3), Span(True, 0.25, 1.5, 0, failed=True))
+    timelines = [Timeline(2, "p\u2028", 1, spans), Timeline(2, "q", 0, spans[:1])]
+    sent = unpack(pack([asdict(one) for one in timelines]))
+    assert TIMELINES.validate_python(sent) == timelines

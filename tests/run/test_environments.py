@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from gapo_megatron.io.sample_files import read_samples, read_timelines
 from tests.programs import Program
 from tests.train_setup import (
     CONFIG,
@@ -138,3 +139,13 @@ def test_a_resumed_run_replays_answers_and_is_the_same_run(root: Path, whole: st
     assert calls_of(root, "replayed") == calls and sorted(calls) == sorted(calls_of(root, whole))
     assert learned(root, "replayed") == learned(root, whole)
     assert not weights_differ(root, "replayed", whole)
+    ours, theirs = (root / name / "samples.jsonl" for name in ("replayed", whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+    for name in ("replayed", whole):
+        samples, timelines = read_samples(root / name), read_timelines(root / name)
+        assert {one.step for one in samples} == {*range(4)}
+        keys = [[(one.step, one.problem, one.sample) for one in of] for of in (samples, timelines)]
+        assert keys[0] == keys[1]
+        for one, timeline in zip(samples, timelines, strict=True):
+            sampled = sum(span.num_tokens for span in timeline.spans)
+            assert sampled == one.num_tokens or one.truncated

@@ -84,7 +84,7 @@ def comparison(folder: Path, _: Path) -> None:
 
 def evaluation(folder: Path, _: Path) -> None:
     arguments = argparse.Namespace(output=folder, model=str(folder), benchmarks=["aime24"])
-    tool("evaluate")._keep_settings(arguments, None, {})
+    tool("evaluate")._keep_settings(arguments, None, {}, None)
 
 
 def task_of_the_demo(folder: Path, _: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -137,12 +139,13 @@ def why_not_run(config: Config) -> list[str]:
     They do not stop the dry run, whose tables are useful on a laptop too.
     """
     found = missing_inputs(config)
-    for check, section in (
-        (rewards.check, config.reward),
-        (environments.check, config.environment),
-    ):
+    checks: tuple[Callable[[], None], ...] = (
+        partial(rewards.check, config.reward),
+        partial(environments.check, config.environment),
+    )
+    for check in checks:
         try:
-            check(section)
+            check()
         except ConfigError as error:
             found.append(str(error))
     method, engine = config.objective.resolve(), config.rollout.engine

@@ -330,7 +330,10 @@ def table(name: str = "a", **settings: Any) -> dict[str, Any]:
     ("data", "named"),
     [
         ({}, ["train_path ('')", "[[data.source]]", 0]),
-        ({"train_path": "x", "source": [table()]}, ["train_path ('x')", "[[data.source]]", 1, "source = []"]),
+        (
+            {"train_path": "x", "source": [table()]},
+            ["train_path ('x')", "[[data.source]]", 1, "source = []"],
+        ),
         ({"source": [table(), table()]}, ["data", "source", "'a'", 2]),
         ({"source": [{"name": "a"}]}, ["data.source.0.path", "required"]),
         ({"source": [table(wieght=1.0)]}, ["data.source.0.wieght", "'weight'"]),

@@ -387,8 +387,9 @@ def check_answer(answer: Any, acting: Acting) -> tuple[int, ...] | str | None:
     if isinstance(answer, str):
         if len(answer) > _MOST_TEXT:
             raise ValueError(f"respond returned {len(answer)} characters; at most {_MOST_TEXT}")
-        answer.encode()  # raises for half a surrogate pair
-        return str(answer)
+        text = "".join([answer])  # its characters, whatever its class says
+        text.encode()  # raises for half a surrogate pair
+        return text
     if not isinstance(answer, list | tuple | np.ndarray):
         raise TypeError(
             f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"

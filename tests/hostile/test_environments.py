@@ -126,7 +126,8 @@ NOT_DEFENDED = {
 
 _TOKENS = {"[]", "np.array([])", "np.array([1, 1])"}
 _TEXTS = {"'correct'", "''", "'1'", "Outcome.CORRECT", "Text('correct')", "np.str_('1')"}
-"""Objects that are tokens, and such that are texts."""
+_FINE = _TOKENS | _TEXTS
+"""Objects that are tokens, and such that are texts; `respond` may return both."""
 
 TEXTS = {
     **{f"the pair with {one}": f"return {one}, '1'" for one in OBJECTS if one not in _TEXTS},
@@ -143,7 +144,7 @@ TEXTS = {
 """What `judge` may return instead of two texts."""
 
 RESPOND = {
-    **{f"returns {one}": f"return {one}" for one in (*OBJECTS, *NUMBERS) if one not in _TOKENS},
+    **{f"returns {one}": f"return {one}" for one in (*OBJECTS, *NUMBERS) if one not in _FINE},
     **{f"returns {name}": f"return {one}" for name, one in TOKENS.items()},
     **{f"raises {one}": f"raise {one}" for one in RAISED},
     **OTHERS,

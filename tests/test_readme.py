@@ -43,7 +43,7 @@ def test_there_are_commands_to_look_at() -> None:
 
 COMMAND = re.compile(
     r"(tools/\w+\.py|-m gapo_megatron\.(?:train|sft))"
-    r"(?: (calibrate|measure|own|deepscaler|deepcoder)\b)?([^\n`|;]*)"
+    r"(?: (calibrate|measure|own|deepscaler|deepcoder|verifiers)\b)?([^\n`|;]*)"
 )
 FOLDERS = (".", "docs", "docs/howto", "benchmarks")
 DOCUMENTS = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")]

@@ -27,7 +27,7 @@ from gapo_megatron.errors import GapoError, said
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.timing import Timing
+from gapo_megatron.rollout.timing import CallCounts, Timing
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode
 from gapo_megatron.user_code import no_fork_left
@@ -81,14 +81,13 @@ class Acting:
         """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
         caller, timing = None, Timing()
         if replicas.is_first_of_replica:
-            number = replicas.rank // replicas.size
             what = f"{self.config.model_dump_json(include=_ANSWERS)} {self.max_response_tokens}"
             if self.template_variables:
                 what += f" {json.dumps(self.template_variables, sort_keys=True)}"
             journal = self.run_dir and Journal(
                 self.run_dir,
                 name,
-                replica=number,
+                replica=replicas.rank // replicas.size,
                 environment=what,
                 may_repeat=self.may_repeat,
             )
@@ -100,15 +99,6 @@ class Acting:
             timing=timing if self.config.is_called else None,
             moves_first=getattr(self.environment, "moves_first", False),
         )
-
-
-@dataclass(slots=True)
-class CallCounts:
-    """What an episode's calls have cost."""
-
-    num_calls: int = 0
-    num_errors: int = 0
-    seconds: float = 0.0
 
 
 class Calls:

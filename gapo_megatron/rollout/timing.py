@@ -7,9 +7,19 @@ nothing.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from gapo_megatron.rollout.journal import Reply
 from gapo_megatron.types import Span
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """What an episode's calls have cost."""
+
+    num_calls: int = 0
+    num_errors: int = 0
+    seconds: float = 0.0
 
 
 class Timing:

@@ -102,7 +102,13 @@ def test_a_replayed_call_has_no_length_and_the_journal_no_clock(tmp_path: Path) 
 
 
 def test_without_an_environment_nothing_is_noted() -> None:
-    calls = Calls(Turns(None, (), eos_token_ids=[EOS]), ScriptedEngine(len).replicas, None, None)
+    calls = Calls(
+        Turns(None, (), eos_token_ids=[EOS]),
+        ScriptedEngine(len).replicas,
+        None,
+        timing=None,
+        moves_first=False,
+    )
     assert generate(ScriptedEngine(lambda _: [EOS]), PROMPTS, SETTINGS, calls=calls) is not None
     assert not calls.is_called and calls.timing is None
     setup = setup_of(config_with(4))

@@ -103,8 +103,10 @@ class Task:
                 where=str(paths[0].parent),
                 setting="--max-prompt-tokens",
             )
-            answer = problem.answers[0]
-            prompts.append(Prompt(problem.id, token_ids, answer, problem.level, row=problem.row))
+            answer, row = problem.answers[0], problem.row
+            if columns is None or "prompt" in columns:  # as asked: the row may have it otherwise
+                row = row | {"prompt": problem.prompt}
+            prompts.append(Prompt(problem.id, token_ids, answer, problem.level, row=row))
         return cls(benchmark.name, reward, tuple(problems), tuple(prompts), tokenizer)
 
     @classmethod

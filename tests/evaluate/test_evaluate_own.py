@@ -239,7 +239,7 @@ def test_an_environment_answers_and_its_failures_are_unknown(
     task = one.read(config(one.reward, environment=asks.config.model_dump()), tokenizer)
     assert task.prompts[0].row == {
         **{"language": "en", "question": "1+2=", "grade": 3},
-        "solutions": ["3", "three"],
+        **{"solutions": ["3", "three"], "prompt": f"1+2={BOXED}"},
     }
     plain = one.read(config(one.reward), tokenizer)  # what the verifier takes, no more
     assert plain.prompts[0].row == {"question": "1+2=", "grade": 3}

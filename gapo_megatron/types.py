@@ -32,6 +32,8 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns, as JSON values, that verifiers of the user's own take (or all, for an
     environment of the user's own), but `answer` and `verifier`."""
+    failure: str = ""
+    """Why the environment could not begin with it; the verdicts on its responses are unknown."""
 
     def for_user(self) -> Prompt:
         """A copy for code of the user's own: changing its row does not reach the data."""

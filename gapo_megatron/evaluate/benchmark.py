@@ -192,8 +192,10 @@ class Sampler:
                 len(task.prompts),
                 len(piece),
             )
-            mine = [begin(self.acting.environment, prompt) for prompt in replicas.share(piece)]
             calls = self.acting.calls(f"{task.name}_{seed}", replicas)
+            mine = calls.agree(
+                [begin(self.acting.environment, prompt) for prompt in replicas.share(piece)]
+            )
             hooks = Hooks(shows_progress=True)
             groups = generate(self.engine, mine, settings, calls=calls, hooks=hooks)
             assert groups is not None, "generation without should_abort is never aborted"

@@ -53,7 +53,9 @@ def evaluate(
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
     replicas = engine.replicas
-    mine = [begin(environment, prompt) for prompt in replicas.share(prompts)]
+    mine: Sequence[Prompt] = [begin(environment, prompt) for prompt in replicas.share(prompts)]
+    if calls is not None:
+        mine = calls.agree(mine)
     judging = rewards.Judging(pool, replicas.part(mine), judge=environment.judge)
     num_samples = config.evaluation.samples_per_prompt
     settings = SamplingSettings(

@@ -7,10 +7,8 @@ order, before the same decoding step.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import operator
 import queue
 import threading
 import time
@@ -20,16 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import GapoError, said
+from gapo_megatron.rollout.answers import MOST_CHARACTERS, check_answer
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.timing import CallCounts, Timing
 from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, Prompt
 from gapo_megatron.user_code import no_fork_left
 
 logger = logging.getLogger(__name__)
@@ -38,10 +35,6 @@ EXCHANGE_EVERY = 8
 """Decoding steps between two broadcasts of answers, in a replica of several ranks."""
 _WAIT_S = 0.1
 """Longest wait for an answer: meanwhile the verifier workers get new work."""
-_MOST_CHARACTERS = 300
-"""Of an error's message in a verdict's reason."""
-_MOST_TEXT = 1_000_000
-"""Characters of an episode's final text: it is sent to all ranks of the replica and a verifier."""
 
 _ANSWERS = {"kind", "settings", "code", "call_timeout_s", "episode_timeout_s"}
 """Settings that decide what a call answers, given its tokens."""
@@ -134,6 +127,13 @@ class Calls:
     def is_called(self) -> bool:
         """Whether an environment answers the model."""
         return self.timing is not None
+
+    def agree(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The prompts as the environment has begun them on the first rank of the replica.
+
+        Collectives: one broadcast within the replica, if an environment is called.
+        """
+        return self._replicas.agree(prompts) if self.is_called else prompts
 
     def ask(self, episode: Episode) -> None:
         """Ask for the answer to the model's last turn. Never waits."""
@@ -335,9 +335,15 @@ class _Caller:
             with no_fork_left():
                 answer = self._acting.environment.respond(call.episode.for_user())
                 kind = "text" if isinstance(answer, str) else "tokens"
-                result = {kind: check_answer(answer, self._acting)}
+                result = {
+                    kind: check_answer(
+                        answer,
+                        max_tokens=self._acting.max_response_tokens,
+                        vocab_size=self._acting.vocab_size,
+                    )
+                }
         except BaseException as error:  # whatever a user's code raises, SystemExit included
-            result = {"failure": said(error)[:_MOST_CHARACTERS]}
+            result = {"failure": said(error)[:MOST_CHARACTERS]}
         is_closed = _place(call.episode) in self._closed
         if is_closed:  # the call was given up, or the generation was, and it ran on
             self.close(call.episode)
@@ -364,45 +370,8 @@ class _Caller:
             call.is_settled = True
 
 
-def check_answer(answer: Any, acting: Acting) -> tuple[int, ...] | str | None:
-    """An answer of `Environment.respond`, tokens as plain integers.
-
-    Raises:
-        TypeError: it is neither None, nor a string, nor a list, tuple or array of integers.
-        ValueError: it has more tokens than a response may have, or a token that the model has not;
-            or a text that is too long, or cannot be encoded.
-    """
-    if answer is None:
-        return None
-    if isinstance(answer, str):
-        if len(answer) > _MOST_TEXT:
-            raise ValueError(f"respond returned {len(answer)} characters; at most {_MOST_TEXT}")
-        text = "".join([answer])  # its characters, whatever its class says
-        text.encode()  # raises for half a surrogate pair
-        return text
-    if not isinstance(answer, list | tuple | np.ndarray):
-        raise TypeError(
-            f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"
-        )
-    if len(answer) > acting.max_response_tokens:
-        raise ValueError(
-            f"respond returned {len(answer)} tokens, more than rollout.max_response_tokens "
-            f"({acting.max_response_tokens})"
-        )
-    tokens = []
-    # Once: a class of the user's own may have other tokens the second time, or too many.
-    for one in itertools.islice(answer, acting.max_response_tokens):
-        if not isinstance(one, int | np.integer) or isinstance(one, bool):
-            raise TypeError(f"respond returned {type(one).__name__} among the tokens")
-        token = operator.index(one)
-        if not 0 <= token < acting.vocab_size:
-            raise ValueError(f"respond returned the token {token}, which the model does not have")
-        tokens.append(token)
-    return tuple(tokens)
-
-
 def _place(episode: Episode) -> tuple[str, int]:
     return episode.prompt.id, episode.sample
 
 
-__all__ = ["EXCHANGE_EVERY", "Acting", "CallCounts", "Calls", "Reply", "check_answer"]
+__all__ = ["EXCHANGE_EVERY", "Acting", "CallCounts", "Calls", "Reply"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gapo_megatron.errors import DataError, RolloutError, said
+from gapo_megatron.rollout.answers import MOST_CHARACTERS
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
@@ -46,16 +47,13 @@ class Hooks:
 def begin(environment: Environment, prompt: Prompt) -> Prompt:
     """The prompt with its initial tokens for the model: `Environment.begin`.
 
-    Raises:
-        RolloutError: the environment failed; names the prompt.
+    If that fails the prompt keeps its tokens, with the reason (`Prompt.failure`).
     """
     try:
         with contained():
             tokens = tuple(operator.index(token) for token in environment.begin(prompt.for_user()))
     except Exception as error:  # whatever a user's environment raises
-        raise RolloutError(
-            f"environment.kind: begin failed for prompt {prompt.id!r}: {said(error)}"
-        ) from error
+        return replace(prompt, failure=f"begin: {said(error)}"[:MOST_CHARACTERS])
     return replace(prompt, token_ids=tokens)
 
 
@@ -96,10 +94,14 @@ def generate(
 
     Raises:
         DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
-            anything is generated.
+            anything is generated. If an environment made these tokens, the verdicts on its
+            responses are unknown instead.
         RolloutError: the engine is asleep, or has lost requests.
     """
-    _check_prompts(engine, prompts, settings.max_response_tokens)
+    is_called = calls is not None and calls.is_called
+    prompts = [
+        _checked(engine, one, settings.max_response_tokens, is_called=is_called) for one in prompts
+    ]
     hooks = hooks or Hooks()
     responses = Responses(prompts, begun or {}, settings, calls=calls)
     hooks.on_ended([one for group in responses.groups for one in group if one.finished])
@@ -112,20 +114,29 @@ def generate(
     return [tuple(group) for group in responses.groups]
 
 
-def _check_prompts(engine: Engine, prompts: Sequence[Prompt], max_response_tokens: int) -> None:
+def _checked(
+    engine: Engine, prompt: Prompt, max_response_tokens: int, *, is_called: bool
+) -> Prompt:
+    """The prompt, if the engine can continue it; else with the reason, if an environment made it.
+
+    Raises:
+        DataError: the engine cannot continue a prompt of the data.
+    """
     limit = engine.max_sequence_tokens - max_response_tokens
-    for prompt in prompts:
-        if not 0 < len(prompt.token_ids) <= limit:
-            raise DataError(
-                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens; it must have 1 to "
-                f"{limit} to leave room for {max_response_tokens} response tokens"
-            )
-        for token in (min(prompt.token_ids), max(prompt.token_ids)):
-            if not 0 <= token < engine.vocab_size:
-                raise DataError(
-                    f"prompt {prompt.id!r} has a token ({token}) outside the model's "
-                    f"vocabulary (0 to {engine.vocab_size - 1})"
-                )
+    tokens, failure = prompt.token_ids, ""
+    if not 0 < len(tokens) <= limit:
+        failure = (
+            f"prompt {prompt.id!r} has {len(tokens)} tokens; it must have 1 to {limit} to leave "
+            f"room for {max_response_tokens} response tokens"
+        )
+    elif wrong := [one for one in (min(tokens), max(tokens)) if not 0 <= one < engine.vocab_size]:
+        failure = (
+            f"prompt {prompt.id!r} has a token ({wrong[0]}) outside the model's vocabulary (0 to "
+            f"{engine.vocab_size - 1})"
+        )
+    if failure and not is_called:
+        raise DataError(failure)
+    return replace(prompt, token_ids=(0,), failure=f"begin: {failure}") if failure else prompt
 
 
 class _Run:

@@ -191,7 +191,13 @@ def _name(episode: Episode) -> str:
 def _not_begun(prompt: Prompt, num_samples: int) -> list[Episode]:
     """The responses to a prompt before their first token."""
     no_ids, no_log_probs = np.empty(0, np.int32), np.empty(0, np.float32)
-    return [Episode(prompt, i, no_ids, no_log_probs, finished=False) for i in range(num_samples)]
+    episodes = [
+        Episode(prompt, i, no_ids, no_log_probs, finished=False, failure=prompt.failure)
+        for i in range(num_samples)
+    ]
+    if prompt.failure:
+        return [_without_turn(replace(one, finished=True)) for one in episodes]
+    return episodes
 
 
 def _without_turn(episode: Episode) -> Episode:

@@ -227,15 +227,15 @@ class Rollouter:
         with stopwatch("rollout"), trainer_restored() if is_called else nullcontext():
             new, _, num_wanted = assign(len(prompts), opened.num_groups, wanted, replicas)
             resumed = self._resume(opened, len(prompts), wanted)
+            calls = self._acting.calls(step_name(now.step), replicas)
             mine = [group[0].prompt for group in resumed]
-            mine += [begin(self.environment, prompts[i]) for i in new]
+            mine += calls.agree([begin(self.environment, prompts[i]) for i in new])
             # Each rank's problems to judge are fixed before any response ends; contiguous slices
             # preserve global order.
             judged_here = replicas.part(range(len(mine)))
             judging = rewards.Judging(
                 self._pool, [mine[i] for i in judged_here], judge=self.environment.judge
             )
-            calls = self._acting.calls(step_name(now.step), replicas)
             groups = generate(
                 engine,
                 mine,

@@ -12,10 +12,9 @@ import pytest
 
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rollout.calls import check_answer
+from gapo_megatron.rollout.answers import check_answer
 from gapo_megatron.rollout.environments.tools import Tools, calculate
 from gapo_megatron.rollout.turns import Turns
-from tests.acting import acting_of
 from tests.hostile import READS_TEXT, read_programs
 from tests.rollout.test_tools import TOKENIZER, episode_of
 from tests.sandbox_setup import needs_sandbox
@@ -125,7 +124,7 @@ def answered(tools: Tools, body: str) -> str:
     """The text that the model gets; as `respond` is used."""
     text = f"<tool_call>{body}</tool_call>".encode(errors="replace").decode()
     tokens = tools.respond(episode_of(text))
-    checked = check_answer(tokens, acting_of(tools, max_response_tokens=10**4))
+    checked = check_answer(tokens, max_tokens=10**4, vocab_size=len(TOKENIZER))
     assert checked is not None, body[:60]
     said = TOKENIZER.decode([*checked])
     assert said.startswith("<tool_response>") and said.endswith("</tool_response>"), said[:60]

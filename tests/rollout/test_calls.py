@@ -26,7 +26,7 @@ from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.call_metrics import sum_calls
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
-from gapo_megatron.rollout.generate import Hooks, generate
+from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -347,6 +347,30 @@ def test_the_ranks_of_a_replica_add_the_same_requests_at_the_same_steps() -> Non
     assert (asked, by_other) == ({0}, set())
     assert [content, counts] == rest
     assert content == run(answer_of)
+
+
+def _begin_on_two_ranks() -> Any:
+    rank = dist.get_rank()
+    replicas = Replicas.create(2, gloo_group=dist.group.WORLD)
+
+    class First:
+        """Begins in another way on each rank, and fails on one."""
+
+        def begin(self, prompt: Prompt) -> Any:
+            if prompt.id == PROMPTS[rank].id:
+                raise ValueError(f"rank {rank}")
+            return [rank + 4]
+
+    calls = calls_of(answer_of, replicas=replicas)
+    begun = calls.agree([begin(First(), one) for one in PROMPTS[:3]])  # type: ignore[arg-type]
+    return [(one.token_ids, one.failure) for one in begun]
+
+
+def test_the_ranks_of_a_replica_begin_as_its_first_does() -> None:
+    first, second = run_distributed(_begin_on_two_ranks, 2)
+    assert first == second
+    assert first[0] == (PROMPTS[0].token_ids, "begin: ValueError: rank 0")
+    assert first[1:] == [((4,), "")] * 2
 
 
 # --- the journal ----------------------------------------------------------------------------------

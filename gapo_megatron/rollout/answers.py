@@ -1,0 +1,56 @@
+"""What an environment of the user's own returned, read once, as plain values."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import numpy as np
+
+MOST_CHARACTERS = 300
+"""Of an error's message in a verdict's reason."""
+_MOST_TEXT = 1_000_000
+"""Characters of an episode's final text: it is sent to all ranks of the replica and a verifier."""
+
+
+def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int, ...] | str | None:
+    """An answer of `Environment.respond`, tokens as plain integers.
+
+    Args:
+        answer: what it returned.
+        max_tokens: tokens that a response may have, `rollout.max_response_tokens`.
+        vocab_size: tokens are 0 to `vocab_size` - 1.
+
+    Raises:
+        TypeError: it is neither None, nor a string, nor a list, tuple or array of integers.
+        ValueError: it has more tokens than a response may have, or a token that the model has not;
+            or a text that is too long, or cannot be encoded.
+    """
+    if answer is None:
+        return None
+    if isinstance(answer, str):
+        if len(answer) > _MOST_TEXT:
+            raise ValueError(f"respond returned {len(answer)} characters; at most {_MOST_TEXT}")
+        text = "".join([answer])  # its characters, whatever its class says
+        text.encode()  # raises for half a surrogate pair
+        return text
+    if not isinstance(answer, list | tuple | np.ndarray):
+        raise TypeError(
+            f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"
+        )
+    if len(answer) > max_tokens:
+        raise ValueError(
+            f"respond returned {len(answer)} tokens, more than rollout.max_response_tokens "
+            f"({max_tokens})"
+        )
+    tokens = []
+    # Once: a class of the user's own may have other tokens the second time, or too many.
+    for one in itertools.islice(answer, max_tokens):
+        if not isinstance(one, int | np.integer) or isinstance(one, bool):
+            raise TypeError(f"respond returned {type(one).__name__} among the tokens")
+        token = operator.index(one)
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"respond returned the token {token}, which the model does not have")
+        tokens.append(token)
+    return tuple(tokens)

@@ -123,7 +123,7 @@ def test_the_model_continues_where_a_stop_token_ended_no_text() -> None:
 
 def _uncalled() -> object:
     calls = calls_of(lambda _: None, stop=("</tool>",), tokenizer=TOKENIZER, eos_token_ids=[EOS])
-    calls.is_called = False
+    calls.timing = None
     return calls
 
 

@@ -19,13 +19,14 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gapo_megatron.errors import ConfigError, said
 
+_PACKAGE = Path(__file__).resolve().parent
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -185,9 +186,14 @@ def find_file(name: str, *, setting: str) -> Path:
     return path
 
 
-def digest(name: str, *, setting: str) -> str:
-    """SHA-256 of the file that holds the code; files that it imports are not included."""
-    return hashlib.sha256(find_file(name, setting=setting).read_bytes()).hexdigest()
+def digest(names: Sequence[str], *, setting: str) -> str:
+    """SHA-256 of each file that holds the code, with spaces between; not of files that it imports.
+
+    This package's own files are left out: they change with its version, as all its code does.
+    """
+    files = [find_file(name, setting=setting) for name in names]
+    own = [path for path in files if not path.resolve().is_relative_to(_PACKAGE)]
+    return " ".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own)
 
 
 def _split(name: str, *, setting: str) -> tuple[str, str]:

@@ -19,13 +19,14 @@ def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int,
 
     Args:
         answer: what it returned.
-        max_tokens: tokens that a response may have, `rollout.max_response_tokens`.
+        max_tokens: tokens that a response may have, `rollout.max_response_tokens`. Further ones are
+            cut: there is no room for so many, and the response is truncated.
         vocab_size: tokens are 0 to `vocab_size` - 1.
 
     Raises:
         TypeError: it is neither None, nor a string, nor a list, tuple or array of integers.
-        ValueError: it has more tokens than a response may have, or a token that the model has not;
-            or a text that is too long, or cannot be encoded.
+        ValueError: it has a token that the model has not; or a text that is too long, or cannot be
+            encoded.
     """
     if answer is None:
         return None
@@ -38,11 +39,6 @@ def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int,
     if not isinstance(answer, list | tuple | np.ndarray):
         raise TypeError(
             f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"
-        )
-    if len(answer) > max_tokens:
-        raise ValueError(
-            f"respond returned {len(answer)} tokens, more than rollout.max_response_tokens "
-            f"({max_tokens})"
         )
     tokens = []
     # Once: a class of the user's own may have other tokens the second time, or too many.

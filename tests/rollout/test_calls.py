@@ -184,15 +184,26 @@ BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
     (lambda _: [True], "bool"),
     (lambda _: [-1], "-1"),
     (lambda _: [100_000], "100000"),
-    (lambda _: [5] * 201, "201"),
-    (lambda _: np.zeros((300, 3), np.int64), "300"),
+    (lambda _: np.zeros((300, 3), np.int64), "ndarray"),
     (lambda _: {5: 6}, "dict"),
 ]
 
 
+@pytest.mark.parametrize("num_tokens", [199, 200, 201, 10**6])
+def test_tokens_without_room_truncate_a_response(num_tokens: int) -> None:
+    """However many: an unknown verdict would be a way out of a wrong one."""
+    settings = SamplingSettings(num_samples=1, max_response_tokens=200, seed=7)
+    calls = calls_of(lambda _: [5] * num_tokens, max_response_tokens=200)
+    groups = generate(ScriptedEngine(draws), PROMPTS[:1], settings, calls=calls)
+    assert groups is not None
+    (one,) = groups[0]
+    assert one.truncated and not one.failure and one.response_mask is None
+    assert one.token_ids[-1] == EOS
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_broken_environments_are_unknown_and_harm_no_other() -> None:
-    """252 calls of 15 kinds, with the good ones between them; none is wrong, none ends the run."""
+    """252 calls of 14 kinds, with the good ones between them; none is wrong, none ends the run."""
     kinds = [*BROKEN, (_fork, ""), (answer_of, "")]
     place = {
         (prompt.id, sample): kinds[(18 * i + sample) % len(kinds)]

@@ -94,6 +94,7 @@ class Side:
                 "policy_version": self.version,
                 "metrics": {"from": float(order.step)},
                 "samples": [],
+                "timelines": [],
                 "source_state": {"after": order.step},
             }
             if not is_aborted:

@@ -42,9 +42,11 @@ PACKAGES = (
     "rich",
     "safetensors",
     "scipy",
+    "starlette",
     "sympy",
     "torch",
     "transformers",
+    "uvicorn",
     "vllm",
 )
 """Packages that training imports."""

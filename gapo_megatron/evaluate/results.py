@@ -120,7 +120,7 @@ def measure(problems: Sequence[Solved], *, num_samples: int) -> SeedResult:
 
 
 def _environment_figures(samples: Sequence[Sample]) -> dict[str, float]:
-    if not any(sample.num_turns for sample in samples):
+    if not any(sample.is_answered for sample in samples):
         return {}
     num_calls = sum(sample.num_calls for sample in samples)
     return {

@@ -38,11 +38,16 @@ class Sample:
     instructions: tuple[Outcome, ...] = ()
     """IFEval: outcome of each instruction, first all strict, then all loose."""
     num_turns: int = 0
-    """The model's turns; 0: no environment answers it."""
+    """The model's turns, if an environment answers it; 0 too if its first call failed."""
     num_calls: int = 0
     """Calls of the environment."""
     num_errors: int = 0
     """Calls that failed."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is known that an environment answers the model."""
+        return bool(self.num_turns or self.num_calls)
 
 
 _CALLS = ("num_turns", "num_calls", "num_errors")
@@ -152,7 +157,7 @@ def _to_json(problem: Solved) -> dict[str, Any]:
                 "num_tokens": sample.num_tokens,
                 "truncated": sample.truncated,
                 **({"instructions": sample.instructions} if sample.instructions else {}),
-                **({key: getattr(sample, key) for key in _CALLS} if sample.num_turns else {}),
+                **({key: getattr(sample, key) for key in _CALLS} if sample.is_answered else {}),
                 "response": sample.response,
             }
             for sample in problem.samples

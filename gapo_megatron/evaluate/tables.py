@@ -20,7 +20,7 @@ def results_tables(results: Results) -> list[Table]:
     tables = [_pass_table(results), _samples_table(results)]
     if any(seed.instructions for seeds in results.benchmarks.values() for seed in seeds.values()):
         tables.append(_instructions_table(results))
-    if results.sampling.environment:
+    if any(seed.environment for seeds in results.benchmarks.values() for seed in seeds.values()):
         tables.append(_environment_table(results))
     return tables
 
@@ -82,7 +82,9 @@ def _samples_table(results: Results) -> Table:
 def _environment_table(results: Results) -> Table:
     rows = []
     for name, by_seed in results.benchmarks.items():
-        found = [seed.environment for seed in by_seed.values()]
+        found = [seed.environment for seed in by_seed.values() if seed.environment]
+        if not found:  # every episode ended before its first turn and its first call
+            continue
         turns, calls, errors = (
             mean([one[key] for one in found]) for key in ("turns", "calls", "error_share")
         )

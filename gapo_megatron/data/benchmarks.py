@@ -54,8 +54,7 @@ class Benchmark:
 
     name: str
     title: str
-    """Column title in tables, as in the paper. A benchmark of the user's own is called by its name.
-    """
+    """Column title in tables; a benchmark of the user's own is called by its name."""
     kind: str
     """Verifier, as `reward.kind` of the config."""
     folder: str
@@ -65,6 +64,8 @@ class Benchmark:
     `_OTHER_SHAPE` for an unexpected row."""
     answers: Callable[[Row], tuple[str, ...]]
     """Answers of a row; raises as `read`. Separate, because tests of programs decode slowly."""
+    references: tuple[str, ...] = ()
+    """Columns with solutions or hidden tests; they stay out of `Problem.row`."""
     in_parts: bool = False
     """Whether it is published as several files, which are read in order of their names."""
     in_average: bool = False
@@ -88,9 +89,7 @@ class Benchmark:
     def load(
         self, *paths: Path, keep: Callable[[Row, str], Row] = lambda row, where: {}
     ) -> list[Problem]:
-        """Read the benchmark's problems, in file order.
-
-        `keep` makes `Problem.row` of a row and its place, file and number.
+        """Read the problems, in file order; `keep` makes `Problem.row` of a row and its place.
 
         Raises:
             DataError: a file cannot be read or has an unexpected format; names file, row and rule.
@@ -131,8 +130,7 @@ class Benchmark:
             kept = keep(row, f"{path}:{number}") if keep else {}
             yield Problem(f"{self.name}-{index}", prompt, answers, level, kept)
         if not found:
-            shown = ", ".join(map(str, paths))
-            raise DataError(f"{shown}: contains no problems of {self.name}")
+            raise DataError(f"{', '.join(map(str, paths))}: contains no problems of {self.name}")
 
 
 def without_request(prompt: str) -> str:
@@ -334,24 +332,25 @@ BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
         *(
-            Benchmark(name, title, "math", folder, read, _math_answers, in_average=True)
+            Benchmark(
+                *(name, title, "math", folder, read, _math_answers, ("solution",)), in_average=True
+            )
             for name, (title, folder, read) in _SIX.items()
         ),
         Benchmark(
             *("ifeval", "IFEval", "instructions", "ifeval"),
-            read=lambda row: (_text(row, "prompt"), ""),
-            answers=_ifeval_answers,
+            *(lambda row: (_text(row, "prompt"), ""), _ifeval_answers),
         ),
         Benchmark(
             *("livecodebench", "LCB-v5", "code", "livecodebench"),
-            read=_livecodebench,
-            answers=_livecodebench_answers,
+            *(_livecodebench, _livecodebench_answers),
+            references=("private_test_cases",),
             in_parts=True,
         ),
         Benchmark(
             *("humaneval_plus", "HumanEval+", "code", "humaneval_plus"),
-            read=_humaneval_plus,
-            answers=_humaneval_plus_answers,
+            *(_humaneval_plus, _humaneval_plus_answers),
+            references=("canonical_solution", "test", "base_input", "plus_input"),
         ),
     )
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
 from gapo_megatron.data.messages import check_template
+from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import encode_problem, kept_columns, read_prompts
 from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
@@ -90,9 +91,12 @@ class Task:
                 Or a row lacks a column that the verifier requires.
         """
         check_template(data, tokenizer)
-        problems = benchmark.load(
-            *paths, keep=lambda row, where: kept_columns(row, columns, reward, where=where)
-        )
+
+        def keep(row: Row, where: str) -> Row:
+            shown = {key: row[key] for key in row if key not in benchmark.references}
+            return kept_columns(shown, columns, reward, where=where)
+
+        problems = benchmark.load(*paths, keep=keep)
         prompts = []
         for problem in problems:
             token_ids = encode_problem(

@@ -10,6 +10,7 @@ import pytest
 
 from gapo_megatron.evaluate.results import read_results
 from gapo_megatron.evaluate.tables import results_tables
+from tests.configs import config_of
 from tests.evaluate.test_evaluate_own import (  # noqa: F401 (a fixture)
     SAMPLING,
     acting,
@@ -17,6 +18,7 @@ from tests.evaluate.test_evaluate_own import (  # noqa: F401 (a fixture)
     evaluated,
     tokenizer,
 )
+from tests.tokenizers import byte_level
 
 FAILS = """
 from gapo_megatron.rollout.environments.one_turn import OneTurn
@@ -36,6 +38,33 @@ class Fails(OneTurn):
             raise OSError("down")
         return self.tokenizer.encode("1", add_special_tokens=False)
 """
+
+COMMON = {"answer": "3", "solution": "it is 3"}
+ROWS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "aime24": ({"id": 60, "problem": "1+2="}, COMMON),
+    "humaneval_plus": (
+        {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "atol": 0},
+        {"canonical_solution": " return 3", "base_input": [], "plus_input": [], "test": "f() == 3"},
+    ),
+}
+"""Benchmark -> columns of its row that an environment gets, and that it must not get."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_its_prompt_as_asked_and_no_solution(name: str, tmp_path: Path) -> None:
+    shown, hidden = ROWS[name]
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps([shown | hidden]))
+    (one,) = chosen(names=(name,), data=tmp_path)
+    (tmp_path / "agent.py").write_text("def solve(session):\n    return ''\n")
+    agent = {"kind": f"{tmp_path}/agent.py:solve"}
+    config = config_of({"environment": agent, "data": {"max_prompt_tokens": 2000}})
+    task = one.read(config, byte_level())
+    (problem,) = task.problems
+    assert task.prompts[0].row == shown | {"prompt": problem.prompt}
+    assert "1+2=" in problem.prompt or "def f():" in problem.prompt
+    assert problem.answers
 
 
 @pytest.mark.parametrize(

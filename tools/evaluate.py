@@ -43,6 +43,11 @@ console = Console()
 
 _OF_TEMPLATE = ("system_prompt", "chat_template_kwargs")
 
+_ENVIRONMENT_CODE = (
+    *("rollout/environments", "rollout/agents"),
+    *("rollout/chat.py", "rollout/turns.py"),
+)
+
 Remaining = dict[tuple[str, int], list[str]]
 """Benchmark and seed -> ids of the problems without stored samples."""
 
@@ -344,7 +349,7 @@ def _remaining(
             continue
         judged_by: dict[str, Any] = {"code": code_sha256("rewards", "data/benchmarks.py")}
         if acts.is_called:
-            judged_by["environment_code"] = code_sha256("rollout/environments", "rollout/chat.py")
+            judged_by["environment_code"] = code_sha256(*_ENVIRONMENT_CODE)
         if "code" in [one.kind for one in task.reward.by_name.values()]:
             judged_by["sandbox"] = arguments.sandbox
         # Older files do not have these two, nor those of a verifier without them.

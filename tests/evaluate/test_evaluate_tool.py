@@ -22,6 +22,7 @@ from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.options import parse as parse_options
 from gapo_megatron.evaluate.paper import Sampling, read_settings
+from gapo_megatron.io import files
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from tests.messages import mentions
 from tests.programs import Program
@@ -275,6 +276,34 @@ def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
     left["aime24"].clear()
     # Only tables are written.
     assert tool._remaining(arguments, tasks[:1], ONE_TURN) == {("aime24", 0): []}
+
+
+@pytest.mark.parametrize(
+    "part", ["environments/tools.py", "agents/environment.py", "chat.py", "turns.py"]
+)
+def test_verdicts_in_another_version_of_environments_do_not_mix(
+    tmp_path, monkeypatch, part
+) -> None:
+    package = tmp_path / "package"
+    for name in ("rollout", "rewards", "data"):
+        shutil.copytree(files._PACKAGE / name, package / name)
+    monkeypatch.setattr(files, "_PACKAGE", package)
+    arguments = parse("--model", "m", "--output", tmp_path)
+    task = SimpleNamespace(name="a", reward=RewardConfig(kind="math"), remaining=lambda *_: ["a"])
+
+    def judge(kind: str) -> None:
+        tool._remaining(arguments, [task], EnvironmentConfig(kind=kind))
+
+    judge("tools")
+    with (package / "rollout" / part).open("a") as file:
+        file.write("# changed")
+    with pytest.raises(ConfigError, match=mentions("environment_code", "--output")):
+        judge("tools")
+    shutil.rmtree(tmp_path / "a")
+    judge("one_turn")
+    with (package / "rollout" / part).open("a") as file:
+        file.write("# again")
+    judge("one_turn")
 
 
 def test_verdicts_of_other_named_verifiers_or_limits_do_not_mix(tmp_path) -> None:

@@ -36,6 +36,7 @@ DATA = ROOT.parent / "shared" / "data"
 PAGES = sorted(path.stem for path in (ROOT / "docs/howto").glob("*.md"))
 FILE = re.compile(r"^```(?:python|toml)\n# (\w+\.\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+METRIC = re.compile(r"`(environment/\w+)`")
 BROUGHT = ("make env", "tools/prepare_data.py")
 """Commands that are not run: they make the environment, or need data that a user brings."""
 
@@ -160,7 +161,7 @@ def acting(clone: Path) -> Iterator[tuple[Acting, Qwen2Tokenizer]]:
 
 
 def test_the_environment_asks_again(acting: tuple[Acting, Qwen2Tokenizer], clone: Path) -> None:
-    """After a wrong answer once, after a right one never; a line in the log for each call."""
+    """After a wrong answer once, after a right one never; the log has a line for each first."""
     act, tokenizer = acting
 
     def script(request: Request) -> list[int]:
@@ -238,5 +239,6 @@ def test_a_page_is_followed_from_its_first_line_to_its_last(
     steps = steps_of(run_dir)
     assert [one["step"] for one in steps] == [*range(config.run.num_steps)]
     assert all(one["groups/unknown_verdicts"] == 0 for one in steps)
+    assert {*METRIC.findall(text_of(page))} <= steps[-1].keys()
     assert {one.step for one in read_samples(run_dir)} == {*range(config.run.num_steps)}
     assert (run_dir / "report/samples.html").exists()

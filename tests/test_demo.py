@@ -110,6 +110,18 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch, path):
     assert longest + 1 <= config.rollout.max_response_tokens
 
 
+@pytest.mark.parametrize("kind", ["one_turn", "mine.py:Calculator"])
+def test_the_task_does_not_depend_on_the_environment(demo, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("class Calculator: pass")
+    given = [f"environment.kind={kind}", "environment.settings={}", "environment.stop=[]"]
+    settings = demo._settings(_arguments(*given, config=TOOLS), 0)
+    config = load_config(TOOLS, [*settings, "supervised.num_steps=2"])
+    demo._write_task(config)
+    first, *_ = Path(config.data.train_path).read_text().splitlines()
+    assert "*" in json.loads(first)["prompt"]
+
+
 def _write_run(folder: Path, shares: dict[int, tuple[int, int]], *, seed: int = 0) -> Path:
     (folder / "evaluations").mkdir(parents=True)
     for step, correct in shares.items():

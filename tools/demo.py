@@ -40,6 +40,8 @@ NUM_EVAL = 256
 NUM_TRAIN = 2400
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "objective.method="
+TOOLS_MODEL = "warm_start_tools"
+"""Name of a model's folder whose task is that of configs/demo_tools.toml, in place of additions."""
 OTHERS = {
     "gspo_asym": "whose clip bounds are the same for every c",
     "gapo": "whose upper clip bound depends on c",
@@ -188,7 +190,8 @@ def _write_task(config: Config) -> None:
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
     assert supervised is not None
-    made = demo_tools if config.environment.kind == "tools" else demo_task
+    # Not by the environment: it may be the user's own, or none for comparison.
+    made = demo_tools if Path(config.model.hf_dir).name == TOOLS_MODEL else demo_task
     task, initial = Path(config.data.train_path).parent, Path(supervised.initial_hf_dir)
     field, is_ours = "supervised.initial_hf_dir", is_marked(initial, made_by="demo")
     check_replaceable(initial, field=field, is_ours=is_ours)

@@ -90,7 +90,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         arguments.problems,
         data_dir=arguments.data,
         reward=config.reward,
-        judge=judge_of(config.reward, arguments.kind, arguments.config),
+        judge=judge_of(config.reward, arguments.kind, arguments.config, sandbox=arguments.sandbox),
     )
     for one in chosen:
         rewards.check(one.reward)
@@ -294,7 +294,7 @@ def _config(arguments: argparse.Namespace, sampling: Sampling, acts: Environment
             "environment": acts.model_dump(),
             "evaluation": {"samples_per_prompt": sampling.num_samples},
             # The kind is every benchmark's own in turn.
-            "reward": {"kind": "math", "sandbox": arguments.sandbox},
+            "reward": {"kind": "math", "sandbox": arguments.sandbox or "bubblewrap"},
         },
         source="the command line",
     )
@@ -351,7 +351,7 @@ def _remaining(
         if acts.is_called:
             judged_by["environment_code"] = code_sha256(*_ENVIRONMENT_CODE)
         if "code" in [one.kind for one in task.reward.by_name.values()]:
-            judged_by["sandbox"] = arguments.sandbox
+            judged_by["sandbox"] = task.reward.sandbox
         # Older files do not have these two, nor those of a verifier without them.
         reward = task.reward.model_dump(include={"verifiers", "timeout_s"}, exclude_defaults=True)
         if names := task.reward.code_names:

@@ -104,15 +104,27 @@ def _repeated(names: Sequence[str]) -> Iterator[str]:
     return (name for name in names if names.count(name) > 1)
 
 
-def judge_of(reward: RewardConfig, kind: str | None, config: Path | None) -> RewardConfig:
+def judge_of(
+    reward: RewardConfig, kind: str | None, config: Path | None, *, sandbox: str | None = None
+) -> RewardConfig:
     """The verifier of `--problems`: of `--kind`, or of the training config `--config`.
+
+    Args:
+        reward: options of `--kind`.
+        kind: `--kind`.
+        config: `--config`.
+        sandbox: `--sandbox`, in place of the config's.
 
     Raises:
         ConfigError: see `with_kind` and `read_reward`.
     """
-    if config is not None:
-        return read_reward(config, field="--config")
-    return reward if kind is None else with_kind(reward, kind, field="--kind")
+    if config is None:
+        return reward if kind is None else with_kind(reward, kind, field="--kind")
+    judge = read_reward(config, field="--config")
+    if sandbox is None:
+        return judge
+    tree = judge.model_dump() | {"sandbox": sandbox}
+    return _checked(RewardConfig, tree, field=f"--sandbox ({sandbox!r}) with --config: reward")
 
 
 def with_kind(reward: RewardConfig, kind: str, *, field: str) -> RewardConfig:

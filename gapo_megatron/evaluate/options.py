@@ -127,9 +127,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--enforce-eager", action="store_true", help="skip compilation")
     group.add_argument(
         "--sandbox",
-        default="bubblewrap",
+        metavar="KIND",
         help="where the model's programs run: bubblewrap, apptainer:/PATH/OF/IMAGE, "
-        "tcp://HOST:PORT (a service), or unsafe: with your own rights (default: %(default)s)",
+        "tcp://HOST:PORT (a service), or unsafe: with your own rights (default: bubblewrap; for "
+        "--problems with --config, as that says)",
     )
 
 

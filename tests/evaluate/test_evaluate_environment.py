@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gapo_megatron.config import EnvironmentConfig, RewardConfig
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.evaluate.chosen import judge_of
 from gapo_megatron.evaluate.results import read_results
 from gapo_megatron.evaluate.tables import results_tables
 from tests.configs import config_of
@@ -18,7 +22,10 @@ from tests.evaluate.test_evaluate_own import (  # noqa: F401 (a fixture)
     evaluated,
     tokenizer,
 )
+from tests.evaluate.test_evaluate_tool import parse
+from tests.messages import mentions
 from tests.tokenizers import byte_level
+from tools import evaluate as tool
 
 FAILS = """
 from gapo_megatron.rollout.environments.one_turn import OneTurn
@@ -89,3 +96,25 @@ def test_first_calls_that_fail_are_counted(tmp_path: Path, tokenizer, fail, figu
     results.benchmarks["none"] = without  # every `begin` failed: neither turns nor calls
     table = results_tables(replace(results, sampling=replace(SAMPLING, environment=kind)))[-1]
     assert [row[0] for row in table.rows] == ["mine"]
+
+
+def test_the_sandbox_is_the_configs_unless_the_command_has_another(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[reward]\nkind = 'code'\nsandbox = 'tcp://there:7420'\n")
+    usual = RewardConfig(kind="math")
+    assert judge_of(usual, None, path).sandbox == "tcp://there:7420"
+    assert judge_of(usual, None, path, sandbox="unsafe").sandbox == "unsafe"
+    with pytest.raises(ConfigError, match=mentions("--sandbox", "'jail'", "--config")):
+        judge_of(usual, None, path, sandbox="jail")
+    assert judge_of(usual, "code", None, sandbox=None).sandbox == "bubblewrap"
+
+
+def test_the_sandbox_that_judged_is_kept(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[reward]\nkind = 'code'\nsandbox = 'unsafe'\n")
+    options = ("--problems", "a.jsonl", "--config", config)
+    given = parse("--model", "m", "--output", tmp_path, *options)
+    judge = judge_of(RewardConfig(kind="math"), None, config, sandbox=given.sandbox)
+    task = SimpleNamespace(name="mine", reward=judge, remaining=lambda *_: ["a"])
+    tool._remaining(given, [task], EnvironmentConfig())
+    assert json.loads((tmp_path / "mine/judge.json").read_text())["sandbox"] == "unsafe"

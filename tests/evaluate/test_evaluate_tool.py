@@ -264,7 +264,7 @@ def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
         == tool._remaining(arguments, tasks, ONE_TURN)
         == expected
     )
-    arguments.sandbox = "unsafe"
+    tasks[1].reward = RewardConfig(kind="code", sandbox="unsafe")
     with pytest.raises(
         ConfigError, match=mentions("livecodebench", "sandbox", "'bubblewrap'", "'unsafe'")
     ):

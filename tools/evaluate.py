@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -255,6 +256,9 @@ def _sampling(
     options = {name: getattr(arguments, name) for name in names}
     given = {name: value for name, value in options.items() if value is not None}
     given["environment"] = acts.kind if acts.is_called else ""
+    if acts.is_called or acts.stop:
+        section = json.dumps(_settings_of(acts, "kind"), sort_keys=True)
+        given["environment_sha256"] = hashlib.sha256(section.encode()).hexdigest()
     if arguments.setting:
         return dataclasses.replace(settings[arguments.setting].sampling, **given)
     given = {"temperature": 1.0, "top_p": 1.0} | given
@@ -262,6 +266,11 @@ def _sampling(
         if name not in given:
             raise ConfigError(f"give --{name.replace('_', '-')}, or a --setting that has it")
     return Sampling(**given)
+
+
+def _settings_of(acts: EnvironmentConfig, *excepted: str) -> dict[str, Any]:
+    """What of the section decides on samples."""
+    return acts.model_dump(mode="json", exclude={"max_concurrent", *excepted})
 
 
 def _config(arguments: argparse.Namespace, sampling: Sampling, acts: EnvironmentConfig) -> Config:
@@ -326,8 +335,9 @@ def _keep_settings(
         **{key: value for key in _OF_TEMPLATE if (value := getattr(arguments, key))},
         "precision": arguments.precision,
         **dataclasses.asdict(sampling),
-        "environment": acts.model_dump(mode="json", exclude={"max_concurrent"}),
+        "environment": _settings_of(acts),
     }
+    del kept["environment_sha256"]
     if not acts.is_called and not acts.stop:  # nor do they have this
         del kept["environment"]
     keep_settings(arguments.output / "settings.json", kept)

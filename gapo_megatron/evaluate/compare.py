@@ -35,8 +35,12 @@ class Method:
         label, equals, folders = text.partition("=") if "=" in text else ("", "", text)
         paths = [Path(folder) for folder in folders.split(",")]
         evaluations = [read_results(path) for path in paths]
-        if len({(one.sampling, one.setting) for one in evaluations}) > 1:
-            raise ConfigError(f"--compare {text}: the evaluations were sampled differently")
+        drawn = dict.fromkeys((one.setting, one.sampling) for one in evaluations)
+        if len(drawn) > 1:
+            shown = "; ".join(f"{name} {sampling.text}".strip() for name, sampling in drawn)
+            raise ConfigError(
+                f"--compare {text}: the evaluations were sampled differently: {shown}"
+            )
         return cls(label if equals else real(paths[0]).name, evaluations)
 
     @property

@@ -23,6 +23,8 @@ class Sampling:
     """T_max."""
     environment: str = ""
     """`environment.kind`, if it answers the model; empty: a response is a single turn."""
+    environment_sha256: str = ""
+    """Of what else decides on its calls: settings, code, ends of turns, time limits; or ""."""
 
     @property
     def text(self) -> str:
@@ -30,7 +32,12 @@ class Sampling:
         return (
             f"n={self.num_samples}, temperature={self.temperature:g}, top-p={self.top_p:g}, "
             f"T_max={self.max_response_tokens}"
-        ) + (f", environment {self.environment}" if self.environment else "")
+        ) + (f", environment {_shown(self)}" if self.environment or self.environment_sha256 else "")
+
+
+def _shown(sampling: Sampling) -> str:
+    digest = sampling.environment_sha256[:8]
+    return (sampling.environment or "one_turn") + (f" ({digest})" if digest else "")
 
 
 @dataclass(frozen=True, slots=True)

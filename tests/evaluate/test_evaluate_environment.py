@@ -12,7 +12,9 @@ import pytest
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.chosen import judge_of
-from gapo_megatron.evaluate.results import read_results
+from gapo_megatron.evaluate.compare import Method
+from gapo_megatron.evaluate.paper import Sampling
+from gapo_megatron.evaluate.results import read_results, write_results
 from gapo_megatron.evaluate.tables import results_tables
 from tests.configs import config_of
 from tests.evaluate.test_evaluate_own import (  # noqa: F401 (a fixture)
@@ -118,3 +120,31 @@ def test_the_sandbox_that_judged_is_kept(tmp_path: Path) -> None:
     task = SimpleNamespace(name="mine", reward=judge, remaining=lambda *_: ["a"])
     tool._remaining(given, [task], EnvironmentConfig())
     assert json.loads((tmp_path / "mine/judge.json").read_text())["sandbox"] == "unsafe"
+
+
+def sampling_of(**environment: object) -> Sampling:
+    limits = ("--num-samples", 2, "--max-response-tokens", 16)
+    given = parse("--model", "m", "--output", "o", *limits)
+    return tool._sampling(given, {}, EnvironmentConfig.model_validate(environment))
+
+
+def test_seeds_of_a_method_have_the_same_environment(tmp_path: Path, tokenizer) -> None:  # noqa: F811
+    row = {"id": "a", "prompt": "1+2=", "answer": "3"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    (one,) = chosen(tmp_path / "mine.jsonl")
+    base = read_results(evaluated(one, tokenizer, tmp_path / "base", says_always="3"))
+    usual: dict[str, object] = {"kind": "a.py:A", "settings": {"n": 1}, "code": "x"}
+
+    def compared(**environment: object) -> Method:
+        for name, drawn in (("one", usual), ("two", environment)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            results = replace(base, sampling=sampling_of(**drawn))
+            write_results(results, tmp_path / name)
+        return Method.read(f"{tmp_path / 'one'},{tmp_path / 'two'}")
+
+    assert len(compared(**usual, max_concurrent=2).evaluations) == 2
+    for other in {"settings": {"n": 2}}, {"code": "y"}, {"stop": ["</a>"]}, {"kind": "b.py:A"}:
+        with pytest.raises(ConfigError, match=mentions("sampled differently", "a.py:A")):
+            compared(**usual | other)
+    assert sampling_of() == SAMPLING
+    assert sampling_of(stop=["</a>"]) != SAMPLING

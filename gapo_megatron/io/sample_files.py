@@ -41,11 +41,20 @@ class SampleLog:
         self._path = run_dir / name
         self._has_begun = False
 
-    def append(self, samples: Sequence[Sample] | Sequence[Timeline]) -> None:
-        """Write a line for each; all are on disk when this returns.
+    def begin(self, step: int) -> None:
+        """Drop incomplete lines, and those of `step` and later: a resumed run writes them again.
 
-        The first call drops incomplete lines, and those of its step and later ones: a resumed run
-        writes them again.
+        Later calls do nothing.
+
+        Raises:
+            MachineError: the disk is full or fails.
+        """
+        if not self._has_begun:
+            self._drop(from_step=step)
+            self._has_begun = True
+
+    def append(self, samples: Sequence[Sample] | Sequence[Timeline]) -> None:
+        """Write a line for each, after `begin`; all are on disk when this returns.
 
         Args:
             samples: of one step; at least one.
@@ -53,9 +62,7 @@ class SampleLog:
         Raises:
             MachineError: the disk is full or fails.
         """
-        if not self._has_begun:
-            self._drop(from_step=samples[0].step)
-            self._has_begun = True
+        self.begin(samples[0].step)
         path = self._path
         lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in samples)
         with naming(path):

@@ -157,6 +157,8 @@ class MetricsWriter:
         if not self._enabled:
             return
         self._samples = samples
+        for log in (self._sample_log, self._timeline_log):
+            log.begin(step)
         if not (samples and self._keeps_samples):
             return
         self._sample_log.append(samples)

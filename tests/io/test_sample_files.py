@@ -8,7 +8,9 @@ import pytest
 from gapo_megatron.errors import DataError, MachineError
 from gapo_megatron.io import sample_files
 from gapo_megatron.io.sample_files import SampleLog, read_samples, read_timelines
+from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.types import Sample, Span, Timeline
+from tests.configs import config_of
 from tests.full_disk import full_disk
 from tests.messages import mentions
 
@@ -58,6 +60,26 @@ def test_timelines_are_files_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "timelines.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(DataError, match=mentions("timelines.jsonl:1", "problem")):
         read_timelines(tmp_path)
+
+
+def test_a_resume_without_environment_drops_later_timelines(tmp_path: Path) -> None:
+    """They belong to samples that the resumed run draws again, without calls."""
+
+    def run(steps: range, *, num_samples: int, has_timelines: bool) -> None:
+        config = config_of({"metrics": {"samples_per_step": num_samples}})
+        with MetricsWriter(tmp_path, config=config, resume_step=steps[0]) as writer:
+            for step in steps:
+                timelines = [Timeline(step, "p", 0, (Span(False, 0.0, 1.0, 3),))]
+                samples = [sample_of(step)][:num_samples]
+                writer.log_samples(step, samples, timelines if has_timelines else [])
+
+    run(range(4), num_samples=1, has_timelines=True)
+    run(range(2, 3), num_samples=1, has_timelines=False)
+    assert [one.step for one in read_timelines(tmp_path)] == [0, 1]
+    assert [one.step for one in read_samples(tmp_path)] == [0, 1, 2]
+    run(range(1, 2), num_samples=0, has_timelines=False)
+    assert [one.step for one in read_timelines(tmp_path)] == [0]
+    assert [one.step for one in read_samples(tmp_path)] == [0]
 
 
 def contents(run_dir: Path) -> list[bytes]:

@@ -28,6 +28,7 @@ from gapo_megatron.evaluate.options import parse
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
 from gapo_megatron.hf.folder import claim
+from gapo_megatron.io.documents import read_object
 from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
 
@@ -340,7 +341,15 @@ def _keep_settings(
     del kept["environment_sha256"]
     if not acts.is_called and not acts.stop:  # nor do they have this
         del kept["environment"]
-    keep_settings(arguments.output / "settings.json", kept)
+    path = arguments.output / "settings.json"
+    try:
+        keep_settings(path, kept)
+    except ConfigError as error:
+        if "environment" not in kept or "environment" in read_object(path):
+            raise
+        raise ConfigError(
+            f"{error}. Nothing answered its samples: --environment one_turn continues them so"
+        ) from None
     for name, digest in digests.items():
         keep_settings(arguments.output / name / "problems.json", {"sha256": digest})
 

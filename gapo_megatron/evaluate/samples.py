@@ -134,16 +134,20 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=2) + "\n")
     else:
-        differences = [
-            f"{key} was {before.get(key)!r}, is {settings.get(key)!r}"
-            for key in sorted(before.keys() | settings.keys())
-            if before.get(key) != settings.get(key)
-        ]
-        if differences:
+        if differences := [*_differences(before, settings)]:
             raise ConfigError(
                 f"{path.parent} has samples {done} with other settings "
                 f"({'; '.join(differences)}): use another --output, or remove the folder"
             )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[str]:
+    for key in sorted(before.keys() | now.keys()):
+        was, is_now = before.get(key), now.get(key)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            yield from _differences(was, is_now, f"{within}{key}.")
+        elif was != is_now:
+            yield f"{within}{key} was {was!r}, is {is_now!r}"
 
 
 def _to_json(problem: Solved) -> dict[str, Any]:

@@ -232,7 +232,8 @@ def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:
         return kept
 
     assert "environment" not in keep()  # as it always was
-    with pytest.raises(ConfigError, match=mentions("environment", "tools", "--output")):
+    named = ("environment", "tools", "--output", "--environment one_turn")
+    with pytest.raises(ConfigError, match=mentions(*named)):
         keep(kind="tools")
     shutil.rmtree(tmp_path / "out")
     whole = {"kind": "a.py:A", "settings": {"n": 1}, "code": "x", "stop": ["</a>"]}
@@ -241,8 +242,11 @@ def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:
         *({"settings": {"n": 2}}, {"code": "y"}, {"stop": []}),
         *({"call_timeout_s": 61}, {"episode_timeout_s": 601}),
     ):
-        with pytest.raises(ConfigError, match=mentions("environment", *other, "--output")):
+        with pytest.raises(
+            ConfigError, match=mentions("environment", *other, "--output")
+        ) as caught:
             keep(**whole | other)
+        assert "a.py:A" not in str(caught.value)  # the difference alone
     with pytest.raises(ConfigError, match=mentions("environment", "--output")):
         keep()
 

@@ -33,8 +33,6 @@ from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256,
 from gapo_megatron.run.fail_fast import fail_fast
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from gapo_megatron.config import Config, EnvironmentConfig
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.evaluate.table import Table
@@ -79,7 +77,8 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
 
     from gapo_megatron import rewards
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.evaluate.chosen import choose, environment_of, judge_of
+    from gapo_megatron.evaluate.chosen import choose, environment_of, judge_of, of_option
+    from gapo_megatron.evaluate.hints import hints
     from gapo_megatron.hf.model_folder import check_model_folder
     from gapo_megatron.rollout import environments
     from gapo_megatron.run import process_group
@@ -92,25 +91,33 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         arguments.problems,
         data_dir=arguments.data,
         reward=config.reward,
-        judge=judge_of(config.reward, arguments.kind, arguments.config, sandbox=arguments.sandbox),
+        judge=judge_of(
+            config.reward,
+            arguments.kind,
+            arguments.config if arguments.problems else None,
+            sandbox=arguments.sandbox,
+        ),
     )
     for one in chosen:
         rewards.check(one.reward)
-    environments.check(acts)
+    with of_option(arguments.environment):
+        environments.check(acts)
     facts = check_model_folder(arguments.model, field="--model")
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
     tasks = [one.read(config, tokenizer) for one in chosen]
-    environment = environments.build(
-        acts,
-        tokenizer,
-        chat_template=arguments.chat_template,
-        template_variables=arguments.chat_template_kwargs,
-    )
+    with of_option(arguments.environment):
+        environment = environments.build(
+            acts,
+            tokenizer,
+            chat_template=arguments.chat_template,
+            template_variables=arguments.chat_template_kwargs,
+        )
     alike = {"program": "evaluate", **vars(arguments), "[environment]": acts}
     world = process_group.start(config.parallel.timeout_s, alike=alike)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
-        _warn_of_template(arguments, tokenizer)
+        for hint in hints(arguments, acts, has_template=bool(tokenizer.chat_template)):
+            print(f"warning: {hint}", file=sys.stderr)
         digests = {one.name: one.sha256 for one in chosen}
         _keep_settings(arguments, sampling, digests, acts)
         shared = [_remaining(arguments, tasks, acts)]
@@ -119,15 +126,6 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         _sample(config, sampling, tasks, shared[0], environment, world)
     if world.rank == 0:
         _report(arguments, sampling, tasks, digests)
-
-
-def _warn_of_template(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.chat_template and not arguments.chat_template:
-        print(
-            "warning: the tokenizer has a chat template, but --chat-template is not given; give it "
-            "if data.chat_template was true in training",
-            file=sys.stderr,
-        )
 
 
 def _sample(

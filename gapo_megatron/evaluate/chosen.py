@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -157,20 +158,45 @@ def environment_of(kind: str | None, config: Path | None) -> EnvironmentConfig:
     return with_digest(section, name="environment", source=field)
 
 
+@contextmanager
+def of_option(kind: str | None) -> Iterator[None]:
+    """Name `--environment`, if its value is given, in errors of the environment's code."""
+    try:
+        yield
+    except ConfigError as error:
+        if kind is None:
+            raise
+        raise ConfigError(
+            f"--environment ({kind!r}): {error}. For an environment with settings give --config"
+        ) from None
+
+
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def _read(model: type[AnySection], name: str, path: Path, *, field: str) -> AnySection:
-    """A section of a training config, or of the config of a run's folder, `base` included.
+    """A section of `config_tree`.
 
     Raises:
-        ConfigError: the file cannot be read, the section is not valid, or its `code` is the digest
-            of other code.
+        ConfigError: see `config_tree`; or the section is not valid, or its `code` is the digest of
+            other code.
     """
-    path = path / CONFIG_NAME if path.is_dir() else path
+    tree = config_tree(path, field=field)
     source = f"{field} ({path})"
-    section = _checked(model, read_tree(path).get(name, {}), field=f"{source}: {name}")
+    section = _checked(model, tree.get(name, {}), field=f"{source}: {name}")
     return with_digest(section, name=name, source=source)
+
+
+def config_tree(path: Path, *, field: str) -> dict[str, Any]:
+    """A training config, or the config of a run's folder, `base` included.
+
+    Raises:
+        ConfigError: the file cannot be read; names the field.
+    """
+    try:
+        return read_tree(path / CONFIG_NAME if path.is_dir() else path)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
 
 
 def _checked(model: type[AnySection], tree: object, *, field: str) -> AnySection:

@@ -13,6 +13,7 @@ from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.chosen import judge_of
 from gapo_megatron.evaluate.compare import Method
+from gapo_megatron.evaluate.hints import hints
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.results import read_results, write_results
 from gapo_megatron.evaluate.tables import results_tables
@@ -24,7 +25,7 @@ from tests.evaluate.test_evaluate_own import (  # noqa: F401 (a fixture)
     evaluated,
     tokenizer,
 )
-from tests.evaluate.test_evaluate_tool import parse
+from tests.evaluate.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
 from tests.messages import mentions
 from tests.tokenizers import byte_level
 from tools import evaluate as tool
@@ -148,3 +149,65 @@ def test_seeds_of_a_method_have_the_same_environment(tmp_path: Path, tokenizer) 
             compared(**usual | other)
     assert sampling_of() == SAMPLING
     assert sampling_of(stop=["</a>"]) != SAMPLING
+
+
+def test_a_config_whose_prompts_or_environment_the_command_does_not_use_is_said(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.toml"
+    base = ("--model", "m", "--output", "o", "--config", path)
+    tools = EnvironmentConfig(kind="tools")
+
+    def said(*options: str, acts: EnvironmentConfig = tools) -> list[str]:
+        return hints(parse(*base, *options), acts, has_template=True)
+
+    path.write_text("[environment]\nkind = 'tools'\n")
+    assert ["--chat-template" in one for one in said()] == [True]  # no [data] to go by
+    path.write_text(
+        "[data]\nchat_template = true\nsystem_prompt = 'be brief'\n"
+        "chat_template_kwargs = { enable_thinking = false }\n"
+    )
+    remedies = ("--chat-template", "--system-prompt 'be brief'", "--chat-template-kwargs '{")
+    assert all(f"give {one}" in hint for one, hint in zip(remedies, said(), strict=True))
+    variables = '{"enable_thinking": false}'
+    same = ("--chat-template", "--system-prompt", "be brief", "--chat-template-kwargs", variables)
+    assert said(*same) == []
+    path.write_text("[data]\n")
+    options = [one.split()[0] for one in remedies]
+    assert all(f"leave out {one}" in hint for one, hint in zip(options, said(*same), strict=True))
+
+    alone = EnvironmentConfig()
+    (hint,) = said(acts=alone)
+    assert "--problems" in hint and "one_turn" in hint
+    (hint,) = said("--environment", "tools")
+    assert "--environment" in hint
+    assert said("--problems", "a.jsonl", acts=alone) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--config", "c.toml"], ["--model"]),  # its [reward] judges no benchmark
+        (["--config", "no.toml"], ["--config", "no.toml", "cannot read"]),
+        (["--environment", "search.py:Search"], ["--environment", "'index'", "--config"]),
+    ],
+)
+def test_what_is_wrong_with_the_options_is_said_of_them(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    named: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text("[environment]\nkind = 'tools'\n[reward]\nkind = 'maht'\n")
+    (tmp_path / "search.py").write_text(
+        "from gapo_megatron.rollout.environments.one_turn import OneTurn\n"
+        "class Search(OneTurn):\n"
+        "    def __init__(self, tokenizer, *, index):\n"
+        "        super().__init__(tokenizer)\n"
+    )
+    model = root / "model" if "--environment" in options else tmp_path / "none"
+    given = parse(*arguments(root, *options, "--model", model))
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        tool._evaluate(given, {})

@@ -20,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.evaluate.hints import hints
 from gapo_megatron.evaluate.options import parse as parse_options
 from gapo_megatron.evaluate.paper import Sampling, read_settings
 from gapo_megatron.io import files
@@ -191,10 +192,10 @@ def test_samples_of_two_models_do_not_mix(tmp_path) -> None:
         (None, [], False),
     ],
 )
-def test_a_template_that_is_not_used_is_said(template, options, warns, capsys) -> None:
+def test_a_template_that_is_not_used_is_said(template, options, warns) -> None:
     arguments = parse("--model", "m", "--output", "o", *options)
-    tool._warn_of_template(arguments, SimpleNamespace(chat_template=template))
-    assert ("--chat-template" in capsys.readouterr().err) is warns
+    found = hints(arguments, ONE_TURN, has_template=bool(template))
+    assert ["--chat-template" in one for one in found] == [True] * warns
 
 
 def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> None:

@@ -7,7 +7,8 @@ WORLD_SIZE ?= 1
 TP         ?= 1
 PP         ?= 1
 SEED       ?= 0
-CONFIG     ?= configs/demo.toml
+# Not from the environment, where other programs use the name, too.
+CONFIG     := configs/demo.toml
 JOBS       ?= 2
 SYSTEM_JOBS ?= 4
 ARGS       ?=

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from gapo_megatron.types import Episode, Prompt
 
@@ -34,3 +36,19 @@ class TwoTurn:
         said = episode.token_ids[first:].tolist()
         assert len(said) <= episode.num_sampled_tokens
         return " ".join(map(str, said)), episode.prompt.answer
+
+
+class Changes(TwoTurn):
+    """Changes its whole process wherever it is called."""
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        os.environ["CHANGED"] = "1"
+        return super().begin(prompt)
+
+    def respond(self, episode: Episode) -> Sequence[int] | None:
+        os.chdir("/")
+        return super().respond(episode)
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        torch.set_default_dtype(torch.float64)
+        return super().judge(episode)

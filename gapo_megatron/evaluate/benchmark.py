@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ from gapo_megatron.rollout.call_metrics import num_turns
 from gapo_megatron.rollout.calls import Acting, CallCounts, Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
-from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.generate import Hooks, begin_all, generate
+from gapo_megatron.rollout.process_state import trainer_restored
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
@@ -197,9 +199,7 @@ class Sampler:
                 len(piece),
             )
             calls = self.acting.calls(f"{task.name}_{seed}", replicas)
-            mine = calls.agree(
-                [begin(self.acting.environment, prompt) for prompt in replicas.share(piece)]
-            )
+            mine = begin_all(self.acting.environment, replicas.share(piece), calls)
             hooks = Hooks(shows_progress=True)
             groups = generate(self.engine, mine, settings, calls=calls, hooks=hooks)
             assert groups is not None, "generation without should_abort is never aborted"
@@ -217,7 +217,8 @@ class Sampler:
         gather = self.engine.replicas.gather
         environment, answers = self.acting.environment, task.answers
         episodes = [one for group in groups for one in group]
-        asked = [_questions(one, environment, answers[one.prompt.id]) for one in episodes]
+        with trainer_restored() if calls.is_called else nullcontext():
+            asked = [_questions(one, environment, answers[one.prompt.id]) for one in episodes]
         questions = [item for items in asked if not isinstance(items, Verdict) for item in items]
         # All ranks return together, so none waits long in the next collective.
         verdicts = iter(pool.judge(questions, may_end=lambda done: all(gather([done]))))

@@ -14,7 +14,7 @@ from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
-from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
@@ -53,9 +53,7 @@ def evaluate(
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
     replicas = engine.replicas
-    mine: Sequence[Prompt] = [begin(environment, prompt) for prompt in replicas.share(prompts)]
-    if calls is not None:
-        mine = calls.agree(mine)
+    mine = begin_all(environment, replicas.share(prompts), calls)
     judging = rewards.Judging(pool, replicas.part(mine), judge=environment.judge)
     num_samples = config.evaluation.samples_per_prompt
     settings = SamplingSettings(

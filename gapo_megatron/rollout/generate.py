@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from gapo_megatron.errors import DataError, RolloutError, said
@@ -15,6 +16,7 @@ from gapo_megatron.rollout.answers import MOST_CHARACTERS
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
+from gapo_megatron.rollout.process_state import trainer_restored
 from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
@@ -57,6 +59,22 @@ def begin(environment: Environment, prompt: Prompt) -> Prompt:
     return replace(prompt, token_ids=tokens)
 
 
+def begin_all(
+    environment: Environment, prompts: Iterable[Prompt], calls: Calls | None
+) -> Sequence[Prompt]:
+    """The prompts as `begin` makes them on the first rank of the replica.
+
+    If an environment is called, what it has changed for the whole process is then restored.
+
+    Collectives: `Calls.agree`.
+    """
+    if calls is None or not calls.is_called:
+        return [begin(environment, one) for one in prompts]
+    with trainer_restored():
+        begun = [begin(environment, one) for one in prompts]
+    return calls.agree(begun)
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -70,7 +88,8 @@ def generate(
     """Sample responses for this replica's prompts.
 
     Every request has its own seed (`request_seed`), so a response depends neither on other requests
-    nor on the number of replicas, up to the rounding of a batched forward pass.
+    nor on the number of replicas, up to the rounding of a batched forward pass. What an environment
+    has changed for the whole process is restored at the end (`trainer_restored`).
 
     Args:
         engine: awake; holds no request, before and after.
@@ -104,11 +123,13 @@ def generate(
     ]
     hooks = hooks or Hooks()
     responses = Responses(prompts, begun or {}, settings, calls=calls)
-    hooks.on_ended([one for group in responses.groups for one in group if one.finished])
     wanted = len(prompts) if num_groups is None else num_groups
-    run = _Run(engine, responses, wanted, hooks, calls)
-    run.decode()
-    if hooks.should_abort is not None and run.any_aborted():
+    with trainer_restored() if is_called else nullcontext():
+        hooks.on_ended([one for group in responses.groups for one in group if one.finished])
+        run = _Run(engine, responses, wanted, hooks, calls)
+        run.decode()
+        is_aborted = hooks.should_abort is not None and run.any_aborted()
+    if is_aborted:
         hooks.on_aborted(run.num_tokens)
         return None
     return [tuple(group) for group in responses.groups]

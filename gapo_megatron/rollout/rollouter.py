@@ -6,7 +6,6 @@ Also dynamic sampling, and for the long tail of responses over-sampling and part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,9 +19,8 @@ from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
 from gapo_megatron.rollout.call_metrics import Sums, call_metrics, join_sums, sum_calls
 from gapo_megatron.rollout.calls import Acting, Calls
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.journal import evaluation_name, step_name
-from gapo_megatron.rollout.process_state import trainer_restored
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
@@ -223,13 +221,12 @@ class Rollouter:
             Complete groups with their verdicts, and aborted groups; None if the round was aborted.
         """
         engine, replicas, stopwatch = self._engine, self._engine.replicas, now.stopwatch
-        is_called = self._acting.config.is_called
-        with stopwatch("rollout"), trainer_restored() if is_called else nullcontext():
+        with stopwatch("rollout"):
             new, _, num_wanted = assign(len(prompts), opened.num_groups, wanted, replicas)
             resumed = self._resume(opened, len(prompts), wanted)
             calls = self._acting.calls(step_name(now.step), replicas)
             mine = [group[0].prompt for group in resumed]
-            mine += calls.agree([begin(self.environment, prompts[i]) for i in new])
+            mine += begin_all(self.environment, [prompts[i] for i in new], calls)
             # Each rank's problems to judge are fixed before any response ends; contiguous slices
             # preserve global order.
             judged_here = replicas.part(range(len(mine)))

@@ -34,9 +34,11 @@ from gapo_megatron.types import Outcome, Verdict
 from tests.acting import one_turn_acting
 from tests.configs import config_of
 from tests.evaluate.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
+from tests.hostile.test_environments import state_of_the_process
 from tests.messages import mentions
 from tests.programs import Program
 from tests.scripted_engine import ScriptedEngine, says
+from tests.two_turn import Changes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "evaluation.md"
 SAMPLING = Sampling(num_samples=2, temperature=1.0, top_p=1.0, max_response_tokens=16)
@@ -480,3 +482,19 @@ def test_the_tool_evaluates_in_an_environment(root: Path, with_columns: Path) ->
     assert 0 < sum(one.num_errors for one in samples) <= 6
     (table,) = re.findall(r"^digits +(\d\.\d+) +(\d\.\d+) +(\d+\.\d+)$", text, re.MULTILINE)
     assert float(table[1]) == pytest.approx(found.environment["calls"], abs=0.006)
+
+
+def test_an_environment_changes_the_process_only_while_it_is_sampled(tmp_path, tokenizer) -> None:
+    before = state_of_the_process()
+    (one,) = chosen(problems(tmp_path))
+    turns = Turns(tokenizer, (), eos_token_ids=(tokenizer.eos_token_id,))
+    changes = Acting(
+        Changes(tokenizer.encode("3", add_special_tokens=False)),
+        EnvironmentConfig(kind="tests.two_turn:Changes"),
+        turns,
+        max_response_tokens=16,
+        vocab_size=len(tokenizer),
+    )
+    output = evaluated(one, tokenizer, tmp_path / "out", says_always="3", acting=changes)
+    assert read_results(output).benchmarks["held_out"][0].environment["calls"] == 2
+    assert state_of_the_process() == before

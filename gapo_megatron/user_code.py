@@ -132,11 +132,11 @@ def process_restored() -> Iterator[None]:
     """Call code of the user's own, and restore what it may have changed for the whole process.
 
     Working directory, environment variables, locale, umask, standard streams, recursion limit,
-    switch interval, and filters of warnings.
+    switch interval, and filters of warnings. Other threads see no values but those before, and
+    those that the code has set.
     """
     interval, language = sys.getswitchinterval(), locale.setlocale(locale.LC_ALL)
-    folder, variables, umask = os.getcwd(), dict(os.environ), os.umask(0)
-    os.umask(umask)
+    folder, variables, umask = _working_directory(), dict(os.environ), _umask()
     streams, limit = (sys.stdin, sys.stdout, sys.stderr), sys.getrecursionlimit()
     try:
         with warnings.catch_warnings():
@@ -144,13 +144,37 @@ def process_restored() -> Iterator[None]:
     finally:
         sys.setrecursionlimit(limit)
         sys.setswitchinterval(interval)
-        locale.setlocale(locale.LC_ALL, language)
+        if locale.setlocale(locale.LC_ALL) != language:  # no other thread may use it meanwhile
+            locale.setlocale(locale.LC_ALL, language)
         sys.stdin, sys.stdout, sys.stderr = streams
-        os.chdir(folder)
         os.umask(umask)
-        if dict(os.environ) != variables:
-            os.environ.clear()
-            os.environ.update(variables)
+        set_variables(variables)
+        if folder is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                os.chdir(folder)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Give this process these environment variables; those that are the same stay untouched."""
+    for name in [one for one in os.environ if one not in variables]:
+        os.environ.pop(name, None)
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _working_directory() -> str | None:
+    """Of this process; None if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _umask() -> int:
+    """Of this process, without setting it: other threads may create files."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
 
 def find_file(name: str, *, setting: str) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import locale
+import os
 import sys
 from pathlib import Path
 
@@ -108,3 +110,55 @@ def test_an_object_that_cannot_be_built(source: Path) -> None:
     limit = user_code.load_with_settings("mine.py:Limit", {"most": "x"}, setting="reward.kind")
     with pytest.raises(ConfigError, match=r"reward\.kind: Limit .*most"):
         user_code.build(limit, setting="reward.kind")
+
+
+def test_what_code_did_not_change_is_never_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads create files, look up variables and format numbers meanwhile."""
+    monkeypatch.setenv("ITS_OWN", "before")
+    masks, variables, locales = [], [], []
+    plain_umask, plain_setlocale = os.umask, locale.setlocale
+    before = plain_umask(0o027)
+
+    def umask(mask: int) -> int:
+        masks.append(mask)
+        return plain_umask(mask)
+
+    def setlocale(category: int, name: str | None = None) -> str:
+        locales.extend([name] if name is not None else [])
+        return plain_setlocale(category, name)
+
+    for name in ("putenv", "unsetenv"):
+        plain = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *of, plain=plain: (variables.append(os.fsdecode(of[0])), plain(*of))
+        )
+    monkeypatch.setattr(os, "umask", umask)
+    monkeypatch.setattr(locale, "setlocale", setlocale)
+    try:
+        with user_code.process_restored():
+            plain_umask(0o077)
+            os.environ["ITS_OWN"] = "changed"
+            os.environ["NEW"] = "1"
+    finally:
+        restored = plain_umask(before)
+    assert (masks, restored, locales) == ([0o027], 0o027, [])
+    assert sorted(variables) == ["ITS_OWN", "ITS_OWN", "NEW", "NEW"]
+    assert os.environ["ITS_OWN"] == "before" and "NEW" not in os.environ
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the code runs, or because of it: all else is restored."""
+    folder = tmp_path / "gone"
+    for before in (True, False):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        if before:
+            folder.rmdir()
+        with user_code.process_restored():
+            os.chdir(tmp_path)
+            os.environ["NEW"] = "1"
+            if not before:
+                folder.rmdir()
+        assert "NEW" not in os.environ

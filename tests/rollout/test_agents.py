@@ -7,9 +7,11 @@ import functools
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import tomllib
+import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +31,7 @@ from gapo_megatron.rollout.agents import Session
 from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.agents.live import AgentError
+from gapo_megatron.rollout.agents.server import Server
 from gapo_megatron.rollout.calls import in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
@@ -310,6 +313,15 @@ def test_a_key_of_no_session_is_refused() -> None:
     )
     assert "before the model's first turn" in one.failure
     assert one.final_text == str([401] * 4 + [400, 400, 400, 413])
+
+
+def test_headers_without_end_are_refused_without_a_key() -> None:
+    address = urllib.parse.urlsplit(Server().base_url)
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for _ in range(128):
+                client.sendall(b"X-A: " + b"a" * 2**20 + b"\r\n")
 
 
 def test_agents_reach_the_address_where_a_proxy_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

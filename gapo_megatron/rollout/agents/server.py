@@ -70,6 +70,7 @@ class Server:
             access_log=False,
             lifespan="off",
             loop="asyncio",
+            http="h11",  # which limits headers; httptools keeps any number of bytes in memory
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
         )

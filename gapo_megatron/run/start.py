@@ -29,6 +29,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -277,7 +278,9 @@ def build_rollouter(
         max_response_tokens=config.rollout.max_response_tokens,
         vocab_size=engine.vocab_size,
         run_dir=Path(config.run.output_dir),
-        template_variables=config.data.chat_template_kwargs,
+        template_variables=environments.rendered_with(
+            config.environment, config.data.chat_template_kwargs
+        ),
     )
     rollouter = Rollouter(
         engine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,8 +19,10 @@ from gapo_megatron.rollout.call_metrics import num_turns
 from gapo_megatron.rollout.environments.tools import Tools, calculate, find_calls
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Episode, Prompt
-from tests.acting import acting_of
+from tests import configs
+from tests.acting import acting_of, one_turn_inputs
 from tests.messages import mentions
 from tests.rollout.test_chat import tokenizer_of
 from tests.rollout.test_sample import ATTEMPT, config_of
@@ -179,6 +181,32 @@ def test_results_are_rendered_as_the_prompts_are() -> None:
         environments.build(config, tokenizer, template_variables=of_data)
         assert {*seen} == {thinks}
     environments.build(EnvironmentConfig(), tokenizer, template_variables=of_data)
+
+
+def plays(session: object) -> None:
+    """An agent."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_rendered"),
+    [("tools", True), (f"{__name__}:plays", True), ("tests.two_turn:TwoTurn", False)],
+)
+def test_calls_are_other_calls_with_other_variables_if_these_decide_the_answers(
+    kind: str, is_rendered: bool
+) -> None:
+    """No other environment's calls are made again because the variables have changed."""
+    variables = {"enable_thinking": False}
+    environment = {"kind": kind, "settings": {"given": [7]} if "two" in kind else {}}
+    config = configs.config_of(
+        {
+            "environment": environment,
+            "data": {"chat_template": True, "chat_template_kwargs": variables},
+        }
+    )
+    source, pool = PromptSource([Prompt("a", (1,), "")], seed=0), cast("Any", None)
+    inputs = one_turn_inputs(source, TOKENIZER)
+    rollouter = build_rollouter(config, inputs, ScriptedEngine(lambda _: []), pool)
+    assert rollouter._acting.template_variables == (variables if is_rendered else {})
 
 
 def test_a_chat_gets_its_results_as_messages() -> None:

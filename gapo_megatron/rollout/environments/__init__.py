@@ -83,6 +83,14 @@ def build(
     return cast("Environment", environment)
 
 
+def rendered_with(config: EnvironmentConfig, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of `data.chat_template_kwargs` that decide what the environment answers.
+
+    All of them for agents and for `tools`, as in `build`; no other environment is given any.
+    """
+    return variables if config.kind == "tools" or is_agent(_load(config).func) else {}
+
+
 def _load(config: EnvironmentConfig) -> functools.partial[Any]:
     name = _OURS.get(config.kind, config.kind)
     return user_code.load_with_settings(name, config.settings, setting=SETTING)

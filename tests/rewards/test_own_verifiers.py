@@ -282,6 +282,26 @@ def test_later_workers_start_where_the_first_did(
     assert [one.outcome for one in verdicts] == [Outcome.UNKNOWN, Outcome.CORRECT]
 
 
+def test_environment_variables_are_the_verifiers_that_has_set_them(source: Path) -> None:
+    """Once, as `load_dotenv` does; the other verifiers of the worker never see them."""
+    (source.parent / "once.py").write_text(
+        "import functools, os\n"
+        "@functools.cache\n"
+        "def setup():\n"
+        "    os.environ['JUDGE_KEY'] = 'x'\n"
+        "    del os.environ['HOME']\n"
+        "def verify(response, answer):\n"
+        "    setup()\n"
+        "    return os.environ.get('JUDGE_KEY') == 'x' and 'HOME' not in os.environ\n"
+        "def other(response, answer):\n"
+        "    return 'JUDGE_KEY' not in os.environ and 'HOME' in os.environ\n"
+    )
+    config = RewardConfig(kind="once.py:verify", verifiers={"other": "once.py:other"})
+    with rewards.start_pool(config, num_workers=1) as pool:
+        verdicts = pool.judge([("", "1"), ("", "1", "other")] * 2)
+    assert [one.outcome for one in verdicts] == [Outcome.CORRECT] * 4
+
+
 def test_a_verdict_that_is_one_already() -> None:
     verdict = Verdict(Outcome.WRONG, "so")
     assert verifiers.to_verdict(verdict, correct_above=0) is verdict

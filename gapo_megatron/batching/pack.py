@@ -61,8 +61,7 @@ def pack(
     position p - 1 + t predicts response token t. Rows of sampled tokens are scored.
 
     Args:
-        batch: prompts and responses of at least one token each, with a sampled token in each
-            response.
+        batch: prompts and responses of at least one token each.
         indices: positions in `batch`; empty for a rank without sequences, which gets R = 0 and
             max(align, 1) padding tokens, so that it takes part in every collective.
         align: T becomes a multiple of it (tensor-parallel size under sequence parallelism); the

@@ -101,7 +101,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     for one in chosen:
         rewards.check(one.reward)
     with of_option(arguments.environment):
-        environments.check(acts)
+        environments.check(acts, system_prompt=config.data.system_prompt)
     facts = check_model_folder(arguments.model, field="--model")
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
     tasks = [one.read(config, tokenizer) for one in chosen]

@@ -141,7 +141,7 @@ def why_not_run(config: Config) -> list[str]:
     found = missing_inputs(config)
     checks: tuple[Callable[[], None], ...] = (
         partial(rewards.check, config.reward),
-        partial(environments.check, config.environment),
+        partial(environments.check, config.environment, system_prompt=config.data.system_prompt),
     )
     for check in checks:
         try:

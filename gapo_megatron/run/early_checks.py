@@ -34,7 +34,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     check_writable(config.run.output_dir, is_first=is_first())
     check_sinks(config.metrics)
     rewards.check(config.reward)
-    environments.check(config.environment)
+    environments.check(config.environment, system_prompt=config.data.system_prompt)
     if keep_weights and is_first():
         _check_export(config)
         check_not_lost(config)

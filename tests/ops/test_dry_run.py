@@ -586,3 +586,17 @@ def test_a_nodes_own_memory_is_a_limit_too() -> None:
         GPUS["huge"] = dataclasses.replace(huge, host_memory_bytes=2**50)
         (one,) = fits(hf_config, config, layout)
         assert one.fits and "host memory" not in one.shown
+
+
+def test_a_system_prompt_that_an_agent_would_never_send_is_refused(tmp_path: Path) -> None:
+    """By the dry run, and where training starts."""
+    (tmp_path / "agent.py").write_text("def solve(session): ...\n")
+    config = make_config(
+        run={"output_dir": str(tmp_path / "run")},
+        data={"chat_template": True, "system_prompt": "be brief"},
+        environment={"kind": f"{tmp_path}/agent.py:solve"},
+    )
+    named = mentions("data.system_prompt", "be brief", "agent.py:solve")
+    assert any(re.search(named, one) for one in why_not_run(config))
+    with pytest.raises(ConfigError, match=named):
+        check_before_imports(config)

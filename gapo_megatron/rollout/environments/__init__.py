@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import ConfigError, said
+from gapo_megatron.errors import ConfigError, said, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,16 +29,25 @@ _OURS = {
 _METHODS = ("begin", "respond", "judge")
 
 
-def check(config: EnvironmentConfig) -> None:
+def check(config: EnvironmentConfig, *, system_prompt: str = "") -> None:
     """Import the code that the config names, and check it, without a tokenizer.
 
     A function whose first parameter is called `session` is an agent (`rollout.agents`).
+
+    Args:
+        config: section `environment`.
+        system_prompt: `data.system_prompt`, which an agent would never send.
 
     Raises:
         ConfigError: names setting, file, name, and what is missing.
     """
     made = _load(config)
     if is_agent(made.func):
+        if system_prompt:
+            raise ConfigError(
+                f"data.system_prompt or --system-prompt ({shown(system_prompt)}) must be empty: "
+                f"{SETTING} ({config.kind!r}) is an agent, which sends its own"
+            )
         _check_settings(config.kind, made)
     elif isinstance(made.func, type):
         _check_methods(config.kind, made.func)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,9 @@ class Agents:
     ) -> None:
         """Check the chat template; no agent and no server starts.
 
+        From here on, clients of this process and its children reach 127.0.0.1 without a proxy: what
+        a rollout changes in the environment variables is undone at its end.
+
         Args:
             tokenizer: the policy's, with its chat template.
             agent: called with a Session.
@@ -58,6 +62,7 @@ class Agents:
         self._live: dict[tuple[str, int], LiveAgent] = {}
         self._lock = threading.Lock()
         self._overruled: set[str] = set()
+        _reach_without_proxy()
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
         """The first token of the chat template: the agent's request brings the others."""
@@ -128,6 +133,14 @@ class Agents:
                 name,
                 value,
             )
+
+
+def _reach_without_proxy() -> None:
+    """Let clients of this process reach the address where a proxy is set for all others."""
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = os.environ.get(name, "")
+        if "127.0.0.1" not in hosts.split(","):
+            os.environ[name] = f"{hosts},127.0.0.1".strip(",")
 
 
 def _place(episode: Episode) -> tuple[str, int]:

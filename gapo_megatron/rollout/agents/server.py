@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import os
 import resource
 import secrets
 import socket
@@ -42,7 +41,6 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         _allow_many_files()
-        _reach_without_proxy()
         threading.Thread(target=self._serve, name="agents' server", daemon=True).start()
 
     def new_secret(self) -> str:
@@ -163,11 +161,3 @@ def _allow_many_files() -> None:
     wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _reach_without_proxy() -> None:
-    """Let clients of this process reach the address where a proxy is set for all others."""
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = os.environ.get(name, "")
-        if "127.0.0.1" not in hosts.split(","):
-            os.environ[name] = f"{hosts},127.0.0.1".strip(",")

@@ -12,6 +12,7 @@ import sys
 import threading
 import tomllib
 import urllib.parse
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -338,6 +339,30 @@ def test_agents_reach_the_address_where_a_proxy_is_set(monkeypatch: pytest.Monke
         with trainer_restored():
             groups = generate(engine, [begin(agents, PROMPTS[0])], SETTINGS, calls=calls)
         assert groups is not None and not any(one.failure for one in groups[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "outside"),
+    [
+        ({}, ["corp.internal", "example.org"]),
+        ({"NO_PROXY": "corp.internal"}, ["example.org"]),
+        ({"no_proxy": "corp.internal, 127.0.0.1"}, ["example.org"]),
+        ({"no_proxy": "corp.internal", "NO_PROXY": "example.org"}, ["example.org"]),
+        ({"NO_PROXY": "*"}, []),
+        ({"no_proxy": "*"}, []),
+    ],
+)
+def test_exceptions_from_a_proxy_stay(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], outside: list[str]
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+        if name in given:
+            monkeypatch.setenv(name, given[name])
+    Agents(TOKENIZER, functools.partial(once))
+    hosts = ["127.0.0.1", "corp.internal", "example.org"]
+    assert [one for one in hosts if not urllib.request.proxy_bypass(one)] == outside
 
 
 # --- broken agents --------------------------------------------------------------------------------

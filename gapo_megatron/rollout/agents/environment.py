@@ -136,11 +136,17 @@ class Agents:
 
 
 def _reach_without_proxy() -> None:
-    """Let clients of this process reach the address where a proxy is set for all others."""
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = os.environ.get(name, "")
-        if "127.0.0.1" not in hosts.split(","):
-            os.environ[name] = f"{hosts},127.0.0.1".strip(",")
+    """Let clients of this process reach the address where a proxy is set for all others.
+
+    Clients differ in which of two spellings they prefer, and an asterisk stands for all hosts only
+    by itself.
+    """
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if hosts.strip() == "*":
+        return
+    if "127.0.0.1" not in [one.strip() for one in hosts.split(",")]:
+        hosts = f"{hosts},127.0.0.1".strip(",")
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = hosts
 
 
 def _place(episode: Episode) -> tuple[str, int]:

@@ -64,6 +64,10 @@ class Acting:
     run: Run = in_thread
     running: list[_Call] = field(default_factory=list)
     """Calls whose thread may still run, those of earlier steps and those given up included."""
+    open: set[tuple[str, int]] = field(default_factory=set)
+    """Problem id and sample of the episodes that have been asked about and are not closed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a late call closes its episode: none of its name may begin."""
 
     @property
     def may_repeat(self) -> bool:
@@ -219,6 +223,8 @@ class _Caller:
 
     def ask(self, episode: Episode) -> None:
         """Begin a call, or queue it; its answer may be in the journal."""
+        with self._acting.lock:
+            self._acting.open.add(_place(episode))
         found = self._journal and self._journal.find(episode)
         if found:
             self._results.put(found)
@@ -239,6 +245,7 @@ class _Caller:
     def close(self, episode: Episode) -> None:
         """Tell the environment that the episode has ended, if it wants to know."""
         self._closed.add(_place(episode))
+        self._acting.open.discard(_place(episode))
         close = getattr(self._acting.environment, "close", None)
         if close is not None:
             try:
@@ -346,7 +353,9 @@ class _Caller:
             result = {"failure": said(error)[:MOST_CHARACTERS]}
         is_closed = _place(call.episode) in self._closed
         if is_closed:  # the call was given up, or the generation was, and it ran on
-            self.close(call.episode)
+            with self._acting.lock:  # a later generation may have an episode of the same name
+                if _place(call.episode) not in self._acting.open:
+                    self.close(call.episode)
         call.is_running = False
         if not (is_closed and self._acting.may_repeat):  # its end may come of the closing
             self._settle(call, **result)

@@ -32,8 +32,9 @@ class Environment(Protocol):
       tokens, which may differ among the k episodes, begin the response as context.
     - `may_repeat = True`: a call that a kill has interrupted is made again when the run resumes.
     - `close(episode)`, called on the first rank of each engine as soon as an episode has ended, for
-      whatever reason, or its generation has; and again when a call returns after that. To free what
-      `respond` keeps of the episode. Must be fast.
+      whatever reason, or its generation has; and again when a call returns after that, unless a
+      later generation has begun an episode of the same problem and sample. To free what `respond`
+      keeps of the episode. Must be fast.
     """
 
     def begin(self, prompt: Prompt) -> Sequence[int]:

@@ -33,7 +33,7 @@ from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.agents.live import AgentError
 from gapo_megatron.rollout.agents.server import Server
-from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER
@@ -517,6 +517,48 @@ def test_an_agent_that_is_given_up_keeps_its_place_until_it_ends() -> None:
     released.set()
     wait_until(lambda: not any(one.is_running for one in acting.running), "the calls' end")
     assert not agents._live
+
+
+def test_a_late_agent_leaves_the_session_of_a_later_generation() -> None:
+    """Problem and sample are the same: held-out problems are asked in every evaluation."""
+    released, returned = threading.Event(), threading.Event()
+    sessions: list[Session] = []
+
+    def solve(session: Session) -> str:
+        sessions.append(session)
+        is_first = len(sessions) == 1
+        message = ask(session, [QUESTION])
+        if is_first:
+            assert released.wait(HANG_S)
+        else:
+            released.set()
+            assert returned.wait(HANG_S)
+        return ask(session, [QUESTION, message, FURTHER]).content
+
+    agents = Agents(TOKENIZER, functools.partial(solve))
+    acting = acting_of(
+        agents, eos_token_ids=[EOS], run=in_thread, call_timeout_s=5, max_response_tokens=2000
+    )
+
+    def failure(name: str, acting: Acting) -> str:
+        engine = ScriptedEngine(says("84", "12"))
+        calls = acting.calls(name, engine.replicas)
+        prompts = [begin(agents, PROMPTS[0])]
+        groups = generate(engine, prompts, replace(SETTINGS, num_samples=1), calls=calls)
+        assert groups is not None
+        return groups[0][0].failure
+
+    def watch(late: Any) -> None:
+        wait_until(lambda: not late.is_running, "the late call's end")
+        returned.set()
+
+    assert "call_timeout_s" in failure("evaluation_0", acting)
+    watcher = threading.Thread(target=watch, args=acting.running)
+    watcher.start()
+    patient = acting.config.model_copy(update={"call_timeout_s": int(HANG_S)})
+    assert failure("evaluation_1", replace(acting, config=patient)) == ""
+    watcher.join()
+    assert not agents._live and not agents._server._sessions and not acting.open
 
 
 def test_a_session_that_is_closed_as_its_request_is_read_answers_it(

@@ -27,7 +27,7 @@ from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.timing import CallCounts, Timing
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Prompt
-from gapo_megatron.user_code import no_fork_left
+from gapo_megatron.user_code import contained, no_fork_left
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,8 @@ class _Caller:
         close = getattr(self._acting.environment, "close", None)
         if close is not None:
             try:
-                close(episode)
+                with contained():
+                    close(episode.for_user())
             except Exception as error:  # whatever a user's environment raises
                 logger.warning("environment.kind: close failed: %s", said(error))
 

@@ -172,6 +172,10 @@ class Behaves(TwoTurn):
         good = super().judge(episode)
         return self._behave(episode, good) if self._place == "judge" else good
 
+    def close(self, episode: Episode) -> None:
+        if self._place == "close":
+            self._behave(episode, None)
+
     def _behave(self, episode: Episode, good: Any) -> Any:
         if episode.sample != 1:
             return good
@@ -242,6 +246,11 @@ def state_of_the_process() -> list[Any]:
 _HANGS = {"sleeps", "waits for nobody", "waits for its own lock", "waits for a guest"} | {
     *("waits for a child", "reads an empty pipe"),
 }
+CLOSE = {name: OTHERS[name] for name in OTHERS if name not in {*_HANGS, "handles a signal"}} | {
+    **{f"raises {one}": f"raise {one}" for one in RAISED if one != "KeyboardInterrupt"},
+    **{f"returns {one}": f"return {one}" for one in OBJECTS},
+}
+"""Whatever it does: the episode has ended."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -273,3 +282,21 @@ def test_no_environment_harms_its_neighbours(tmp_path: Path, place: str, every: 
     if place == "respond":  # each call has begun once, and ended at most once
         lines = (tmp_path / "found" / JOURNAL_FOLDER / "step_0_0.jsonl").read_text().splitlines()
         assert len(lines) == len({*lines})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.system)])
+def test_no_close_changes_an_episode(tmp_path: Path, every: int) -> None:
+    bad = {name: CLOSE[name] for name in [*CLOSE][::every]} | {
+        name: CLOSE[name] for name in ("writes to the tokens", "raises SystemExit(0)")
+    }
+    cases = {name: function(body) for name, body in {**bad, **HARMLESS}.items()}
+    before = state_of_the_process()
+    found, metrics = collected(cases, place="close", run_dir=tmp_path / "found")
+    assert state_of_the_process() == before
+    plain = dict.fromkeys(cases, ends)
+    expected, expected_metrics = collected(plain, place="close", run_dir=tmp_path / "expected")
+    assert found.table.tolist() == expected.table.tolist() and metrics == expected_metrics
+    for name, arrays in expected.tokens.items():
+        for row, array in arrays.items():
+            assert found.tokens[name][row].tolist() == array.tolist()

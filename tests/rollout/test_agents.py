@@ -220,6 +220,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"messages": [{"role": "developer", "content": "q"}]}, ["role", "developer"]),
     ({"messages": [QUESTION, {"role": "assistant", "content": "a"}]}, ["messages", "assistant"]),
     (
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": 5}, QUESTION]},
+        ["messages[1].tool_calls", "5", "list"],
+    ),
+    (
         {"messages": [{"role": "user", "content": [IMAGE]}]},
         ["messages[0].content", "image_url"],
     ),
@@ -324,6 +328,25 @@ def test_headers_without_end_are_refused_without_a_key() -> None:
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             for _ in range(128):
                 client.sendall(b"X-A: " + b"a" * 2**20 + b"\r\n")
+
+
+def test_a_request_that_fails_for_any_reason_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Conversation.ask
+
+    def fails_at_first(conversation: Conversation, body: Any) -> list[int]:
+        if "fails" in str(body):
+            raise ZeroDivisionError("no such case")
+        return real(conversation, body)
+
+    monkeypatch.setattr(Conversation, "ask", fails_at_first)
+
+    def solve(session: Session) -> str:
+        with pytest.raises(openai.BadRequestError, match="no such case"):
+            ask(session, [{"role": "user", "content": "fails"}])
+        return ask(session, [QUESTION]).content
+
+    episodes, _ = run(solve, says("84"), prompts=PROMPTS[:1])
+    assert [one.final_text for one in episodes] == ["84"] * 4
 
 
 def test_agents_reach_the_address_where_a_proxy_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

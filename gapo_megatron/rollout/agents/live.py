@@ -149,9 +149,10 @@ class LiveAgent:
                 continue
             try:
                 tokens = self.conversation.ask(event.body)
-            except RefusedError as error:
-                self._refusal = f"a request was refused: {error}"
-                event.answer.set_exception(error)
+            except Exception as error:  # a body may have any JSON value anywhere
+                refused = error if isinstance(error, RefusedError) else RefusedError(said(error))
+                self._refusal = f"a request was refused: {refused}"
+                event.answer.set_exception(refused)
                 continue
             with self._lock:
                 if not self._is_closed:

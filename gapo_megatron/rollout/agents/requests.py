@@ -117,6 +117,8 @@ def read_message(message: Any, *, where: str) -> dict[str, Any]:
     read: dict[str, Any] = {"role": role, "content": _text(given.pop("content", ""), where=where)}
     if role == "assistant" and "tool_calls" in given:
         calls = given.pop("tool_calls")
+        if not isinstance(calls, list):
+            raise RefusedError(f"{where}.tool_calls ({calls!r:.100}) must be a list", where)
         read["tool_calls"] = [_read_tool_call(one, where=where) for one in calls]
     if role == "tool":
         read["tool_call_id"] = str(given.pop("tool_call_id", ""))

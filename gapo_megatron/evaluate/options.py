@@ -16,8 +16,8 @@ def parse(description: str, epilog: str) -> argparse.Namespace:
     """Read the command line; a wrong one ends the process with 2, as argparse does."""
     parser = argparse.ArgumentParser(description=description, epilog=epilog)
     _add_inputs(parser)
-    _add_sampling(parser.add_argument_group("sampling"))
-    _add_engine(parser.add_argument_group("engine"))
+    _add_sampling(parser)
+    _add_engine(parser)
     arguments = parser.parse_args()
     if not arguments.compare and not (arguments.model and arguments.output):
         parser.error("give --model and --output, or --compare")
@@ -82,7 +82,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
     group.add_argument(
         "--setting",
         choices=read_settings(),
@@ -121,7 +122,8 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_engine(group: argparse._ArgumentGroup) -> None:
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
     group.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     group.add_argument("--enforce-eager", action="store_true", help="skip compilation")

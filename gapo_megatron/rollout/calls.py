@@ -66,6 +66,8 @@ class Acting:
     """Calls whose thread may still run, those of earlier steps and those given up included."""
     open: set[tuple[str, int]] = field(default_factory=set)
     """Problem id and sample of the episodes that have been asked about and are not closed."""
+    failures: set[str] = field(default_factory=set)
+    """How `close` has failed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a late call closes its episode: none of its name may begin."""
 
@@ -252,7 +254,14 @@ class _Caller:
                 with contained():
                     close(episode.for_user())
             except Exception as error:  # whatever a user's environment raises
-                logger.warning("environment.kind: close failed: %s", said(error))
+                failure = said(error)
+                if (
+                    failure not in self._acting.failures
+                ):  # an older `close`, for one, has no episode
+                    self._acting.failures.add(failure)
+                    logger.warning(
+                        "environment.kind: close(episode) failed: %s (said once)", failure
+                    )
 
     def _arrived(self, wait_s: float) -> Iterator[Reply]:
         while True:

@@ -556,3 +556,11 @@ def test_the_documents_environment_answers_the_model(
         "<|im_end|>\n<|im_start|>user\nthe moon is far<|im_end|>\n<|im_start|>assistant\n"
     )
     assert environment.judge(groups[0][0]) == ("far", "far")
+
+
+def test_a_close_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that an older environment has for purposes of its own, without an argument."""
+    environment = SimpleNamespace(respond=lambda _: None, close=lambda: None)
+    calls = acting_of(environment).calls("step_0", ScriptedEngine(draws).replicas)
+    assert len(run(environment.respond, calls=calls)) > 1
+    assert sum("close" in one for one in caplog.messages) == 1

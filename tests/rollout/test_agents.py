@@ -475,6 +475,19 @@ def test_broken_agents_are_unknown_and_harm_no_other() -> None:
     assert (table["num_sampled_tokens"] == 0).sum() == 3 * 3
 
 
+def test_a_client_that_gives_up_is_the_reason() -> None:
+    before = agent_threads()
+
+    def solve(session: Session) -> None:
+        client = client_of(session).with_options(timeout=1, max_retries=0)
+        client.chat.completions.create(model=session.model, messages=[QUESTION])
+
+    engine = ScriptedEngine(says("84"))
+    engine.before_step = lambda: wait_until(lambda: agent_threads() <= before, "the agents' end")
+    episodes, _ = run(solve, says(), prompts=PROMPTS[:1], engine=engine)
+    assert all("timed out" in one.failure for one in episodes)
+
+
 # --- the life of a session ------------------------------------------------------------------------
 
 
@@ -691,9 +704,12 @@ def test_an_agent_that_repeats_otherwise_is_unknown() -> None:
     end = int(np.flatnonzero(episode.is_sampled)[-1]) + 1
     whole = replace(episode, finished=False, final_text=None)
     assert end == len(whole.token_ids)
+    opening = TOKENIZER.apply_chat_template([FURTHER], add_generation_prompt=True, tokenize=False)
+    other = ids_of(TOKENIZER, opening)[1:]
+    first = next(i for i, (a, b) in enumerate(zip(other, whole.token_ids, strict=False)) if a != b)
     for solve, word in {
         calculates: "",
-        (lambda session: ask(session, [FURTHER])): "other tokens",
+        (lambda session: ask(session, [FURTHER])): f"other tokens from token {first} of",
         (lambda session: "84"): "returned",
     }.items():
         agents = Agents(TOKENIZER, functools.partial(solve))

@@ -179,7 +179,11 @@ def first_token(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) 
     template = ChatTemplate(tokenizer, options=options)
     token = template.opening([{"role": "user", "content": "A question."}])[0]
     if token not in tokenizer.all_special_ids:
-        raise ConfigError(f"{template.name} must begin conversations with a special token")
+        text = str(tokenizer.decode([token]))
+        raise ConfigError(
+            f"{template.name} must begin conversations with a special token, not with token "
+            f"{token} ({text!r})"
+        )
     return token
 
 

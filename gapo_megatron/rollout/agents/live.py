@@ -7,7 +7,7 @@ import inspect
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +63,7 @@ class LiveAgent:
         self._events: queue.SimpleQueue[_Request | _End | _Closed] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._has_ended = False
+        self._ended: _End | None = None
         self._open: _Request | None = None
         """The request that the model's next turn answers."""
         self._last: tuple[Any, dict[str, Any]] | None = None
@@ -83,8 +83,8 @@ class LiveAgent:
         with self._lock:
             if self._is_closed:
                 request.answer.set_exception(_ended())
-            elif self._has_ended or self._events.qsize() >= _MOST_WAITING:
-                what = "has returned" if self._has_ended else "asks too much at once"
+            elif self._ended or self._events.qsize() >= _MOST_WAITING:
+                what = "has returned" if self._ended else "asks too much at once"
                 request.answer.set_exception(RefusedError(f"the agent {what}"))
             else:
                 self._events.put(request)
@@ -113,7 +113,11 @@ class LiveAgent:
             start = len(tokens)
             num_sampled = int(is_sampled[start:].cumprod().sum())
             if tokens != episode.token_ids[:start].tolist() or not num_sampled:
-                raise AgentError(f"{_DIFFERS}: its request has other tokens")
+                first = _first_difference(tokens, episode.token_ids.tolist())
+                raise AgentError(
+                    f"{_DIFFERS}: its request has other tokens from token {first} of the "
+                    "response on"
+                )
             turn = slice(start, start + num_sampled)
             self._answer(episode.token_ids[turn].tolist(), episode.log_probs[turn].tolist())
         event = self._next()
@@ -166,8 +170,9 @@ class LiveAgent:
             request, self._open = self._open, None
             if request is None:
                 raise AgentError("the episode has ended")
-            if self._has_ended:
-                raise AgentError("the agent returned while a request of its own was open")
+            if self._ended:
+                how = f"raised {self._ended.error}" if self._ended.error else "returned"
+                raise AgentError(f"the agent {how}, while a request of its own was open")
         answer = self.conversation.say(turn, log_probs)
         self._last = request.body, answer
         request.answer.set_result(answer)
@@ -187,11 +192,17 @@ class LiveAgent:
         if os.getpid() != process:
             os._exit(0)  # a fork that the agent did not end
         with self._lock:
-            self._has_ended = True
+            self._ended = end
             self._events.put(end)
 
 
 _DIFFERS = "the agent did not repeat what it did when the response was sampled"
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 async def _awaited(result: Any) -> Any:

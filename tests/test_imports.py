@@ -178,7 +178,8 @@ def test_one_file_reads_the_environment_of_a_run() -> None:
     files = files_with(r"os\.environ|getenv")
     assert {name for name in files if name.startswith("run/")} == {"run/processes.py"}
     assert packages_of(files) <= {"run", "policy", "rewards", "compat", "rollout", "user_code.py"}
-    assert {name for name in files if name.startswith("rollout/")} == {"rollout/agents/server.py"}
+    of_rollout = {name for name in files if name.startswith("rollout/")}
+    assert of_rollout == {"rollout/agents/environment.py"}
 
 
 def test_an_import_sets_no_variable_and_filters_no_warning() -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import sentencepiece
 import torch
@@ -23,6 +24,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from gapo_megatron.rewards.exact import FIELD_SEPARATOR
 
+P = TypeVar("P")
+"""A problem's class."""
 ADDITIONS = (2, 3, 5, 7)
 """Additions in a chain, one level each."""
 SLIP_RATE = 0.2
@@ -75,14 +78,10 @@ def write_task(
     Raises:
         ValueError: more problems of a level are asked for than there are.
     """
-    # One draw without repetition per level, cut into both splits: they cannot share a problem.
     draw = random.Random(seed)
-    splits: dict[str, list[Chain]] = {"eval": [], "train": []}
-    for additions in ADDITIONS:
-        numbers = {"eval": num_eval // len(ADDITIONS), "train": num_train // len(ADDITIONS)}
-        chains = _distinct(draw, additions, sum(numbers.values()))
-        splits["eval"] += chains[: numbers["eval"]]
-        splits["train"] += chains[numbers["eval"] :]
+    splits = draw_splits(
+        ADDITIONS, partial(_distinct, draw), num_eval=num_eval, num_train=num_train
+    )
     # Worked examples are drawn anew, and skip the eval problems.
     held_out = set(splits["eval"])
     for split, chains in splits.items():
@@ -107,6 +106,31 @@ class Problem(Protocol):
 
     @property
     def level(self) -> str: ...
+
+
+def draw_splits(
+    levels: Sequence[int],
+    distinct: Callable[[int, int], list[P]],
+    *,
+    num_eval: int,
+    num_train: int,
+) -> dict[str, list[P]]:
+    """Draw the problems of the splits `eval` and `train`, which share none.
+
+    Args:
+        levels: of the problems.
+        distinct: draws that many problems of a level, all different.
+        num_eval: eval problems, the same number per level.
+        num_train: training problems, likewise.
+    """
+    splits: dict[str, list[P]] = {"eval": [], "train": []}
+    of_eval, of_train = num_eval // len(levels), num_train // len(levels)
+    for level in levels:
+        # One draw without repetition, cut in two.
+        problems = distinct(level, of_eval + of_train)
+        splits["eval"] += problems[:of_eval]
+        splits["train"] += problems[of_eval:]
+    return splits
 
 
 def write_problems(output_dir: Path, split: str, problems: Sequence[Problem]) -> None:

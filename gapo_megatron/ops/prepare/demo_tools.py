@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -95,12 +96,9 @@ def write_task(
         ValueError: more problems of a level are asked for than there are.
     """
     draw = random.Random(seed)
-    splits: dict[str, list[Product]] = {"eval": [], "train": []}
-    for digits in DIGITS:
-        numbers = {"eval": num_eval // len(DIGITS), "train": num_train // len(DIGITS)}
-        products = _distinct(draw, digits, sum(numbers.values()))
-        splits["eval"] += products[: numbers["eval"]]
-        splits["train"] += products[numbers["eval"] :]
+    splits = demo_task.draw_splits(
+        DIGITS, partial(_distinct, draw), num_eval=num_eval, num_train=num_train
+    )
     for split, products in splits.items():
         demo_task.write_problems(output_dir, split, products)
     rows = _examples(draw, num_supervised, set(splits["eval"]))

@@ -67,7 +67,9 @@ TOKENS = {
     "numpy's bool": "[np.True_]",
     "a list without end": "type('Many', (list,), {'__iter__': lambda _: iter(lambda: 5.0, 1)})()",
     "an index that leaves": "[type('One', (int,), {'__index__': lambda _: sys.exit(0)})(10**6)]",
-    "a length that leaves": "type('Many', (list,), {'__len__': lambda _: sys.exit(0)})()",
+    "a length that leaves": (
+        "type('Many', (list,), {'__len__': lambda _: sys.exit(0), '__iter__': lambda _: 1 / 0})()"
+    ),
     "an iterator that raises": "type('Many', (list,), {'__iter__': lambda _: 1 / 0})()",
     "a claim to be a token": "[Claims(int)]",
     "a claim to be a list": "Claims(list)",
@@ -142,6 +144,9 @@ TEXTS = {
     "a pair without end": "return type('Pair', (tuple,), {'__iter__': lambda _: [][0]})('11')",
 }
 """What `judge` may return instead of two texts."""
+
+OVERFULL = ("returns too many", "returns a huge array")
+"""No failures: the response is truncated, as with any tokens for which it has no room."""
 
 RESPOND = {
     **{f"returns {one}": f"return {one}" for one in (*OBJECTS, *NUMBERS) if one not in _FINE},
@@ -230,6 +235,11 @@ def fails(_: Episode) -> Any:
     raise ValueError
 
 
+def overfills(_: Episode) -> list[int]:
+    """More than a response has room for: it is truncated."""
+    return [5] * 1000
+
+
 def ends(_: Episode) -> None:
     """As a healthy environment after its second turn."""
 
@@ -265,6 +275,9 @@ def test_no_environment_harms_its_neighbours(tmp_path: Path, place: str, every: 
     found, metrics = collected(cases, place=place, run_dir=tmp_path / "found")
     assert state_of_the_process() == before
     plain = {name: ends if name in HARMLESS else fails for name in cases}
+    overfull = {name: overfills for name in OVERFULL if name in cases}
+    if place == "respond":
+        plain |= overfull
     expected, expected_metrics = collected(plain, place=place, run_dir=tmp_path / "expected")
     names = [*cases]
     differs = [
@@ -278,7 +291,7 @@ def test_no_environment_harms_its_neighbours(tmp_path: Path, place: str, every: 
         for row, array in arrays.items():
             assert found.tokens[name][row].tolist() == array.tolist()
     unknown = found.table["outcome"] == 2
-    assert unknown.sum() == len(bad)
+    assert unknown.sum() == len(bad) - (len(overfull) if place == "respond" else 0)
     if place == "respond":  # each call has begun once, and ended at most once
         lines = (tmp_path / "found" / JOURNAL_FOLDER / "step_0_0.jsonl").read_text().splitlines()
         assert len(lines) == len({*lines})

@@ -27,8 +27,8 @@ def solve(session, log):
         with open(log, "a") as file:
             file.write(f"{session.problem['id']} {session.sample} {turn}\n")
         deadly = pathlib.Path(log + ".kill")
-        if deadly.exists() and len(open(log).readlines()) == int(deadly.read_text()):
-            deadly.unlink()
+        if deadly.exists() and len(open(log).readlines()) >= int(deadly.read_text()):
+            deadly.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
         first, second, *_ = session.problem["prompt"].split("+")
         messages += [

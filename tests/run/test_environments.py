@@ -110,7 +110,10 @@ def test_slow_answers_change_nothing(root: Path, whole: str) -> None:
 
 
 def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> None:
-    """The call's episode is unknown; the answers before it are replayed."""
+    """Its episode is unknown; the answers before it are replayed.
+
+    So are the episodes of calls that other threads had begun; some were not in the file yet.
+    """
     num_a_step = len(calls_of(root, whole)) // 4
     kill_at = 3 * num_a_step + num_a_step // 2
     (root / "killed.log.kill").write_text(str(kill_at))
@@ -122,9 +125,12 @@ def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> Non
     assert len(calls_of(root, "killed")) == kill_at
     assert "resumed from" in train(root, "killed")
     calls = calls_of(root, "killed")
-    assert len(calls) == len({*calls}) and {*calls} == {*calls_of(root, whole)}
+    assert len(calls) == len({*calls}) and {*calls} <= {*calls_of(root, whole)}
+    missing = {*calls_of(root, whole)} - {*calls}
     lines, expected = learned(root, "killed"), learned(root, whole)
     assert lines[:3] == expected[:3]
+    assert expected[3]["groups/unknown_verdicts"] == 0
+    assert len(missing) < lines[3]["groups/unknown_verdicts"]
     # The checkpoint after step 1 is kept: a resume from it repeats steps 2 and 3.
     journals = (root / "killed/environment").iterdir()
     assert {path.name.split("_")[1] for path in journals} == {"2", "3"}

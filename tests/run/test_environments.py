@@ -30,7 +30,7 @@ from gapo_megatron.rollout.environments.one_turn import OneTurn
 class Adds(OneTurn):
     '''Says a digit after the first turn. Each call leaves a line in a file.
 
-    The call whose number is in the file's companion, if there is one, kills the process.
+    A call whose number is that in the file's companion, if there is one, or more kills the process.
     '''
 
     def __init__(self, tokenizer, log, delay_s=0.0):
@@ -45,8 +45,8 @@ class Adds(OneTurn):
             tokens = episode.token_ids.tolist()
             file.write(json.dumps([episode.prompt.id, episode.sample, tokens]) + "\n")
         deadly = pathlib.Path(self.log + ".kill")
-        if deadly.exists() and len(open(self.log).readlines()) == int(deadly.read_text()):
-            deadly.unlink()
+        if deadly.exists() and len(open(self.log).readlines()) >= int(deadly.read_text()):
+            deadly.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.delay_s * (episode.sample + 1))
         return self.said
@@ -122,7 +122,7 @@ def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> Non
     )
     finish(killed, exit_code=-signal.SIGKILL)
     assert len(steps_of(root / "killed")) == 3
-    assert len(calls_of(root, "killed")) == kill_at
+    assert kill_at <= len(calls_of(root, "killed")) < 4 * num_a_step
     assert "resumed from" in train(root, "killed")
     calls = calls_of(root, "killed")
     assert len(calls) == len({*calls}) and {*calls} <= {*calls_of(root, whole)}

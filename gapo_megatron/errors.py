@@ -12,10 +12,13 @@ def shown(value: Any) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Type and message of an exception of code of others, whose message may raise one itself."""
+    """Type and message of an exception of code of others, whose message may raise one itself.
+
+    As text that a log can hold: halves of characters are written as escapes.
+    """
     name = _class_name(error)
     try:
-        return f"{name}: {error}"
+        return f"{name}: {error}".encode(errors="backslashreplace").decode()
     except BaseException as second:  # it may raise SystemExit
         return f"{name} (its message raises {_class_name(second)})"
 

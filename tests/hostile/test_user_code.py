@@ -12,7 +12,7 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
-from gapo_megatron.errors import ConfigError, DataError, GapoError
+from gapo_megatron.errors import ConfigError, DataError, GapoError, said
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.generate import begin, generate
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -104,3 +104,8 @@ def test_a_begin_that_fails_makes_its_verdicts_unknown(body: str) -> None:
     assert len(groups[0]) == 2 and not any(one.is_sampled.any() for one in groups[0])
     assert [one.token_ids.tolist() for one in groups[1]] == [[4, EOS]] * 2
     assert not any(one.failure for one in groups[1])
+
+
+def test_what_an_exception_says_can_be_logged() -> None:
+    """Half a character has no UTF-8: a log, and the tests' own report, would fail."""
+    assert said(ValueError("half \ud800, whole ü")) == "ValueError: half \\ud800, whole ü"

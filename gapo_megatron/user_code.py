@@ -19,7 +19,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -210,14 +210,15 @@ def find_file(name: str, *, setting: str) -> Path:
     return path
 
 
-def digest(names: Sequence[str], *, setting: str) -> str:
-    """SHA-256 of each file that holds the code, with spaces between; not of files that it imports.
+def digest(name: str, *, setting: str) -> str:
+    """SHA-256 of the file that holds the code; files that it imports are not included.
 
-    This package's own files are left out: they change with its version, as all its code does.
+    Empty for a file of this package: it changes with the version, as all of the package does.
     """
-    files = [find_file(name, setting=setting) for name in names]
-    own = [path for path in files if not path.resolve().is_relative_to(_PACKAGE)]
-    return " ".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own)
+    path = find_file(name, setting=setting)
+    if path.resolve().is_relative_to(_PACKAGE):
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _split(name: str, *, setting: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from gapo_megatron import user_code
+from gapo_megatron.config import RewardConfig, with_digest
 from gapo_megatron.errors import ConfigError
 
 SOURCE = """
@@ -45,17 +46,20 @@ def test_a_file_is_executed_once_and_imports_its_user_code_neighbours(source: Pa
     assert loaded("ab", factor=2) == 5
     assert user_code.load(f"{source}:scaled", setting="reward.kind") is loaded
     assert (
-        user_code.digest(["mine.py:scaled"], setting="")
+        user_code.digest("mine.py:scaled", setting="")
         == hashlib.sha256(source.read_bytes()).hexdigest()
     )
 
 
 def test_code_of_this_package_has_no_digest(source: Path) -> None:
     """It changes with the version, as all of it does."""
-    ours = "gapo_megatron.rollout.agents.verifiers:play"
-    own = user_code.digest(["mine.py:scaled"], setting="")
-    assert user_code.digest([ours], setting="") == ""
-    assert user_code.digest([ours, "mine.py:scaled"], setting="") == own
+    ours = "gapo_megatron.rollout.agents.verifiers:reward"
+    assert user_code.digest(ours, setting="") == ""
+    codes = [
+        with_digest(RewardConfig(kind=kind), name="reward", source="run.toml").code
+        for kind in (ours, "mine.py:scaled")
+    ]
+    assert codes == ["", user_code.digest("mine.py:scaled", setting="")]
 
 
 def test_a_module(source: Path) -> None:
@@ -68,7 +72,7 @@ def test_a_module(source: Path) -> None:
 def test_a_module_without_a_file_has_no_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in an interactive Python
     with pytest.raises(ConfigError, match=f"x.y.*{name}"):
-        user_code.digest([name], setting="x.y")
+        user_code.digest(name, setting="x.y")
 
 
 def test_settings_are_keyword_arguments(source: Path) -> None:

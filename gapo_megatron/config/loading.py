@@ -78,7 +78,7 @@ def with_digest(section: AnySection, *, name: str, source: str) -> AnySection:
     names, recorded = getattr(section, "code_names", []), getattr(section, "code", "")
     if not names and not recorded:
         return section
-    text = user_code.digest(names, setting=name)
+    text = " ".join(filter(None, (user_code.digest(one, setting=name) for one in names)))
     if recorded not in ("", text):
         now = f"those of {', '.join(names)} are {text!r} now" if names else "it names none"
         raise ConfigError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a worker imports this package too, and must start fast
 
 logger = logging.getLogger(__name__)
 
-_MOST_CHARACTERS = 300
+MOST_CHARACTERS = 300
 """Of an error's message in a verdict's reason."""
 
 
@@ -240,7 +240,7 @@ def ask_judge(judge: Judge, episode: Episode) -> tuple[str, str] | Verdict:
         with user_code.contained():
             return _check_texts(judge(episode.for_user()))
     except Exception as error:  # whatever a user's environment raises
-        return Verdict(Outcome.UNKNOWN, f"judge: {said(error)}"[:_MOST_CHARACTERS])
+        return Verdict(Outcome.UNKNOWN, f"judge: {said(error)}"[:MOST_CHARACTERS])
 
 
 def _check_texts(judged: Any) -> tuple[str, str]:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-MOST_CHARACTERS = 300
-"""Of an error's message in a verdict's reason."""
 _MOST_TEXT = 1_000_000
 """Characters of an episode's final text: it is sent to all ranks of the replica and a verifier."""
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import GapoError, said
-from gapo_megatron.rollout.answers import MOST_CHARACTERS, check_answer
+from gapo_megatron.rewards import MOST_CHARACTERS
+from gapo_megatron.rollout.answers import check_answer
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
@@ -254,11 +255,9 @@ class _Caller:
                 with contained():
                     close(episode.for_user())
             except Exception as error:  # whatever a user's environment raises
-                failure = said(error)
-                if (
-                    failure not in self._acting.failures
-                ):  # an older `close`, for one, has no episode
-                    self._acting.failures.add(failure)
+                failure, known = said(error), self._acting.failures
+                if failure not in known:  # it may fail for each episode alike
+                    known.add(failure)
                     logger.warning(
                         "environment.kind: close(episode) failed: %s (said once)", failure
                     )

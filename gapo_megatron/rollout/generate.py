@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from gapo_megatron.errors import DataError, RolloutError, said
-from gapo_megatron.rollout.answers import MOST_CHARACTERS
+from gapo_megatron.rewards import MOST_CHARACTERS
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment

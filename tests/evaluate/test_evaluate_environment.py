@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,26 @@ def test_the_sandbox_that_judged_is_kept(tmp_path: Path) -> None:
     task = SimpleNamespace(name="mine", reward=judge, remaining=lambda *_: ["a"])
     tool._remaining(given, [task], EnvironmentConfig())
     assert json.loads((tmp_path / "mine/judge.json").read_text())["sandbox"] == "unsafe"
+
+
+def test_samples_belong_to_the_verifiers_file_that_judged_them(tmp_path: Path) -> None:
+    file, config = tmp_path / "mine.py", tmp_path / "config.toml"
+    config.write_text(f"[reward]\nkind = '{file}:verify'\n")
+    file.write_text("def verify(response, answer): return True\n")
+    given = parse("--model", "m", "--output", tmp_path, "--problems", "a.jsonl", "--config", config)
+
+    def judged() -> None:
+        judge = judge_of(RewardConfig(kind="math"), None, config)
+        task = SimpleNamespace(name="mine", reward=judge, remaining=lambda *_: ["a"])
+        tool._remaining(given, [task], EnvironmentConfig())
+
+    judged()
+    kept = json.loads((tmp_path / "mine/judge.json").read_text())
+    assert kept["reward_sha256"] == [hashlib.sha256(file.read_bytes()).hexdigest()]
+    judged()
+    file.write_text("def verify(response, answer): return False\n")
+    with pytest.raises(ConfigError, match="reward_sha256"):
+        judged()
 
 
 def sampling_of(**environment: object) -> Sampling:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.requests import RefusedError
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.types import Episode
+from gapo_megatron.user_code import no_fork_left
 
 _MOST_WAITING = 16
 """Requests of a session that wait at once; only one can be answered."""
@@ -179,18 +179,16 @@ class LiveAgent:
 
     def _run(self) -> None:
         """Run the agent; its thread."""
-        process = os.getpid()
         try:
-            text = self._agent(self.session)
-            if inspect.isawaitable(text):
-                text = asyncio.run(_awaited(text))
+            with no_fork_left():
+                text = self._agent(self.session)
+                if inspect.isawaitable(text):
+                    text = asyncio.run(_awaited(text))
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"the agent returned {type(text).__name__}, not a text or None")
             end = _End(text)
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             end = _End(error=said(error))
-        if os.getpid() != process:
-            os._exit(0)  # a fork that the agent did not end
         with self._lock:
             self._ended = end
             self._events.put(end)

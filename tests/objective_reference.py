@@ -289,7 +289,8 @@ def reference(case, method, log_probs, old_log_probs):
             width = method.eps_low
             if advantage > 0:
                 share = (GROUP_SIZE - c) / (GROUP_SIZE - 1)
-                width += (method.eps_high_max - method.eps_low) * share
+                floor = method.eps_low if method.has_floor else 0.0
+                width = floor + (method.eps_high_max - floor) * share
         rollout = Rollout(
             method,
             advantage=float(advantage),

@@ -19,6 +19,8 @@ CHUNKS = {
     "widths": 2,
     "probes": 5,
     "aggregation": 5,
+    "weights": 2,
+    "proportional": 4,
 }
 """Chunks of seeds per question; all questions start with the same seeds."""
 PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
@@ -27,6 +29,7 @@ PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
 RATE = 0.05
 """Learning rate of all arms, except in questions about it."""
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
+HIGH_RATES = RATES[2:]
 STALENESS = 4
 WIDTHS = (3.5e-3, 5e-3, 7e-3, 1e-2, 2e-2, 5e-2)
 GROUP_SIZES = (4, 8, 16)
@@ -41,6 +44,8 @@ SCALED = tuple(
 """Rules whose widths are tuned for other models. Both widths are scaled by one factor, so that the
 clip removes the same share of gradient mass as `gspo_asym`'s. Left out: `topr`, which has no
 widths, and rules that find bounds over one mini-batch, because seeds are trained in one batch."""
+OVER_LENGTH = "gapo_proportional, over length"
+"""Name of a probe's factor: `gapo_proportional` with `Setting.over_length`."""
 SCALES = Path(__file__).with_name("scales.json")
 UNCLIPPED = replace(METHODS["gspo"], name="unclipped", eps_low=1 - 1e-9, eps_high_max=1e9)
 
@@ -60,6 +65,11 @@ def read_scales() -> dict[str, float]:
     """Factors by rule, found by `python -m benchmarks.arena match`."""
     scales: dict[str, float] = json.loads(SCALES.read_text())
     return scales
+
+
+def method_of(name: str) -> str:
+    """The method of a factor's name."""
+    return name.partition(", ")[0]
 
 
 def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
@@ -83,6 +93,8 @@ def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
             for name, setting in _probes(methods, rate).items()
         },
         "aggregation": dict(_aggregations(METHODS["gapo"])),
+        "weights": dict(_weights(scales)),
+        "proportional": dict(_proportional(scales)),
     }
 
 
@@ -133,3 +145,39 @@ def _aggregations(gapo: Method) -> Iterator[tuple[str, Setting]]:
     yield "gapo, sum over tokens", _setting(summed)
     yield "gapo, A / std", _setting(replace(gapo, normalize_std=True))
     yield "gapo, both", _setting(replace(summed, normalize_std=True))
+
+
+def _weights(scales: Mapping[str, float]) -> Iterator[tuple[str, Setting]]:
+    """Importance weights of stale batches, over rules and learning rates."""
+    wide = replace(scaled(METHODS["dapo"], 4 * scales["dapo"]), name="dapo_wide")
+    for method in (METHODS["gapo"], METHODS["gspo_asym"], wide, UNCLIPPED):
+        for rate in HIGH_RATES:
+            for weights in ("none", "sequence", "token"):
+                setting = _setting(method, learning_rate=rate, staleness=STALENESS, weights=weights)
+                yield f"{method.name}, rate {rate:g}, {weights}", setting
+
+
+def _proportional(scales: Mapping[str, float]) -> Iterator[tuple[str, Setting]]:
+    """Widths with GAPO's floor, without it, and over length, with three kinds of advantages."""
+    floor = scaled(METHODS["gapo"], scales["gapo"])
+    none = scaled(METHODS["gapo_proportional"], scales["gapo_proportional"])
+    length = scaled(METHODS["gapo_proportional"], scales[OVER_LENGTH])
+    changes = {
+        "raw A": {},
+        "A / std": {"normalize_std": True},
+        "focal": {"focal_gamma": 1.0},
+    }
+    for rate in HIGH_RATES[:2]:
+        for advantages, change in changes.items():
+            rest = f"rate {rate:g}, {advantages}"
+            yield f"floor, {rest}", _setting(replace(floor, **change), learning_rate=rate)
+            yield f"proportional, {rest}", _setting(replace(none, **change), learning_rate=rate)
+            setting = _setting(replace(length, **change), learning_rate=rate, over_length=True)
+            yield f"over length, {rest}", setting
+    for name, change in (
+        ("fixed", {}),
+        ("floor", {"adaptive": True}),
+        ("proportional", {"adaptive": True, "has_floor": False}),
+    ):
+        method = replace(scaled(METHODS["sapo"], scales["sapo"]), **change)
+        yield f"{name}, rate {RATE:g}, sapo", _setting(method)

@@ -22,6 +22,8 @@ TABLES: dict[str, tuple[str, Callable[[Arms, Results], str]]] = {
     "Rates": ("rates", tables.rates),
     "Widths": ("widths", tables.widths),
     "Aggregation and advantages": ("aggregation", tables.outcomes),
+    "Importance weights": ("weights", tables.weights),
+    "Proportional widths": ("proportional", tables.proportional),
 }
 """Title -> question whose arms it shows, and the function that makes it."""
 FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {

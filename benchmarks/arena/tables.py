@@ -106,6 +106,29 @@ def rate_pairs(arms: Arms) -> list[Pair]:
     return [(f"{one}, {rest}", f"{other}, {rest}") for rest in rests for one, other in names]
 
 
+def weights(arms: Arms, found: Results) -> str:
+    """Stale batches with importance weights minus those without, by rule and learning rate."""
+    pairs = [(name, f"{_rule(name)}, none") for name in arms if not name.endswith(", none")]
+    compared = compare(found, pairs)
+    lines = [
+        [_rule(pair[0]), f"{pair[0].rpartition(', ')[2]} minus none", *_differences(compared, pair)]
+        for pair in pairs
+    ]
+    return markdown(["rule", "difference", *OUTCOMES], lines)
+
+
+def _rule(name: str) -> str:
+    """Rule and learning rate of "gapo, rate 0.05, token": "gapo, rate 0.05"."""
+    return name.rpartition(", ")[0]
+
+
+def proportional(arms: Arms, found: Results) -> str:
+    """Other widths by c minus those with GAPO's floor, by learning rate and advantage."""
+    names = [name.partition(", ") for name in arms]
+    pairs = [(f"{width}, {rest}", f"floor, {rest}") for width, _, rest in names if width != "floor"]
+    return _pairwise(pairs, found)
+
+
 def mode_of(rest: str) -> str:
     """The mode of "rate 0.05, stale": "stale"."""
     return rest.partition(", ")[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from gapo_megatron.objective import (
     group_advantages,
     importance_weights,
     policy_loss,
+    token_importance_weights,
+    upper_clip,
+    weigh_gradient,
 )
 from gapo_megatron.objective.diagnostics import per_correct_sums
 
@@ -36,6 +40,8 @@ STEP_PROMPTS, MINIBATCHES = 32, 4
 CLIP_GRAD = 1.0
 IMPORTANCE_WEIGHT_MAX = 2.0
 """Bound on importance weights of stale batches, whose clip is around the step's first weights."""
+TYPICAL_LENGTH = 6
+"""Length at which widths over length are the method's; half of the longest response."""
 PASS_AT = (1, 8, 64)
 
 
@@ -50,6 +56,10 @@ class Setting:
     """Age of the weights that sampled a batch, in steps."""
     around_sampler: bool = False
     """Take ratios to the weights that sampled, not to those at the start of the step."""
+    weights: Literal["none", "sequence", "token"] = "sequence"
+    """Importance weights of a stale batch whose ratios are to the start of the step."""
+    over_length: bool = False
+    """Probe: widths of correct responses are also inverse to their length."""
     reversed_width: bool = False
     """Probe: eps_high(k - c) instead of eps_high(c), widest for abundant correct responses."""
     num_steps: int = 200
@@ -130,19 +140,11 @@ def _gradient(
     ids = torch.arange(int(computed.sum())).repeat_interleave(lengths[computed])
     new = log_probs(log_policy(weights, prompts), responses)[rows]
     at_begin, sampled = (values[rows] for values in old)
-    weighted = advantages[computed]
-    if setting.staleness and not setting.around_sampler:
-        weighted = weighted * importance_weights(
-            at_begin,
-            sampled,
-            sequence_ids=ids,
-            num_sequences=len(weighted),
-            largest=IMPORTANCE_WEIGHT_MAX,
-        )
-    c = num_correct[computed]
+    c, length = num_correct[computed], lengths[computed]
     leaf = new.detach().requires_grad_()
+    given, weighted = _weigh(leaf, at_begin, sampled, ids, advantages[computed], setting)
     result = policy_loss(
-        leaf,
+        given,
         sampled if setting.around_sampler else at_begin,
         sequence_ids=ids,
         advantages=weighted,
@@ -153,6 +155,7 @@ def _gradient(
         num_sequences_global=1,
         max_response_tokens=MAX_TOKENS,
         method=method,
+        widths=_widths_over_length(c, length, setting) if setting.over_length else None,
     )
     (of_rows,) = torch.autograd.grad(result.loss, leaf)
     denominators = torch.full((len(rewards),), rewards[0].numel(), dtype=torch.float64)
@@ -166,10 +169,45 @@ def _gradient(
         advantages=advantages[computed],
         num_correct=c,
         group_size=k,
-        num_response_tokens=lengths[computed],
+        num_response_tokens=length,
         is_carried=torch.zeros_like(c, dtype=torch.bool),
     )
     return gradient, sums["per_c"]
+
+
+def _weigh(
+    leaf: Tensor,
+    at_begin: Tensor,
+    sampled: Tensor,
+    ids: Tensor,
+    advantages: Tensor,
+    setting: Setting,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [T] and advantages [B] that carry the importance weights."""
+    if not setting.staleness or setting.around_sampler or setting.weights == "none":
+        return leaf, advantages
+    if setting.weights == "token":
+        weights = token_importance_weights(at_begin, sampled, largest=IMPORTANCE_WEIGHT_MAX)
+        return weigh_gradient(leaf, weights), advantages
+    return leaf, advantages * importance_weights(
+        at_begin,
+        sampled,
+        sequence_ids=ids,
+        num_sequences=len(advantages),
+        largest=IMPORTANCE_WEIGHT_MAX,
+    )
+
+
+def _widths_over_length(c: Tensor, length: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """Lower and upper widths [B]: the method's, the upper one times `TYPICAL_LENGTH` / length."""
+    method = setting.method
+    upper = upper_clip(
+        c,
+        group_size=setting.group_size,
+        eps_low=method.floor,
+        eps_high_max=method.eps_high_max,
+    )
+    return torch.full_like(upper, method.eps_low), upper * TYPICAL_LENGTH / length
 
 
 @torch.no_grad()

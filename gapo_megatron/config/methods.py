@@ -22,6 +22,9 @@ class Method:
     `product`: exp(sum over tokens of the log-ratio), of the whole response."""
     adaptive: bool = False
     """True: upper clip eps_high(c), the paper's boxed equation; False: eps_high_max for all c."""
+    has_floor: bool = True
+    """False: eps_high(c) without its floor eps_low, so proportional to k - c, as the advantage of a
+    correct rollout is. Only with `adaptive`."""
     eps_low: float
     eps_high_max: float
     is_band: bool = True
@@ -61,12 +64,17 @@ class Method:
         """
         return self.bounds == "fixed" and self.family != "topr"
 
+    @property
+    def floor(self) -> float:
+        """Least upper width by c, that of c = k."""
+        return self.eps_low if self.has_floor else 0.0
+
     def eps_high(self, num_correct: int, *, group_size: int) -> float:
         """Upper clip width at c >= 1 of k >= 2; `objective.upper_clip` does it for tensors."""
         if not self.adaptive:
             return self.eps_high_max
         share = (group_size - num_correct) / (group_size - 1)
-        return self.eps_low + (self.eps_high_max - self.eps_low) * share
+        return self.floor + (self.eps_high_max - self.floor) * share
 
 
 _GRPO = Method(
@@ -89,6 +97,9 @@ _PRESETS = (
     replace(_GRPO, name="f_grpo", focal_gamma=1.0),
     replace(_GSPO_ASYM, name="f_gspo", focal_gamma=1.0),
     replace(_GSPO_ASYM, name="gapo", adaptive=True),
+    # A trust region's optimum moves a ratio in proportion to A: 7 : 1 between c = 1 and c = 7 of 8,
+    # where GAPO's widths are 1.52 : 1. Not of the paper; docs/arena.md measures it.
+    replace(_GSPO_ASYM, name="gapo_proportional", adaptive=True, has_floor=False),
     Method(name="gapo_token", ratio="token", eps_low=0.2, eps_high_max=0.28, adaptive=True),
     Method(
         name="cispo",

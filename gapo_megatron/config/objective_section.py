@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -72,15 +72,38 @@ class ObjectiveConfig(Section):
     """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are trained on too."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus. Above 0, sequences with A = 0 are trained on too."""
+    importance_weights: Literal["none", "sequence", "token"] = "none"
+    """Weight the gradient by the importance ratio of trainer to engine, truncated at
+    `importance_weight_max`: corrects for other kernels, precision and older weights
+    (docs/objective.md). `sequence`: one weight for a response, the geometric mean over its tokens.
+    `token`: one for each token (TIS)."""
     importance_weight_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Weight each response by its importance ratio of trainer to engine, truncated at this value:
-    corrects for other kernels, precision and older weights (docs/objective.md). Unset: off."""
+    """Largest importance weight. By default 2 with `importance_weights`. Alone it means
+    `importance_weights = "sequence"`."""
     old_log_probs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio. `trainer`: recomputed by the trainer at the weights that the step
     begins with. `rollout`: the engine's, at sampling time (docs/objective.md)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_weights(cls, given: Any) -> Any:
+        """Each of the two settings of importance weights alone means the other, too."""
+        if not isinstance(given, dict):
+            return given
+        if given.get("importance_weights", "none") != "none":
+            if given.get("importance_weight_max") is None:
+                return given | {"importance_weight_max": 2.0}
+        elif "importance_weights" not in given and given.get("importance_weight_max") is not None:
+            return given | {"importance_weights": "sequence"}
+        return given
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.importance_weights == "none" and self.importance_weight_max is not None:
+            raise ValueError(
+                f"importance_weight_max ({self.importance_weight_max}) does nothing with "
+                "importance_weights 'none'"
+            )
         preset, method = find_method(self.method), self.resolve()
         if method.eps_high_max == 0 < preset.eps_high_max:
             raise ValueError(f"eps_high_max ({method.eps_high_max}) must be greater than 0")

@@ -35,11 +35,11 @@ def check_together(config: Config) -> None:
             f"model.megatron_dir ({config.model.megatron_dir}) must be empty with [supervised]: it "
             "would replace the weights that supervised training writes to model.hf_dir"
         )
-    if config.objective.importance_weight_max is not None and config.rollout.top_p < 1:
+    if config.objective.importance_weights != "none" and config.rollout.top_p < 1:
         raise ValueError(
             f"rollout.top_p ({config.rollout.top_p}) must be 1 with "
-            "objective.importance_weight_max: log-probs of a truncated distribution do not measure "
-            "the engine's error"
+            f"objective.importance_weights ({config.objective.importance_weights!r}): log-probs of "
+            "a truncated distribution do not measure the engine's error"
         )
     for steps, shares in config.data.stages(config.run.num_steps) if config.data.source else ():
         if not shares:
@@ -122,11 +122,6 @@ def _check_sides(config: Config) -> None:
             f"rollout.max_staleness ({most}) needs rollout.generation_nodes (or generation_ranks): "
             "only ranks that do not train can generate during training"
         )
-    if objective.old_log_probs == "trainer" and objective.importance_weight_max is None:
-        raise ValueError(
-            f"rollout.max_staleness ({most}) needs objective.importance_weight_max, such as 2: it "
-            "corrects for sampling with older weights (docs/objective.md)"
-        )
     periods = {
         "evaluation.every_steps": [config.evaluation.every_steps],
         "checkpoint.every_steps": [config.checkpoint.every_steps],
@@ -143,15 +138,15 @@ def _check_sides(config: Config) -> None:
 
 def _check_around_engine(config: Config) -> None:
     """Rules for ratios against the engine's log-probs."""
-    rollout, largest = config.rollout, config.objective.importance_weight_max
+    rollout, weights = config.rollout, config.objective.importance_weights
     if rollout.top_p < 1:
         raise ValueError(
             f"rollout.top_p ({rollout.top_p}) must be 1 with objective.old_log_probs 'rollout': "
             "log-probs of a truncated distribution are not the policy's"
         )
-    if largest is not None:
+    if weights != "none":
         raise ValueError(
-            f"objective.importance_weight_max ({largest}) needs objective.old_log_probs 'trainer': "
+            f"objective.importance_weights ({weights!r}) needs objective.old_log_probs 'trainer': "
             "with 'rollout' the ratio is already against the policy that sampled, and every "
             "weight is 1"
         )

@@ -7,7 +7,7 @@ environment have no row: every array here omits them, as `batching.pack` omits t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -21,6 +21,8 @@ from gapo_megatron.objective import (
     importance_weights,
     kl_penalty,
     policy_loss,
+    token_importance_weights,
+    weigh_gradient,
 )
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.types import Microbatch, Minibatch
@@ -62,18 +64,9 @@ class MinibatchLoss:
         at_begin = self._log_probs_at_begin(scored.index, log_probs)
         sums = {} if at_begin is None else self._engine_sums(at_begin, given)
         old = self.find_old_log_probs(scored.index, log_probs)
-        weighted = given.advantages
-        if (largest := self.objective.importance_weight_max) is not None:
-            weights = importance_weights(
-                old,
-                given.rollout_log_probs,
-                sequence_ids=given.sequence_ids,
-                num_sequences=len(given.advantages),
-                largest=largest,
-            )
-            weighted = given.advantages * weights
-            sums |= _weight_sums(weights, largest)
-        result = self._policy_loss(scored, old, weighted)
+        log_probs, advantages, weight_sums = self._weigh(log_probs, old, given)
+        sums |= weight_sums
+        result = self._policy_loss(replace(scored, log_probs=log_probs), old, advantages)
         sums |= diagnostics.per_correct_sums(
             result,
             sequence_ids=given.sequence_ids,
@@ -143,6 +136,29 @@ class MinibatchLoss:
             sums["outside_clip"] = shares.sum()
             sums["outside_clip_sequences"] = (given.advantages != 0).sum().double()
         return sums
+
+    def _weigh(
+        self, log_probs: torch.Tensor, old: torch.Tensor, given: Microbatch
+    ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
+        """Log-probs and advantages that carry the importance weights, and the weights' sums."""
+        largest = self.objective.importance_weight_max
+        if largest is None:
+            return log_probs, given.advantages, {}
+        if self.objective.importance_weights == "token":
+            weights = token_importance_weights(old, given.rollout_log_probs, largest=largest)
+            return (
+                weigh_gradient(log_probs, weights),
+                given.advantages,
+                _sum_weights(weights, largest),
+            )
+        weights = importance_weights(
+            old,
+            given.rollout_log_probs,
+            sequence_ids=given.sequence_ids,
+            num_sequences=len(given.advantages),
+            largest=largest,
+        )
+        return log_probs, given.advantages * weights, _sum_weights(weights, largest)
 
     def _policy_loss(
         self, scored: Scored, old: torch.Tensor, advantages: torch.Tensor
@@ -217,7 +233,7 @@ def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
     return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
 
 
-def _weight_sums(weights: torch.Tensor, largest: float) -> Sums:
+def _sum_weights(weights: torch.Tensor, largest: float) -> Sums:
     total = weights.sum()
     return {
         "importance_weights": total,

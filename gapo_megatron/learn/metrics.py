@@ -100,7 +100,7 @@ def summarize(
         metrics["loss/kl"] = float(totals["kl"]) / num_tokens
     if objective.entropy_coef > 0:
         metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
-    if objective.importance_weight_max is not None:
+    if objective.importance_weights != "none":
         count = max(float(totals["importance_weights_count"]), 1.0)
         metrics["mismatch/importance_weight"] = float(totals["importance_weights"]) / count
         metrics["mismatch/importance_weight_cut"] = float(totals["importance_weights_cut"]) / count

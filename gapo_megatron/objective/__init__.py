@@ -6,11 +6,15 @@ Implements docs/objective.md. Imports neither megatron nor vllm.
 from gapo_megatron.config.methods import METHODS, Method
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.groups import group_advantages, group_counts, make_batch
+from gapo_megatron.objective.importance import (
+    importance_weights,
+    token_importance_weights,
+    weigh_gradient,
+)
 from gapo_megatron.objective.losses import (
     PolicyLoss,
     clipped_share,
     decide,
-    importance_weights,
     kl_penalty,
     policy_loss,
 )
@@ -27,5 +31,7 @@ __all__ = [
     "kl_penalty",
     "make_batch",
     "policy_loss",
+    "token_importance_weights",
     "upper_clip",
+    "weigh_gradient",
 ]

@@ -31,7 +31,7 @@ from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.families import LossInputs, Terms, find_family
 from gapo_megatron.objective.off_policy_mask import is_off_policy
-from gapo_megatron.objective.ratio import bound, bounded_exp
+from gapo_megatron.objective.ratio import bound
 from gapo_megatron.objective.segments import segment_counts, segment_mean
 
 
@@ -251,40 +251,6 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Te
     return torch.expm1(difference) - difference
 
 
-def importance_weights(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    *,
-    sequence_ids: torch.Tensor,
-    num_sequences: int,
-    largest: float,
-) -> torch.Tensor:
-    """Truncated importance weights of sequences that the rollout engine sampled.
-
-        w_i = min(exp(mean_t(old_log_probs - rollout_log_probs)), largest)
-
-    They correct for the difference between the policy that sampled and the old policy of the ratio:
-    the engine's kernels and precision and, for a batch sampled ahead, the steps since then. They
-    use the mean over a sequence's tokens, as its ratio does: a sum would add up thousands of
-    rounding errors.
-
-    Args:
-        old_log_probs: [T] the trainer's, at the weights that the step begins with; T = response
-            tokens.
-        rollout_log_probs: [T] the engine's own while it sampled.
-        sequence_ids: [T] int64 in 0..num_sequences-1.
-        num_sequences: B.
-        largest: upper bound of a weight, 1 or more.
-
-    Returns:
-        [B] float64 in (0, largest], detached. Exactly 1 where both are equal.
-    """
-    difference = old_log_probs.detach().double() - rollout_log_probs.double()
-    counts = segment_counts(sequence_ids, num_sequences=num_sequences)
-    means = segment_mean(difference, sequence_ids, num_sequences, counts)
-    return bounded_exp(means).clamp(max=largest)
-
-
 def _upper_width(
     advantages: torch.Tensor,
     num_correct: torch.Tensor,
@@ -297,7 +263,7 @@ def _upper_width(
     width = upper_clip(
         num_correct,
         group_size=group_size,
-        eps_low=method.eps_low,
+        eps_low=method.floor,
         eps_high_max=method.eps_high_max,
     )
     return torch.where(advantages > 0, width, method.eps_low)

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from benchmarks.arena import jobs, tables, verdicts
-from benchmarks.arena.arms import CHUNKS, RATE, SCALED, UNCLIPPED, questions
+from benchmarks.arena.arms import CHUNKS, OVER_LENGTH, RATE, SCALED, UNCLIPPED, questions
 from benchmarks.arena.report import FIGURES, TABLES, report
 from benchmarks.arena.train import PASS_AT, Setting, Trained
 from benchmarks.arena.verdicts import EQUAL, OUTCOMES
@@ -187,7 +187,7 @@ def test_widths_table():
 
 def test_pairs_name_arms_that_are_asked_for(monkeypatch):
     monkeypatch.setitem(METHODS, "topr", METHODS.get("topr", METHODS["cispo"]))
-    asked = questions(dict.fromkeys(("gapo", *SCALED), 1.0))
+    asked = questions(dict.fromkeys(("gapo", *SCALED, OVER_LENGTH), 1.0))
     probes, rates = tables.probe_pairs(asked["probes"]), tables.rate_pairs(asked["rates"])
     assert (len(probes), len(rates)) == (6, 45)
     assert {name for pair in probes for name in pair} == set(asked["probes"])
@@ -221,6 +221,8 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
         "probes": probed,
         "widths": {name: short[name] for name in ("gapo", "gspo_asym")},
         "aggregation": {"gapo": short["gapo"]},
+        "weights": {f"gapo, rate 0.05, {one}": short["gapo"] for one in ("none", "token")},
+        "proportional": {f"{one}, raw A": short["gapo"] for one in ("floor", "proportional")},
     }
     report(asked, tmp_path)
     printed = capsys.readouterr().out
@@ -236,3 +238,6 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
     arm = jobs.read(short["gapo"], 2, tmp_path)
     pass_1 = torch.cat([100 * one.curve[-3:, PASS_AT.index(1)].mean(0) for one in arm]).mean()
     assert f"| gapo | {pass_1:.2f} |" in printed
+    nothing = "+0.00 ± 0.00, alike"
+    assert f"| gapo, rate 0.05 | token minus none | {nothing} |" in printed
+    assert f"| raw A | proportional minus floor | {nothing} |" in printed

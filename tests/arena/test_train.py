@@ -22,6 +22,9 @@ MODES: dict[str, dict[str, Any]] = {
     "stale": {"staleness": 4},
     "around": {"staleness": 4, "around_sampler": True},
     "reversed": {"reversed_width": True},
+    "unweighted": {"staleness": 4, "weights": "none"},
+    "token": {"staleness": 4, "weights": "token"},
+    "over length": {"over_length": True},
 }
 
 
@@ -62,13 +65,17 @@ class _Minibatch:
         for prompt in range(len(rewards)):
             for response in range(K):
                 row = is_token[prompt, response]
-                weight = torch.tensor(1.0)
+                apart = (at_begin - sampled)[prompt, response][row]
+                weight, tokens = torch.tensor(1.0), torch.ones_like(apart)
                 if setting.staleness and not setting.around_sampler:
-                    apart = (at_begin - sampled)[prompt, response][row].mean()
-                    weight = apart.exp().clamp(max=2)
+                    if setting.weights == "sequence":
+                        weight = apart.mean().exp().clamp(max=2)
+                    if setting.weights == "token":
+                        tokens = apart.exp().clamp(max=2)
                 ids = torch.full((int(row.sum()),), len(columns["A"]))
                 columns["ids"].append(ids)
-                columns["new"].append(new[prompt, response][row])
+                given = new[prompt, response][row]
+                columns["new"].append(given.detach() + tokens * (given - given.detach()))
                 columns["old"].append(old[prompt, response][row])
                 columns["A"].append((advantages[prompt, response] * weight).view(1))
                 columns["c"].append(rewards[prompt].sum().long().view(1))
@@ -77,6 +84,10 @@ class _Minibatch:
         if setting.reversed_width:
             low, span = method.eps_low, method.eps_high_max - method.eps_low
             widths = (torch.full_like(scaled, low), low + span * c / (K - 1))
+        if setting.over_length:
+            low, span = method.eps_low, method.eps_high_max - method.eps_low
+            upper = (low + span * (K - c) / (K - 1)) * 6 / ids.bincount()
+            widths = (torch.full_like(scaled, low), upper)
         result = policy_loss(
             new,
             old,
@@ -122,11 +133,12 @@ def test_gradient_is_each_seeds_own(minibatch: _Minibatch, name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_of_every_mode_is_each_seeds_own(minibatch: _Minibatch, mode: str) -> None:
-    # Wide enough that some ratios lie between the widths of different c.
-    method = replace(METHODS["gapo"], eps_low=0.02, eps_high_max=0.5)
+    # Wide enough that some ratios lie between the widths of different c, and of lengths.
+    widest = 0.1 if mode == "over length" else 0.5
+    method = replace(METHODS["gapo"], eps_low=0.02, eps_high_max=widest)
     setting = Setting(method=method, learning_rate=0.05, **MODES[mode])
     _assert_each_seeds_own(minibatch, setting)
-    if mode != "fresh":
+    if mode not in ("fresh", "unweighted"):
         plain, _ = _all_seeds(minibatch, Setting(method=method, learning_rate=0.05))
         assert not torch.equal(plain, _all_seeds(minibatch, setting)[0])
 

@@ -317,11 +317,11 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
         (["evaluation.every_steps=10"], ["evaluation.every_steps", "data.eval_path"]),
         (
             ["objective.importance_weight_max=2", "rollout.top_p=0.9"],
-            ["rollout.top_p (0.9)", "objective.importance_weight_max"],
+            ["rollout.top_p (0.9)", "objective.importance_weights ('sequence')"],
         ),
         (
             ["objective.old_log_probs=rollout", "objective.importance_weight_max=2"],
-            ["objective.importance_weight_max (2.0)", "objective.old_log_probs", "'trainer'"],
+            ["objective.importance_weights ('sequence')", "objective.old_log_probs", "'trainer'"],
         ),
         (
             [
@@ -356,8 +356,8 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
             ["rollout.max_staleness (1)", "needs rollout.generation_nodes"],
         ),
         (
-            [*GENERATION, "rollout.max_staleness=1"],
-            ["rollout.max_staleness (1)", "needs objective.importance_weight_max"],
+            ["objective.importance_weights=none", "objective.importance_weight_max=3"],
+            ["importance_weight_max (3.0)", "importance_weights 'none'"],
         ),
         (
             [*AHEAD, "data.eval_path=e.jsonl", "evaluation.every_steps=3"],
@@ -394,15 +394,33 @@ def test_wrong_combination_names_both_sides(
     assert all(name in message for name in names), message
 
 
-def test_generation_may_run_ahead_where_it_is_corrected_for(minimal: Path) -> None:
-    """By weights, or by ratios against the log-probs from when it sampled."""
+def test_generation_may_run_ahead_with_and_without_weights(minimal: Path) -> None:
     ahead = load_config(minimal, [*AHEAD, "checkpoint.every_steps=4"])
     assert ahead.rollout.has_generation_side and ahead.rollout.max_staleness == 2
-    kept = [*GENERATION, "rollout.max_staleness=1", "objective.old_log_probs=rollout"]
-    assert load_config(minimal, kept).objective.importance_weight_max is None
+    for more in ("objective.old_log_probs=rollout", "objective.importance_weights=none"):
+        kept = load_config(minimal, [*GENERATION, "rollout.max_staleness=1", more])
+        assert kept.objective.importance_weight_max is None
     # One step ahead, weights are sent after every step: any period will do.
     load_config(minimal, [*AHEAD, "rollout.max_staleness=1", "checkpoint.every_steps=5"])
     assert not load_config(minimal).rollout.has_generation_side
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "largest"),
+    [
+        ([], "none", None),
+        (["importance_weights=token"], "token", 2.0),
+        (["importance_weight_max=3"], "sequence", 3.0),
+        (["importance_weights=token", "importance_weight_max=3"], "token", 3.0),
+    ],
+)
+def test_a_setting_of_importance_weights_alone_means_the_other(
+    minimal: Path, given: list[str], weights: str, largest: float | None
+) -> None:
+    found = load_config(minimal, [f"objective.{one}" for one in given]).objective
+    assert (found.importance_weights, found.importance_weight_max) == (weights, largest)
+    again = type(found).model_validate(found.model_dump())
+    assert again == found
 
 
 def test_ranks_that_generate_are_the_last_nodes_or_the_last_ranks(minimal: Path) -> None:

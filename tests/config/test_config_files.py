@@ -127,7 +127,8 @@ def test_a_file_fits_the_gpus_that_it_is_for(path: Path) -> None:
 
 def method_files(folder: Path) -> list[Path]:
     """Files of an experiment that name a method each."""
-    return [path for path in folder.glob("*.toml") if path.stem not in ("base", "gapo_bf16")]
+    others = ("base", "gapo_bf16", "gapo_repository")
+    return [path for path in folder.glob("*.toml") if path.stem not in others]
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)
@@ -172,6 +173,15 @@ def test_methods_of_an_experiment_differ_in_nothing_else() -> None:
             assert tree["base"] == "base.toml"
             assert set(tree) == {"base", "run", "objective"}, path
             assert tree["run"] == {"output_dir": f"runs/{folder.name}/{path.stem}"}
+
+
+def test_the_repositorys_widths_are_a_variant_that_differs_in_nothing_else() -> None:
+    variant, usual = (
+        load_config(CONFIGS / "qwen_math_1_5b" / f"{stem}.toml")
+        for stem in ("gapo_repository", "gapo")
+    )
+    changed = changes(usual.model_dump(mode="json"), variant)
+    assert set(changed) == {"objective.eps_low", "objective.eps_high_max"}
 
 
 def test_the_papers_precision_is_a_variant_that_differs_in_nothing_else() -> None:

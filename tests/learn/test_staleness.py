@@ -21,7 +21,7 @@ from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.loss import MinibatchLoss, may_lose_gradients
 from gapo_megatron.logprob import RowPlan
-from gapo_megatron.objective import upper_clip
+from gapo_megatron.objective import METHODS, upper_clip
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Microbatch, Minibatch
 from tests.learn_setup import (
@@ -173,19 +173,46 @@ def test_the_decoupled_objective_is_that_of_loops_in_float64(method: str) -> Non
     assert gradient.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("method", [*METHODS])
+def test_a_tokens_weight_multiplies_its_gradient_in_every_family(method: str) -> None:
+    """So nothing else changes: neither the loss, nor which ratios are clipped."""
+    given, begin, now = make_inputs()
+    results = []
+    for objective in ({}, {"importance_weights": "token", "importance_weight_max": LARGEST}):
+        config = make_config(Path("unused"), objective={"method": method} | objective)
+        loss, sums = microbatch_loss(given, begin, now, config)
+        results.append((loss, sums, torch.autograd.grad(loss, now)[0]))
+    (loss, sums, plain), (weighted_loss, weighted_sums, weighted) = results
+    old, engine = begin.tolist(), given.rollout_log_probs.tolist()
+    weights = [min(math.exp(a - b), LARGEST) for a, b in zip(old, engine, strict=True)]
+    expected = [w * g for w, g in zip(weights, plain.tolist(), strict=True)]
+    assert weighted.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-12)
+    assert torch.equal(loss, weighted_loss)
+    assert all(torch.equal(weighted_sums[name], value) for name, value in sums.items())
+    assert 0 < weights.count(LARGEST) < len(weights) and min(weights) < 0.95
+    assert float(weighted_sums["importance_weights"]) == pytest.approx(sum(weights), rel=1e-6)
+    assert float(weighted_sums["importance_weights_cut"]) == weights.count(LARGEST)
+    assert float(weighted_sums["importance_weights_count"]) == len(weights)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
-def test_equal_log_probs_have_weights_of_one_and_the_same_bits(is_first: bool) -> None:
+@pytest.mark.parametrize("weights", ["sequence", "token"])
+def test_equal_log_probs_have_weights_of_one_and_the_same_bits(
+    weights: str, is_first: bool
+) -> None:
     given, begin, now = make_inputs()
     at_begin = now.detach() if is_first else begin
     given = replace(given, rollout_log_probs=at_begin.clone())
     results = []
-    for objective in (WIDTHS, WIDTHS | {"importance_weight_max": 1.0}):
+    weighted = {"importance_weights": weights, "importance_weight_max": 1.0}
+    for objective in (WIDTHS, WIDTHS | weighted):
         config = make_config(Path("unused"), objective=objective)
         found = microbatch_loss(given, None if is_first else begin, now, config, is_first=is_first)
         results.append((*found, *torch.autograd.grad(found[0], now)))
     (loss, _, gradient), (weighted_loss, sums, weighted_gradient) = results
     assert torch.equal(loss, weighted_loss) and torch.equal(gradient, weighted_gradient)
-    assert float(sums["importance_weights"]) == len(given.advantages)
+    num_weights = len(given.advantages) if weights == "sequence" else len(now)
+    assert float(sums["importance_weights"]) == num_weights
 
 
 @pytest.mark.parametrize("method", ["gapo", "gapo_token", "cispo"])

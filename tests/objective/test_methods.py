@@ -40,6 +40,7 @@ def test_matched_pairs_differ_in_one_thing():
         return {key for key in first if first[key] != second[key]} - {"name"}
 
     assert difference("gapo", "gspo_asym") == {"adaptive"}
+    assert difference("gapo", "gapo_proportional") == {"has_floor"}
     assert difference("gspo", "gspo_asym") == {"eps_high_max"}
     assert difference("f_gspo", "gspo_asym") == {"focal_gamma"}
     assert difference("f_grpo", "grpo") == {"focal_gamma"}

@@ -31,8 +31,6 @@ ROOMY_SHARE = 0.95
 longer during training."""
 MOST_FRACTION = 0.9
 """Largest `rollout.memory_fraction` of a GPU that only generates."""
-WEIGHT_MAX = 2.0
-"""`objective.importance_weight_max` of off-policy plans whose config sets none."""
 _COARSE = 8
 """How many numbers of generation nodes are tried first, evenly spaced."""
 _MARK = "Written by tools/plan.py --write; NOT YET RUN."
@@ -345,7 +343,6 @@ def write_layout(
 
 def _on(search: Search, num_nodes: int, number: int, max_staleness: int) -> list[Candidate]:
     """Layouts that fit with `number` generation nodes."""
-    objective = search.config.objective
     settings: dict[str, object] = {
         "rollout.generation_nodes": number,
         "rollout.generation_ranks": 0,
@@ -353,9 +350,6 @@ def _on(search: Search, num_nodes: int, number: int, max_staleness: int) -> list
         "rollout.memory_fraction": memory_fraction(search),
         "optimizer.offload": "none",
     }
-    is_corrected = objective.importance_weight_max is not None
-    if max_staleness and objective.old_log_probs == "trainer" and not is_corrected:
-        settings["objective.importance_weight_max"] = WEIGHT_MAX
     gpus_per_node = search.gpu.gpus_per_node
     apart, training = _changed(search, settings), (num_nodes - number) * gpus_per_node
     return apart.run(training, num_generation=number * gpus_per_node)[0]

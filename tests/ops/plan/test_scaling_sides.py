@@ -157,11 +157,10 @@ def test_the_best_split_is_the_quickest_of_all(on_policy, ahead, staleness):
     times = [one.times.total_s for one in found.splits]
     assert times == sorted(times)
     settings = {"memory_fraction": 0.9, "max_staleness": staleness}
-    objective = {"importance_weight_max": 2.0}
     every: dict[int, list[float]] = {}
     for number in (1, 2):
         rollout = settings | {"generation_nodes": number}
-        run = config(rollout=rollout, objective=objective)
+        run = config(rollout=rollout)
         parts = Shape.of(hf(SEVEN)), run, H200, WORKLOAD, Efficiency()
         search = Search(hf(SEVEN), *parts)
         num_gpus = 8 * (3 - number)
@@ -201,7 +200,6 @@ def test_what_is_planned_fits_and_is_loaded(ahead):
         f"rollout.generation_nodes={number}",
         "rollout.max_staleness=1",
         "rollout.memory_fraction=0.9",
-        "objective.importance_weight_max=2.0",
     } <= set(overrides(best))
     assert sides_of(best).max_staleness == 1
     with pytest.raises(TypeError):
@@ -236,7 +234,7 @@ def test_the_best_of_all_may_be_of_either_kind(on_policy, ahead):
 
 def test_a_config_with_generation_nodes_is_planned_with_and_without():
     rollout = {"generation_nodes": 1, "max_staleness": 2, "memory_fraction": 0.5}
-    objective = {"importance_weight_max": 3.0}
+    objective = {"importance_weights": "token"}
     batch = {"max_tokens_per_microbatch": 8192}
     found = planned(rollout=rollout, objective=objective, batch=batch)
     assert found.current.layout == apart(8, dp=16)
@@ -269,8 +267,6 @@ def test_what_generation_nodes_cannot_have_is_changed_or_said():
         planned(staleness=1, **partial)
     with pytest.raises(ConfigError, match=mentions("max_staleness (1)", "2 nodes")):
         planned(nodes=1, staleness=1)
-    own = planned(staleness=1, objective={"old_log_probs": "rollout"})
-    assert not any("importance_weight_max" in one for one in overrides(own.splits[0]))
 
 
 # --- what is shown -------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""The arena: compare every clip rule with GAPO, on tasks small enough for hundreds of seeds.
+"""The arena: every clip rule at its best width, on tasks small enough for hundreds of seeds.
 
     python -m benchmarks.arena              train what is missing, then report
+    python -m benchmarks.arena report       tables and figures of what is trained or archived
     python -m benchmarks.arena match        scale the widths of all rules, in arena/scales.json
-    python -m benchmarks.arena report       tables and figures of the trainings in the folder
+    python -m benchmarks.arena pack         write all results to arena/results.npz
 
 docs/arena.md has the questions, the rules of analysis, and the answers.
 """
@@ -14,9 +15,10 @@ import os
 from pathlib import Path
 
 from benchmarks.arena.arms import CHUNKS, questions, read_scales
-from benchmarks.arena.jobs import Job, run, seconds
+from benchmarks.arena.jobs import ARCHIVE, SELECTION, Job, Store
 from benchmarks.arena.match import match
 from benchmarks.arena.report import report
+from benchmarks.arena.sweep import best_settings, setting, sweep
 
 
 def main() -> None:
@@ -26,24 +28,38 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("do", nargs="?", default="run", choices=["run", "match", "report"])
+    parser.add_argument("do", nargs="?", default="run", choices=["run", "report", "match", "pack"])
     parser.add_argument("--folder", type=Path, default=Path("runs/arena"))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     if arguments.do == "match":
         match(num_processes=arguments.processes)
         return
-    asked = questions(read_scales())
-    if arguments.do == "run":
-        jobs = [
-            Job(setting, chunk)
-            for question, arms in asked.items()
-            for chunk in range(CHUNKS[question])
-            for setting in arms.values()
-        ]
-        run(jobs, arguments.folder, num_processes=arguments.processes)
-        print(f"{seconds(jobs, arguments.folder):.0f} core seconds of training in total")
-    report(asked, arguments.folder)
+    store, scales = Store(arguments.folder), read_scales()
+    training = arguments.processes if arguments.do == "run" else 0
+    asked = questions(scales)
+    swept = sweep(store, scales, num_processes=training)
+    best = best_settings(swept, scales)
+    jobs = [Job(arm, chunk) for chunk in range(CHUNKS["best"]) for _, arm in best.values()]
+    jobs += [
+        Job(arm, chunk)
+        for question, arms in asked.items()
+        for chunk in range(CHUNKS[question])
+        for arm in arms.values()
+    ]
+    jobs += [
+        Job(setting(cell, factor, scales), SELECTION)
+        for cell, outcomes in swept.items()
+        for factor in outcomes
+    ]
+    if training:
+        store.run(jobs, num_processes=training)
+    done = [job for job in jobs if job in store]
+    print(f"{len(done)} trainings, {store.seconds(done):.0f} core seconds")
+    if arguments.do == "pack":
+        store.pack(done, ARCHIVE)
+        return
+    report(asked, store, swept, best)
 
 
 if __name__ == "__main__":

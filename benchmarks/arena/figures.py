@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from torch import Tensor
 
-from benchmarks.arena.tables import (
-    FIXED,
-    GAPO,
-    UNCLIPPED,
-    WIDTH_OUTCOMES,
-    Arms,
-    mode_of,
-    pairs_to_gapo,
-    rate_pairs,
-    width_rows,
-)
+from benchmarks.arena import steps
+from benchmarks.arena.arms import RATE
+from benchmarks.arena.sweep import FEW, Cell
+from benchmarks.arena.tables import FIXED, GAPO, UNCLIPPED, Arms, pairs_to_gapo
 from benchmarks.arena.train import PASS_AT
 from benchmarks.arena.verdicts import (
     AHEAD,
@@ -36,7 +30,6 @@ from benchmarks.arena.verdicts import (
     late,
     shares,
     verdict,
-    within_seeds,
 )
 from gapo_megatron.evaluate.statistics import Interval, mean_interval
 from gapo_megatron.ops.report.series import Row
@@ -52,8 +45,10 @@ from gapo_megatron.ops.report.style import (
     panels,
 )
 
-SHOWN = (GAPO, "gapo_matched", FIXED, "gspo", "dapo", "cispo", UNCLIPPED)
+SHOWN = (GAPO, "gapo_proportional", FIXED, "gspo", "dapo", "cispo", UNCLIPPED)
 """Rules drawn as lines; the CSV has all."""
+SWEPT = FEW[:5]
+"""Rules of which the sweep is drawn."""
 LOOKS: dict[str, dict[str, Any]] = {
     AHEAD: {"color": COLOURS[0], "marker": ">", "markerfacecolor": COLOURS[0]},
     BEHIND: {"color": COLOURS[1], "marker": "<", "markerfacecolor": COLOURS[1]},
@@ -153,7 +148,7 @@ def frontier(arms: Arms, found: Results) -> Exhibit:
     """Late pass@64 against late pass@1, a point per rule; and the path of some rules."""
     rows: list[Row] = []
     for name, trained in found.items():
-        curve = torch.cat([one.curve for one in trained], dim=2).mean(dim=2)
+        curve = torch.cat([one.curve for one in trained], dim=2)[:, : len(PASS_AT)].mean(dim=2)
         points = [(str(at), 100 * values) for at, values in enumerate(curve)]
         points.append((LATE, late(trained).mean(dim=1)))
         for at, values in points:
@@ -205,80 +200,61 @@ def _name_at_the_side(axis: Axes, rows: Sequence[Row]) -> None:
         )
 
 
-def rates(arms: Arms, found: Results) -> Exhibit:
-    """GAPO minus the fixed clip and minus no clip, over the learning rate."""
-    pairs = rate_pairs(arms)
+def sweeps(swept: Mapping[Cell, Mapping[float, Tensor]]) -> Exhibit:
+    """pass@1 and pass@64 of the selection seeds over the width, fresh and stale."""
     rows: list[Row] = []
-    for pair, by_outcome in compare(found, pairs).items():
-        (first, _, rest), (second, _, _) = (name.partition(", ") for name in pair)
-        for outcome, interval in by_outcome.items():
-            row: Row = {"first": first, "second": second, "mode": mode_of(rest)}
-            row |= {"learning rate": arms[pair[0]].learning_rate, "outcome": outcome}
-            rows.append({**row, **_bounds(interval)})
-    figure, axes = panels(2 * len(OUTCOMES), row_inches=1.25, share_y=False)
-    contents = [(outcome, other) for outcome in OUTCOMES for other in (FIXED, UNCLIPPED)]
-    modes = list(dict.fromkeys(mode_of(pair[0].partition(", ")[2]) for pair in pairs))
-    for place, (axis, (outcome, other)) in enumerate(zip(axes, contents, strict=True)):
-        margin = MARGINS[outcome]
-        axis.axhspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
-        axis.axhline(0, color="0.4", linewidth=0.6)
-        axis.set(xlabel="learning rate, in 0.01", xscale="log")
-        if place < 2:
-            axis.set_title(f"gapo minus\n{other}")
-        axis.set_ylabel("" if place % 2 else f"{_in_lines(outcome)}\n(points)")
-        for number, mode in enumerate(modes):
-            wanted = (GAPO, other, mode, outcome)
-            keys = ("first", "second", "mode", "outcome")
+    for cell, row in swept.items():
+        for factor, values in sorted(row.items()):
+            means = values.mean(dim=1).tolist()
+            point: Row = {**cell._asdict(), "factor": factor}
+            rows.append(point | {f"pass@{k}": means[PASS_AT.index(k)] for k in PASS_AT})
+    contents = [(mode, f"pass@{k}") for k in PASS_AT for mode in ("fresh", "stale")]
+    figure, axes = panels(len(contents), row_inches=1.5, share_y=False)
+    for axis, (mode, outcome) in zip(axes, contents, strict=True):
+        axis.set(xlabel="factor of the widths", ylabel=f"{outcome} (%)", xscale="log", title=mode)
+        for place, name in enumerate(SWEPT):
+            wanted = (name, mode, RATE, 8)
+            keys = ("rule", "mode", "rate", "group_size")
             line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
-            shift = 1.08 ** (number - (len(modes) - 1) / 2)
-            at = 100 * shift * column(line, "learning rate")
-            _bars(axis, at, line, label=mode, **arm_style(number))
-    _log_ticks(axes, sorted({100 * setting.learning_rate for setting in arms.values()}))
+            axis.plot(column(line, "factor"), column(line, outcome), label=name, **arm_style(place))
+    _log_ticks(axes, sorted({row["factor"] for row in rows}))
     outer_names(axes, share_y=False)
     legend_below(figure, *axes)
     return Exhibit(
-        aid="Above 0 GAPO is ahead: left of the fixed clip of equal widest width, right of no clip "
-        "at all. Shaded: the margin. Intervals hold together for the whole table.",
+        aid=f"Where a curve is highest its width is best. Learning rate {RATE:g}, k = 8; means of "
+        "the seeds that choose widths. Factors are of each rule's first width, so they cannot be "
+        "compared between rules.",
         rows=rows,
         figure=figure,
     )
 
 
-def widths(arms: Arms, found: Results) -> Exhibit:
-    """Late pass@1 and pass@64 over eps_high_max, a row of panels for each k."""
-    by_row = width_rows(arms)
-    sizes = sorted({k for _, k in by_row})
+def log_ratios(arms: Arms, found: Results) -> Exhibit:
+    """Mean log-ratio of correct responses after a step, relative to c = 1, over their advantage."""
     rows: list[Row] = []
-    for outcome in WIDTH_OUTCOMES:
-        place = PASS_AT.index(int(outcome.partition("@")[2]))
-        for size in sizes:
-            points = [
-                (rule, width, late(found[name])[place])
-                for (rule, k), names in by_row.items()
-                for width, name in names.items()
-                if k == size and name in found
-            ]
-            bounds = within_seeds([values for _, _, values in points]) if points else []
-            for (rule, width, _), interval in zip(points, bounds, strict=True):
-                row: Row = {"outcome": outcome, "k": size, "rule": rule, "eps_high_max": width}
-                rows.append({**row, **_bounds(interval)})
-    figure, axes = panels(len(sizes) * len(WIDTH_OUTCOMES), row_inches=1.25, share_y=False)
-    contents = [(size, outcome) for size in sizes for outcome in WIDTH_OUTCOMES]
-    rules = list(dict.fromkeys(rule for rule, _ in by_row))
-    for axis, (size, outcome) in zip(axes, contents, strict=True):
-        axis.set(xlabel="eps_high_max, in 0.001", ylabel=f"{outcome} (%)", title=f"k = {size}")
-        axis.set_xscale("log")
-        for number, rule in enumerate(rules):
-            keys, wanted = ("outcome", "k", "rule"), (outcome, size, rule)
-            line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
-            line.sort(key=lambda row: row["eps_high_max"])
-            _bars(axis, 1000 * column(line, "eps_high_max"), line, label=rule, **arm_style(number))
-    _log_ticks(axes, sorted({1000 * width for names in by_row.values() for width in names}))
-    outer_names(axes, share_y=False)
-    legend_below(figure, *axes)
+    for name, trained in found.items():
+        k = arms[name].group_size
+        for of_tokens in (False, True):
+            means = steps.mean_log_ratio(trained, of_tokens=of_tokens)
+            for c in range(1, k):
+                row: Row = {"arm": name, "of": "mean token" if of_tokens else "whole response"}
+                rows.append(
+                    {**row, "advantage": 1 - c / k, "log-ratio": float(means[c] / means[1])}
+                )
+    figure, axes = panels(2, row_inches=1.7, share_y=False)
+    drawn = [name for name in SHOWN if name in found]
+    for axis, of in zip(axes, ("whole response", "mean token"), strict=True):
+        axis.plot([0, 1], [0, 8 / 7], color="0.6", linewidth=0.8, label="in proportion to A")
+        axis.set(xlabel="A of a correct response", ylabel="log-ratio, c = 1 is 1", title=of)
+        for place, name in enumerate(drawn):
+            line = [row for row in rows if (row["arm"], row["of"]) == (name, of)]
+            look = arm_style(place)
+            axis.plot(column(line, "advantage"), column(line, "log-ratio"), label=name, **look)
+    if drawn:
+        legend_below(figure, *axes)
     return Exhibit(
-        aid="Where a curve is highest its width is best. Bars: 95 % intervals without the seeds' "
-        "own levels (Cousineau, Morey), to compare the points of a panel by.",
+        aid="How far a whole step moves correct responses of groups with few correct ones (right) "
+        "and with many (left). A trust region's optimum lies on the grey line.",
         rows=rows,
         figure=figure,
     )

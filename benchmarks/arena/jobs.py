@@ -15,9 +15,16 @@ import numpy as np
 import torch
 
 from benchmarks.arena.arms import SEEDS_PER_CHUNK
-from benchmarks.arena.train import Setting, Trained, train
+from benchmarks.arena.train import LATE, Setting, Trained, train
 
 EVALUATE_EVERY = 20
+SELECTION = -1
+"""Number of the chunk whose seeds choose widths, and do nothing else."""
+SELECTION_SEEDS = range(2_000_000, 2_000_032)
+ARCHIVE = Path(__file__).with_name("results.npz")
+"""Results of all jobs that docs/arena.md reports, for those who have not trained them."""
+DIGITS = {"curve": 4, "per_c": 2, "moved": 4, "progress": 6}
+"""Decimals that the archive keeps of every field of `Trained`."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,17 @@ class Job:
 
     @property
     def seeds(self) -> range:
+        """Seeds of its chunk."""
+        if self.chunk == SELECTION:
+            return SELECTION_SEEDS
         return range(self.chunk * SEEDS_PER_CHUNK, (self.chunk + 1) * SEEDS_PER_CHUNK)
 
-    def path(self, folder: Path) -> Path:
-        """File of its result, named by a digest of its settings."""
+    @property
+    def name(self) -> str:
+        """Name of its result, with a digest of its settings."""
         digest = sha256(repr(_given(self.setting)).encode()).hexdigest()[:12]
-        return folder / f"{self.setting.method.name}-{digest}-{self.chunk}.npz"
+        chunk = "selection" if self.chunk == SELECTION else self.chunk
+        return f"{self.setting.method.name}-{digest}-{chunk}"
 
 
 def _given(record: Any) -> list[tuple[str, Any]]:
@@ -47,50 +59,79 @@ def _given(record: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def run(jobs: Iterable[Job], folder: Path, *, num_processes: int) -> None:
-    """Train the jobs without a result in `folder`, and print the time left."""
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [job for job in dict.fromkeys(jobs) if not job.path(folder).exists()]
-    begin = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        waiting = [pool.submit(_train, job, folder) for job in missing]
-        for done, future in enumerate(as_completed(waiting), start=1):
-            future.result()
-            elapsed = time.monotonic() - begin
-            left = elapsed / done * (len(missing) - done)
-            print(f"{done} of {len(missing)}, {elapsed:.0f} s, {left:.0f} s left", flush=True)
+class Store:
+    """Results in a folder, and in the archive if the folder lacks them."""
+
+    def __init__(self, folder: Path, *, archive: Path = ARCHIVE) -> None:
+        """Read the archive's list; the folder need not exist."""
+        self.folder = folder
+        self._archive = np.load(archive) if archive.exists() else None
+        self._archived = set() if self._archive is None else set(self._archive["names"].tolist())
+
+    def __contains__(self, job: Job) -> bool:
+        return self._path(job).exists() or job.name in self._archived
+
+    def _path(self, job: Job) -> Path:
+        return self.folder / f"{job.name}.npz"
+
+    def _arrays(self, job: Job) -> dict[str, np.ndarray]:
+        names = (*DIGITS, "seconds")
+        if self._path(job).exists():
+            with np.load(self._path(job)) as file:
+                return {name: file[name] for name in names}
+        if self._archive is None or job.name not in self._archived:
+            raise FileNotFoundError(self._path(job))
+        return {name: self._archive[f"{job.name}/{name}"] for name in names}
+
+    def read(self, setting: Setting, chunks: Iterable[int]) -> list[Trained]:
+        """An arm's results by chunk.
+
+        Raises:
+            FileNotFoundError: if one is missing.
+        """
+        found = []
+        for chunk in chunks:
+            arrays = self._arrays(Job(setting, chunk))
+            values = {name: torch.from_numpy(arrays[name]).double() for name in DIGITS}
+            found.append(Trained(**values))
+        return found
+
+    def seconds(self, jobs: Sequence[Job]) -> float:
+        """Core seconds that `jobs` took in total."""
+        return sum(float(self._arrays(job)["seconds"]) for job in dict.fromkeys(jobs))
+
+    def run(self, jobs: Iterable[Job], *, num_processes: int) -> None:
+        """Train the jobs without a result into the folder, and print the time left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        missing = [job for job in dict.fromkeys(jobs) if job not in self]
+        begin = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+            waiting = [pool.submit(_train, job, self._path(job)) for job in missing]
+            for done, future in enumerate(as_completed(waiting), start=1):
+                future.result()
+                elapsed = time.monotonic() - begin
+                left = elapsed / done * (len(missing) - done)
+                print(f"{done} of {len(missing)}, {elapsed:.0f} s, {left:.0f} s left", flush=True)
+
+    def pack(self, jobs: Iterable[Job], archive: Path) -> None:
+        """Write the results of `jobs` to one file, rounded to `DIGITS`."""
+        wanted = list(dict.fromkeys(jobs))
+        arrays: dict[str, Any] = {"names": np.array([job.name for job in wanted])}
+        for job in wanted:
+            for name, values in self._arrays(job).items():
+                kept = values[-LATE:] if name == "curve" and job.chunk == SELECTION else values
+                short = np.round(kept, DIGITS.get(name, 1)).astype(np.float32)
+                arrays[f"{job.name}/{name}"] = short
+        np.savez_compressed(archive, **arrays)
 
 
-def _train(job: Job, folder: Path) -> None:
+def _train(job: Job, path: Path) -> None:
     torch.set_num_threads(1)
-    begin = time.monotonic()
+    begin = time.process_time()
     trained = train(job.setting, job.seeds, evaluate_every=EVALUATE_EVERY)
-    path = job.path(folder)
     part = path.with_suffix(".part")
     with part.open("wb") as file:
-        np.savez(
-            file,
-            curve=trained.curve.numpy(),
-            per_c=trained.per_c.numpy(),
-            seconds=time.monotonic() - begin,
-        )
+        values = {name: getattr(trained, name).numpy() for name in DIGITS}
+        np.savez(file, **values, seconds=time.process_time() - begin)
     part.replace(path)
-
-
-def read(setting: Setting, num_chunks: int, folder: Path) -> list[Trained]:
-    """Read an arm's results by chunk."""
-    found = []
-    for chunk in range(num_chunks):
-        with np.load(Job(setting, chunk).path(folder)) as file:
-            found.append(Trained(*(torch.from_numpy(file[key]) for key in ("curve", "per_c"))))
-    return found
-
-
-def seconds(jobs: Sequence[Job], folder: Path) -> float:
-    """Core seconds that `jobs` took in total."""
-    total = 0.0
-    for job in dict.fromkeys(jobs):
-        with np.load(job.path(folder)) as file:
-            total += float(file["seconds"])
-    return total

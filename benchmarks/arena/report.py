@@ -2,80 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from benchmarks.arena import figures, tables
-from benchmarks.arena.arms import CHUNKS, SEEDS_PER_CHUNK
-from benchmarks.arena.jobs import read
-from benchmarks.arena.tables import Arms
+from benchmarks.arena.arms import CHUNKS, RATE, SEEDS_PER_CHUNK
+from benchmarks.arena.jobs import Store
+from benchmarks.arena.sweep import Cell
+from benchmarks.arena.tables import Arms, conditions
 from benchmarks.arena.train import Setting
 from benchmarks.arena.verdicts import Results
 from gapo_megatron.ops.report.style import Exhibit, style
 
-TABLES: dict[str, tuple[str, Callable[[Arms, Results], str]]] = {
-    "Rules: outcomes": ("rules", tables.outcomes),
-    "Rules: what they do by c": ("rules", tables.by_c),
-    "Stale rules": ("stale rules", tables.outcomes),
-    "Clip alone": ("clip alone", tables.outcomes),
+Table = Callable[[Arms, Results], str]
+TABLES: dict[str, tuple[str, Table]] = {
     "Probes": ("probes", tables.probes),
-    "Rates": ("rates", tables.rates),
-    "Widths": ("widths", tables.widths),
+    "Probes: what they do by c": ("probes", tables.by_c),
     "Aggregation and advantages": ("aggregation", tables.outcomes),
     "Importance weights": ("weights", tables.weights),
     "Proportional widths": ("proportional", tables.proportional),
 }
 """Title -> question whose arms it shows, and the function that makes it."""
 FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {
-    "by_c": ("rules", figures.by_c),
-    "verdicts": ("rules", figures.verdicts),
-    "verdicts_stale": ("stale rules", figures.verdicts),
-    "verdicts_clip_alone": ("clip alone", figures.verdicts),
-    "frontier": ("rules", figures.frontier),
-    "rates": ("rates", figures.rates),
-    "widths": ("widths", figures.widths),
+    "by_c": ("fresh", figures.by_c),
+    "verdicts": ("fresh", figures.verdicts),
+    "verdicts_stale": ("stale", figures.verdicts),
+    "frontier": ("fresh", figures.frontier),
+    "log_ratios": ("fresh", figures.log_ratios),
 }
-"""Stem of the files -> question whose arms it shows, and the function that makes it."""
+"""Stem of the files -> mode whose best arms it shows, and the function that makes it."""
 
 
-def report(asked: Mapping[str, Mapping[str, Setting]], folder: Path) -> None:
-    """Print the tables and write the figures to `folder`/report."""
-    found = {question: _found(question, arms, folder) for question, arms in asked.items()}
-    for title, (question, table) in TABLES.items():
+def report(
+    asked: Mapping[str, Arms],
+    store: Store,
+    swept: Mapping[Cell, Mapping[float, Tensor]],
+    best: Mapping[Cell, tuple[float, Setting]],
+) -> None:
+    """Print the tables and write the figures to the folder's report/."""
+    print(f"## The sweep\n\n{tables.sweeps(swept)}")
+    at_best = dict(_by_conditions(best))
+    for title, question, arms, table in _tables(at_best, asked):
+        found = _found(question, arms, store)
         print(f"## {title}\n")
-        if notice := _missing(question, asked[question], found[question], folder):
+        if notice := _missing(arms, found, store.folder):
             print(f"{notice}\n")
-        if found[question]:
-            seeds = CHUNKS[question] * SEEDS_PER_CHUNK
-            print(f"{seeds} seeds.\n\n{table(asked[question], found[question])}")
-    (folder / "report").mkdir(parents=True, exist_ok=True)
-    for stem, (question, figure) in FIGURES.items():
-        with style():
-            exhibit = figure(asked[question], found[question])
+        if found:
+            print(f"{CHUNKS[question] * SEEDS_PER_CHUNK} seeds.\n\n{table(arms, found)}")
+    (store.folder / "report").mkdir(parents=True, exist_ok=True)
+    with style():
+        drawn = {"sweeps": figures.sweeps(swept)}
+        for stem, (mode, figure) in FIGURES.items():
+            arms = at_best.get(f"{mode}, rate {RATE:g}, k 8", {})
+            drawn[stem] = figure(arms, _found("best", arms, store))
+        for stem, exhibit in drawn.items():
             if exhibit.rows:
-                for path in exhibit.write(folder / "report" / stem):
+                for path in exhibit.write(store.folder / "report" / stem):
                     print(path)
             else:
-                print(f"{stem}: not drawn, too few results for {question!r}")
+                print(f"{stem}: not drawn, there are no results")
 
 
-def _found(question: str, arms: Arms, folder: Path) -> Results:
+def _by_conditions(best: Mapping[Cell, tuple[float, Setting]]) -> Iterator[tuple[str, Arms]]:
+    """Conditions in words, and the arms of their rules at their best widths."""
+    groups: dict[str, dict[str, Setting]] = {}
+    for cell, (_, setting) in best.items():
+        groups.setdefault(conditions(cell), {})[cell.rule] = setting
+    yield from groups.items()
+
+
+def _tables(
+    at_best: Mapping[str, Arms], asked: Mapping[str, Arms]
+) -> Iterator[tuple[str, str, Arms, Table]]:
+    """Title, question, arms and function of all tables."""
+    for words, arms in at_best.items():
+        yield f"Best widths: {words}", "best", arms, tables.outcomes
+        if words.startswith("fresh") and words.endswith("k 8"):
+            yield f"Single steps: {words}", "best", arms, tables.single_steps
+    usual = f"fresh, rate {RATE:g}, k 8"
+    if usual in at_best:
+        yield f"By c: {usual}", "best", at_best[usual], tables.by_c
+        yield f"Correlations by c: {usual}", "best", at_best[usual], tables.correlations_by_c
+    for title, (question, table) in TABLES.items():
+        yield title, question, asked[question], table
+    for rate in ("rate 0.05", "rate 0.1"):
+        arms = {
+            name.partition(",")[0]: arm
+            for name, arm in asked["probes"].items()
+            if name.endswith(rate)
+        }
+        yield f"Single steps: probes, {rate}", "probes", arms, tables.single_steps
+
+
+def _found(question: str, arms: Arms, store: Store) -> Results:
     """Arms with results of all chunks."""
     found = {}
     for name, setting in arms.items():
         try:
-            found[name] = read(setting, CHUNKS[question], folder)
+            found[name] = store.read(setting, range(CHUNKS[question]))
         except FileNotFoundError:
             continue
     return found
 
 
-def _missing(question: str, arms: Arms, found: Results, folder: Path) -> str:
+def _missing(arms: Arms, found: Results, folder: Path) -> str:
     """Name missing arms and the command that trains them; empty if there are none."""
     missing = [name for name in arms if name not in found]
     if not missing:
         return ""
     return (
-        f"Missing: {len(missing)} of {len(arms)} arms of {question!r} "
-        f"({'; '.join(missing)}). `python -m benchmarks.arena --folder {folder}` trains them."
+        f"Missing: {len(missing)} of {len(arms)} arms ({'; '.join(missing)}). "
+        f"`python -m benchmarks.arena --folder {folder}` trains them."
     )

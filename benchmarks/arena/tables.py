@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.arena.train import PASS_AT, Setting, Trained
+from torch import Tensor
+
+from benchmarks.arena import steps
+from benchmarks.arena.sweep import Cell, best_factor
+from benchmarks.arena.train import PASS_AT, QUARTERS, Setting, Trained
 from benchmarks.arena.verdicts import (
     ABUNDANT,
     OUTCOMES,
@@ -13,10 +17,10 @@ from benchmarks.arena.verdicts import (
     SHARES,
     Pair,
     Results,
-    best_width,
     compare,
     confidence,
     late,
+    pass_at_equal_divergence,
     shares,
     verdict,
 )
@@ -26,7 +30,6 @@ Arms = Mapping[str, Setting]
 GAPO = "gapo"
 MISSING, NOTHING = "missing", "-"
 UNCLIPPED, FIXED = "unclipped", "gspo_asym"
-WIDTH_OUTCOMES = ("pass@1", "pass@64")
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -36,26 +39,58 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def outcomes(arms: Arms, found: Results) -> str:
-    """Late pass@1 and pass@64 of every rule, and GAPO minus the rule."""
+    """Widths, late pass@1 and pass@64 of every arm, and GAPO minus the arm."""
     pairs = pairs_to_gapo(arms)
     compared = compare(found, pairs)
-    head = ["rule", "pass@1, %", "pass@64, %", *(f"GAPO minus rule: {name}" for name in OUTCOMES)]
+    head = ["arm", "widths", "pass@1, %", "pass@64, %"]
     lines = []
-    for name in (GAPO, *(rule for _, rule in pairs)):
-        level = [_late(found[name], k) if name in found else MISSING for k in (1, 64)]
+    for name in (GAPO, *(other for _, other in pairs)):
+        level = [_late(found[name], k) if name in found else MISSING for k in PASS_AT]
         cells = [NOTHING] * len(OUTCOMES) if name == GAPO else _differences(compared, (GAPO, name))
-        lines.append([name, *level, *cells])
-    return markdown(head, lines)
+        lines.append([name, _widths(arms[name]), *level, *cells])
+    return markdown([*head, *(f"GAPO minus arm: {name}" for name in OUTCOMES)], lines)
 
 
 def pairs_to_gapo(arms: Arms) -> list[Pair]:
-    """GAPO and each other rule."""
+    """GAPO and each other arm."""
     return [(GAPO, name) for name in arms if name != GAPO]
 
 
+def _widths(setting: Setting) -> str:
+    """Lower and upper width; the threshold of a mask."""
+    method = setting.method
+    if method.name in ("topr", UNCLIPPED):
+        return NOTHING
+    if method.off_policy_mask is not None:
+        return f"{method.off_policy_mask:.2g}"
+    low = "none" if method.eps_low == 1 else f"{method.floor:.2g}"
+    return f"{low}, {method.eps_high_max:.2g}"
+
+
+def sweeps(swept: Mapping[Cell, Mapping[float, Tensor]]) -> str:
+    """pass@1 / pass@64 on the selection seeds by factor, and the best factor, for every cell."""
+    factors = sorted({factor for row in swept.values() for factor in row})
+    head = ["conditions", "rule", *(f"x {factor:g}" for factor in factors), "best"]
+    lines = []
+    for cell, row in swept.items():
+        levels = {factor: values.mean(dim=1).tolist() for factor, values in row.items()}
+        shown = [
+            f"{levels[factor][0]:.1f} / {levels[factor][1]:.1f}" if factor in levels else NOTHING
+            for factor in factors
+        ]
+        best = f"{best_factor(row):g}" if row else MISSING
+        lines.append([conditions(cell), cell.rule, *shown, best])
+    return markdown(head, lines)
+
+
+def conditions(cell: Cell) -> str:
+    """A cell's conditions in words."""
+    return f"{cell.mode}, rate {cell.rate:g}, k {cell.group_size}"
+
+
 def by_c(arms: Arms, found: Results) -> str:
-    """Clipping and drift of scarce and of abundant correct responses, by rule."""
-    head = ["rule", "ratio"]
+    """Clipping and drift of scarce and of abundant correct responses, by arm."""
+    head = ["arm", "ratio"]
     for quantity in SHARES:
         name = quantity.replace("|", "\\|")
         head += [f"{name}, %: c {' and '.join(map(str, counts))}" for counts in (SCARCE, ABUNDANT)]
@@ -83,6 +118,63 @@ def _chunks(scarce: Sequence[float], abundant: Sequence[float], *, num_rows: int
     return f"{found.mean:+.2f} ± {found.mean - found.low:.2f}"
 
 
+def single_steps(arms: Arms, found: Results) -> str:
+    """What single steps do (`steps`), and pass@1 at equal KL minus GAPO's, by arm."""
+    last = slice(QUARTERS - 1, QUARTERS)
+    lines = []
+    for name in arms:
+        if name not in found:
+            lines.append([name, *[MISSING] * 6])
+            continue
+        trained = found[name]
+        correlations = [
+            steps.paper_correlation(trained),
+            steps.paper_correlation(trained, last),
+            steps.response_correlation(trained),
+        ]
+        moved = steps.mean_log_ratio(trained)
+        share = mean_interval(
+            steps.share_of_best_gain(trained).tolist(), confidence=confidence(len(arms))
+        )
+        equal = NOTHING
+        if name != GAPO and GAPO in found:
+            values = pass_at_equal_divergence(trained, found[GAPO]).tolist()
+            equal = _interval(mean_interval(values, confidence=confidence(len(arms) - 1)))
+        lines.append(
+            [
+                name,
+                *map(_number, correlations),
+                _number(float(moved[1] / moved[len(moved) - 2])),
+                f"{share.mean:.1f} ± {share.mean - share.low:.1f}",
+                equal,
+            ]
+        )
+    head = [
+        "arm",
+        "r over c",
+        "r over c, last quarter",
+        "r over responses",
+        "log-ratio, c = 1 : k - 1",
+        "share of the best gain, %",
+        "pass@1 at equal KL, minus GAPO",
+    ]
+    return markdown(head, lines)
+
+
+def correlations_by_c(arms: Arms, found: Results) -> str:
+    """Correlation of log-ratio and A within groups of equal c, first and last quarter, by arm."""
+    k = next(iter(arms.values())).group_size
+    lines = []
+    for quarter, word in ((0, "first"), (QUARTERS - 1, "last")):
+        for name, trained in found.items():
+            values = [
+                steps.response_correlation(trained, slice(quarter, quarter + 1), counts=[c])
+                for c in range(1, k)
+            ]
+            lines.append([word, name, *map(_number, values)])
+    return markdown(["quarter", "arm", *(f"c = {c}" for c in range(1, k))], lines)
+
+
 def probes(arms: Arms, found: Results) -> str:
     """Clips with widths by c minus the fixed clip, by learning rate."""
     return _pairwise(probe_pairs(arms), found)
@@ -90,20 +182,9 @@ def probes(arms: Arms, found: Results) -> str:
 
 def probe_pairs(arms: Arms) -> list[Pair]:
     """Arms with a width by c and the fixed clip, at each learning rate."""
+    rests = list(dict.fromkeys(name.partition(", ")[2] for name in arms))
     names = (GAPO, "gapo_matched", "reversed")
-    return [(f"{name}, {rest}", f"{FIXED}, {rest}") for rest in _rests(arms) for name in names]
-
-
-def rates(arms: Arms, found: Results) -> str:
-    """GAPO minus the fixed clip, and both minus no clip, by mode and learning rate."""
-    return _pairwise(rate_pairs(arms), found)
-
-
-def rate_pairs(arms: Arms) -> list[Pair]:
-    """Three pairs for each mode and learning rate."""
-    rests = sorted(_rests(arms), key=lambda rest: mode_of(rest))
-    names = ((GAPO, FIXED), (GAPO, UNCLIPPED), (FIXED, UNCLIPPED))
-    return [(f"{one}, {rest}", f"{other}, {rest}") for rest in rests for one, other in names]
+    return [(f"{name}, {rest}", f"{FIXED}, {rest}") for rest in rests for name in names]
 
 
 def weights(arms: Arms, found: Results) -> str:
@@ -129,16 +210,6 @@ def proportional(arms: Arms, found: Results) -> str:
     return _pairwise(pairs, found)
 
 
-def mode_of(rest: str) -> str:
-    """The mode of "rate 0.05, stale": "stale"."""
-    return rest.partition(", ")[2]
-
-
-def _rests(arms: Arms) -> list[str]:
-    """Settings in the names of arms, such as "rate 0.05"."""
-    return list(dict.fromkeys(name.partition(", ")[2] for name in arms))
-
-
 def _pairwise(pairs: Sequence[Pair], found: Results) -> str:
     compared = compare(found, pairs)
     lines = []
@@ -146,40 +217,6 @@ def _pairwise(pairs: Sequence[Pair], found: Results) -> str:
         (first, _, rest), (second, _, _) = (name.partition(", ") for name in pair)
         lines.append([rest, f"{first} minus {second}", *_differences(compared, pair)])
     return markdown(["at", "difference", *OUTCOMES], lines)
-
-
-def widths(arms: Arms, found: Results) -> str:
-    """Late pass@1 and pass@64 by eps_high_max, and the best width, for each rule and k."""
-    rows = width_rows(arms)
-    columns = list(dict.fromkeys(width for names in rows.values() for width in names))
-    lines = []
-    for outcome in WIDTH_OUTCOMES:
-        place = PASS_AT.index(int(outcome.partition("@")[2]))
-        for (rule, k), names in rows.items():
-            values = {
-                width: late(found[name])[place] for width, name in names.items() if name in found
-            }
-            cells = [f"{values[at].mean():.2f}" if at in values else MISSING for at in columns]
-            best = MISSING
-            if len(values) == len(names):
-                chosen = best_width(values, num_rows=len(rows))
-                best = f"{chosen.width:g}"
-                if chosen.width in (min(values), max(values)):
-                    best += ", at the end of those tried"
-                if chosen.not_resolved:
-                    others = ", ".join(f"{width:g}" for width in chosen.not_resolved)
-                    best += f" (not resolved from {others})"
-            lines.append([outcome, rule, str(k), *cells, best])
-    return markdown(["outcome", "rule", "k", *(f"{at:g}" for at in columns), "best"], lines)
-
-
-def width_rows(arms: Arms) -> dict[tuple[str, int], dict[float, str]]:
-    """(rule, k) -> width -> name of the arm."""
-    rows: dict[tuple[str, int], dict[float, str]] = {}
-    for name, setting in arms.items():
-        row = rows.setdefault((setting.method.name, setting.group_size), {})
-        row[setting.method.eps_high_max] = name
-    return rows
 
 
 def _late(trained: Sequence[Trained], k: int) -> str:
@@ -191,9 +228,13 @@ def _differences(compared: Mapping[Pair, Mapping[str, Interval]], pair: Pair) ->
     if pair not in compared:
         return [MISSING] * len(OUTCOMES)
     return [
-        f"{found.mean:+.2f} ± {found.mean - found.low:.2f}, {verdict(found, outcome)}"
+        f"{_interval(found)}, {verdict(found, outcome)}"
         for outcome, found in compared[pair].items()
     ]
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.mean:+.2f} ± {found.mean - found.low:.2f}"
 
 
 def _number(value: float) -> str:

@@ -19,10 +19,10 @@ from benchmarks.arena.task import (
     Prompts,
     Responses,
     Task,
+    exact,
     log_policy,
     log_probs,
     make_task,
-    pass_rates,
     sample,
 )
 from gapo_megatron.objective import (
@@ -34,7 +34,7 @@ from gapo_megatron.objective import (
     upper_clip,
     weigh_gradient,
 )
-from gapo_megatron.objective.diagnostics import per_correct_sums
+from gapo_megatron.objective.diagnostics import SUMS, per_correct_sums
 
 STEP_PROMPTS, MINIBATCHES = 32, 4
 CLIP_GRAD = 1.0
@@ -42,7 +42,24 @@ IMPORTANCE_WEIGHT_MAX = 2.0
 """Bound on importance weights of stale batches, whose clip is around the step's first weights."""
 TYPICAL_LENGTH = 6
 """Length at which widths over length are the method's; half of the longest response."""
-PASS_AT = (1, 8, 64)
+PASS_AT = (1, 64)
+LATE = 3
+"""Number of last evaluations whose mean is a seed's outcome."""
+QUARTERS = 4
+MEASURE_EVERY = 10
+"""Steps between measurements of what a whole step does."""
+MOVED = (
+    "responses",
+    "log_ratio",
+    "log_ratio_squared",
+    "mean_log_ratio",
+    "mean_log_ratio_squared",
+)
+"""Rows of `Trained.moved`: log-ratios of whole responses, and their means over tokens, both minus
+the mean of their group, which takes out a constant of the prompt."""
+PROGRESS = ("gain", "divergence", "variance")
+"""Rows of `Trained.progress`: gain of the pass rate, KL divergence of the new policy from the old
+one, and variance p (1 - p) of the reward under the old one; all exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,41 +87,76 @@ class Trained:
     """Result of training one arm on S seeds."""
 
     curve: Tensor
-    """[evaluations, len(PASS_AT), S] float64: exact pass@k of the held-out prompts."""
+    """[evaluations, len(PASS_AT) + 1, S] float64: exact pass@k of the held-out prompts, and the
+    KL divergence from the first policy."""
     per_c: Tensor
-    """[2, len(SUMS), 2, k + 1] float64: `diagnostics` sums of the first and the second half of
-    training, over the updates of all seeds."""
+    """[QUARTERS, len(SUMS), 2, k + 1] float64: `diagnostics` sums of each quarter of training, over
+    the updates of all seeds."""
+    moved: Tensor
+    """[QUARTERS, len(MOVED), 2, k + 1] float64: what measured steps did to the log-probs of their
+    responses, summed over all seeds by correctness (0 wrong, 1 correct) and c."""
+    progress: Tensor
+    """[len(PROGRESS), S] float64: what measured steps did on their own prompts, summed."""
 
 
 def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
     """Train one arm on the tasks of `seeds`."""
     task = make_task(seeds)
     weights = task.weights.clone().requires_grad_()
-    optimizer = torch.optim.AdamW([weights], lr=setting.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([weights], lr=setting.learning_rate, weight_decay=0.0, fused=True)
     past = deque([task.weights], maxlen=setting.staleness + 1)
-    curve = [_pass_at_k(weights, task)]
-    halves: list[list[Tensor]] = [[], []]
+    first = log_policy(task.weights, task.held_out)
+    curve = [_evaluate(weights, task, first)]
+    k, share = setting.group_size, STEP_PROMPTS // MINIBATCHES
+    per_c = torch.zeros(QUARTERS, len(SUMS), 2, k + 1, dtype=torch.float64)
+    moved = torch.zeros(QUARTERS, len(MOVED), 2, k + 1, dtype=torch.float64)
+    progress = torch.zeros(len(PROGRESS), len(seeds), dtype=torch.float64)
     for step in range(setting.num_steps):
-        prompts, uniforms = _draw(task, seeds, step, setting.group_size)
+        quarter = QUARTERS * step // setting.num_steps
+        prompts, uniforms = _draw(task, seeds, step, k)
         responses = sample(past[0], prompts, uniforms)
         with torch.no_grad():
-            sampled = log_probs(log_policy(past[0], prompts), responses)
-            at_begin = sampled
+            begin = log_policy(weights, prompts)
+            at_begin = sampled = log_probs(begin, responses)
             if setting.staleness:
-                at_begin = log_probs(log_policy(weights, prompts), responses)
-        share = STEP_PROMPTS // MINIBATCHES
-        for first in range(0, STEP_PROMPTS, share):
-            part = slice(first, first + share)
+                sampled = log_probs(log_policy(past[0], prompts), responses)
+        for start in range(0, STEP_PROMPTS, share):
+            part = slice(start, start + share)
             old = (at_begin[:, part], sampled[:, part])
             gradient, sums = _gradient(weights, prompts.of(part), responses.of(part), old, setting)
             norm = gradient.flatten(1).norm(dim=1).clamp(min=CLIP_GRAD)
             weights.grad = gradient * (CLIP_GRAD / norm)[:, None, None, None]
             optimizer.step()
-            halves[2 * step // setting.num_steps].append(sums)
+            per_c[quarter] += sums
         past.append(weights.detach().clone())
+        if (step + 1) % MEASURE_EVERY == 0:
+            after = log_policy(past[-1], prompts)
+            moved[quarter] += _moved(log_probs(after, responses) - at_begin, responses)
+            progress += _progress(begin, after, prompts)
         if (step + 1) % evaluate_every == 0:
-            curve.append(_pass_at_k(weights, task))
-    return Trained(torch.stack(curve), torch.stack([torch.stack(half).sum(0) for half in halves]))
+            curve.append(_evaluate(weights, task, first))
+    return Trained(torch.stack(curve), per_c, moved, progress)
+
+
+def _moved(log_ratio: Tensor, responses: Responses) -> Tensor:
+    """Sums of `MOVED` by correctness and c, [len(MOVED), 2, k + 1], of log-ratios [S, N, k, L]."""
+    k = responses.rewards.shape[-1]
+    correct = responses.rewards.long()
+    cell = correct * (k + 1) + correct.sum(dim=-1, keepdim=True)
+    total = (log_ratio * responses.is_token).sum(dim=-1)
+    mean = total / responses.is_token.sum(dim=-1)
+    total, mean = (values - values.mean(dim=-1, keepdim=True) for values in (total, mean))
+    values = torch.stack([torch.ones_like(total), total, total**2, mean, mean**2])
+    sums = torch.zeros(len(MOVED), 2 * (k + 1), dtype=torch.float64)
+    sums.index_add_(1, cell.flatten(), values.flatten(1))
+    return sums.view(len(MOVED), 2, k + 1)
+
+
+def _progress(before: Tensor, after: Tensor, prompts: Prompts) -> Tensor:
+    """`PROGRESS` of one step, means over its prompts, [len(PROGRESS), S]."""
+    old, _ = exact(before, prompts, before)
+    new, divergence = exact(after, prompts, before)
+    return torch.stack([new - old, divergence, old * (1 - old)]).mean(dim=-1)
 
 
 def _draw(task: Task, seeds: range, step: int, k: int) -> tuple[Prompts, Tensor]:
@@ -136,10 +188,10 @@ def _gradient(
 
     # As in training, sequences with A = 0 are not computed; denominators count them.
     computed = advantages != 0
-    rows = responses.is_token & computed[..., None]
+    rows = (responses.is_token & computed[..., None]).flatten().nonzero().squeeze(1)
     ids = torch.arange(int(computed.sum())).repeat_interleave(lengths[computed])
-    new = log_probs(log_policy(weights, prompts), responses)[rows]
-    at_begin, sampled = (values[rows] for values in old)
+    new = log_probs(log_policy(weights, prompts), responses).flatten()[rows]
+    at_begin, sampled = (values.flatten()[rows] for values in old)
     c, length = num_correct[computed], lengths[computed]
     leaf = new.detach().requires_grad_()
     given, weighted = _weigh(leaf, at_begin, sampled, ids, advantages[computed], setting)
@@ -161,7 +213,7 @@ def _gradient(
     denominators = torch.full((len(rewards),), rewards[0].numel(), dtype=torch.float64)
     if method.aggregation == "token_mean":
         denominators = lengths.flatten(1).sum(dim=1).double()
-    of_rows = of_rows / denominators[:, None, None, None].expand_as(rows)[rows]
+    of_rows = of_rows / denominators[rows // responses.is_token[0].numel()]
     (gradient,) = torch.autograd.grad(new, weights, of_rows)
     sums = per_correct_sums(
         result,
@@ -211,7 +263,8 @@ def _widths_over_length(c: Tensor, length: Tensor, setting: Setting) -> tuple[Te
 
 
 @torch.no_grad()
-def _pass_at_k(weights: Tensor, task: Task) -> Tensor:
-    """Exact pass@k of the held-out prompts, [len(PASS_AT), S]."""
-    rates = pass_rates(weights, task.held_out)
-    return torch.stack([(1 - (1 - rates) ** k).mean(dim=1) for k in PASS_AT])
+def _evaluate(weights: Tensor, task: Task, first: Tensor) -> Tensor:
+    """Exact pass@k of the held-out prompts, and KL from the `first` policy: rows of `curve`."""
+    rates, divergence = exact(log_policy(weights, task.held_out), task.held_out, first)
+    rows = [1 - (1 - rates) ** k for k in PASS_AT]
+    return torch.stack([*rows, divergence]).mean(dim=-1)

@@ -6,17 +6,14 @@ Outcomes are exact pass rates at the end of training, by seed, in percentage poi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.arena.train import PASS_AT, Trained
+from benchmarks.arena.train import LATE, PASS_AT, QUARTERS, Trained
 from gapo_megatron.evaluate.statistics import Interval, mean_interval
 from gapo_megatron.objective.diagnostics import SUMS
 
-LATE = 3
-"""Number of last evaluations whose mean is a seed's outcome."""
 EQUAL = "pass@64 at equal pass@1"
 OUTCOMES = ("pass@1", "pass@64", EQUAL)
 MARGINS = {"pass@1": 0.2, "pass@64": 0.5, EQUAL: 0.5}
@@ -45,27 +42,37 @@ SHARES = {
 
 def late(trained: Sequence[Trained]) -> Tensor:
     """Outcomes of all seeds, [len(PASS_AT), seeds] float64, in %."""
-    return torch.cat([100 * one.curve[-LATE:].mean(dim=0) for one in trained], dim=1)
+    curves = [one.curve[-LATE:, : len(PASS_AT)] for one in trained]
+    return torch.cat([100 * curve.mean(dim=0) for curve in curves], dim=1)
 
 
 def differences(first: Sequence[Trained], second: Sequence[Trained]) -> dict[str, Tensor]:
     """`first` minus `second` by outcome, [seeds] float64 in points; both have the same seeds."""
     by_pass = late(first) - late(second)
     rows = {f"pass@{k}": by_pass[place] for place, k in enumerate(PASS_AT)}
-    one, other = (torch.cat([100 * t.curve for t in arm], dim=2) for arm in (first, second))
-    rows[EQUAL] = _at_equal_pass_1(one, other)
+    low, high = PASS_AT.index(1), PASS_AT.index(64)
+    rows[EQUAL] = 100 * at_equal(_curves(first), _curves(second), equal=low, wanted=high)
     return {name: rows[name] for name in OUTCOMES}
 
 
-def _at_equal_pass_1(first: Tensor, second: Tensor) -> Tensor:
-    """Difference of pass@64 at the highest pass@1 that both arms reach, [seeds].
+def pass_at_equal_divergence(first: Sequence[Trained], second: Sequence[Trained]) -> Tensor:
+    """Difference of pass@1 at the largest KL from the first policy that both reach, [seeds]."""
+    one, other = _curves(first), _curves(second)
+    return 100 * at_equal(one, other, equal=len(PASS_AT), wanted=PASS_AT.index(1))
 
-    Curves are [evaluations, len(PASS_AT), seeds]. This compares arms that learn at different speeds
-    by the pass@64 they have left at the same pass@1.
+
+def _curves(arm: Sequence[Trained]) -> Tensor:
+    return torch.cat([one.curve for one in arm], dim=2)
+
+
+def at_equal(first: Tensor, second: Tensor, *, equal: int, wanted: int) -> Tensor:
+    """Difference of the row `wanted` where the row `equal` is the highest that both reach, [seeds].
+
+    Curves are [evaluations, rows, seeds]. This compares arms that learn at different speeds.
     """
-    low, high = PASS_AT.index(1), PASS_AT.index(64)
-    level = torch.minimum(first[:, low].amax(dim=0), second[:, low].amax(dim=0))
-    return _at(first[:, low], first[:, high], level) - _at(second[:, low], second[:, high], level)
+    level = torch.minimum(first[:, equal].amax(dim=0), second[:, equal].amax(dim=0))
+    ends = [_at(curve[:, equal], curve[:, wanted], level) for curve in (first, second)]
+    return ends[0] - ends[1]
 
 
 def _at(rising: Tensor, wanted: Tensor, level: Tensor) -> Tensor:
@@ -112,45 +119,6 @@ def shares(trained: Sequence[Trained], quantity: str, counts: Sequence[int]) -> 
     Over correct responses of groups whose c is in `counts`; NaN if there are none.
     """
     above, below = (SUMS.index(name) for name in SHARES[quantity])
-    sums = [one.per_c[1][:, _CORRECT, list(counts)].sum(dim=1) for one in trained]
+    halves = [one.per_c[QUARTERS // 2 :].sum(dim=0) for one in trained]
+    sums = [half[:, _CORRECT, list(counts)].sum(dim=1) for half in halves]
     return [float(100 * of[above] / of[below]) for of in sums]
-
-
-@dataclass(frozen=True)
-class Best:
-    """The width with the best mean, and the widths that it is not resolved from."""
-
-    width: float
-    not_resolved: list[float]
-
-
-def best_width(by_width: Mapping[float, Tensor], *, num_rows: int) -> Best:
-    """Compare the best width with every other, paired by seed; values are [seeds].
-
-    Intervals are simultaneous over all pairs of widths, because the best is chosen afterwards, and
-    over `num_rows` such comparisons.
-    """
-    best = max(by_width, key=lambda width: float(by_width[width].mean()))
-    number = len(by_width)
-    level = confidence(num_rows * max(number * (number - 1) // 2, 1))
-    leads = {
-        width: mean_interval((by_width[best] - values).tolist(), confidence=level)
-        for width, values in by_width.items()
-        if width != best
-    }
-    return Best(best, [width for width, lead in leads.items() if lead.low <= 0])
-
-
-def within_seeds(arms: Sequence[Tensor]) -> list[Interval]:
-    """95 % intervals of the means of arms (each [seeds]), without the differences between seeds.
-
-    Each seed's mean over the arms is subtracted (Cousineau), and the spread is scaled up for that
-    (Morey). Use them to compare arms, not as intervals of the level.
-    """
-    values = torch.stack(list(arms))
-    number = len(values)
-    scale = (number / (number - 1)) ** 0.5 if number > 1 else 1.0
-    centred = values - values.mean(dim=0) + values.mean()
-    means = centred.mean(dim=1, keepdim=True)
-    spread = means + scale * (centred - means)
-    return [mean_interval(row.tolist()) for row in spread]

@@ -10,22 +10,30 @@ import pytest
 import torch
 
 from benchmarks.arena.arms import scaled
-from benchmarks.arena.jobs import Job, read, run
+from benchmarks.arena.jobs import SELECTION, Job, Store
 from benchmarks.arena.train import Setting, Trained
-from benchmarks.arena.verdicts import EQUAL, OUTCOMES, differences, late
+from benchmarks.arena.verdicts import (
+    EQUAL,
+    OUTCOMES,
+    differences,
+    late,
+    pass_at_equal_divergence,
+)
 from gapo_megatron.objective import METHODS
 
 
 def _trained(*seeds: list[tuple[float, float]]) -> Trained:
-    """Curves of (pass@1, pass@64) in %, one list a seed; pass@8 is 0."""
-    curve = torch.tensor([[(low, 0.0, high) for low, high in seed] for seed in seeds])
-    return Trained(curve.double().permute(1, 2, 0) / 100, torch.zeros(0))
+    """Curves of (pass@1, pass@64) in %, one list a seed; the KL divergence is pass@64 / 100."""
+    curve = torch.tensor([[(low, high, high) for low, high in seed] for seed in seeds])
+    nothing = torch.zeros(0)
+    return Trained(curve.double().permute(1, 2, 0) / 100, nothing, nothing, nothing)
 
 
 def test_late_is_the_mean_of_the_last_three_evaluations() -> None:
     chunks = [_trained([(90, 90), (1, 10), (2, 20), (6, 60)]), _trained([(0, 0)] * 3 + [(3, 9)])]
     assert late(chunks)[0].tolist() == pytest.approx([3, 1])
-    assert late(chunks)[2].tolist() == pytest.approx([30, 3])
+    assert late(chunks)[1].tolist() == pytest.approx([30, 3])
+    assert len(late(chunks)) == 2  # without the KL divergence
 
 
 def test_differences_are_paired_over_chunks() -> None:
@@ -59,6 +67,13 @@ def test_at_equal_pass_1(
     assert back.tolist() == pytest.approx([-expected])
 
 
+def test_pass_1_at_equal_divergence() -> None:
+    """The level is 44 %, where the first is at 18 between 10 (at 40) and 30 (at 50)."""
+    first, second = [(0, 0), (10, 40), (30, 50)], [(0, 0), (10, 41), (20, 44)]
+    found = pass_at_equal_divergence([_trained(first)], [_trained(second)])
+    assert found.tolist() == pytest.approx([18 - 20])
+
+
 def test_scaled_leaves_no_lower_bound_alone() -> None:
     both = scaled(METHODS["gspo_asym"], 2.0)
     assert (both.eps_low, both.eps_high_max) == (6e-3, 1e-2)
@@ -66,26 +81,61 @@ def test_scaled_leaves_no_lower_bound_alone() -> None:
     upper = scaled(METHODS["cispo"], 0.5)
     assert (upper.eps_low, upper.eps_high_max) == (1.0, 0.14)
     assert scaled(replace(METHODS["dapo"], off_policy_mask=0.5), 3.0).off_policy_mask == 1.5
+    assert 0.99 < scaled(METHODS["dapo"], 50.0).eps_low < 1  # 1 - eps_low is still a ratio
+
+
+def _results(value: float) -> dict[str, np.ndarray]:
+    """A result's file: a curve of 64 seeds, and nothing by c."""
+    shapes = {
+        "curve": (5, 3, 64),
+        "per_c": (4, 9, 2, 9),
+        "moved": (4, 5, 2, 9),
+        "progress": (3, 64),
+    }
+    found = {name: np.full(shape, value) for name, shape in shapes.items()}
+    return found | {"seconds": np.array(1.0)}
 
 
 def test_run_trains_what_is_missing(tmp_path: Path) -> None:
     setting = Setting(method=METHODS["gapo"], learning_rate=0.05, num_steps=2)
     finished, broken = Job(setting, 0), Job(setting, 1)
-    assert finished.path(tmp_path) != broken.path(tmp_path)
-    kept = np.full((1, 3, 64), 0.5)
-    np.savez(finished.path(tmp_path), curve=kept, per_c=np.zeros(1), seconds=1.0)
-    part = broken.path(tmp_path).with_suffix(".part")
+    assert finished.name != broken.name
+    np.savez(tmp_path / f"{finished.name}.npz", **_results(0.5))
+    part = tmp_path / f"{broken.name}.part"
     part.write_bytes(b"half")
 
-    run([finished, broken, finished], tmp_path, num_processes=1)
+    store = Store(tmp_path, archive=tmp_path / "none.npz")
+    store.run([finished, broken, finished], num_processes=1)
 
-    first, second = read(setting, 2, tmp_path)
-    assert torch.equal(first.curve, torch.from_numpy(kept))
+    first, second = store.read(setting, range(2))
+    assert bool((first.curve == 0.5).all())
     assert second.curve.shape == (1, 3, 64) and second.per_c.any()
     assert not part.exists()
 
 
-def test_a_result_is_named_by_its_setting(tmp_path: Path) -> None:
+def test_the_archive_has_what_the_folder_lacks(tmp_path: Path) -> None:
+    setting = Setting(method=METHODS["gapo"], learning_rate=0.05)
+    jobs = [Job(setting, chunk) for chunk in (0, 1, SELECTION)]
+    full, archive = tmp_path / "full", tmp_path / "results.npz"
+    full.mkdir()
+    for job, value in zip(jobs, (0.12344, 0.25, 0.5), strict=True):
+        np.savez(full / f"{job.name}.npz", **_results(value))
+    Store(full, archive=archive).pack([*jobs, jobs[0]], archive)
+
+    empty = Store(tmp_path / "empty", archive=archive)
+    first, second = empty.read(setting, range(2))
+    assert first.curve.numpy() == pytest.approx(0.1234, abs=1e-7)  # rounded
+    assert bool((second.per_c == 0.25).all()) and second.curve.dtype == torch.float64
+    (chosen,) = empty.read(setting, [SELECTION])
+    assert chosen.curve.shape == (3, 3, 64)  # what a choice needs
+    assert empty.seconds(jobs) == 3.0
+    other = Job(setting, 2)
+    assert other not in empty and jobs[0] in empty
+    with pytest.raises(FileNotFoundError, match=other.name):
+        empty.read(setting, [2])
+
+
+def test_a_result_is_named_by_its_setting() -> None:
     setting = Setting(method=METHODS["gapo"], learning_rate=0.05)
     others = [
         replace(setting, learning_rate=0.1),
@@ -93,5 +143,5 @@ def test_a_result_is_named_by_its_setting(tmp_path: Path) -> None:
         replace(setting, reversed_width=True),
         replace(setting, method=scaled(METHODS["gapo"], 1.5)),
     ]
-    paths = {Job(one, 0).path(tmp_path) for one in (setting, *others)}
-    assert len(paths) == 5
+    assert len({Job(one, 0).name for one in (setting, *others)}) == 5
+    assert set(Job(setting, SELECTION).seeds).isdisjoint(Job(setting, 9999).seeds)

@@ -19,29 +19,56 @@ def _some(number: int) -> tuple[torch.Tensor, task.Prompts]:
     return made.weights, made.training.of(slice(0, number))
 
 
-def test_pass_rate_is_the_sum_over_all_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _rates(weights: torch.Tensor, prompts: task.Prompts) -> torch.Tensor:
+    policy = task.log_policy(weights, prompts)
+    return task.exact(policy, prompts, policy)[0]
+
+
+def test_pass_rates_and_divergences_are_sums_over_all_walks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     longest = 4
     monkeypatch.setattr(task, "MAX_TOKENS", longest)
-    weights, prompts = _some(2)
-    policy = task.log_policy(weights, prompts).exp()
-    found = task.pass_rates(weights, prompts)
-    for seed, prompt in itertools.product(range(2), range(2)):
-        table, target = policy[seed, prompt].tolist(), int(prompts.targets[seed, prompt])
-        expected = 0.0
-        for length in range(1, longest):
-            for before in itertools.product(range(NUM_TOKENS), repeat=length - 1):
-                walk = (*before, target, EOS)
-                probability, state = 1.0, EOS
-                for token in walk:
-                    probability *= table[state][token]
-                    state = token
-                expected += probability
-        assert float(found[seed, prompt]) == pytest.approx(expected, rel=1e-12)
+    weights, prompts = _some(1)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+    policies = [task.log_policy(weights, prompts), task.log_policy(weights + noise, prompts)]
+    rates, divergences = task.exact(policies[1], prompts, policies[0])
+    # Every response: it ends with EOS, or has `longest` tokens without one.
+    walks: list[tuple[int, ...]] = list(itertools.product(range(NUM_TOKENS), repeat=longest))
+    for length in range(longest):
+        walks += [(*walk, EOS) for walk in itertools.product(range(NUM_TOKENS), repeat=length)]
+    for seed in range(2):
+        tables = [policy[seed, 0].tolist() for policy in policies]
+        target = int(prompts.targets[seed, 0])
+        rate = divergence = total = 0.0
+        for walk in walks:
+            states = (EOS, *walk)
+            old, new = (
+                sum(table[state][token] for state, token in itertools.pairwise(states))
+                for table in tables
+            )
+            total += math.exp(new)
+            divergence += math.exp(new) * (new - old)
+            if walk[-1] == EOS and states[-2] == target:
+                rate += math.exp(new)
+        assert total == pytest.approx(1, rel=1e-12)
+        assert float(rates[seed, 0]) == pytest.approx(rate, rel=1e-12)
+        assert float(divergences[seed, 0]) == pytest.approx(divergence, rel=1e-12)
+        assert divergence > 0.1
+
+
+def test_log_policy_is_normal_for_any_logits() -> None:
+    weights, prompts = _some(3)
+    for scale in (1.0, 1e3):
+        logits = torch.einsum("snf,sfab->snab", prompts.features, scale * weights)
+        found = task.log_policy(scale * weights, prompts)
+        torch.testing.assert_close(found, logits.log_softmax(dim=-1), rtol=1e-12, atol=1e-9)
 
 
 def test_samples_agree_with_the_pass_rate() -> None:
     weights, prompts = _some(64)
-    best = task.pass_rates(weights, prompts).argsort(dim=1, descending=True)[:, [0, 1, 8, 32]]
+    best = _rates(weights, prompts).argsort(dim=1, descending=True)[:, [0, 1, 8, 32]]
     prompts = prompts.pick(best)
     number = 10_000
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +76,7 @@ def test_samples_agree_with_the_pass_rate() -> None:
     frequency = task.sample(weights, prompts, uniforms).rewards.mean(dim=-1)
     # Hoeffding: eight means of `number` draws all lie within, but for one time in a million.
     bound = math.sqrt(math.log(2 * 8 / 1e-6) / (2 * number))
-    rates = task.pass_rates(weights, prompts)
+    rates = _rates(weights, prompts)
     assert float(rates.max()) > 4 * bound
     assert float((frequency - rates).abs().max()) < bound
 

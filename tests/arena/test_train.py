@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.arena import train as trainer
-from benchmarks.arena.task import MAX_TOKENS, Responses, log_policy, log_probs, make_task, sample
-from benchmarks.arena.train import Setting, train
+from benchmarks.arena.task import (
+    MAX_TOKENS,
+    Responses,
+    exact,
+    log_policy,
+    log_probs,
+    make_task,
+    sample,
+)
+from benchmarks.arena.train import MOVED, Setting, Trained, train
 from gapo_megatron.objective import METHODS, Method, group_advantages, policy_loss
 
 SEEDS = range(3)
@@ -190,9 +198,10 @@ def test_same_setting_same_bits_and_around_the_sampler_is_plain_when_fresh() -> 
         for setting in (_short(), _short(), _short(around_sampler=True))
     )
     for other in (again, around):
-        assert torch.equal(first.curve, other.curve) and torch.equal(first.per_c, other.per_c)
+        for field in fields(Trained):
+            assert torch.equal(getattr(first, field.name), getattr(other, field.name))
     assert first.curve.shape == (3, 3, len(SEEDS))
-    assert first.per_c[0].any() and first.per_c[1].any()
+    assert first.per_c[0].any() and first.per_c[2].any()  # two steps: the halves' first quarters
 
 
 def test_arms_share_prompts_and_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +235,9 @@ def test_samples_are_that_many_steps_old(monkeypatch: pytest.MonkeyPatch, stalen
 
     monkeypatch.setattr(trainer, "log_policy", spy)
     train(_short(num_steps=4, staleness=staleness), SEEDS, evaluate_every=4)
+    used = used[2:]  # after those of the held-out prompts
     calls = 2 + trainer.MINIBATCHES
-    samplers, begins = used[::calls], used[1::calls]
+    begins, samplers = used[::calls], used[1::calls]
     for step in range(4):
         assert torch.equal(samplers[step], begins[max(step - staleness, 0)])
     assert not torch.equal(begins[0], begins[1])
@@ -242,8 +252,8 @@ def test_every_seeds_gradient_is_clipped_by_itself(monkeypatch: pytest.MonkeyPat
         seen.append(weights.detach().clone())
         return gradients, torch.zeros(1)
 
-    def plain(weights: list[Tensor], *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(weights, lr=lr, weight_decay=weight_decay)
+    def plain(weights: list[Tensor], *, lr: float, **_: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(weights, lr=lr)
 
     monkeypatch.setattr(trainer, "_gradient", constant)
     monkeypatch.setattr(torch.optim, "AdamW", plain)
@@ -251,3 +261,39 @@ def test_every_seeds_gradient_is_clipped_by_itself(monkeypatch: pytest.MonkeyPat
     moved = (seen[0] - seen[1]).flatten(1)
     assert moved[:, 0].tolist() == pytest.approx([0.5, 0.125, 0], rel=1e-12)
     assert not moved[:, 1:].any()
+
+
+def test_measured_steps_move_the_log_probs_of_their_responses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sums of a step against a loop over its responses; its gain and KL, exactly."""
+    monkeypatch.setattr(trainer, "MEASURE_EVERY", 1)
+    ends: list[Tensor] = []
+
+    def spy(weights: Tensor, prompts: Any) -> Tensor:
+        ends.append(weights.detach().clone())
+        return log_policy(weights, prompts)
+
+    monkeypatch.setattr(trainer, "log_policy", spy)
+    found = train(_short(num_steps=1), SEEDS, evaluate_every=1)
+    task = make_task(SEEDS)
+    prompts, uniforms = trainer._draw(task, SEEDS, 0, K)
+    responses = sample(task.weights, prompts, uniforms)
+    old, new = log_policy(task.weights, prompts), log_policy(ends[-1], prompts)
+    apart = (log_probs(new, responses) - log_probs(old, responses)) * responses.is_token
+    expected = torch.zeros(len(MOVED), 2, K + 1, dtype=torch.float64)
+    for seed in SEEDS:
+        for prompt in range(trainer.STEP_PROMPTS):
+            right = responses.rewards[seed, prompt].long()
+            total = apart[seed, prompt].sum(dim=-1)
+            mean = total / responses.is_token[seed, prompt].sum(dim=-1)
+            total, mean = total - total.mean(), mean - mean.mean()
+            for one in range(K):
+                row = torch.stack([torch.ones_like(total), total, total**2, mean, mean**2])[:, one]
+                expected[:, right[one], right.sum()] += row
+    torch.testing.assert_close(found.moved.sum(dim=0), expected, rtol=1e-9, atol=1e-12)
+    before, _ = exact(old, prompts, old)
+    after, divergence = exact(new, prompts, old)
+    rows = torch.stack([after - before, divergence, before * (1 - before)]).mean(dim=-1)
+    torch.testing.assert_close(found.progress, rows, rtol=1e-9, atol=1e-12)
+    assert bool((found.progress[0] > 0).all())

@@ -42,6 +42,16 @@ def clipped(c: int, seed: int) -> float:
     return 0.02 * c + 0.01 * seed
 
 
+def clipped_tokens(c: int, seed: int, step: int) -> float:
+    """Other than that of rollouts, and of even and odd steps different."""
+    return clipped(c, seed) * (0.5 if step % 2 else 0.75)
+
+
+def length(c: int, step: int) -> float:
+    """Tokens of a correct rollout; of even and odd steps different."""
+    return 10.0 + c + 5 * (step % 2)
+
+
 def num_sequences(c: int, step: int) -> float:
     """Weights: even steps have three times the rollouts of odd ones."""
     return float(c * (1 if step % 2 else 3))
@@ -156,6 +166,8 @@ def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
         row[f"per_c/correct/ratio_deviation/c{c}"] = deviation(c, k, seed, step, method)
         row[f"per_c/correct/ratio_abs_deviation/c{c}"] = 3 * deviation(c, k, seed, step, method)
         row[f"per_c/correct/clip_fraction_sequences/c{c}"] = clipped(c, seed)
+        row[f"per_c/correct/clip_fraction_tokens/c{c}"] = clipped_tokens(c, seed, step)
+        row[f"per_c/correct/response_length/c{c}"] = length(c, step)
         row[f"per_c/correct/clip_gradient_mass_lost/c{c}"] = clipped(c, seed) / 2
     return row
 

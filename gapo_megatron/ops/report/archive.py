@@ -5,7 +5,8 @@ metrics.csv       a row per run and bin of steps, named by its last step: what f
 timings.csv       a row per start, and per run one with the mean over its steps
 solve_rates.csv   a row per run and evaluation, a column per problem: solve rate times `per`
 
-Older archives lack `commit` and `per`, and may have only the settings that are not defaults.
+Older archives lack `commit`, `per` and clipped tokens, and may have only the settings that are not
+defaults.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import check_overwritable, real
 from gapo_megatron.io.run_folder import parse_changes
 from gapo_megatron.ops.report.runs import Run, Values, parse_branch
-from gapo_megatron.ops.report.series import Row
+from gapo_megatron.ops.report.series import Row, rollout_weights
 from gapo_megatron.ops.report.style import csv_names
 from gapo_megatron.user_code import is_code
 
@@ -34,14 +35,15 @@ BIN_STEPS = 5
 DIGITS = 5
 """Significant digits: the interval of two seeds is 13 times their difference's rounding."""
 
-_WEIGHT = r"per_c/(correct|wrong)/sequences/c\d+"
-_WEIGHED = r"per_c/(?P<side>correct|wrong)/\w+/c(?P<c>\d+)"
+_WEIGHT = r"per_c/correct/sequences/c\d+"
+_WEIGHED = r"per_c/correct/(?P<name>\w+)/c(?P<c>\d+)"
 _AT_ONE_STEP = r"eval/pass@\d+|numerics/\w+|ratio/advantage_correlation_window"
 _KEPT = "|".join(
     (
         *(_AT_ONE_STEP, r"reward/mean", r"per_c/group_share/c\d+"),
-        r"per_c/correct/(sequences|advantage|ratio_deviation|ratio_abs_deviation)/c\d+",
-        r"per_c/correct/(clip_fraction_sequences|clip_gradient_mass_lost)/c\d+",
+        r"per_c/correct/(sequences|response_length|advantage)/c\d+",
+        r"per_c/correct/(ratio_deviation|ratio_abs_deviation|clip_gradient_mass_lost)/c\d+",
+        r"per_c/correct/(clip_fraction_sequences|clip_fraction_tokens)/c\d+",
     )
 )
 
@@ -74,7 +76,8 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write runs to `folder`.
 
     A bin holds what a longer window would make of its steps: the sum of numbers of sequences, the
-    mean per sequence of metrics per c, the mean over steps of all others.
+    mean per sequence (of shares of tokens, per token) of metrics per c, the mean over steps of all
+    others.
 
     Args:
         runs: runs with different folder names.
@@ -159,13 +162,13 @@ def _binned(key: str, values: Values, run: Run, ends: Mapping[int, int]) -> Valu
         is_end = set(ends.values()) if key.startswith("ratio/") else values.keys()
         return {step: value for step, value in values.items() if step in is_end}
     weighed = re.fullmatch(_WEIGHED, key)
-    weights: Values = {}
+    weights = dict.fromkeys(values, 1.0)
     if weighed and not re.fullmatch(_WEIGHT, key):
-        weights = run.series(f"per_c/{weighed['side']}/sequences/c{weighed['c']}")
+        weights = rollout_weights(run, weighed["name"], int(weighed["c"]))
     sums: dict[int, float] = {}
     totals: dict[int, float] = {}
     for step, value in values.items():
-        weight = weights[step] if weights else 1.0
+        weight = weights.get(step, 0.0)  # responses also have a length where A = 0
         sums[ends[step]] = sums.get(ends[step], 0.0) + weight * value
         totals[ends[step]] = totals.get(ends[step], 0.0) + weight
     if re.fullmatch(_WEIGHT, key):

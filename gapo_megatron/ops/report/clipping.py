@@ -53,18 +53,19 @@ from gapo_megatron.ops.report.style import (
 DEVIATION = "ratio_deviation"
 DRIFT = "ratio_abs_deviation"
 CLIPPED = "clip_fraction_sequences"
+CLIPPED_TOKENS = "clip_fraction_tokens"
 CORRELATION = "ratio/advantage_correlation_window"
 YLABELS = {
     CLIPPED: "rollouts clipped (%)",
+    CLIPPED_TOKENS: "tokens clipped (%)",
     DRIFT: "mean $|s - 1|$ (%)",
     DEVIATION: "mean $s - 1$ (%)",
 }
 LIMITS = {CLIPPED: SHARE_LIMITS, DRIFT: (0.0, np.inf), DEVIATION: (-np.inf, np.inf)}
 """Smallest and largest possible value; intervals are cut off there."""
 CLIPPED_NOTE = (
-    "Every rollout counts the same, whatever its length; where a method clips single tokens, a "
-    "rollout counts by the share of its tokens that are clipped. The paper's figure counts tokens: "
-    "that is per_c/correct/clip_fraction_tokens in metrics.jsonl."
+    "Of clipped rollouts, every one counts the same, whatever its length; where a method clips "
+    "single tokens, a rollout counts by the share of its tokens that are clipped."
 )
 BY_C = {"clip fraction": CLIPPED, "drift": DRIFT, "deviation": DEVIATION}
 
@@ -87,17 +88,26 @@ def deviation_per_c(comparison: Comparison) -> Exhibit:
 
 
 def clip_fraction_per_c(comparison: Comparison) -> Exhibit:
-    """Share of correct rollouts clipped; a panel per arm, a curve per c.
+    """The paper's token clip fraction of correct rollouts; a panel per arm, a curve per c.
 
-    The paper's figure 3 counts tokens instead; within one c, only lengths make a difference.
+    Of rollouts, where an older run or archive does not have it of tokens.
     """
-    rows, window = per_c_rows(comparison.curves, CLIPPED)
+    runs = [run for arm in comparison.curves for run in arm.runs]
+    has_tokens = all(run.keys(rf"per_c/correct/{CLIPPED_TOKENS}/c\d+") for run in runs)
+    name, counted, note = CLIPPED, "correct rollouts whose ratio is clipped", CLIPPED_NOTE
+    if has_tokens:
+        name, counted = CLIPPED_TOKENS, "tokens of correct rollouts that are clipped"
+        note = (
+            "Every token counts the same. Where a method clips the ratio of a sequence, all tokens "
+            "of a clipped rollout are clipped."
+        )
+    rows, window = per_c_rows(comparison.curves, name)
     return Exhibit(
-        aid="Share of the correct rollouts whose ratio is clipped, against the step. One curve per "
-        "c, the number of correct rollouts in the group: dark for small c, light for large c.",
+        aid=f"Share of the {counted}, against the step. One curve per c, the number of correct "
+        "rollouts in the group: dark for small c, light for large c.",
         rows=rows,
-        figure=_per_c_figure(comparison.curves, rows, CLIPPED),
-        notes=[CLIPPED_NOTE, _window_note(window, comparison.curves)],
+        figure=_per_c_figure(comparison.curves, rows, name),
+        notes=[note, _window_note(window, comparison.curves)],
     )
 
 
@@ -238,9 +248,9 @@ def correlation(comparison: Comparison) -> Exhibit:
 
     return Exhibit(
         aid="Correlation between the mean deviation of the ratio, s - 1, and the mean advantage of "
-        "correct rollouts, over c, against the step. At 1, deviation grows in proportion to "
-        "advantage; at 0 it does not depend on it; below 0, rollouts of small c, which have the "
-        "larger advantages, deviate less or downwards.",
+        "correct rollouts, over c, against the step. At 1, the means lie on a straight line that "
+        "rises with the advantage, however steeply; at -1, on one that falls: rollouts of small c, "
+        "which have the larger advantages, then deviate less, or downwards.",
         rows=rows,
         figure=compare([("", shown) for shown in sharing(comparison.curves, rows)], draw),
         notes=[

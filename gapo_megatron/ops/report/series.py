@@ -118,16 +118,30 @@ def curve_rows(
     return rows
 
 
+def rollout_weights(run: Run, name: str, c: int) -> Values:
+    """Weights of `per_c/correct/{name}/c{c}`: numbers of rollouts; for `*_tokens`, of their tokens.
+
+    Numbers of tokens are numbers of rollouts times their mean length. They are exact but for groups
+    with an unknown verdict whose other rollouts are all correct: these count in the mean length.
+    """
+    sequences = run.series(f"per_c/correct/sequences/c{c}")
+    if not name.endswith("_tokens"):
+        return sequences
+    lengths = run.series(f"per_c/correct/response_length/c{c}")
+    return {step: number * lengths[step] for step, number in sequences.items() if step in lengths}
+
+
 def per_c(run: Run, name: str) -> dict[int, tuple[Values, Values]]:
-    """Values of `per_c/correct/{name}` by c, and their weights: numbers of rollouts."""
+    """Values of `per_c/correct/{name}` by c, and their `rollout_weights`."""
     prefix = f"per_c/correct/{name}/c"
     found = {}
     for key in run.keys(prefix + r"\d+"):
         c = int(key.removeprefix(prefix))
-        values, weights = run.series(key), run.series(f"per_c/correct/sequences/c{c}")
+        values, weights = run.series(key), rollout_weights(run, name, c)
         if not values.keys() <= weights.keys():
             raise NoData(
-                f"{run.folder.name} has no per_c/correct/sequences: an older version's run"
+                f"{run.folder.name} has no per_c/correct/sequences or response_length: an older "
+                "version's run"
             )
         found[c] = (values, weights)
     return found

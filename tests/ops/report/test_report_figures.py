@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -26,9 +25,11 @@ from tests.report_setup import (
     ROUNDING,
     SIGNAL,
     clipped,
+    clipped_tokens,
     clocks_apart,
     compare,
     deviation,
+    length,
     num_sequences,
     pass_at,
     rows_of,
@@ -125,22 +126,41 @@ def test_a_run_shorter_than_the_window_leaves_the_others_their_curves(tmp_path):
         assert {row["arm"] for row in FIGURES[name](comparison).rows} == {"gapo"}
 
 
+def tokens_clipped(c, seed, steps):
+    """Share of all tokens of these steps that are clipped."""
+    tokens = {step: num_sequences(c, step) * length(c, step) for step in steps}
+    return sum(tokens[s] * clipped_tokens(c, seed, s) for s in steps) / sum(tokens.values())
+
+
+def deviation_of_rollouts(c, seed, steps):
+    """Mean over all rollouts of these steps."""
+    weights = [num_sequences(c, step) for step in steps]
+    return np.average([deviation(c, 8, seed, s, "gspo_asym") for s in steps], weights=weights)
+
+
 def test_curves_per_c_are_weighted_means(exhibits):
-    for name, value in {
-        "deviation_per_c": partial(deviation, method="gspo_asym"),
-        "clip_fraction_per_c": lambda c, k, seed, step: clipped(c, seed),
+    """Deviations by rollouts; the paper's clip fraction by tokens."""
+    for name, mean in {
+        "deviation_per_c": deviation_of_rollouts,
+        "clip_fraction_per_c": tokens_clipped,
     }.items():
         for c in range(1, 8):
             row = rows_of(exhibits[name], arm="gspo_asym", c=c)[-1]
-            means = [
-                np.average(
-                    [value(c, 8, seed, step) for step in range(36, 40)],
-                    weights=[num_sequences(c, step) for step in range(36, 40)],
-                )
-                for seed in SEEDS
-            ]
+            means = [mean(c, seed, range(36, 40)) for seed in SEEDS]
             assert (row["step"], row["mean"]) == (39, pytest.approx(np.mean(means)))
             assert (row["low"], row["high"]) == pytest.approx(t_interval(means))
+
+
+def test_clipped_rollouts_are_counted_where_a_run_has_not_counted_tokens(exhibits, tmp_path):
+    counts_tokens = exhibits["clip_fraction_per_c"]
+    assert {axis.get_ylabel() for axis in counts_tokens.figure.axes} == {"tokens clipped (%)", ""}
+    folder = write_run(tmp_path / "old", method="gapo")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace("clip_fraction_tokens", "of_later_versions"))
+    exhibit = FIGURES["clip_fraction_per_c"](compare(folder))
+    assert [axis.get_ylabel() for axis in exhibit.figure.axes] == ["rollouts clipped (%)"]
+    assert rows_of(exhibit, c=3)[-1]["mean"] == pytest.approx(clipped(3, 0))
+    assert exhibit.aid != counts_tokens.aid and exhibit.notes[0] != counts_tokens.notes[0]
 
 
 def test_panels_per_c_show_every_c_in_order_of_lightness(exhibits):
@@ -150,7 +170,7 @@ def test_panels_per_c_show_every_c_in_order_of_lightness(exhibits):
     lines = lines_of(axes[0])
     assert list(lines) == [str(c) for c in range(1, 8)]
     for c, line in lines.items():
-        expected = 100 * np.mean([clipped(int(c), seed) for seed in SEEDS])
+        expected = 100 * np.mean([tokens_clipped(int(c), s, range(36, 40)) for s in SEEDS])
         assert line.get_ydata()[-1] == pytest.approx(expected)
     light = [np.dot(line.get_color()[:3], [0.21, 0.72, 0.07]) for line in lines.values()]
     assert light == sorted(light)

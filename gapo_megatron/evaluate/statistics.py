@@ -1,14 +1,22 @@
-"""Intervals and tests for comparing runs: Student's t, over seeds or over problems."""
+"""Counts, intervals and tests for comparing runs: Student's t, over seeds or over problems."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+
+SOLVED_ABOVE = 0.05
+"""The paper counts problems with a solve rate above this."""
+
+
+def num_solved(rates: Iterable[float]) -> int:
+    """Number of problems with a solve rate above `SOLVED_ABOVE`; NaN (no known verdict) is not."""
+    return sum(rate > SOLVED_ABOVE for rate in rates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gapo_megatron.data.benchmarks import BENCHMARKS
-from gapo_megatron.evaluate.results import Results
+from gapo_megatron.evaluate.results import Results, SeedResult
+from gapo_megatron.evaluate.statistics import SOLVED_ABOVE, num_solved
 from gapo_megatron.evaluate.table import Table, mean, percent, with_interval
 
 
@@ -60,7 +61,8 @@ def _pass_table(results: Results) -> Table:
 
 
 def _samples_table(results: Results) -> Table:
-    columns = ["benchmark", "problems", "seeds", "tokens", "truncated %", "unknown %"]
+    solved = f"solved > {100 * SOLVED_ABOVE:g} %"
+    columns = ["benchmark", "problems", solved, "seeds", "tokens", "truncated %", "unknown %"]
     rows = []
     for name, by_seed in results.benchmarks.items():
         seeds = list(by_seed.values())
@@ -68,6 +70,7 @@ def _samples_table(results: Results) -> Table:
             [
                 title(name),
                 str(len(seeds[0].counts)),
+                f"{mean([_num_solved(seed) for seed in seeds]):.1f}",
                 str(len(seeds)),
                 f"{mean([seed.response_tokens for seed in seeds]):.0f}",
                 percent(mean([seed.truncated for seed in seeds])),
@@ -75,8 +78,15 @@ def _samples_table(results: Results) -> Table:
             ]
         )
     return Table(
-        "Samples: mean length, share truncated at T_max, share with unknown verdict", columns, rows
+        "Samples: problems that more of them solve than the share given, mean length, share "
+        "truncated at T_max, share with unknown verdict",
+        columns,
+        rows,
     )
+
+
+def _num_solved(seed: SeedResult) -> int:
+    return num_solved(correct / known for known, correct in seed.counts.values() if known)
 
 
 def _environment_table(results: Results) -> Table:

@@ -312,9 +312,20 @@ def test_tables_of_one_evaluation() -> None:
         ["IFEval", "50.00", "-"],
     ]
     assert re.search(mentions("pass@2", "IFEval 0 of 4"), passes.notes[1])
-    assert samples.rows[1] == ["IFEval", "4", "1", "100", "12.5", "50.00"]
+    assert samples.rows[1] == ["IFEval", "4", "4.0", "1", "100", "12.5", "50.00"]
     assert followed.rows == [["prompts", "50.00", "70.00"], ["instructions", "60.00", "80.00"]]
     assert passes.title.startswith("runs/gapo/hf: pass@k in %, n=2, temperature=1, top-p=1")
+
+
+def test_problems_solved_in_more_than_a_twentieth_of_samples_are_counted() -> None:
+    """Mean over seeds; exactly 5 % is not more, and a problem without a verdict is not solved."""
+    found = []
+    for correct in ((1, 2, 20), (0, 1, 2)):
+        counts = {f"p-{i}": (20, n) for i, n in enumerate(correct)} | {"unknown": (0, 0)}
+        found.append(dataclasses.replace(seed_result(0.5, 0.75), counts=counts))
+    _, samples = results_tables(results({"aime24": found}))
+    (row,) = samples.rows
+    assert dict(zip(samples.columns, row, strict=True))["solved > 5 %"] == "1.5"
 
 
 def test_powers_of_two_up_to_n() -> None:

@@ -14,6 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 from gapo_megatron.evaluate.heat_map import MOST_PERCENT, difference_limit, draw_difference
+from gapo_megatron.evaluate.statistics import SOLVED_ABOVE, has_spread, mean_interval, num_solved
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.runs import Rates, Run, Values
 from gapo_megatron.ops.report.series import (
@@ -49,6 +50,8 @@ MOST_ARMS = 3
 """Most arms in one panel; with more, bands and colours cannot be told apart."""
 OTHER = "the method above the panel"
 SHARE_LIMITS = (0.0, 1.0)
+LATE_SHARE = 0.2
+"""Last steps of a run, over whose evaluations solved problems are counted: about the paper's."""
 
 Shown = Mapping[str, Arm]
 """Arms of a panel by their names in the legend; the order decides each one's `arm_style`."""
@@ -291,9 +294,32 @@ def solve_rates(comparison: Comparison) -> Exhibit:
             "Grey: no verdict is known.",
             f"The colour scale covers {MOST_PERCENT} % of the cells; the others have the colour of "
             f"its ends. {_sampling_note(list(pairs.values()))}",
+            *_solved_notes([first, *others]),
             *([f"No data: {', '.join(missing)}."] if missing else []),
         ],
     )
+
+
+def _solved_notes(arms: Sequence[Arm]) -> list[str]:
+    """State how many problems of late evaluations each arm solves above `SOLVED_ABOVE`."""
+    shown = []
+    for arm in arms:
+        begin = (1 - LATE_SHARE) * min(run.num_steps for run in arm.runs)
+        late = [[r for step, r in run.solve_rates.items() if step >= begin] for run in arm.runs]
+        if not all(late):
+            continue
+        numbers = [float(np.mean([num_solved(one.values()) for one in rates])) for rates in late]
+        text = f"{arm.label} {np.mean(numbers):.1f}"
+        if has_spread(numbers):
+            found = mean_interval(numbers)
+            text += f" ± {found.mean - found.low:.1f}"
+        shown.append(f"{text} of {len(late[0][0])}")
+    if not shown:
+        return []
+    return [
+        f"Problems with a solve rate above {100 * SOLVED_ABOVE:g} %, mean over the evaluations of "
+        f"the last {100 * LATE_SHARE:.0f} % of the steps and over seeds: {', '.join(shown)}."
+    ]
 
 
 def _of_shared_seeds(first: Arm, other: Arm) -> tuple[Arm, Arm]:

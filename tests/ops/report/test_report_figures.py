@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 
@@ -290,6 +291,28 @@ def test_heat_map_is_of_the_seeds_that_both_have(tmp_path):
         (row,) = rows_of(exhibit, other="dr_grpo", step=40, problem=f"p{i}")  # none is shared
         ours = (solved("gapo", 0, 40, i) + solved("gapo", 1, 40, i)) / 16
         assert row["difference"] == pytest.approx(ours - solved("dr_grpo", 2, 40, i) / 8)
+
+
+def test_problems_solved_late_are_counted_over_seeds(tmp_path):
+    """Above 5 %, in the evaluations of the last eight of 40 steps; no verdict is not solved."""
+    counts = {
+        0: {20: [20] * 5, 36: [1, 2, 20, 0, 0], 40: [2, 2, 2, 0, 0]},  # solved: (2 + 3) / 2
+        1: {20: [20] * 5, 36: [0, 0, 0, 0, 2], 40: [1, 1, 1, 2, 3]},  # (1 + 2) / 2
+    }
+    folders = []
+    for seed, by_step in counts.items():
+        folders.append(write_run(tmp_path / f"gapo_{seed}", method="gapo", seed=seed))
+        for step, correct in by_step.items():
+            problems = [
+                {"id": f"p{i}", "level": "", "num_samples": 20 if n else 0, "num_correct": n}
+                for i, n in enumerate(correct)
+            ]
+            path = folders[-1] / "evaluations" / f"step_{step}.json"
+            path.write_text(json.dumps({"problems": problems}))
+    folders.append(write_run(tmp_path / "gspo", method="gspo"))
+    (note,) = (one for one in FIGURES["solve_rates"](compare(*folders)).notes if "5 %" in one)
+    half = t_interval([2.5, 1.5])[1] - 2
+    assert note.endswith(f"gapo 2.0 ± {half:.1f} of 5, gspo 4.0 of 5.")
 
 
 def test_methods_that_cannot_be_subtracted_are_named(tmp_path):

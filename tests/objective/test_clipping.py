@@ -43,6 +43,8 @@ def test_without_a_floor_the_width_is_proportional_to_the_advantage():
     scale = 5e-3 / advantages[0]
     assert widths == pytest.approx([scale * one for one in advantages])
     assert widths[0] / widths[6] == pytest.approx(7)
+    floored = [METHODS["gapo"].eps_high(c, group_size=k) for c in (1, 7)]
+    assert floored[0] / floored[1] == pytest.approx(1.52, abs=5e-3)
 
 
 @given(

@@ -79,6 +79,16 @@ def test_both_sides_of_delta_and_both_signs(name, advantage, mean, dropped):
     assert torch.equal(result.gradient_mass_lost[~own], plain.gradient_mass_lost[~own])
 
 
+@pytest.mark.parametrize(("old", "masked"), [("trainer", [0, 0]), ("rollout", [1, 0])])
+def test_a_sampler_apart_is_seen_around_its_own_log_probs_alone(old, masked):
+    """Half a nat a token, before any update; only the wrong response can be masked."""
+    new = torch.full((3,), -1.0, dtype=torch.float64)
+    old_log_probs = new if old == "trainer" else new + 0.5
+    method = dataclasses.replace(METHODS["opsm"], eps_low=0.9, eps_high_max=0.9)  # never clips here
+    share = clipped_share(new, old_log_probs, sequence_ids=IDS, method=method, **COMMON)
+    assert share.tolist() == masked
+
+
 def test_what_is_dropped_counts_as_outside_the_clip():
     new = torch.tensor([-2e-3, -2e-3, -2e-3], dtype=torch.float64)
     old = torch.zeros(3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Verdicts on the paper's claims in the miniature study: the table of docs/study.md.
+"""Verdicts on the paper's claims in the miniature study: the table of docs/study/table.md.
 
     python benchmarks/study.py runs/studies/report/data
 
@@ -255,11 +255,12 @@ def _passes(claim: str, ours: Arm, theirs: Arm, step: int, k: int = 1) -> Findin
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The table as Markdown."""
+    """The table as Markdown; docs/study.md cites rows by their number."""
+    rows = enumerate(findings(Study(runs)), start=1)
     lines = [
-        "| claim | what is measured | expected | found | seeds | verdict |",
-        "|---|---|---|---|---|---|",
-        *(finding.row() for finding in findings(Study(runs))),
+        "| row | claim | what is measured | expected | found | seeds | verdict |",
+        "|---|---|---|---|---|---|---|",
+        *(f"| {number} {finding.row()}" for number, finding in rows),
     ]
     return "\n".join(lines) + "\n"
 

@@ -226,7 +226,17 @@ def test_the_document_says_what_the_data_say():
     docs = ROOT / "docs"
     text = (docs / "study.md").read_text(encoding="utf-8")
     table = study.table(read_archive(docs / "study" / "data"))
-    assert text.endswith(table)
+    assert (docs / "study" / "table.md").read_text(encoding="utf-8").endswith(f"\n\n{table}")
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert f" all {len(rows)} differences" in text
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", " ".join(re.findall(r"\[(\d[\d,\s-]*)\]", text)))
+    cited = {n for first, last in ranges for n in range(int(first), int(last or first) + 1)}
+    assert cited == set(range(1, len(rows) + 1)), "each row is in a conclusion"
+    quoted = re.findall(r"by (\d\.\d ± \d\.\d)[^[]*\[(\d+)\]", text)
+    for found, number in quoted:
+        numbers = rows[int(number) - 1][4].strip("*").split("±")
+        assert found == " ± ".join(f"{abs(float(one)):.1f}" for one in numbers)
+    assert quoted
     shown = re.findall(r"!\[.+\]\(study/(\w+)\.png\)", text)
     assert sorted(shown) == sorted(path.stem for path in (docs / "study").glob("*.png"))
     size = sum(path.stat().st_size for path in (docs / "study" / "data").iterdir())

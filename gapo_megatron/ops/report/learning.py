@@ -249,7 +249,7 @@ def spectrum(comparison: Comparison) -> Exhibit:
     return Exhibit(
         aid="Share of the groups with c correct rollouts, against the step, from c = 0 (dark) to "
         "c = k (light). Both ends are hatched: all rollouts of such a group have the same reward, "
-        "so their advantage is 0 and they do not change the weights.",
+        "so their advantage is 0.",
         rows=rows,
         figure=figure,
         notes=[f"Each point is {window_text(window)}, averaged over seeds."],

@@ -11,7 +11,19 @@ from benchmarks.arena.train import Setting
 from gapo_megatron.objective import METHODS, Method
 
 SEEDS_PER_CHUNK = 64
-CHUNKS = {"best": 2, "probes": 5, "aggregation": 5, "weights": 2, "proportional": 4}
+TRANSFORMER_SEEDS = 32
+"""Seeds per chunk of the transformer, which costs more."""
+CHUNKS = {
+    "best": 2,
+    "probes": 5,
+    "aggregation": 5,
+    "weights": 2,
+    "proportional": 4,
+    "transformer": 1,
+    "transformer, x 4": 1,
+    "transformer, stale": 1,
+    "transformer, stale, x 4": 1,
+}
 """Chunks of seeds per question; all questions start with the same seeds."""
 PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
 """Seeds used to scale widths and to estimate power, and nowhere else."""
@@ -20,6 +32,7 @@ RATE = 0.05
 """Learning rate of all arms, except in questions about it."""
 RATES = (0.05, 0.1, 0.2)
 STALENESS = 4
+TRANSFORMER_RATE, TRANSFORMER_STEPS = 3e-4, 100
 
 PAPER = ("gapo", "gspo", "gspo_asym", "f_gspo")
 """The paper's methods with a sequence ratio, whose own widths are multiplied by 1 at first."""
@@ -70,6 +83,10 @@ def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
         "aggregation": dict(_aggregations(METHODS["gapo"])),
         "weights": dict(_weights(scales)),
         "proportional": dict(_proportional(scales)),
+        "transformer": dict(_transformer(scales, 1)),
+        "transformer, x 4": dict(_transformer(scales, 4)),
+        "transformer, stale": dict(_transformer(scales, 1, stale=True)),
+        "transformer, stale, x 4": dict(_transformer(scales, 4, stale=True)),
     }
 
 
@@ -134,3 +151,29 @@ def _proportional(scales: Mapping[str, float]) -> Iterator[tuple[str, Setting]]:
     ):
         method = replace(scaled(METHODS["sapo"], scales["sapo"]), **change)
         yield f"{name}, rate {RATE:g}, sapo", setting_of(method)
+
+
+def _transformer(
+    scales: Mapping[str, float], factor: float, *, stale: bool = False
+) -> Iterator[tuple[str, Setting]]:
+    """Rules on the transformer at `factor` times their first widths, and no clip."""
+    names = ["gapo", "gspo_asym", "dapo"]
+    if not stale:
+        names += ["gspo", "gapo_proportional"]
+    firsts = {name: scaled(METHODS[name], scales.get(f"{name}, transformer", 1)) for name in names}
+    arms = {name: scaled(method, factor) for name, method in firsts.items()}
+    arms["unclipped"] = UNCLIPPED
+    if factor != 1:
+        arms["gapo, x 1"] = firsts["gapo"]
+    for name, method in arms.items():
+        yield (
+            name,
+            Setting(
+                method=method,
+                learning_rate=TRANSFORMER_RATE,
+                staleness=STALENESS if stale else 0,
+                weights="none" if stale else "sequence",
+                num_steps=TRANSFORMER_STEPS,
+                policy="transformer",
+            ),
+        )

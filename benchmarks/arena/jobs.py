@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.arena.arms import SEEDS_PER_CHUNK
+from benchmarks.arena.arms import SEEDS_PER_CHUNK, TRANSFORMER_SEEDS
 from benchmarks.arena.train import LATE, Setting, Trained, train
 
 EVALUATE_EVERY = 20
@@ -39,7 +39,9 @@ class Job:
         """Seeds of its chunk."""
         if self.chunk == SELECTION:
             return SELECTION_SEEDS
-        return range(self.chunk * SEEDS_PER_CHUNK, (self.chunk + 1) * SEEDS_PER_CHUNK)
+        walks = self.setting.policy == "walks"
+        number = SEEDS_PER_CHUNK if walks else TRANSFORMER_SEEDS
+        return range(self.chunk * number, (self.chunk + 1) * number)
 
     @property
     def name(self) -> str:

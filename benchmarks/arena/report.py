@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.arena import figures, tables
-from benchmarks.arena.arms import CHUNKS, RATE, SEEDS_PER_CHUNK
+from benchmarks.arena.arms import CHUNKS, RATE
 from benchmarks.arena.jobs import Store
 from benchmarks.arena.sweep import Cell
 from benchmarks.arena.tables import Arms, conditions
@@ -23,6 +23,11 @@ TABLES: dict[str, tuple[str, Table]] = {
     "Aggregation and advantages": ("aggregation", tables.outcomes),
     "Importance weights": ("weights", tables.weights),
     "Proportional widths": ("proportional", tables.proportional),
+    "Transformer": ("transformer", tables.outcomes),
+    "Transformer: what they do by c": ("transformer", tables.by_c),
+    "Transformer, four times wider": ("transformer, x 4", tables.outcomes),
+    "Transformer, stale": ("transformer, stale", tables.outcomes),
+    "Transformer, stale, four times wider": ("transformer, stale, x 4", tables.outcomes),
 }
 """Title -> question whose arms it shows, and the function that makes it."""
 FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {
@@ -50,7 +55,8 @@ def report(
         if notice := _missing(arms, found, store.folder):
             print(f"{notice}\n")
         if found:
-            print(f"{CHUNKS[question] * SEEDS_PER_CHUNK} seeds.\n\n{table(arms, found)}")
+            number = sum(one.curve.shape[-1] for one in next(iter(found.values())))
+            print(f"{number} seeds.\n\n{table(arms, found)}")
     (store.folder / "report").mkdir(parents=True, exist_ok=True)
     with style():
         drawn = {"sweeps": figures.sweeps(swept)}

@@ -46,6 +46,10 @@ class Prompts:
     targets: torch.Tensor
     """[S, N] int64 in 0..V-1."""
 
+    def __len__(self) -> int:
+        """Number N of prompts of each seed."""
+        return self.targets.shape[1]
+
     def of(self, prompts: slice) -> Prompts:
         """A slice of the N prompts."""
         return Prompts(self.features[:, prompts], self.targets[:, prompts])
@@ -64,6 +68,7 @@ class Task:
     held_out: Prompts
     weights: torch.Tensor
     """[S, F, V + 1, V + 1] float64: feature, state, next token."""
+    max_tokens: int = MAX_TOKENS
 
 
 def make_task(seeds: range) -> Task:

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.arena.task import (
-    MAX_TOKENS,
-    NUM_TRAINING,
-    Prompts,
-    Responses,
-    Task,
-    exact,
-    log_policy,
-    log_probs,
-    make_task,
-    sample,
-)
+from benchmarks.arena import task as walks
+from benchmarks.arena import transformer
+from benchmarks.arena.task import Responses
 from gapo_megatron.objective import (
     Method,
     group_advantages,
@@ -36,6 +28,9 @@ from gapo_megatron.objective import (
 )
 from gapo_megatron.objective.diagnostics import SUMS, per_correct_sums
 
+POLICIES: dict[str, ModuleType] = {"walks": walks, "transformer": transformer}
+"""Policies with their tasks: modules with `make_task`, `sample`, `log_policy`, `log_probs` and
+`exact`, as in task.py."""
 STEP_PROMPTS, MINIBATCHES = 32, 4
 CLIP_GRAD = 1.0
 IMPORTANCE_WEIGHT_MAX = 2.0
@@ -80,6 +75,8 @@ class Setting:
     reversed_width: bool = False
     """Probe: eps_high(k - c) instead of eps_high(c), widest for abundant correct responses."""
     num_steps: int = 200
+    policy: Literal["walks", "transformer"] = "walks"
+    """Key of `POLICIES`."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +98,13 @@ class Trained:
 
 def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
     """Train one arm on the tasks of `seeds`."""
-    task = make_task(seeds)
+    policy = POLICIES[setting.policy]
+    task = policy.make_task(seeds)
     weights = task.weights.clone().requires_grad_()
     optimizer = torch.optim.AdamW([weights], lr=setting.learning_rate, weight_decay=0.0, fused=True)
     past = deque([task.weights], maxlen=setting.staleness + 1)
-    first = log_policy(task.weights, task.held_out)
-    curve = [_evaluate(weights, task, first)]
+    first = policy.log_policy(task.weights, task.held_out)
+    curve = [_evaluate(policy, past[-1], task, first)]
     k, share = setting.group_size, STEP_PROMPTS // MINIBATCHES
     per_c = torch.zeros(QUARTERS, len(SUMS), 2, k + 1, dtype=torch.float64)
     moved = torch.zeros(QUARTERS, len(MOVED), 2, k + 1, dtype=torch.float64)
@@ -114,27 +112,27 @@ def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
     for step in range(setting.num_steps):
         quarter = QUARTERS * step // setting.num_steps
         prompts, uniforms = _draw(task, seeds, step, k)
-        responses = sample(past[0], prompts, uniforms)
+        responses = policy.sample(past[0], prompts, uniforms)
         with torch.no_grad():
-            begin = log_policy(weights, prompts)
-            at_begin = sampled = log_probs(begin, responses)
+            begin = policy.log_policy(past[-1], prompts)
+            at_begin = sampled = policy.log_probs(begin, responses)
             if setting.staleness:
-                sampled = log_probs(log_policy(past[0], prompts), responses)
+                sampled = policy.log_probs(policy.log_policy(past[0], prompts), responses)
         for start in range(0, STEP_PROMPTS, share):
             part = slice(start, start + share)
             old = (at_begin[:, part], sampled[:, part])
             gradient, sums = _gradient(weights, prompts.of(part), responses.of(part), old, setting)
             norm = gradient.flatten(1).norm(dim=1).clamp(min=CLIP_GRAD)
-            weights.grad = gradient * (CLIP_GRAD / norm)[:, None, None, None]
+            weights.grad = gradient * (CLIP_GRAD / norm).view(-1, *[1] * (gradient.dim() - 1))
             optimizer.step()
             per_c[quarter] += sums
         past.append(weights.detach().clone())
         if (step + 1) % MEASURE_EVERY == 0:
-            after = log_policy(past[-1], prompts)
-            moved[quarter] += _moved(log_probs(after, responses) - at_begin, responses)
-            progress += _progress(begin, after, prompts)
+            after = policy.log_policy(past[-1], prompts)
+            moved[quarter] += _moved(policy.log_probs(after, responses) - at_begin, responses)
+            progress += _progress(policy, begin, after, prompts)
         if (step + 1) % evaluate_every == 0:
-            curve.append(_evaluate(weights, task, first))
+            curve.append(_evaluate(policy, past[-1], task, first))
     return Trained(torch.stack(curve), per_c, moved, progress)
 
 
@@ -148,35 +146,35 @@ def _moved(log_ratio: Tensor, responses: Responses) -> Tensor:
     total, mean = (values - values.mean(dim=-1, keepdim=True) for values in (total, mean))
     values = torch.stack([torch.ones_like(total), total, total**2, mean, mean**2])
     sums = torch.zeros(len(MOVED), 2 * (k + 1), dtype=torch.float64)
-    sums.index_add_(1, cell.flatten(), values.flatten(1))
+    sums.index_add_(1, cell.flatten(), values.flatten(1).double())
     return sums.view(len(MOVED), 2, k + 1)
 
 
-def _progress(before: Tensor, after: Tensor, prompts: Prompts) -> Tensor:
+def _progress(policy: ModuleType, before: Any, after: Any, prompts: Any) -> Tensor:
     """`PROGRESS` of one step, means over its prompts, [len(PROGRESS), S]."""
-    old, _ = exact(before, prompts, before)
-    new, divergence = exact(after, prompts, before)
+    old, _ = policy.exact(before, prompts, before)
+    new, divergence = policy.exact(after, prompts, before)
     return torch.stack([new - old, divergence, old * (1 - old)]).mean(dim=-1)
 
 
-def _draw(task: Task, seeds: range, step: int, k: int) -> tuple[Prompts, Tensor]:
+def _draw(task: Any, seeds: range, step: int, k: int) -> tuple[Any, Tensor]:
     """Draw a step's prompts, and the random numbers of their responses."""
     generator = torch.Generator().manual_seed(seeds.start * 1_000_003 + step)
-    order = torch.rand(len(seeds), NUM_TRAINING, generator=generator).argsort(dim=1)
-    shape = (len(seeds), STEP_PROMPTS, k, MAX_TOKENS)
+    order = torch.rand(len(seeds), len(task.training), generator=generator).argsort(dim=1)
+    shape = (len(seeds), STEP_PROMPTS, k, task.max_tokens)
     uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
     return task.training.pick(order[:, :STEP_PROMPTS]), uniforms
 
 
 def _gradient(
     weights: Tensor,
-    prompts: Prompts,
+    prompts: Any,
     responses: Responses,
     old: tuple[Tensor, Tensor],
     setting: Setting,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of each seed's mini-batch, [S, F, V + 1, V + 1]; sums per c over all seeds."""
-    method, k = setting.method, setting.group_size
+    """Gradient of each seed's mini-batch, shaped like the weights; sums per c over all seeds."""
+    policy, method, k = POLICIES[setting.policy], setting.method, setting.group_size
     rewards = responses.rewards
     advantages = group_advantages(
         rewards.flatten(0, 1),
@@ -190,7 +188,7 @@ def _gradient(
     computed = advantages != 0
     rows = (responses.is_token & computed[..., None]).flatten().nonzero().squeeze(1)
     ids = torch.arange(int(computed.sum())).repeat_interleave(lengths[computed])
-    new = log_probs(log_policy(weights, prompts), responses).flatten()[rows]
+    new = policy.log_probs(policy.log_policy(weights, prompts), responses).flatten()[rows]
     at_begin, sampled = (values.flatten()[rows] for values in old)
     c, length = num_correct[computed], lengths[computed]
     leaf = new.detach().requires_grad_()
@@ -205,7 +203,7 @@ def _gradient(
         # Every seed is a mini-batch: its own denominator is applied below.
         num_tokens_global=1,
         num_sequences_global=1,
-        max_response_tokens=MAX_TOKENS,
+        max_response_tokens=responses.tokens.shape[-1],
         method=method,
         widths=_widths_over_length(c, length, setting) if setting.over_length else None,
     )
@@ -214,7 +212,7 @@ def _gradient(
     if method.aggregation == "token_mean":
         denominators = lengths.flatten(1).sum(dim=1).double()
     of_rows = of_rows / denominators[rows // responses.is_token[0].numel()]
-    (gradient,) = torch.autograd.grad(new, weights, of_rows)
+    (gradient,) = torch.autograd.grad(new, weights, of_rows.to(new.dtype))
     sums = per_correct_sums(
         result,
         sequence_ids=ids,
@@ -263,8 +261,9 @@ def _widths_over_length(c: Tensor, length: Tensor, setting: Setting) -> tuple[Te
 
 
 @torch.no_grad()
-def _evaluate(weights: Tensor, task: Task, first: Tensor) -> Tensor:
+def _evaluate(policy: ModuleType, weights: Tensor, task: Any, first: Any) -> Tensor:
     """Exact pass@k of the held-out prompts, and KL from the `first` policy: rows of `curve`."""
-    rates, divergence = exact(log_policy(weights, task.held_out), task.held_out, first)
+    now = policy.log_policy(weights, task.held_out)
+    rates, divergence = policy.exact(now, task.held_out, first)
     rows = [1 - (1 - rates) ** k for k in PASS_AT]
     return torch.stack([*rows, divergence]).mean(dim=-1)

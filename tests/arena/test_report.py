@@ -174,6 +174,7 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
         "aggregation": {"gapo": short["gapo"]},
         "weights": {f"gapo, rate 0.05, {one}": short["gapo"] for one in ("none", "token")},
         "proportional": {f"{one}, raw A": short["gapo"] for one in ("floor", "proportional")},
+        **{question: {"gapo": short["gapo"]} for question in CHUNKS if "transformer" in question},
     }
     report(asked, store, swept, best)
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.arena import task as walks
 from benchmarks.arena import train as trainer
 from benchmarks.arena.task import (
     MAX_TOKENS,
@@ -233,11 +234,11 @@ def test_samples_are_that_many_steps_old(monkeypatch: pytest.MonkeyPatch, stalen
         used.append(weights.detach().clone())
         return log_policy(weights, prompts)
 
-    monkeypatch.setattr(trainer, "log_policy", spy)
+    monkeypatch.setattr(walks, "log_policy", spy)
     train(_short(num_steps=4, staleness=staleness), SEEDS, evaluate_every=4)
     used = used[2:]  # after those of the held-out prompts
-    calls = 2 + trainer.MINIBATCHES
-    begins, samplers = used[::calls], used[1::calls]
+    calls = 3 + trainer.MINIBATCHES
+    samplers, begins = used[::calls], used[1::calls]
     for step in range(4):
         assert torch.equal(samplers[step], begins[max(step - staleness, 0)])
     assert not torch.equal(begins[0], begins[1])
@@ -274,12 +275,13 @@ def test_measured_steps_move_the_log_probs_of_their_responses(
         ends.append(weights.detach().clone())
         return log_policy(weights, prompts)
 
-    monkeypatch.setattr(trainer, "log_policy", spy)
+    monkeypatch.setattr(walks, "log_policy", spy)
     found = train(_short(num_steps=1), SEEDS, evaluate_every=1)
+    last = ends[-1]
     task = make_task(SEEDS)
     prompts, uniforms = trainer._draw(task, SEEDS, 0, K)
     responses = sample(task.weights, prompts, uniforms)
-    old, new = log_policy(task.weights, prompts), log_policy(ends[-1], prompts)
+    old, new = log_policy(task.weights, prompts), log_policy(last, prompts)
     apart = (log_probs(new, responses) - log_probs(old, responses)) * responses.is_token
     expected = torch.zeros(len(MOVED), 2, K + 1, dtype=torch.float64)
     for seed in SEEDS:

@@ -46,6 +46,9 @@ clip removes the same share of gradient mass as `gspo_asym`'s. Left out: `topr`,
 widths, and rules that find bounds over one mini-batch, because seeds are trained in one batch."""
 OVER_LENGTH = "gapo_proportional, over length"
 """Name of a probe's factor: `gapo_proportional` with `Setting.over_length`."""
+ON_TRANSFORMER = ", transformer"
+"""End of the name of a factor that was found on the transformer."""
+MATCHED_ON_TRANSFORMER = ("dapo", "gapo_proportional")
 SCALES = Path(__file__).with_name("scales.json")
 UNCLIPPED = replace(METHODS["gspo"], name="unclipped", eps_low=1 - 1e-9, eps_high_max=1e9)
 WITHOUT_WIDTH = {"topr": METHODS["topr"], "unclipped": UNCLIPPED}
@@ -160,7 +163,7 @@ def _transformer(
     names = ["gapo", "gspo_asym", "dapo"]
     if not stale:
         names += ["gspo", "gapo_proportional"]
-    firsts = {name: scaled(METHODS[name], scales.get(f"{name}, transformer", 1)) for name in names}
+    firsts = {name: scaled(METHODS[name], scales.get(name + ON_TRANSFORMER, 1)) for name in names}
     arms = {name: scaled(method, factor) for name, method in firsts.items()}
     arms["unclipped"] = UNCLIPPED
     if factor != 1:

@@ -10,21 +10,25 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.arena.arms import (
+    MATCHED_ON_TRANSFORMER,
+    ON_TRANSFORMER,
     OVER_LENGTH,
     PILOT,
     RATE,
     SCALED,
     SCALES,
+    TRANSFORMER_RATE,
     method_of,
     read_scales,
     scaled,
 )
-from benchmarks.arena.train import Setting, train
-from gapo_megatron.objective import METHODS, Method
+from benchmarks.arena.train import QUARTERS, Setting, train
+from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.diagnostics import SUMS
 
-NUM_STEPS = 100
-TOLERANCE = 5e-3
+NUM_STEPS, TRANSFORMER_STEPS = 100, 40
+TRANSFORMER_SEEDS = PILOT[:16]
+TOLERANCE, TRANSFORMER_TOLERANCE = 5e-3, 1e-2
 LARGEST_FACTOR = 1e3
 MOST_TRIALS = 14
 UNMATCHED, LIKE = ("cispo",), "dapo"
@@ -34,13 +38,17 @@ UNMATCHED, LIKE = ("cispo",), "dapo"
 def match(*, num_processes: int) -> dict[str, float]:
     """Find the factors that `SCALES` lacks; "gapo" is the factor of arm `gapo_matched`."""
     torch.set_num_threads(1)
-    target = mass_lost(METHODS["gspo_asym"])
-    print(f"gspo_asym removes {target:.4f} of the gradient mass", flush=True)
     known = read_scales() if SCALES.exists() else {}
     wanted = ["gapo", *(name for name in SCALED if name not in UNMATCHED), OVER_LENGTH]
+    wanted += [f"{name}{ON_TRANSFORMER}" for name in MATCHED_ON_TRANSFORMER]
     names = [name for name in wanted if name not in known]
+    ends = dict.fromkeys(_policy(name) for name in names)
+    targets = {end: mass_lost(f"gspo_asym{end}") for end in ends}
+    for end, target in targets.items():
+        print(f"gspo_asym{end} removes {target:.4f} of the gradient mass", flush=True)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(names, pool.map(_find, names, [target] * len(names)), strict=True))
+        factors_found = pool.map(_find, names, [targets[_policy(name)] for name in names])
+        found = dict(zip(names, factors_found, strict=True))
     found = known | found
     found |= {name: found[LIKE] for name in UNMATCHED}
     factors = {name: factor for name, factor in found.items() if factor is not None}
@@ -52,12 +60,27 @@ def match(*, num_processes: int) -> dict[str, float]:
     return factors
 
 
-def mass_lost(method: Method, *, over_length: bool = False) -> float:
-    """Share of gradient mass that the clip removes in the second half of a short training."""
+def _policy(name: str) -> str:
+    """The part of a factor's name that says which policy it is for."""
+    return ON_TRANSFORMER if name.endswith(ON_TRANSFORMER) else ""
+
+
+def mass_lost(name: str, factor: float = 1.0) -> float:
+    """Share of gradient mass that a clip removes in the second half of a short training.
+
+    `name` is that of a factor; widths are `factor` times the method's.
+    """
+    transformer = bool(_policy(name))
     setting = Setting(
-        method=method, learning_rate=RATE, num_steps=NUM_STEPS, over_length=over_length
+        method=scaled(METHODS[method_of(name)], factor),
+        learning_rate=TRANSFORMER_RATE if transformer else RATE,
+        num_steps=TRANSFORMER_STEPS if transformer else NUM_STEPS,
+        over_length=name == OVER_LENGTH,
+        policy="transformer" if transformer else "walks",
     )
-    late = train(setting, PILOT, evaluate_every=NUM_STEPS).per_c[1].sum(dim=(1, 2))
+    seeds = TRANSFORMER_SEEDS if transformer else PILOT
+    per_c = train(setting, seeds, evaluate_every=setting.num_steps).per_c
+    late = per_c[QUARTERS // 2 :].sum(dim=(0, 2, 3))
     return float(late[SUMS.index("gradient_mass_lost")] / late[SUMS.index("gradient_mass")])
 
 
@@ -67,10 +90,9 @@ def _find(name: str, target: float) -> float | None:
     low, high = -math.log(LARGEST_FACTOR), math.log(LARGEST_FACTOR)
     for _ in range(MOST_TRIALS):
         middle = (low + high) / 2
-        method = scaled(METHODS[method_of(name)], math.exp(middle))
-        lost = mass_lost(method, over_length=name == OVER_LENGTH)
+        lost = mass_lost(name, math.exp(middle))
         print(f"{name}: {lost:.4f} at {math.exp(middle):.4g} times its widths", flush=True)
-        if abs(lost - target) < TOLERANCE:
+        if abs(lost - target) < (TRANSFORMER_TOLERANCE if _policy(name) else TOLERANCE):
             return round(math.exp(middle), 4 - math.floor(middle / math.log(10)))
         low, high = (middle, high) if lost > target else (low, middle)
     return None

@@ -267,6 +267,7 @@ class Policy:
         return list(torch.cat(parts, dim=1).split(sizes, dim=2))
 
 
+# As in task.py, but lazy: a table of all log-probs would cost more than those that are asked for.
 log_policy = Policy
 
 
@@ -282,9 +283,8 @@ def sample(weights: Tensor, prompts: Prompts, uniforms: Tensor) -> Responses:
     """Sample by inverse CDF of `uniforms` [S, N, k, L]; arms that share them are paired."""
     tokens = torch.zeros((*uniforms.shape[:3], 0), dtype=torch.long)
     for t in range(MAX_TOKENS):
-        cumulative = (
-            _of_responses(weights, prompts.symbols, tokens)[:, :, :, -1].exp().cumsum(dim=-1)
-        )
+        policy = _of_responses(weights, prompts.symbols, tokens)[:, :, :, -1]
+        cumulative = policy.exp().cumsum(dim=-1)
         token = (uniforms[..., t, None] >= cumulative).sum(dim=-1, keepdim=True)
         # By rounding, the last sum may be below 1.
         tokens = torch.cat([tokens, token.clamp(max=NUM_TOKENS - 1)], dim=-1)

@@ -168,6 +168,9 @@ def _transformer(
     arms["unclipped"] = UNCLIPPED
     if factor != 1:
         arms["gapo, x 1"] = firsts["gapo"]
+    if factor != 1 and not stale:
+        # As wide as four times the first widths on the walks.
+        arms["dapo, x 16"] = scaled(firsts["dapo"], 16)
     for name, method in arms.items():
         yield (
             name,

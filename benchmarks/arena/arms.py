@@ -21,6 +21,7 @@ CHUNKS = {
     "proportional": 4,
     "transformer": 1,
     "transformer, x 4": 1,
+    "transformer, dapo wider": 1,
     "transformer, stale": 1,
     "transformer, stale, x 4": 1,
 }
@@ -88,6 +89,11 @@ def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
         "proportional": dict(_proportional(scales)),
         "transformer": dict(_transformer(scales, 1)),
         "transformer, x 4": dict(_transformer(scales, 4)),
+        "transformer, dapo wider": {
+            "gapo": dict(_transformer(scales, 4))["gapo"],
+            # As wide as four times the first widths on the walks.
+            "dapo": dict(_transformer(scales, 16))["dapo"],
+        },
         "transformer, stale": dict(_transformer(scales, 1, stale=True)),
         "transformer, stale, x 4": dict(_transformer(scales, 4, stale=True)),
     }
@@ -168,9 +174,6 @@ def _transformer(
     arms["unclipped"] = UNCLIPPED
     if factor != 1:
         arms["gapo, x 1"] = firsts["gapo"]
-    if factor != 1 and not stale:
-        # As wide as four times the first widths on the walks.
-        arms["dapo, x 16"] = scaled(firsts["dapo"], 16)
     for name, method in arms.items():
         yield (
             name,

@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "Transformer": ("transformer", tables.outcomes),
     "Transformer: what they do by c": ("transformer", tables.by_c),
     "Transformer, four times wider": ("transformer, x 4", tables.outcomes),
+    "Transformer, dapo at 16 times": ("transformer, dapo wider", tables.outcomes),
     "Transformer, stale": ("transformer, stale", tables.outcomes),
     "Transformer, stale, four times wider": ("transformer, stale, x 4", tables.outcomes),
 }

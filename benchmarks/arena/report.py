@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.arena import figures, tables
-from benchmarks.arena.arms import CHUNKS, RATE
-from benchmarks.arena.jobs import Store
-from benchmarks.arena.sweep import Cell
+from benchmarks.arena.arms import CHUNKS, RATE, read_scales
+from benchmarks.arena.jobs import SELECTION, Job, Store
+from benchmarks.arena.sweep import Cell, setting
 from benchmarks.arena.tables import Arms, conditions
 from benchmarks.arena.train import Setting
 from benchmarks.arena.verdicts import Results
@@ -49,6 +49,18 @@ def report(
 ) -> None:
     """Print the tables and write the figures to the folder's report/."""
     print(f"## The sweep\n\n{tables.sweeps(swept)}")
+    first = {
+        cell.rule: setting(cell, 1.0, read_scales())
+        for cell in swept
+        if cell.conditions == ("fresh", RATE, 8)
+    }
+    chosen = {
+        name: store.read(arm, [SELECTION])
+        for name, arm in first.items()
+        if Job(arm, SELECTION) in store
+    }
+    if chosen:
+        print(f"## By c: first widths\n\n{_seeds(chosen)}{tables.by_c(first, chosen)}")
     at_best = dict(_by_conditions(best))
     for title, question, arms, table in _tables(at_best, asked):
         found = _found(question, arms, store)
@@ -56,8 +68,7 @@ def report(
         if notice := _missing(arms, found, store.folder):
             print(f"{notice}\n")
         if found:
-            number = sum(one.curve.shape[-1] for one in next(iter(found.values())))
-            print(f"{number} seeds.\n\n{table(arms, found)}")
+            print(f"{_seeds(found)}{table(arms, found)}")
     (store.folder / "report").mkdir(parents=True, exist_ok=True)
     with style():
         drawn = {"sweeps": figures.sweeps(swept)}
@@ -72,11 +83,16 @@ def report(
                 print(f"{stem}: not drawn, there are no results")
 
 
+def _seeds(found: Results) -> str:
+    number = sum(one.curve.shape[-1] for one in next(iter(found.values())))
+    return f"{number} seeds.\n\n"
+
+
 def _by_conditions(best: Mapping[Cell, tuple[float, Setting]]) -> Iterator[tuple[str, Arms]]:
     """Conditions in words, and the arms of their rules at their best widths."""
     groups: dict[str, dict[str, Setting]] = {}
-    for cell, (_, setting) in best.items():
-        groups.setdefault(conditions(cell), {})[cell.rule] = setting
+    for cell, (_, arm) in best.items():
+        groups.setdefault(conditions(cell), {})[cell.rule] = arm
     yield from groups.items()
 
 
@@ -106,9 +122,9 @@ def _tables(
 def _found(question: str, arms: Arms, store: Store) -> Results:
     """Arms with results of all chunks."""
     found = {}
-    for name, setting in arms.items():
+    for name, arm in arms.items():
         try:
-            found[name] = store.read(setting, range(CHUNKS[question]))
+            found[name] = store.read(arm, range(CHUNKS[question]))
         except FileNotFoundError:
             continue
     return found

@@ -21,14 +21,23 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study arena test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
+.PHONY: help demo demo-language study arena test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ## Train a small model with GAPO on this CPU (CONFIG=configs/demo.toml WORLD_SIZE=1 TP=1 PP=1 SEED=0)
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config $(CONFIG) --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
+
+# Both methods start from the same model with the same problems.
+LANGUAGE = $(PY) tools/demo.py --config configs/demo_language.toml $(ARGS)
+
+demo-language: ## Train a language model of 135 million parameters with GAPO and GSPO on this CPU (docs/language.md; an hour)
+	@tools/setup_env.sh language
+	$(LANGUAGE)
+	$(LANGUAGE) objective.method=gspo
+	$(PY) tools/report.py runs/demo_language runs/demo_language_gspo --first gapo --output runs/demo_language_report
 
 # `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX; `CPU=default`: as on
 # one without AVX, as far as each can (vLLM's own kernels need AVX2 at least).
@@ -115,9 +124,9 @@ test-cuda: ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU)
 LOCK = .venv/bin/uv pip compile --quiet --no-deps --no-annotate --no-header --generate-hashes \
 	--python-version 3.11 --python-platform x86_64-manylinux_2_28 -
 
-lock: ## Write the hashes of requirements/cpu.txt and dev.txt anew, for the versions that they have
+lock: ## Write the hashes of requirements/cpu.txt, dev.txt and language.txt anew, for the versions that they have
 	@tools/setup_env.sh dev
-	set -eu; for lock in requirements/cpu.txt requirements/dev.txt; do \
+	set -eu; for lock in requirements/cpu.txt requirements/dev.txt requirements/language.txt; do \
 		sed '/^$$/q' $$lock > $$lock.new; \
 		sed '1,/^$$/d' $$lock | grep -oE '^[^ ]+==[^ ]+' | $(LOCK) >> $$lock.new; \
 		mv $$lock.new $$lock; \

@@ -25,6 +25,7 @@ from tests.messages import mentions
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "demo.toml")
 TOOLS = str(ROOT / "configs" / "demo_tools.toml")
+LANGUAGE = str(ROOT / "configs" / "demo_language.toml")
 
 
 @pytest.fixture
@@ -68,6 +69,32 @@ def test_every_run_keeps_to_a_folder_of_its_own(demo):
     assert folders["runs/demo_seed2"].run.seed == 2
     assert folders["runs/demo_ranks2_tp2"].parallel.tensor_model_parallel_size == 2
     assert folders["runs/demo_ranks2_pp2"].parallel.pipeline_model_parallel_size == 2
+
+
+def test_seeds_of_the_language_model_share_it_and_nothing_else(demo):
+    arguments = _arguments("objective.method=gspo", config=LANGUAGE)
+    config = load_config(LANGUAGE, demo._settings(arguments, 2))
+    assert config.run.output_dir == "runs/demo_language_seed2_gspo"
+    assert config.data.train_path == "runs/demo_language_seed2_gspo/task/train.jsonl"
+    assert config.model.hf_dir == load_config(LANGUAGE, []).model.hf_dir
+
+
+def test_a_model_that_the_demo_cannot_make_is_refused(demo):
+    arguments = _arguments("model.hf_dir=models/mine", config=LANGUAGE)
+    with pytest.raises(ConfigError, match=mentions("[supervised]", "models/mine", "SmolLM2")):
+        demo._settings(arguments, 0)
+
+
+def test_what_is_there_is_not_made_again(demo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(LANGUAGE, [])
+    Path(config.model.hf_dir).mkdir(parents=True)
+    for _ in range(2):
+        demo._prepare_language(config)
+        rows = Path(config.data.train_path).read_text().splitlines()
+        assert len(rows) == demo.LANGUAGE_TRAIN
+        Path(config.data.eval_path).write_text("as it was")
+    assert Path(config.data.eval_path).read_text() == "as it was"
 
 
 def test_seeds_and_overrides_stand_side_by_side(demo):

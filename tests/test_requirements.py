@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
-LOCKS = {name: ROOT / "requirements" / f"{name}.txt" for name in ("cpu", "dev", "gpu")}
+LOCKS = {name: ROOT / "requirements" / f"{name}.txt" for name in ("cpu", "dev", "gpu", "language")}
 GPU_IN = ROOT / "requirements" / "gpu.in"
 SETUP = ROOT / "tools" / "setup_gpu_env.sh"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

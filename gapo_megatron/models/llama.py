@@ -45,7 +45,8 @@ LLAMA = Architecture(
     published={
         name: f"meta-llama/{name}"
         for name in ("Llama-3.1-8B-Instruct", "Llama-3.1-70B-Instruct", "Llama-3.2-3B-Instruct")
-    },
+    }
+    | {"SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"},
     defaults=DEFAULTS | {"attention_bias": False, "mlp_bias": False},
     complete=complete,
     check=_check,

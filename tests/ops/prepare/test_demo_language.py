@@ -1,0 +1,107 @@
+"""The word problems of `make demo-language`, and the model that is made from a package."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.ops.prepare import demo_language, smollm2
+from gapo_megatron.ops.prepare.demo_language import LEVELS
+from gapo_megatron.rewards.number import verify
+from gapo_megatron.types import Outcome
+from tests.messages import mentions
+
+ROOT = Path(__file__).parents[3]
+
+
+def _written(folder: Path, seed: int = 0, num_eval: int = 96) -> dict[str, list[dict[str, str]]]:
+    demo_language.write_task(folder, seed=seed, num_eval=num_eval, num_train=1200)
+    return {
+        split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("eval", "train")
+    }
+
+
+def _combination(prompt: str) -> tuple[str, ...]:
+    """What a problem is when people and things are taken out: words, and numbers in order."""
+    names, things = "|".join(demo_language.NAMES), "|".join(demo_language.THINGS)
+    return tuple(re.sub(rf"\b(?:{names}|{things})\b", "_", prompt).split())
+
+
+def test_answers_are_those_of_the_numbers_in_the_text(tmp_path):
+    # Not by the pairs of numbers that the text was made from.
+    calculated = {
+        "add": sum,
+        "subtract": lambda n: abs(n[0] - n[1]),
+        "multiply": lambda n: n[0] * n[1],
+    }
+    for rows in _written(tmp_path).values():
+        for row in rows:
+            numbers = [int(number) for number in re.findall(r"\d+", row["prompt"])]
+            assert len(numbers) == 2
+            assert row["answer"] == str(calculated[row["level"]](numbers))
+            assert verify(f"It is {row['answer']}.", row["answer"]).outcome is Outcome.CORRECT
+
+
+def test_no_combination_of_words_and_numbers_is_in_both_splits(tmp_path):
+    rows = _written(tmp_path)
+    held_out = {_combination(row["prompt"]) for row in rows["eval"]}
+    assert len(held_out) == len(rows["eval"]) == 96
+    assert held_out.isdisjoint(_combination(row["prompt"]) for row in rows["train"])
+    assert len({row["prompt"] for row in rows["train"]}) == len(rows["train"]) == 1200
+    for split, number in (("eval", 32), ("train", 400)):
+        levels = [row["level"] for row in rows[split]]
+        assert {level: levels.count(level) for level in LEVELS} == dict.fromkeys(LEVELS, number)
+
+
+def test_a_seed_writes_the_same_task_and_another_one_another(tmp_path):
+    first, again, other = (_written(tmp_path / str(n), seed=n // 2) for n in range(3))
+    assert first == again
+    assert first != other
+
+
+def test_more_than_half_cannot_be_held_out(tmp_path):
+    with pytest.raises(ValueError, match=mentions("1000", "'add'", "half")):
+        _written(tmp_path, num_eval=3000)
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def test_without_the_packages_the_command_that_installs_them_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=mentions("Q4_1.gguf", "tools/setup_env.sh language")):
+        smollm2.write_model(tmp_path, tmp_path / "model")
+
+
+def test_another_model_file_is_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / smollm2.GGUF
+    path.parent.mkdir()
+    path.write_bytes(b"GGUF")
+    with pytest.raises(DataError, match=mentions(str(path), "SHA-256", smollm2.SHA256)):
+        smollm2.write_model(tmp_path, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.system
+@pytest.mark.skipif(
+    not (ROOT / smollm2.PACKAGES / smollm2.GGUF).is_file(),
+    reason="needs the packages of requirements/language.txt (tools/setup_env.sh language)",
+)
+def test_the_model_is_made_with_its_shapes_and_its_template(tmp_path):
+    from gapo_megatron.data.tokenizer import load_tokenizer
+    from gapo_megatron.models.config_json import facts_of, read_facts
+    from gapo_megatron.models.published import shipped_fields
+
+    model = tmp_path / "SmolLM2-135M-Instruct"
+    smollm2.write_model(ROOT / smollm2.PACKAGES, model)
+    assert read_facts(model) == facts_of(shipped_fields(model.name), source="shipped")
+    assert "quantization_config" not in json.loads((model / "config.json").read_text())
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    text = load_tokenizer(model).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>assistant\n")

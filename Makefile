@@ -30,13 +30,10 @@ demo: ## Train a small model with GAPO on this CPU (CONFIG=configs/demo.toml WOR
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config $(CONFIG) --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
-# Both methods start from the same model with the same problems.
-LANGUAGE = $(PY) tools/demo.py --config configs/demo_language.toml $(ARGS)
-
 demo-language: ## Train a language model of 135 million parameters with GAPO and GSPO on this CPU (docs/language.md; an hour)
 	@tools/setup_env.sh language
-	$(LANGUAGE)
-	$(LANGUAGE) objective.method=gspo
+	$(PY) tools/demo.py --config configs/demo_language.toml $(ARGS)
+	$(PY) tools/demo.py --config configs/demo_language_gspo.toml $(ARGS)
 	$(PY) tools/report.py runs/demo_language runs/demo_language_gspo --first gapo --output runs/demo_language_report
 
 # `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX; `CPU=default`: as on

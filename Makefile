@@ -32,8 +32,8 @@ demo: ## Train a small model with GAPO on this CPU (CONFIG=configs/demo.toml WOR
 
 demo-language: ## Train a language model of 135 million parameters with GAPO and GSPO on this CPU (docs/language.md; an hour)
 	@tools/setup_env.sh language
-	$(PY) tools/demo.py --config configs/demo_language.toml $(ARGS)
-	$(PY) tools/demo.py --config configs/demo_language_gspo.toml $(ARGS)
+	$(PY) tools/demo.py --config configs/demo_language.toml
+	$(PY) tools/demo.py --config configs/demo_language.toml objective.method=gspo
 	$(PY) tools/report.py runs/demo_language runs/demo_language_gspo --first gapo --output runs/demo_language_report
 
 # `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX; `CPU=default`: as on

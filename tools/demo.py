@@ -43,9 +43,9 @@ METHOD = "objective.method="
 TOOLS_MODEL = "warm_start_tools"
 """Name of a model's folder whose task is that of configs/demo_tools.toml, in place of additions."""
 LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
-"""Name of a model's folder that is made from a package, and whose task is word problems."""
+"""Name of a model's folder that is made from a package, and whose task is instructions."""
 LANGUAGE_EVAL, LANGUAGE_TRAIN = 96, 1200
-"""Word problems: fewer than the others, for a model of 135 million parameters takes its time."""
+"""Its problems: few, for a model of 135 million parameters takes its time; training has 1,116."""
 OTHERS = {
     "gspo_asym": "whose clip bounds are the same for every c",
     "gapo": "whose upper clip bound depends on c",
@@ -229,7 +229,7 @@ def _write_task(config: Config) -> None:
 
 
 def _prepare_language(config: Config) -> None:
-    """Make the word problems, and the model unless its folder exists: all seeds share it."""
+    """Make the problems, and the model unless its folder exists: all seeds share it."""
     from gapo_megatron.ops.prepare import demo_language, smollm2
 
     model, train = Path(config.model.hf_dir), Path(config.data.train_path)
@@ -242,7 +242,7 @@ def _prepare_language(config: Config) -> None:
     rows = [row for _, row in read_jsonl(train, keys=("prompt", "answer"))]
     _say("A training problem of each level:")
     for row in {row["level"]: row for row in rows}.values():
-        _say(f"  {row['prompt']} {row['answer']}")
+        _say(f"  {row['prompt']}")
 
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:

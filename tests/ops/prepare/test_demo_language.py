@@ -1,4 +1,4 @@
-"""The word problems of `make demo-language`, and the model that is made from a package."""
+"""The instructions of `make demo-language`, and the model that is made from a package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.ops.prepare import demo_language, smollm2
-from gapo_megatron.ops.prepare.demo_language import LEVELS
-from gapo_megatron.rewards.number import verify
+from gapo_megatron.ops.prepare.demo_language import LEVELS, SUBJECTS
+from gapo_megatron.rewards.instructions import verify
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
 
@@ -26,36 +26,43 @@ def _written(folder: Path, seed: int = 0, num_eval: int = 96) -> dict[str, list[
     }
 
 
-def _combination(prompt: str) -> tuple[str, ...]:
-    """What a problem is when people and things are taken out: words, and numbers in order."""
-    names, things = "|".join(demo_language.NAMES), "|".join(demo_language.THINGS)
-    return tuple(re.sub(rf"\b(?:{names}|{things})\b", "_", prompt).split())
+FULFILLED = {
+    "words": "The sea is wide.",
+    "keywords": f"I like {', '.join(demo_language.WORDS)}.",
+    "no_comma": "It is wide.",
+}
+BROKEN = {
+    "words": "It is " + "very " * 12 + "wide.",
+    "keywords": "It is wide.",
+    "no_comma": "It is wide, deep and cold.",
+    "end": "It is wide.",
+}
 
 
-def test_answers_are_those_of_the_numbers_in_the_text(tmp_path):
-    # Not by the pairs of numbers that the text was made from.
-    calculated = {
-        "add": sum,
-        "subtract": lambda n: abs(n[0] - n[1]),
-        "multiply": lambda n: n[0] * n[1],
-    }
+def test_answers_check_what_the_prompt_asks_for(tmp_path):
     for rows in _written(tmp_path).values():
         for row in rows:
-            numbers = [int(number) for number in re.findall(r"\d+", row["prompt"])]
-            assert len(numbers) == 2
-            assert row["answer"] == str(calculated[row["level"]](numbers))
-            assert verify(f"It is {row['answer']}.", row["answer"]).outcome is Outcome.CORRECT
+            (check,) = json.loads(row["answer"])["instructions"]
+            arguments = check.get("keywords", [check.get("end_phrase", check.get("num_words", ""))])
+            assert all(str(one) in row["prompt"] for one in arguments)
+            good = FULFILLED.get(row["level"]) or f"It is wide. {check.get('end_phrase')}"
+            assert verify(good, row["answer"]).outcome is Outcome.CORRECT
+            assert verify(BROKEN[row["level"]], row["answer"]).outcome is Outcome.WRONG
 
 
-def test_no_combination_of_words_and_numbers_is_in_both_splits(tmp_path):
+def test_no_combination_of_subject_and_constraint_is_in_both_splits(tmp_path):
+    def combination(row: dict[str, str]) -> tuple[str, str]:
+        (subject,) = {one for one in SUBJECTS if re.search(rf"\b{one}\b", row["prompt"])}
+        return subject, row["prompt"].split(". ", 1)[-1]
+
     rows = _written(tmp_path)
-    held_out = {_combination(row["prompt"]) for row in rows["eval"]}
+    held_out = {combination(row) for row in rows["eval"]}
     assert len(held_out) == len(rows["eval"]) == 96
-    assert held_out.isdisjoint(_combination(row["prompt"]) for row in rows["train"])
-    assert len({row["prompt"] for row in rows["train"]}) == len(rows["train"]) == 1200
-    for split, number in (("eval", 32), ("train", 400)):
-        levels = [row["level"] for row in rows[split]]
-        assert {level: levels.count(level) for level in LEVELS} == dict.fromkeys(LEVELS, number)
+    assert held_out.isdisjoint(combination(row) for row in rows["train"])
+    assert len({row["prompt"] for row in rows["train"]}) == len(rows["train"])
+    levels = [row["level"] for row in rows["eval"]]
+    assert {level: levels.count(level) for level in LEVELS} == dict.fromkeys(LEVELS, 24)
+    assert {row["level"] for row in rows["train"]} == set(LEVELS)
 
 
 def test_a_seed_writes_the_same_task_and_another_one_another(tmp_path):
@@ -64,9 +71,9 @@ def test_a_seed_writes_the_same_task_and_another_one_another(tmp_path):
     assert first != other
 
 
-def test_more_than_half_cannot_be_held_out(tmp_path):
-    with pytest.raises(ValueError, match=mentions("1000", "'add'", "half")):
-        _written(tmp_path, num_eval=3000)
+def test_more_than_there_are_cannot_be_held_out(tmp_path):
+    with pytest.raises(ValueError, match=mentions("96", "'no_comma'")):
+        _written(tmp_path, num_eval=4 * 96)
 
 
 # --- the model -----------------------------------------------------------------------------------

@@ -367,6 +367,7 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
         "objective.method": ["gapo", "dr_grpo"],
         "objective.kl_coef": [0.0, 0.01],
         "objective.entropy_coef": [0.0, 0.001],
+        "objective.importance_weights": ["none", "sequence"],  # the bound alone means these
         "objective.importance_weight_max": [None, 2.0],
     }
     # The correlation of its own steps alone: those before were under the other method.

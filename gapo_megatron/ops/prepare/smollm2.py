@@ -57,10 +57,11 @@ def write_model(packages: Path, output_dir: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     folder, name = packages / Path(GGUF).parent, Path(GGUF).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         gguf_file=name,
+        trust_remote_code=False,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     ).to(torch.bfloat16)

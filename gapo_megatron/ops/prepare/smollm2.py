@@ -67,6 +67,7 @@ def write_model(packages: Path, output_dir: Path) -> None:
     ).to(torch.bfloat16)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now
+    model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # a float32 in the file
     with new_folder(output_dir, num_bytes=NUM_BYTES) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

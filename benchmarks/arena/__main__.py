@@ -52,10 +52,11 @@ def main() -> None:
         for cell, outcomes in swept.items()
         for factor in outcomes
     ]
+    jobs = list(dict.fromkeys(jobs))
     if training:
         store.run(jobs, num_processes=training)
     done = [job for job in jobs if job in store]
-    print(f"{len(done)} trainings, {store.seconds(done):.0f} core seconds")
+    print(f"{len(done)} of {len(jobs)} trainings, {store.seconds(done):.0f} core seconds")
     if arguments.do == "pack":
         store.pack(done, ARCHIVE)
         return

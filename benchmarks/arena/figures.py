@@ -244,7 +244,8 @@ def log_ratios(arms: Arms, found: Results) -> Exhibit:
     figure, axes = panels(2, row_inches=1.7, share_y=False)
     drawn = [name for name in SHOWN if name in found]
     for axis, of in zip(axes, ("whole response", "mean token"), strict=True):
-        axis.plot([0, 1], [0, 8 / 7], color="0.6", linewidth=0.8, label="in proportion to A")
+        for first in {1 - 1 / arms[name].group_size for name in found}:  # A at c = 1
+            axis.plot([0, first], [0, 1], color="0.6", linewidth=0.8, label="in proportion to A")
         axis.set(xlabel="A of a correct response", ylabel="log-ratio, c = 1 is 1", title=of)
         for place, name in enumerate(drawn):
             line = [row for row in rows if (row["arm"], row["of"]) == (name, of)]

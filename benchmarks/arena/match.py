@@ -26,9 +26,11 @@ from benchmarks.arena.train import QUARTERS, Setting, train
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.diagnostics import SUMS
 
-NUM_STEPS, TRANSFORMER_STEPS = 100, 40
-TRANSFORMER_SEEDS = PILOT[:16]
-TOLERANCE, TRANSFORMER_TOLERANCE = 5e-3, 1e-2
+WALKS = ""
+"""End of the name of a factor that is found on the walks."""
+NUM_STEPS = {WALKS: 100, ON_TRANSFORMER: 40}
+SEEDS = {WALKS: PILOT, ON_TRANSFORMER: PILOT[:16]}
+TOLERANCE = {WALKS: 5e-3, ON_TRANSFORMER: 1e-2}
 LARGEST_FACTOR = 1e3
 MOST_TRIALS = 14
 UNMATCHED, LIKE = ("cispo",), "dapo"
@@ -62,7 +64,7 @@ def match(*, num_processes: int) -> dict[str, float]:
 
 def _policy(name: str) -> str:
     """The part of a factor's name that says which policy it is for."""
-    return ON_TRANSFORMER if name.endswith(ON_TRANSFORMER) else ""
+    return ON_TRANSFORMER if name.endswith(ON_TRANSFORMER) else WALKS
 
 
 def mass_lost(name: str, factor: float = 1.0) -> float:
@@ -70,16 +72,15 @@ def mass_lost(name: str, factor: float = 1.0) -> float:
 
     `name` is that of a factor; widths are `factor` times the method's.
     """
-    transformer = bool(_policy(name))
+    policy = _policy(name)
     setting = Setting(
         method=scaled(METHODS[method_of(name)], factor),
-        learning_rate=TRANSFORMER_RATE if transformer else RATE,
-        num_steps=TRANSFORMER_STEPS if transformer else NUM_STEPS,
+        learning_rate=RATE if policy == WALKS else TRANSFORMER_RATE,
+        num_steps=NUM_STEPS[policy],
         over_length=name == OVER_LENGTH,
-        policy="transformer" if transformer else "walks",
+        policy="walks" if policy == WALKS else "transformer",
     )
-    seeds = TRANSFORMER_SEEDS if transformer else PILOT
-    per_c = train(setting, seeds, evaluate_every=setting.num_steps).per_c
+    per_c = train(setting, SEEDS[policy], evaluate_every=setting.num_steps).per_c
     late = per_c[QUARTERS // 2 :].sum(dim=(0, 2, 3))
     return float(late[SUMS.index("gradient_mass_lost")] / late[SUMS.index("gradient_mass")])
 
@@ -92,7 +93,7 @@ def _find(name: str, target: float) -> float | None:
         middle = (low + high) / 2
         lost = mass_lost(name, math.exp(middle))
         print(f"{name}: {lost:.4f} at {math.exp(middle):.4g} times its widths", flush=True)
-        if abs(lost - target) < (TRANSFORMER_TOLERANCE if _policy(name) else TOLERANCE):
+        if abs(lost - target) < TOLERANCE[_policy(name)]:
             return round(math.exp(middle), 4 - math.floor(middle / math.log(10)))
         low, high = (middle, high) if lost > target else (low, middle)
     return None

@@ -264,11 +264,16 @@ def test_every_seeds_gradient_is_clipped_by_itself(monkeypatch: pytest.MonkeyPat
     assert not moved[:, 1:].any()
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_measured_steps_move_the_log_probs_of_their_responses(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    """The sums of a step against a loop over its responses; its gain and KL, exactly."""
-    monkeypatch.setattr(trainer, "MEASURE_EVERY", 1)
+    """The sums of a step against a loop over its responses; its gain and KL, exactly.
+
+    A stale batch of the second step is sampled by the first weights, and moves from the second.
+    """
+    number = 1 + staleness
+    monkeypatch.setattr(trainer, "MEASURE_EVERY", number)
     ends: list[Tensor] = []
 
     def spy(weights: Tensor, prompts: Any) -> Tensor:
@@ -276,12 +281,14 @@ def test_measured_steps_move_the_log_probs_of_their_responses(
         return log_policy(weights, prompts)
 
     monkeypatch.setattr(walks, "log_policy", spy)
-    found = train(_short(num_steps=1), SEEDS, evaluate_every=1)
-    last = ends[-1]
+    found = train(_short(num_steps=number, staleness=staleness), SEEDS, evaluate_every=number)
+    calls = 3 + trainer.MINIBATCHES  # of a stale step, after two of the held-out prompts
+    begin, last = ends[2 + staleness * calls + 1], ends[-1]
     task = make_task(SEEDS)
-    prompts, uniforms = trainer._draw(task, SEEDS, 0, K)
+    assert torch.equal(begin, task.weights) is (staleness == 0)
+    prompts, uniforms = trainer._draw(task, SEEDS, number - 1, K)
     responses = sample(task.weights, prompts, uniforms)
-    old, new = log_policy(task.weights, prompts), log_policy(last, prompts)
+    old, new = log_policy(begin, prompts), log_policy(last, prompts)
     apart = (log_probs(new, responses) - log_probs(old, responses)) * responses.is_token
     expected = torch.zeros(len(MOVED), 2, K + 1, dtype=torch.float64)
     for seed in SEEDS:

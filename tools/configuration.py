@@ -89,7 +89,8 @@ def _rules(setting: str) -> tuple[str, str]:
     """Whether a resume, and whether a branch, may change the setting."""
     role = role_of(setting)
     star = "\\*" if role.picks_groups else ""
-    resume = "yes" if role.resume else "logged" if role.study else "if allowed"
+    refused = "no" if role.fixed else "if allowed"
+    resume = "yes" if role.resume else "logged" if role.study else refused
     if is_input(setting) and not role.resume:
         resume = "yes" if is_held_out(setting) else "same content"
     return resume + star, ("yes" if role.branch else "no") + star

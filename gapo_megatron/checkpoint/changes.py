@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gapo_megatron.config import Config
-from gapo_megatron.config.roles import Changes, changed_work, is_held_out, is_input
+from gapo_megatron.config import AdapterConfig, Config
+from gapo_megatron.config.roles import Changes, changed_work, is_held_out, is_input, role_of
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.io.files import write_atomically
@@ -21,8 +21,9 @@ def require_allowed(path: Path, found: Manifest, config: Config) -> None:
     """Refuse changes of what is learned since the checkpoint in `path`, unless allowed.
 
     Raises:
-        ConfigError: names each setting with both values, and how to allow it.
+        ConfigError: names each setting with both values, and how to allow it, if it can be.
     """
+    _refuse_other_adapter(path, found, config)
     refused = {
         name: pair
         for name, pair in changed_work(found.config, config).items()
@@ -35,6 +36,17 @@ def require_allowed(path: Path, found: Manifest, config: Config) -> None:
             f"{shown} in {path}: the rest of the run would be a different run. Start it in another "
             "run.output_dir, branch it (checkpoint.branch_from), or allow the change with "
             f"run.allow_changes={names}, and the run's reports will show it"
+        )
+
+
+def _refuse_other_adapter(path: Path, found: Manifest, config: Config) -> None:
+    """Refuse a checkpoint of other trained weights: no allowance makes it fit."""
+    changed = changed_work(found.config, config).items()
+    fixed = {name: pair for name, pair in changed if role_of(name).fixed}
+    if fixed:
+        shown = "; ".join(f"{name} ({now!r}) was {was!r}" for name, (was, now) in fixed.items())
+        raise ConfigError(
+            f"{shown} in {path}: {AdapterConfig.kept}. Start it in another run.output_dir"
         )
 
 

@@ -80,16 +80,17 @@ def load_latest(
     Returns:
         State of the run, the same on every rank; None if there is no checkpoint.
 
-    Collectives, over all ranks: a broadcast of the candidates; per candidate a broadcast of its
-    manifest and gathers of damage reports (every rank reads its share of the files); for the first
-    complete candidate those of Megatron-core's load; a barrier.
+    Collectives, over all ranks: those of `Policy.base_sha256`; a broadcast of the candidates; per
+    candidate a broadcast of its manifest and gathers of damage reports (every rank reads its share
+    of the files); for the first complete candidate those of Megatron-core's load; a barrier.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model (names the fields), or there are
-            checkpoints and none is complete.
+        CheckpointError: the checkpoint belongs to another model (names the fields), or its adapter
+            to other frozen weights; or there are checkpoints and none is complete.
         ConfigError: see `check_resume`; here also for a checkpoint that is not the newest.
     """
     folder = checkpoints_dir(run_dir)
+    policy.base_sha256()  # while the weights are on the device
     refused: dict[Path, str] = {}
     for path in _from_rank_0(manifest.list_steps(folder)):
         found, state, reason = _try(path, policy, config, on_bytes)
@@ -140,6 +141,7 @@ def _try(
     require_same_model(path, found.model, model_identity(policy.hf_config))
     require_same_sampling(path, found, config)
     require_allowed(path, found, config)
+    _require_same_base(path, found, policy.base_sha256(), config)
     state, reason = _load(path, found, policy, config)
     return found, state, reason or ""
 
@@ -285,6 +287,21 @@ def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, 
     ]
     if differences:
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(differences)}")
+
+
+def _require_same_base(path: Path, found: Manifest, ours: str | None, config: Config) -> None:
+    """Refuse the checkpoint in `path` if its adapter was trained on other frozen weights.
+
+    Raises:
+        CheckpointError: names the folder of the weights, and both digests.
+    """
+    if found.base_sha256 != ours:
+        there, here = (digest and digest[:12] for digest in (found.base_sha256, ours))
+        raise CheckpointError(
+            f"{path}: its adapter was trained on other frozen weights (SHA-256 {there}...) than "
+            f"those of model.hf_dir ({config.model.hf_dir}) or model.megatron_dir in "
+            f"model.precision {config.model.precision!r} ({here}...)"
+        )
 
 
 def _warn_of_lost_metrics(run_dir: Path, found: Manifest) -> None:

@@ -76,6 +76,7 @@ def save(
             manifest.remove_half_written(folder)
             temporary.mkdir(parents=True)
         dist.barrier()
+        base_sha256 = policy.base_sha256()
         _write(temporary, state, policy)
         files = _describe_files(temporary)
         if dist.get_rank() == 0:
@@ -88,6 +89,7 @@ def save(
                 files=files,
                 open_updates=open_updates,
                 branch=state.branch,
+                base_sha256=base_sha256,
             )
             manifest.write_manifest(temporary, document)
             flush(temporary)

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import __version__ as version
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -308,6 +310,41 @@ def _share_equally(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[
     first = torch.arange(num_tokens)[:, None] * chosen
     places = (first + torch.arange(chosen)) % num_experts
     return probs, torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, places, True)
+
+
+def sharded_factor(
+    key: str,
+    factor: Tensor,
+    *,
+    replica: tuple[int, int, int],
+    glu: bool,
+    cut: tuple[int, int, int] | None = None,
+    stacked: tuple[int, int, int] | None = None,
+) -> Any:
+    """Describe this rank's shard of a matrix to Megatron-core's checkpoints.
+
+    Args:
+        key: the matrix's name on disk.
+        factor: the shard.
+        replica: number of this copy of the shard; (0, 0, 0) writes it.
+        glu: the whole matrix is [gate; up], and the shard [its gate; its up].
+        cut: dimension that tensor parallelism cuts, number of the shard, number of shards.
+        stacked: the same of a leading dimension that the matrix itself does not have.
+    """
+    # Uses: transformer.mlp.apply_swiglu_sharded_factory
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    lead = () if stacked is None else (stacked,)
+    dim, *where = cut or (0, 0, 1)
+    part = ShardedTensor.from_rank_offsets(
+        key,
+        factor,
+        *lead,
+        (dim + len(lead), *where),
+        replica_id=replica,
+        prepend_axis_num=len(lead),
+    )
+    return apply_swiglu_sharded_factory(part, lead) if glu else part
 
 
 def local_layers(

@@ -16,8 +16,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.nn import Parameter
 
-__all__ = ["CheckpointingException", "InProcessSave", "save_sharded", "sharded_tensors"]
+__all__ = [
+    "CheckpointingException",
+    "InProcessSave",
+    "save_sharded",
+    "sharded_tensors",
+    "without_frozen",
+]
 # Of the first, a re-export.
 # Uses: megatron.core.dist_checkpointing.core.CheckpointingException
 # Versions: megatron-core 0.16.1, 0.19.2
@@ -32,6 +39,19 @@ def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
     for one in nested_values(state):
         if isinstance(one, ShardedTensor | ShardedTensorFactory):
             yield one
+
+
+def without_frozen(state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a sharded state dict the parameters that are not trained."""
+    # Uses: ShardedTensor.data, ShardedTensorFactory.data
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+
+    def is_frozen(one: Any) -> bool:
+        data = getattr(one, "data", None)
+        return isinstance(data, Parameter) and not data.requires_grad
+
+    return {name: one for name, one in state.items() if not is_frozen(one)}
 
 
 class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):

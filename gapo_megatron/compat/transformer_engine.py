@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gapo_megatron.compat.library_errors import naming_transformer_engine
 
@@ -86,6 +86,44 @@ def fuse_weight_gradients(model: nn.Module) -> None:
     assert linears, "no linear of Transformer Engine's has fuse_wgrad_accumulation"
     for linear in linears:
         linear.fuse_wgrad_accumulation = True
+
+
+def keep_weight_gradients_apart(model: nn.Module) -> None:
+    """Undo `fuse_weight_gradients`: a frozen weight has no `main_grad`."""
+    # Uses: fuse_wgrad_accumulation
+    # Versions: transformer-engine 2.20.2
+    # Upstream: as of `fuse_weight_gradients`
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+
+
+def return_normed_input(linear: nn.Module) -> None:
+    """Let a linear layer that begins with a norm also return what its product gets."""
+    # Uses: LayerNormLinear.return_layernorm_output (a public argument of its constructor)
+    # Versions: transformer-engine 2.20.2
+    # Upstream: none found
+    if hasattr(linear, "return_layernorm_output"):
+        linear.return_layernorm_output = True  # type: ignore[assignment]
+
+
+def split_output(inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input of a linear layer's product, output and bias to add, as `return_normed_input` left it.
+
+    Megatron-core's layers return (output, bias). Its wrapper of Transformer Engine's layer with a
+    norm then returns ((output, normed input), None), or (output, bias, normed input) for a bias
+    that the next layer adds.
+    """
+    # Uses: what LayerNormLinear.forward returns, and Megatron-core's wrapper of it
+    # Versions: transformer-engine 2.20.2, megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    if len(output) == 3:
+        y, bias, x = output
+    elif isinstance(output[0], tuple):
+        (y, x), bias = output
+    else:
+        (y, bias), x = output, inputs[0]
+    return x, y, bias
 
 
 def forbid_unfused_attention() -> None:

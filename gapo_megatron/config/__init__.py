@@ -1,5 +1,6 @@
 """The run's configuration: the settings of a TOML file, and their rules."""
 
+from gapo_megatron.config.adapter_section import AdapterConfig
 from gapo_megatron.config.data_section import DataConfig, DataSource
 from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.loading import load_config, load_recorded, parse_config, with_digest
@@ -26,6 +27,7 @@ __all__ = [
     "CONFIG_NAME",
     "DTYPES",
     "VERIFIED_SEQUENCES",
+    "AdapterConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from gapo_megatron import user_code
 from gapo_megatron.config.errors import explain
-from gapo_megatron.config.roles import ALLOWABLE, is_setting
+from gapo_megatron.config.roles import ALLOWABLE, is_setting, role_of
 from gapo_megatron.config.schema import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
@@ -108,6 +108,8 @@ def _check_allowed(config: Config, source: str) -> None:
         hint = f"did you mean {near[0]!r}?" if near else "write it as section.key"
         if is_setting(name):
             hint = "this setting needs no allowance"
+            if role_of(name).fixed:
+                hint = "this setting never changes in a run"
         raise ConfigError(
             f"{source}: run.allow_changes ({name!r}) must name settings that decide what a run "
             f"learns; {hint}"

@@ -42,7 +42,7 @@ _DEFAULTS = {
 ALLOWABLE = tuple(
     name
     for name, role in _ROLES.items()
-    if name not in _PATHS and (not role.study or role.picks_groups)
+    if name not in _PATHS and not role.fixed and (not role.study or role.picks_groups)
 )
 """What `run.allow_changes` may name: settings that decide what a run learns, at least in some runs.
 """

@@ -36,7 +36,7 @@ class RunConfig(Section):
     output_dir: MadePath
     """Run folder: everything the run writes is in it."""
     seed: Annotated[Seed, SEED] = 0
-    """Seed of the order of prompts and of sampling."""
+    """Seed of the order of prompts, of sampling, and of an adapter's first factors."""
     num_steps: Steps
     """Steps to train for. A step is one rollout batch and its optimizer updates."""
     hang_timeout_s: Seconds = 1200

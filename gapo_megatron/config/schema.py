@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from gapo_megatron.config.adapter_section import AdapterConfig
 from gapo_megatron.config.data_section import DataConfig
 from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.objective_section import ObjectiveConfig
@@ -314,6 +315,7 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     batch: BatchConfig = BatchConfig()

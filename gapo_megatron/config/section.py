@@ -30,6 +30,8 @@ class Role:
     picks_groups: bool = False
     """Decides which of the over-sampled groups finish first: it sets the number of engines or the
     size of their caches. With over-sampling, a branch and a study must keep it."""
+    fixed: bool = False
+    """May not change at all: `run.allow_changes` cannot name it."""
     carried: bool = False
     """Unfinished responses continue with the value that they started with: otherwise their tokens
     would not be samples of one distribution."""
@@ -43,6 +45,8 @@ LEARNED = Role()
 """Role of settings that decide what the policy learns from, and how."""
 SAMPLED = replace(LEARNED, carried=True)
 """Role of settings that decide which distribution responses are sampled from."""
+FIXED = Role(fixed=True)
+"""Role of settings that decide what a checkpoint holds."""
 SEED = Role(arm=False, step=False)
 """Role of settings that may differ between the runs of one arm."""
 OBJECTIVE = Role(branch=True)

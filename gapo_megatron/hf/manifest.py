@@ -107,6 +107,9 @@ class Manifest:
     """Finished updates of an unfinished step; None between steps."""
     branch: Branch | None = None
     """None for a run that is not a branch."""
+    base_sha256: _Sha256 | None = None
+    """Digest of the frozen weights beneath an adapter, which are not among the files; None: all
+    weights are."""
     version: int = VERSION
 
     @property
@@ -116,7 +119,10 @@ class Manifest:
 
     def document(self) -> dict[str, Any]:
         """The content of manifest.json without its own digest."""
-        return asdict(self) | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
+        content = asdict(self)
+        if self.base_sha256 is None:  # programs from before adapters read it too
+            del content["base_sha256"]
+        return content | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
 
 
 _MANIFEST = TypeAdapter(Manifest)

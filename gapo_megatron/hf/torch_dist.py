@@ -91,6 +91,11 @@ class MegatronFolder:
             if isinstance(entry, TensorStorageMetadata) and not disk_keys.is_optimizer(key)
         }
         self.ignored = sorted(metadata.state_dict_metadata.keys() - tensors.keys())
+        if adapter := sorted(key for key in tensors if key.startswith("adapter.")):
+            raise ConversionError(
+                f"{self.root} holds the factors of an adapter ({adapter[0]}), not a model's "
+                "weights: a finished run has exported the two merged, in RUN/hf"
+            )
         shapes = {key: tuple(entry.size) for key, entry in tensors.items()}
         self.slots = disk_keys.find_slots(rules, shapes, source=str(self.root))
         num_stacked = {slot.key: len(slot.lead) for at in self.slots.values() for slot in at}

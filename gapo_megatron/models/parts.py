@@ -286,13 +286,14 @@ def fused_qkv(megatron: str, hf: tuple[str, str, str], geometry: Geometry) -> Ru
             f"num_attention_heads ({geometry.heads})"
         )
     rest = () if hf[0].endswith(".bias") else (geometry.hidden,)
+    # `join` and `part` do not ask for the columns: an adapter's factors have others.
     sizes = [geometry.heads // groups * head_dim, head_dim, head_dim]
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        return concatenate([t.reshape(groups, -1, *rest) for t in tensors], dim=1).flatten(0, 1)
+        return concatenate([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
 
     def part(full: Tensor) -> tuple[Tensor, ...]:
-        grouped = full.reshape(groups, -1, *rest)
+        grouped = full.unflatten(0, (groups, -1))
         return tuple(t.flatten(0, 1) for t in grouped.split(sizes, dim=1))
 
     shapes = tuple((groups * size, *rest) for size in sizes)

@@ -32,6 +32,7 @@ from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
@@ -94,6 +95,7 @@ def print_dry_run(
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
+        check_adapter(hf_config, config.adapter)
         if not shipped:
             hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
             check_model_folder(hf_dir, weights=has_weights, field="model.hf_dir")

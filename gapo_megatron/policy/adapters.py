@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from gapo_megatron.policy.model import PolicyModel
 
 
 class Adapter(Protocol):
@@ -12,11 +16,12 @@ class Adapter(Protocol):
 
     The rest of the package only knows the architecture's own parameters, for which `models` has
     rules. Gradient buffers and optimizer cover the parameters with `requires_grad`. Checkpoints
-    save and resume every parameter, the adapter's too, under its module's name. Modules that an
-    adapter adds must describe their shards to Megatron-core (`sharded_state_dict`).
+    save and resume every parameter, the adapter's too, under its module's name; of an adapter that
+    can be switched off, only what is trained, and the digest of the base. Modules that an adapter
+    adds must describe their shards to Megatron-core (`sharded_state_dict`).
     """
 
-    def attach(self, stage: nn.Module) -> None:
+    def attach(self, stage: PolicyModel) -> None:
         """Freeze, wrap or extend a stage's modules.
 
         Called once for every virtual stage of a rank, after the stage is built and before its
@@ -46,11 +51,18 @@ class Adapter(Protocol):
             `weight` itself, or a tensor of its shape and dtype. No collectives.
         """
 
+    def switched_off(self) -> AbstractContextManager[None] | None:
+        """A block in which the stages compute, and `merge` returns, the weights that were loaded.
+
+        They are then the base: frozen, and the same in every checkpoint. None: the adapter has no
+        such switch, and a policy that needs the weights that were loaded keeps a copy.
+        """
+
 
 class FullWeights:
     """Train every weight, and export it as it is."""
 
-    def attach(self, stage: nn.Module) -> None:
+    def attach(self, stage: PolicyModel) -> None:
         """Add nothing; every parameter has `requires_grad`."""
 
     def base_name(self, name: str) -> str | None:
@@ -60,6 +72,9 @@ class FullWeights:
     def merge(self, stage: nn.Module, name: str, weight: Tensor) -> Tensor:
         """The weight itself."""
         return weight
+
+    def switched_off(self) -> None:
+        """None: the weights that were loaded are overwritten."""
 
 
 FULL_WEIGHTS = FullWeights()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
-from gapo_megatron.policy.adapters import Adapter
+from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 
@@ -39,10 +39,9 @@ class Location(NamedTuple):
 def find_locations(
     stages: Sequence[PolicyModel],
     layers: Sequence[Sequence[int]],
-    rules: Sequence[Rule],
+    groups: ParallelGroups,
     *,
-    first_expert: int,
-    adapter: Adapter,
+    adapter: Adapter = FULL_WEIGHTS,
 ) -> dict[str, Location]:
     """Find the architecture's parameters on this rank, by the rules' names with global numbers.
 
@@ -51,11 +50,12 @@ def find_locations(
     Args:
         stages: this rank's virtual stages.
         layers: global numbers of each stage's layers.
-        rules: the architecture's name rules.
-        first_expert: global number of this rank's first expert.
+        groups: this rank's parallel groups.
         adapter: attached to the stages; its own parameters are left out.
     """
-    locations = {}
+    locations, rules = {}, stages[0].rules
+    num_experts = max((rule.num_experts or 0 for rule in rules), default=0)
+    first_expert = groups.ep_rank * (num_experts // groups.ep_size)
     for stage, numbers in zip(stages, layers, strict=True):
         for name, parameter in stage.named_parameters():
             if (base_name := adapter.base_name(name)) is None:

@@ -45,6 +45,8 @@ class ParallelGroups:
     """Tensor, context or data parallel neighbours, each with some of the experts, unsharded."""
     ep_rank: int
     ep_size: int
+    expert_dp_rank: int
+    """Number of this rank among those with the same experts."""
     rank: int
     world_size: int
 
@@ -113,6 +115,7 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         ep_group=ep_group,
         ep_rank=ep_group.rank(),
         ep_size=ep_group.size(),
+        expert_dp_rank=parallel_state.get_expert_data_parallel_group().rank(),
         rank=dist.get_rank(),
         world_size=world_size,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,22 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.batching import NO_SEQUENCES, pack
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron_checkpoint import without_frozen
 from gapo_megatron.compat.transformer_engine import free_fp8_copies
 from gapo_megatron.config import Config
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.hf.weights import finite_extremes, read_hf
 from gapo_megatron.logprob import Resolved
-from gapo_megatron.models.checks import check_shapes, num_experts
+from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import fp8_multiple
 from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_megatron
-from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
+from gapo_megatron.policy.adapters import Adapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
-from gapo_megatron.policy.export import Location, find_locations, whole_parameters
+from gapo_megatron.policy.digest import weights_sha256
+from gapo_megatron.policy.export import find_locations, whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
+from gapo_megatron.policy.lora import make_adapter
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
 from gapo_megatron.policy.offload import Offload, WeightOffload
@@ -42,6 +45,7 @@ from gapo_megatron.policy.optimizer import (
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, choose_head
 from gapo_megatron.policy.reduction import GradientReduction
+from gapo_megatron.policy.reference import Reference
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
 
@@ -61,6 +65,7 @@ class Policy:
         device: device of the parameters.
         model: the DDP-wrapped virtual stages.
         stages: this rank's virtual stages without their wrappers; one if there are none.
+        adapter: decides which weights are trained.
         optimizer: AdamW, with fp32 master weights for 16-bit parameters.
         head: implementation of the output layer's log-probs, the same on every rank.
         num_updates: optimizer steps since the initial weights were loaded.
@@ -96,19 +101,25 @@ class Policy:
         align = fp8_multiple(config.model) * num_chunks(groups.cp_size)
         self.sequence_multiple = self._num_shards * align
         self._model_settings = config.model
-        self._keeps_reference = config.objective.kl_coef > 0
         self._rules = model[0].module.rules
         self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
-        self._adapter = adapter
-        self._locations = self._find_locations(self.stages, adapter)
+        self.adapter = adapter
+        layers = self._layers[groups.pp_rank]
+        self._locations = find_locations(self.stages, layers, groups, adapter=adapter)
         self._parameters = {name: location.parameter for name, location in self._locations.items()}
         weights = [weight for stage in self.stages for weight in stage.parameters()]
-        self._trained = [weight for weight in weights if weight.requires_grad]
-        self._reference: list[Tensor] | None = None
+        self._has_base = adapter.switched_off() is not None
+        self._base_sha256: str | None = None
         optimizers = inner_optimizers(optimizer)
         self._segments = ExpandableSegments(device)
         self._offload = Offload(optimizers, weights)
         self._weight_offload = WeightOffload(weights, optimizers)
+        self._reference = Reference(
+            adapter,
+            [weight for weight in weights if weight.requires_grad],
+            self._weight_offload,
+            keeps_copy=config.objective.kl_coef > 0,
+        )
 
     @classmethod
     def build(
@@ -117,7 +128,7 @@ class Policy:
         groups: ParallelGroups,
         device: torch.device | str,
         *,
-        adapter: Adapter = FULL_WEIGHTS,
+        adapter: Adapter | None = None,
     ) -> Policy:
         """Allocate model, gradients and optimizer of this rank. Weights are undefined until loaded.
 
@@ -125,7 +136,7 @@ class Policy:
             config: the run's settings.
             groups: this rank's parallel groups.
             device: device of the parameters.
-            adapter: decides which of the model's weights are trained.
+            adapter: decides which of the model's weights are trained; None: section `adapter`.
 
         Collectives: those of `choose_head`.
 
@@ -138,6 +149,7 @@ class Policy:
         check_shapes(hf_config, config.parallel, config.model)
         if config.model.precision == "fp8":
             check_fp8(config.model.fp8_recipe)
+        adapter = adapter or make_adapter(config, hf_config, groups)
         head = choose_head(config.model, device)
         with cpu.device_scope():
             stages = build_model(
@@ -237,7 +249,7 @@ class Policy:
         check_digests(weights, on_bytes=on_bytes)
         self._weight_offload.to_device()
         for stage in self.stages:
-            load_weights(stage, weights.root, self._adapter)
+            load_weights(stage, weights.root, self.adapter)
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:
@@ -247,8 +259,8 @@ class Policy:
         with cpu.device_scope():
             self.optimizer.reload_model_params()
         self.num_updates = 0
-        if self._keeps_reference:
-            self._reference = self._snapshot()
+        self._base_sha256 = None
+        self._reference.loaded()
 
     def iterate_hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor), layer by layer, on every rank.
@@ -269,9 +281,25 @@ class Policy:
         for name, tensor in split_all(self._rules, whole):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
+    def base_sha256(self) -> str | None:
+        """Digest of the frozen weights beneath an adapter; None for one that has no such base.
+
+        Of whole Hugging Face tensors in the policy's precision, so the same in every layout.
+
+        Collectives, the first time after the weights are loaded: those of `iterate_hf_weights`,
+        and a gather over all ranks.
+        """
+        if (base := self.adapter.switched_off()) is None:
+            return None
+        if self._base_sha256 is None:
+            with base:
+                self._base_sha256 = weights_sha256(self.iterate_hf_weights())
+        return self._base_sha256
+
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Model, optimizer, update count and loss scale for `megatron.core.dist_checkpointing`.
 
+        Without an adapter's base: a start loads it, and `base_sha256` tells whether it is the same.
         Offloaded state is included as its copy in host memory, ready to be written.
 
         Collectives: those of Megatron-core's optimizer when saving.
@@ -281,6 +309,8 @@ class Policy:
                 f"stage_{i}": stage.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
                 for i, stage in enumerate(self.stages)
             }
+            if self._has_base:
+                model = {name: without_frozen(state) for name, state in model.items()}
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(CHECKPOINT_METADATA)
             )
@@ -296,7 +326,8 @@ class Policy:
         self._weight_offload.to_device()
         with cpu.device_scope():
             for i, stage in enumerate(self.stages):
-                stage.load_state_dict(state["model"][f"stage_{i}"])
+                # Megatron-core's loader has refused a state that lacks anything it was asked for.
+                stage.load_state_dict(state["model"][f"stage_{i}"], strict=not self._has_base)
             load_state(self.optimizer, state["optimizer"], config=self.optimizer_settings)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
@@ -344,54 +375,27 @@ class Policy:
             for wrapped in self.model:
                 wrapped.scale_gradients(1 / self.loss_scale.value)
 
-    @contextlib.contextmanager
-    def reference_weights(self) -> Iterator[None]:
+    def reference_weights(self) -> AbstractContextManager[None]:
         """Use the initial weights within the block; the current weights are restored bitwise.
 
-        For log-probs only. Needs `objective.kl_coef` > 0, without which no copy is kept.
+        For log-probs only. Needs `objective.kl_coef` > 0, without which no copy is kept, unless the
+        adapter can be switched off.
         """
-        if self._reference is None:
-            raise RuntimeError("reference weights are kept only when objective.kl_coef > 0")
-        current = self._snapshot()
-        self._restore(self._reference)
-        try:
-            yield
-        finally:
-            self._restore(current)
+        return self._reference.in_use()
 
     def fill(self, stages: Sequence[PolicyModel]) -> None:
         """Copy this rank's shards into other stages of the same layout, of any dtype.
 
-        Adapters are merged into the weights.
+        Adapters are merged into the weights, in the dtype of those stages.
         """
         self._weight_offload.to_device()
-        for name, location in self._find_locations(stages, FULL_WEIGHTS).items():
-            location.parameter.detach().copy_(self._merged(name))
-
-    def _find_locations(
-        self, stages: Sequence[PolicyModel], adapter: Adapter
-    ) -> dict[str, Location]:
-        experts_per_rank = (num_experts(self.hf_config) or 0) // self.groups.ep_size
-        return find_locations(
-            stages,
-            self._layers[self.groups.pp_rank],
-            self._rules,
-            first_expert=self.groups.ep_rank * experts_per_rank,
-            adapter=adapter,
-        )
+        layers = self._layers[self.groups.pp_rank]
+        for name, location in find_locations(stages, layers, self.groups).items():
+            stage, own_name, parameter = self._locations[name]
+            wide = parameter.detach().to(location.parameter.dtype)
+            location.parameter.detach().copy_(self.adapter.merge(stage, own_name, wide))
 
     def _merged(self, name: str) -> Tensor:
         """The shard to export for a parameter, by the rules' name."""
         stage, own_name, parameter = self._locations[name]
-        return self._adapter.merge(stage, own_name, parameter.detach())
-
-    def _snapshot(self) -> list[Tensor]:
-        """Copies of the trained weights in host memory; frozen weights never change."""
-        self._weight_offload.to_device()
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
-
-    @torch.no_grad()
-    def _restore(self, weights: list[Tensor]) -> None:
-        self._weight_offload.to_device()
-        for parameter, weight in zip(self._trained, weights, strict=True):
-            parameter.copy_(weight)
+        return self.adapter.merge(stage, own_name, parameter.detach())

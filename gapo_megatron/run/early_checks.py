@@ -14,6 +14,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.rollout import environments
 from gapo_megatron.run.metrics import check_sinks
 from gapo_megatron.run.processes import is_first
@@ -41,6 +42,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     model = config.model
     facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
     check_shapes(facts, config.parallel, model)
+    check_adapter(facts, config.adapter)
     if config.rollout.engine == VLLM:
         check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
     if is_first() and (note := inert_clip_note(config)):

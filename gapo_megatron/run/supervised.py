@@ -31,6 +31,7 @@ from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.policy.adapters import FULL_WEIGHTS
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
 
@@ -60,7 +61,8 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
             "objective": ObjectiveConfig(),  # no reference weights
         }
     )
-    policy = Policy.build(start, groups, world.device)
+    # Every weight, also if the run that starts from the result trains an adapter.
+    policy = Policy.build(start, groups, world.device, adapter=FULL_WEIGHTS)
     policy.load_initial_weights()
     if config.model.precision == "fp16":
         probe = _sequences(examples[:VERIFIED_SEQUENCES])

@@ -39,6 +39,7 @@ FREE = {"resume", "branch", "study"}
     [
         ("run.num_steps", FREE),
         ("run.seed", set()),
+        ("adapter.rank", {"arm", "step", "fixed"}),
         ("parallel.context_parallel_size", FREE | {"step"}),
         ("optimizer.learning_rate", {"arm", "step"}),
         ("objective.method", {"branch", "arm", "step"}),
@@ -120,8 +121,18 @@ def test_an_allowance_names_what_needs_one(name: str, hint: str) -> None:
 
 def test_all_that_a_resume_may_refuse_can_be_allowed() -> None:
     """Also what decides which groups are learned from, in runs that sample more than they need."""
-    learned = set(SETTINGS) - such("study") | such("picks_groups")
+    learned = set(SETTINGS) - such("study") - such("fixed") | such("picks_groups")
     config(run={"allow_changes": sorted(learned - set(input_paths(config())))})
+
+
+def test_what_a_checkpoint_holds_cannot_change() -> None:
+    """Of full weights and of an adapter, or of two adapters, neither continues as the other."""
+    assert such("fixed") == {name for name in SETTINGS if name.startswith("adapter.")}
+    for name in such("fixed"):
+        with pytest.raises(ConfigError, match=mentions("run.allow_changes", repr(name), "never")):
+            config(run={"allow_changes": [name]})
+    [line] = broken_rules(config().model_dump(mode="json"), config(adapter={"kind": "lora"}))
+    assert "adapter.kind" in line and "'none'" in line and "'lora'" in line
 
 
 def test_input_paths_are_those_that_runs_read() -> None:

@@ -375,11 +375,22 @@ def fit_note(hf_config: Any, config: Config, layout: Layout) -> str:
     good = ", ".join(one.shown for one in found if one.fits)
     bad = ", ".join(one.shown for one in found if not one.fits)
     text = f"Predicted to fit: {good or 'none of the GPUs that the planner knows'}."
+    text = " ".join(filter(None, (text, adapter_note(config))))
     if not bad:
         return text
     return (
         f"{text} Does NOT fit: {bad}. To make it fit, lower batch.max_tokens_per_microbatch, set "
         "model.recompute, change rollout.memory_fraction, or let tools/plan.py --gpu find a layout."
+    )
+
+
+def adapter_note(config: Config) -> str:
+    """That an adapter needs less memory than the figures say; empty without an adapter."""
+    if config.adapter.kind == "none":
+        return ""
+    return (
+        f"Of every weight trained: with adapter.kind {config.adapter.kind!r}, gradients and "
+        "optimizer take less."
     )
 
 

@@ -260,8 +260,14 @@ def read_model(config: Config) -> tuple[Any, str]:
         The model, and a sentence if it is a shipped one; see `models.published.find_model`.
 
     Raises:
-        ConfigError: there is no config.json (the message says how to get it), or it is wrong.
+        ConfigError: there is no config.json (the message says how to get it), or it is wrong; or
+            the run trains an adapter.
     """
+    if config.adapter.kind != "none":
+        raise ConfigError(
+            f"adapter.kind ({config.adapter.kind!r}) must be 'none' for the planner: its memory "
+            "and times are those of a run that trains every weight"
+        )
     folder = Path(config.model.hf_dir)
     is_absent = folder.is_dir() and not (folder / "config.json").is_file()
     model, note = (None, "") if is_absent else find_model(config.model.hf_dir)

@@ -1,0 +1,297 @@
+"""LoRA on one rank: what is bound, exported, kept, switched off and refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gapo_megatron import checkpoint
+from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
+from gapo_megatron.hf.manifest import read_manifest
+from gapo_megatron.hf.torch_dist import MegatronFolder
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
+from gapo_megatron.policy import ParallelGroups, Policy
+from gapo_megatron.policy.exact import exact_arithmetic
+from gapo_megatron.policy.optimizer import inner_optimizers
+from tests.attempt_setup import make_attempt
+from tests.distributed.checkpoint_setup import make_state, tensors_on_disk
+from tests.distributed.lora_setup import (
+    ALPHA,
+    BATCHES,
+    RANK,
+    TARGETS,
+    factors,
+    lora_config,
+    lora_of,
+    randomise,
+    save_model,
+)
+from tests.distributed.policy_setup import (
+    WeightedLoss,
+    copies,
+    equal,
+    load_policy,
+    make_config,
+    pack_all,
+    read_weights,
+)
+from tests.messages import mentions
+
+KINDS = ("dense", "experts")
+MICROBATCHES = {kind: pack_all(BATCHES[kind], ((0, 1, 2, 3, 4), (5, 6, 7))) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, path in paths.items():
+        save_model(path, kind)
+    return paths
+
+
+def load(folder: Path, groups: ParallelGroups, kind: str = "dense", **sections: Any) -> Policy:
+    return load_policy(lora_config(folder, kind, **sections), groups)
+
+
+def train(policy: Policy, kind: str = "dense") -> None:
+    update(policy, MICROBATCHES[kind], WeightedLoss(BATCHES[kind], MICROBATCHES[kind]))
+
+
+def scores(policy: Policy, kind: str = "dense") -> Tensor:
+    return torch.cat(log_probs(policy, MICROBATCHES[kind]))
+
+
+def save(run_dir: Path, policy: Policy, config: Any) -> Path:
+    return checkpoint.save(
+        run_dir, make_state(1), policy=policy, config=config, attempt=make_attempt(run_dir)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_starts_as_its_base_and_trains_only_factors(
+    folders: dict[str, Path], groups: ParallelGroups, kind: str
+) -> None:
+    folder = folders[kind]
+    policy = load(folder, groups, kind)
+    base = dict(read_weights(folder))
+    assert equal(base, copies(policy))
+    plain = load_policy(make_config(folder), groups)
+    assert torch.equal(scores(policy, kind), scores(plain, kind))
+    before = {name: p.detach().clone() for name, p in policy.stages[0].named_parameters()}
+    own = {name for name in before if name.startswith("adapter.")}
+    masters = [
+        p
+        for adam in inner_optimizers(policy.optimizer)
+        for group in adam.param_groups
+        for p in group["params"]
+    ]
+    assert sum(p.numel() for p in masters) == sum(before[name].numel() for name in own)
+    for _ in range(2):  # A has no gradient in the first: B is zero
+        train(policy, kind)
+    after = dict(policy.stages[0].named_parameters())
+    assert {name for name in before if not torch.equal(before[name], after[name])} == own
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_export_is_the_base_plus_the_factors(
+    folders: dict[str, Path], groups: ParallelGroups, kind: str
+) -> None:
+    policy = load(folders[kind], groups, kind)
+    randomise(policy)
+    base, merged, found = dict(read_weights(folders[kind])), copies(policy), factors(policy)
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    linear = {name for name in base if name.endswith(tuple(f"{p}.weight" for p in projections))}
+    assert {f"{name}.weight" for name in found} == linear
+    for name, weight in base.items():
+        if name in linear:
+            a, b = found[name.removesuffix(".weight")]
+            assert a.shape == (RANK, weight.shape[1]) and b.shape == (weight.shape[0], RANK)
+            # Products are computed in float32, in another order.
+            weight = weight + ALPHA / RANK * b @ a
+            torch.testing.assert_close(merged[name], weight, rtol=1e-6, atol=1e-6)
+            assert not torch.equal(merged[name], base[name])
+        else:
+            assert torch.equal(merged[name], weight)
+    # The base with the factors beside it computes what the merged weights compute.
+    plain = load_policy(make_config(folders[kind]), groups)
+    plain.load_hf_weights(merged.items())
+    torch.testing.assert_close(scores(policy, kind), scores(plain, kind), rtol=1e-5, atol=1e-5)
+
+
+def test_the_scale_may_depend_on_the_root_of_the_rank(
+    folders: dict[str, Path], groups: ParallelGroups
+) -> None:
+    settings = {"kind": "lora", "rank": 4, "alpha": 6.0, "targets": ["proj"]}
+    plain, stable = (
+        load(folders["dense"], groups, adapter={**settings, "rank_stabilized": is_stable})
+        for is_stable in (False, True)
+    )
+    for policy in (plain, stable):
+        for low_rank in policy.stages[0].get_submodule("adapter"):  # type: ignore[attr-defined]
+            assert low_rank.scale == (3.0 if policy is stable else 1.5)
+    assert lora_of(plain).num_bound == 4
+
+
+def test_the_reference_is_the_adapter_switched_off(
+    folders: dict[str, Path], groups: ParallelGroups
+) -> None:
+    """Without a copy, and whatever `objective.kl_coef` is."""
+    policy = load(folders["dense"], groups)
+    base = scores(policy)
+    randomise(policy)
+    now, merged = scores(policy), copies(policy)
+    assert not torch.equal(base, now)
+    with pytest.raises(ZeroDivisionError), policy.reference_weights():
+        assert torch.equal(base, scores(policy))
+        assert equal(copies(policy), dict(read_weights(folders["dense"])))
+        raise ZeroDivisionError
+    assert torch.equal(now, scores(policy)) and equal(merged, copies(policy))
+    assert policy._reference.copy is None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_exact_policy_has_the_factors_unrounded(
+    folders: dict[str, Path], groups: ParallelGroups, precision: str
+) -> None:
+    """A merge into bf16 weights would be off by their rounding: here 1e-2 and more."""
+    model = {"hf_dir": str(folders["dense"]), "precision": precision}
+    policy = load(folders["dense"], groups, model=model)
+    randomise(policy)
+    dtype = policy.stages[0].config.params_dtype
+    weights = {name: weight.to(dtype).float() for name, weight in read_weights(folders["dense"])}
+    for name, (a, b) in factors(policy).items():
+        weights[f"{name}.weight"] += ALPHA / RANK * b.float() @ a.float()
+    plain = load_policy(make_config(folders["dense"]), groups)
+    plain.load_hf_weights(weights.items())
+    with exact_arithmetic(policy):
+        exact = scores(policy)
+    torch.testing.assert_close(exact.float(), scores(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_host_memory_come_back_with_the_factors(
+    folders: dict[str, Path], groups: ParallelGroups
+) -> None:
+    policy = load(folders["dense"], groups, optimizer={"offload": "all"})
+    train(policy)
+    now = scores(policy)
+    policy.make_room()
+    policy.make_room_of_weights()
+    assert torch.equal(now, scores(policy))
+
+
+def test_a_checkpoint_holds_the_factors_and_the_bases_digest(
+    folders: dict[str, Path], groups: ParallelGroups, tmp_path: Path
+) -> None:
+    config = lora_config(folders["dense"], "dense")
+    policy = load_policy(config, groups)
+    train(policy)
+    saved = save(tmp_path, policy, config)
+    on_disk = tensors_on_disk(saved)
+    weights = {name for name in on_disk if not name.startswith("optimizer.")}
+    assert len(weights) == 2 * lora_of(policy).num_bound
+    assert all(name.startswith("adapter.decoder.layers.") for name in weights)
+    assert read_manifest(saved).base_sha256 == policy.base_sha256()
+    with pytest.raises(ConversionError, match=mentions(saved, "adapter.decoder", "RUN/hf")):
+        MegatronFolder(saved, policy.stages[0].rules)
+    # Full weights have no base, and their manifest does not speak of one.
+    plain_config = make_config(folders["dense"])
+    plain = load_policy(plain_config, groups)
+    other = save(tmp_path / "plain", plain, plain_config)
+    assert plain.base_sha256() is None
+    assert "base_sha256" not in (other / "manifest.json").read_text()
+
+
+def test_another_base_is_refused(
+    folders: dict[str, Path], groups: ParallelGroups, tmp_path: Path
+) -> None:
+    config = lora_config(folders["dense"], "dense")
+    policy = load_policy(config, groups)
+    save(tmp_path, policy, config)
+    tensors = load_file(folders["dense"] / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][0, 0] = torch.nextafter(tensors[name][0, 0], torch.tensor(9.0))
+    policy.load_hf_weights(tensors.items())
+    digests = [read_manifest(tmp_path / "checkpoints/step_00000001").base_sha256 or ""]
+    digests.append(policy.base_sha256() or "")
+    folder = str(folders["dense"])
+    with pytest.raises(CheckpointError, match=mentions(*(d[:12] for d in digests), folder)):
+        checkpoint.load_latest(tmp_path, policy=policy, config=config)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [
+        ({"kind": "none"}, "adapter.kind"),
+        ({"kind": "lora", "rank": RANK + 1, "alpha": ALPHA}, "adapter.rank"),
+        ({"kind": "lora", "rank": RANK, "alpha": ALPHA + 1}, "adapter.alpha"),
+        ({"kind": "lora", "rank": RANK, "alpha": ALPHA, "targets": ["qkv"]}, "adapter.targets"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused_by_name(
+    folders: dict[str, Path],
+    groups: ParallelGroups,
+    tmp_path: Path,
+    adapter: dict[str, Any],
+    name: str,
+) -> None:
+    config = lora_config(folders["dense"], "dense")
+    save(tmp_path, load_policy(config, groups), config)
+    other = make_config(folders["dense"], adapter=adapter)
+    policy = load_policy(other, groups)
+    with pytest.raises(ConfigError, match=mentions(name, "run.output_dir")):
+        checkpoint.check_resume(tmp_path, policy.hf_config, other)
+    with pytest.raises(ConfigError, match=mentions(name, "run.output_dir")):
+        checkpoint.load_latest(tmp_path, policy=policy, config=other)
+
+
+def test_the_bound_layers_are_counted_and_named(
+    folders: dict[str, Path], groups: ParallelGroups, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gapo_megatron.policy.lora"):
+        policy = load(folders["experts"], groups, "experts")
+    # Four layers of two attention layers and four experts of two.
+    assert lora_of(policy).num_bound == 40
+    assert all(text in caplog.text for text in ("40 linear layers", "qkv: 4", "experts: 32"))
+
+
+@pytest.mark.parametrize(("kind", "target"), [("dense", "experts"), ("experts", "fc1")])
+def test_a_target_that_binds_nothing_is_refused(
+    folders: dict[str, Path], groups: ParallelGroups, kind: str, target: str
+) -> None:
+    adapter = {"kind": "lora", "targets": ["qkv", target]}
+    with pytest.raises(
+        ConfigError, match=mentions("adapter.targets", repr(target), *TARGETS[kind])
+    ):
+        load(folders[kind], groups, kind, adapter=adapter)
+
+
+@pytest.mark.parametrize("target", ["qkv", "proj", "fc1", "fc2"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_every_layer_learns_whatever_else_is_bound(
+    folders: dict[str, Path], groups: ParallelGroups, target: str, recompute: str
+) -> None:
+    """The first layer too: in front of it every weight is frozen."""
+    adapter = {"kind": "lora", "rank": RANK, "targets": [target]}
+    model = {"hf_dir": str(folders["dense"]), "precision": "fp32", "recompute": recompute}
+    policy = load(folders["dense"], groups, adapter=adapter, model=model)
+    before = factors(policy)
+    train(policy)
+    after = factors(policy)
+    assert len({name.split(".")[2] for name in after}) == 4
+    assert all(not torch.equal(before[name][1], after[name][1]) for name in before)
+
+
+def test_experts_alone_can_be_trained(folders: dict[str, Path], groups: ParallelGroups) -> None:
+    adapter = {"kind": "lora", "rank": RANK, "targets": ["experts"]}
+    policy = load(folders["experts"], groups, "experts", adapter=adapter)
+    before = factors(policy)
+    train(policy, "experts")
+    after = factors(policy)
+    assert any(not torch.equal(before[name][1], after[name][1]) for name in before)

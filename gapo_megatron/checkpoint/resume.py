@@ -24,7 +24,7 @@ from gapo_megatron.checkpoint.save import layout, model_identity
 from gapo_megatron.checkpoint.state import AHEAD_NAME, TRAINER_STATE_NAME, State
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes
-from gapo_megatron.errors import CheckpointError, ConversionError
+from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
@@ -85,9 +85,10 @@ def load_latest(
     of the files); for the first complete candidate those of Megatron-core's load; a barrier.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model (names the fields), or its adapter
-            to other frozen weights; or there are checkpoints and none is complete.
-        ConfigError: see `check_resume`; here also for a checkpoint that is not the newest.
+        CheckpointError: the checkpoint belongs to another model (names the fields), or there are
+            checkpoints and none is complete.
+        ConfigError: an adapter was trained on other frozen weights; or see `check_resume`, here
+            also for a checkpoint that is not the newest.
     """
     folder = checkpoints_dir(run_dir)
     policy.base_sha256()  # while the weights are on the device
@@ -293,14 +294,15 @@ def _require_same_base(path: Path, found: Manifest, ours: str | None, config: Co
     """Refuse the checkpoint in `path` if its adapter was trained on other frozen weights.
 
     Raises:
-        CheckpointError: names the folder of the weights, and both digests.
+        ConfigError: names the setting and both digests.
     """
     if found.base_sha256 != ours:
         there, here = (digest and digest[:12] for digest in (found.base_sha256, ours))
-        raise CheckpointError(
-            f"{path}: its adapter was trained on other frozen weights (SHA-256 {there}...) than "
-            f"those of model.hf_dir ({config.model.hf_dir}) or model.megatron_dir in "
-            f"model.precision {config.model.precision!r} ({here}...)"
+        field = "megatron_dir" if config.model.megatron_dir else "hf_dir"
+        raise ConfigError(
+            f"model.{field} ({getattr(config.model, field)}) in model.precision "
+            f"{config.model.precision!r} holds other weights (SHA-256 {here}...) than the frozen "
+            f"ones on which the adapter in {path} was trained ({there}...)"
         )
 
 

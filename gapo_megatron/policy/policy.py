@@ -282,9 +282,7 @@ class Policy:
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def base_sha256(self) -> str | None:
-        """Digest of the frozen weights beneath an adapter; None for one that has no such base.
-
-        Of whole Hugging Face tensors in the policy's precision, so the same in every layout.
+        """Digest of an adapter's frozen base, the same in every layout; None if there is none.
 
         Collectives, the first time after the weights are loaded: those of `iterate_hf_weights`,
         and a gather over all ranks.

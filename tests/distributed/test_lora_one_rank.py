@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gapo_megatron import checkpoint
-from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
+from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.manifest import read_manifest
 from gapo_megatron.hf.torch_dist import MegatronFolder
 from gapo_megatron.learn.score import log_probs
@@ -221,7 +221,7 @@ def test_another_base_is_refused(
     digests = [read_manifest(tmp_path / "checkpoints/step_00000001").base_sha256 or ""]
     digests.append(policy.base_sha256() or "")
     folder = str(folders["dense"])
-    with pytest.raises(CheckpointError, match=mentions(*(d[:12] for d in digests), folder)):
+    with pytest.raises(ConfigError, match=mentions(folder, *(d[:12] for d in digests[::-1]))):
         checkpoint.load_latest(tmp_path, policy=policy, config=config)
 
 

@@ -1,0 +1,96 @@
+"""Whole runs that train an adapter: they learn, resume with the same bits, and know their base."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gapo_megatron.hf.manifest import read_manifest
+from tests import train_setup
+from tests.messages import mentions
+from tests.programs import Program
+from tests.train_setup import (
+    arguments,
+    assert_same_run,
+    finish,
+    interrupt,
+    launched,
+    run,
+    steps_of,
+)
+
+CONFIG = train_setup.CONFIG.replace("num_steps = 6", "num_steps = 4").replace(
+    "[data]",
+    """[adapter]
+kind = "lora"
+rank = 4
+alpha = 8
+[data]""",
+)
+KL = "objective.kl_coef=0.1"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warm start trains every weight, although the config has an adapter."""
+    root = train_setup.prepare(tmp_path_factory.mktemp("lora"), CONFIG)
+    init, base = (load_file(root / name / "model.safetensors") for name in ("init", "base"))
+    assert not any(torch.equal(init[name], base[name]) for name in init)
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole_run(root: Path) -> Path:
+    run(root, "whole", KL)
+    return root / "whole"
+
+
+def test_a_run_trains_factors_and_exports_them_merged(root: Path, whole_run: Path) -> None:
+    steps = steps_of(whole_run)
+    assert [line["step"] for line in steps] == list(range(4))
+    for line in steps:
+        # In fp32 a merge is exact to rounding: the bound is that of full weights.
+        assert 0 <= line["sync/max_abs_log_prob_diff"] < 1e-4
+    assert any(line["optim/grad_norm"] > 0 for line in steps)
+    exported, base = (load_file(f / "model.safetensors") for f in (whole_run / "hf", root / "base"))
+    moved = {name for name in base if not torch.equal(base[name], exported[name])}
+    assert moved == {
+        name for name in base if name.endswith(tuple(f"{p}.weight" for p in PROJECTIONS))
+    }
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(root: Path, whole_run: Path) -> None:
+    killed = root / "killed"
+    first, second = (killed / "attempts" / name for name in ("7.0", "7.1"))
+    stop = {"stage": "step 2: update", "by": "SIGKILL"}
+    interrupt(root, "killed", KL, **stop, env=launched(first))
+    [saved] = sorted((killed / "checkpoints").glob("step_*"))
+    assert re.fullmatch("[0-9a-f]{64}", read_manifest(saved).base_sha256 or "")
+    run(root, "killed", KL, env=launched(second))
+    assert_same_run(killed, whole_run)
+
+
+def test_another_base_and_full_weights_are_refused(root: Path, whole_run: Path) -> None:
+    folder = shutil.copytree(root / "base", root / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] += 1e-3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    longer = ("run.num_steps=6", KL)
+    shutil.copytree(whole_run, root / "again")
+    command = arguments(root, "again", *longer, f"model.hf_dir={folder}")
+    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
+    assert re.search(mentions("model.hf_dir", str(folder), "SHA-256"), output)
+    full = ("adapter.kind=none", "adapter.rank=16", "adapter.alpha=32")
+    command = arguments(root, "again", *longer, *full)
+    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
+    assert re.search(mentions("adapter.kind ('none') was 'lora'"), output)
+    point = f"checkpoint.branch_from={whole_run}/checkpoints/step_4"
+    command = arguments(root, "branch", *longer, *full, point)
+    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
+    assert re.search(mentions("adapter.kind is 'lora' there and 'none' here"), output)

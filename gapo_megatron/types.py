@@ -6,11 +6,15 @@ import copy
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:  # verifier workers need `Verdict`, and start without torch
     import numpy as np
     import torch
+
+Factors: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor]"
+"""Name of a linear layer in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`, then
+A [rank, in] and B [out, rank] beside its weight W: the layer computes W x + scale * B A x."""
 
 
 @dataclass(frozen=True, slots=True)

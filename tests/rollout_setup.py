@@ -29,6 +29,7 @@ from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.generate import Hooks
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollout.vllm.arguments import engine_args
 from gapo_megatron.types import Prompt
 from tests.configs import config_of
@@ -87,9 +88,11 @@ def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
     }
 
 
-def build_engine(config: Config, *, load_weights: bool = True) -> RolloutEngine:
+def build_engine(
+    config: Config, *, load_weights: bool = True, slots: Slots | None = None
+) -> RolloutEngine:
     hf_config = AutoConfig.from_pretrained(config.model.hf_dir)
-    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights)
+    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights, slots=slots)
 
 
 def make_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.lora import MaxLoRARanks
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -68,12 +70,18 @@ def close(llm: LLMEngine) -> None:
     llm.engine_core.shutdown()
 
 
-def add_tokens(llm: LLMEngine, name: str, tokens: Sequence[int], params: SamplingParams) -> None:
-    """Queue a prompt of token ids."""
+def add_tokens(
+    llm: LLMEngine,
+    name: str,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    adapter: LoRARequest | None,
+) -> None:
+    """Queue a prompt of token ids, to be computed with the adapter if there is one."""
     # Uses: inputs.engine.tokens_input
     # Versions: vllm 0.32.0
     # Upstream: none found
-    llm.add_request(name, tokens_input(list(tokens)), params)
+    llm.add_request(name, tokens_input(list(tokens)), params, lora_request=adapter)
 
 
 def queue_lengths(llm: LLMEngine) -> tuple[int, int]:
@@ -222,6 +230,32 @@ def _parts(
         and not (isinstance(module, RowParallelLinear) and name == "bias")
     )
     yield parameter, 1 if is_cut else num_ranks
+
+
+def adapter_ranks() -> list[int]:
+    """Ranks that room for an adapter may have."""
+    # Uses: config.lora.MaxLoRARanks
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    return sorted(get_args(MaxLoRARanks))
+
+
+def adapted_layers(llm: LLMEngine) -> set[str]:
+    """Hugging Face names of the layers that have room for an adapter's factors.
+
+    vLLM ignores factors of other layers, and computes a layer without factors as if they were zero.
+    """
+    # Uses: model.lora_manager; its modules, packed_modules
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+
+    def names(model: Any) -> set[str]:
+        manager = model.lora_manager
+        fused = manager.packed_modules
+        return {part for name in manager.modules for part in fused.get(name, [name])}
+
+    (found,) = llm.apply_model(names)
+    return found
 
 
 def repack_experts(model: nn.Module) -> None:

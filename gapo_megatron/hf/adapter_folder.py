@@ -32,6 +32,7 @@ from gapo_megatron.hf.folder import is_marked, mark, new_folder
 from gapo_megatron.hf.headers import Header, read_header
 from gapo_megatron.hf.weights import finite_extremes
 from gapo_megatron.io.documents import read_object
+from gapo_megatron.types import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -54,9 +55,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base
 }
 """Settings of peft that change what the factors mean, and the values that change nothing."""
-
-Factors = tuple[str, Tensor, Tensor]
-"""Name of a linear layer in the Hugging Face model, A [r, in] and B [out, r] of one dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,12 @@ from torch import Tensor
 
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Factors
+
+Needs = Literal["merged", "base", "factors"]
+"""What a sync of a policy with an adapter must bring an engine. `merged`: weights that contain the
+adapter, since the engine cannot compute with factors. `base`: the weights beneath the adapter, then
+the factors. `factors`: those alone, since the engine still has the weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,10 +151,44 @@ class Engine(Protocol):
         """
 
     def sleep(self) -> None:
-        """Release memory to the trainer; the weights are lost. Does nothing if asleep."""
+        """Release memory to the trainer. Does nothing if asleep.
+
+        The weights are lost, except of an `AdapterEngine` that still needs factors alone.
+        """
 
     def wake(self) -> None:
-        """Allocate the memory of the weights, which `update_weights` must then fill.
+        """Allocate the memory of the weights, which `update_weights` must then fill if lost.
 
         Does nothing if awake: `update_weights` then overwrites the weights in place.
+        """
+
+
+class AdapterEngine(Engine, Protocol):
+    """An engine that can compute with the factors of an adapter beside its weights.
+
+    Any other engine gets merged weights: the sum W + scale * B A, rounded to the dtype of W.
+    """
+
+    needs: Needs
+    """What the next sync of a policy with an adapter must bring; the same on every rank."""
+
+    def update_adapter(
+        self, factors: Iterable[Factors], *, scale: float, policy_version: int
+    ) -> None:
+        """Replace the adapter beside the weights and clear caches; the engine is awake afterwards.
+
+        Only if `needs` is `factors`: the engine then holds the weights beneath the adapter.
+        `update_weights` brings those, and removes an earlier adapter.
+
+        Args:
+            factors: of every adapted layer once; the same on every rank. The engine may hold
+                tensors until the call returns.
+            scale: factor of B A.
+            policy_version: the engine's new version; -1 during the call.
+
+        Collectives: those of `factors`, in lockstep on all ranks.
+
+        Raises:
+            WeightSyncError: factors are missing, extra, repeated or misshapen; names them. The
+                adapter is then undefined, the version is -1.
         """

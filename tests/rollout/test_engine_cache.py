@@ -61,7 +61,7 @@ def test_a_generation_keeps_its_prefixes_while_every_episode_waits_for_its_envir
     engine.llm = llm = Llm()
     engine.eos_token_ids = ()
     engine.schedule = type("Awake", (), {"require": lambda *_: None})()
-    engine._is_new_generation = True
+    engine._is_new_generation, engine._adapter = True, None
     monkeypatch.setattr(module.vllm, "add_tokens", lambda llm, name, *_: llm.names.append(name))
     monkeypatch.setattr(module.vllm, "request_names", lambda llm: list(llm.names))
     monkeypatch.setattr(module.vllm, "unfinished", lambda llm: {})

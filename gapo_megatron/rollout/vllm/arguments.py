@@ -19,6 +19,7 @@ from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads
 from gapo_megatron.models.cpu_engine import check_head_dim
 from gapo_megatron.models.tables import geometry_of
+from gapo_megatron.rollout.vllm.adapter import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,17 @@ def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def engine_args(
-    config: Config, hf_config: PretrainedConfig, device: torch.device, *, load_weights: bool = False
+    config: Config,
+    hf_config: PretrainedConfig,
+    device: torch.device,
+    *,
+    load_weights: bool = False,
+    slots: Slots | None = None,
 ) -> EngineArgs:
-    """Arguments of vLLM, the same on every rank. For `load_weights` see `RolloutEngine`."""
+    """Arguments of vLLM, the same on every rank.
+
+    For `load_weights` see `RolloutEngine`. With `slots` the layers have room for factors.
+    """
     rollout = config.rollout
     # One token more than the longest sequence: scoring it also samples a token after it.
     max_model_len = config.max_sequence_tokens + 1
@@ -152,5 +161,6 @@ def engine_args(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_QUANTIZATION[rollout.quantization],
+        **(slots.arguments if slots else {}),
         **device_args,
     )

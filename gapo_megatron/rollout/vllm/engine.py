@@ -6,6 +6,7 @@ in lockstep without a coordinator (vLLM's external launcher).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -20,8 +21,9 @@ from vllm.outputs import RequestOutput
 from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
-from gapo_megatron.rollout.engine import Completion, Request
+from gapo_megatron.rollout.engine import Completion, Needs, Request
 from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.vllm.adapter import Slots, load_factors, why_merged
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
 from gapo_megatron.rollout.vllm.guards import (
     own_shared_memory,
@@ -37,6 +39,9 @@ from gapo_megatron.rollout.vllm.requests import (
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollout.vllm.weights import reload_weights, verify_bound
 from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Factors
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -48,6 +53,7 @@ class RolloutEngine:
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
         gloo_group: gloo group of all ranks, for Python objects; also `replicas.gloo_group`.
+        slots: room for the policy's adapter; None without one, and if its weights come merged.
         replicas, policy_version, max_sequence_tokens, vocab_size, verify_bound: see `Engine`.
     """
 
@@ -59,6 +65,7 @@ class RolloutEngine:
         device: torch.device | str,
         load_weights: bool = False,
         gloo_group: dist.ProcessGroup | None = None,
+        slots: Slots | None = None,
     ) -> None:
         """Build the engine. The process group must be up.
 
@@ -71,6 +78,7 @@ class RolloutEngine:
                 brings the weights.
             gloo_group: all ranks, used by nothing else while the engine generates; None: a new
                 group.
+            slots: room for the policy's adapter; None without one.
 
         Collectives: vLLM's own at start-up; one new group over all ranks, unless `gloo_group` is
         given.
@@ -84,6 +92,9 @@ class RolloutEngine:
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
+        self.slots = self._usable(slots)
+        self._adapter: vllm.LoRARequest | None = None
+        self._has_base = False
         self._is_new_generation = True
         self.max_sequence_tokens = config.max_sequence_tokens
         self.vocab_size: int = hf_config.vocab_size
@@ -100,15 +111,38 @@ class RolloutEngine:
         ):
             try:
                 self.llm = vllm.create(
-                    engine_args(config, hf_config, device, load_weights=load_weights)
+                    engine_args(
+                        config, hf_config, device, load_weights=load_weights, slots=self.slots
+                    )
                 )
             except ValueError as error:
                 raise RolloutError(f"vLLM cannot start: {error}") from error
-        self.schedule = Schedule(self.llm, device)
+        self.schedule = Schedule(self.llm, device, keeps_weights=self.slots is not None)
         size = config.rollout.tensor_parallel_size
         self.replicas = Replicas.create(size, gloo_group=self.gloo_group)
         if not load_weights:
             self.schedule.sleep()
+
+    def _usable(self, slots: Slots | None) -> Slots | None:
+        """The slots, or None if vLLM cannot compute with factors; says why."""
+        if slots is None:
+            return None
+        reason = why_merged(
+            slots,
+            dtype=getattr(torch, self.config.model.dtype),
+            device=self.device,
+            quantized=bool(self.config.rollout.quantization),
+        )
+        if reason and dist.get_rank() == 0:
+            logger.warning("the engine gets weights merged with the adapter, rounded: %s", reason)
+        return None if reason else slots
+
+    @property
+    def needs(self) -> Needs:
+        """What a sync of a policy with an adapter must bring: `AdapterEngine.needs`."""
+        if self.slots is None:
+            return "merged"
+        return "factors" if self._has_base else "base"
 
     def add(self, request: Request) -> None:
         """Queue a request: `Engine.add`."""
@@ -121,7 +155,7 @@ class RolloutEngine:
         self._is_new_generation = False
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
         params = to_params(request, [*self.eos_token_ids, *request.stop_ids])
-        vllm.add_tokens(self.llm, request.name, tokens, params)
+        vllm.add_tokens(self.llm, request.name, tokens, params, self._adapter)
 
     def poll(self) -> list[Completion]:
         """Take one decoding step: `Engine.poll`."""
@@ -157,7 +191,7 @@ class RolloutEngine:
         with trainer_random_state():
             try:
                 for i, ids in enumerate(tokens):
-                    vllm.add_tokens(self.llm, str(i), ids, params)
+                    vllm.add_tokens(self.llm, str(i), ids, params, self._adapter)
                 while self.llm.has_unfinished_requests():
                     outputs |= {one.request_id: one for one in self.llm.step() if one.finished}
             finally:
@@ -183,11 +217,38 @@ class RolloutEngine:
         """Replace all weights in place, and generate with them: `Engine.update_weights`."""
         self.schedule.require_awake("update_weights")
         self.policy_version = -1
+        self._has_base, self._adapter = False, None  # vLLM forgets adapters with the weights
         try:
             reload_weights(self.llm, self.hf_config, tensors, self.replicas)
         except (ConversionError, WeightSyncError) as error:
             raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error
         on_received()
+        self._has_base = True
+        self._begin(policy_version)
+
+    def update_adapter(
+        self, factors: Iterable[Factors], *, scale: float, policy_version: int
+    ) -> None:
+        """Replace the adapter in place, and generate with it: `AdapterEngine.update_adapter`.
+
+        Raises:
+            RolloutError: the engine is asleep or has no weights, or no room for factors.
+            WeightSyncError: see `load_factors`.
+        """
+        self.schedule.require_awake("update_adapter")
+        if self.slots is None or self.needs != "factors":
+            raise RolloutError(f"update_adapter, but the engine needs {self.needs} weights")
+        self.policy_version, self._adapter = -1, None
+        try:
+            self._adapter = load_factors(
+                self.llm, factors, slots=self.slots, scale=scale, replicas=self.replicas
+            )
+        except WeightSyncError as error:
+            raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error
+        self._begin(policy_version)
+
+    def _begin(self, policy_version: int) -> None:
+        """Be ready to generate at the new version, with no cache of the old."""
         self.schedule.wake_for_generation()
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError(

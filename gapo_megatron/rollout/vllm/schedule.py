@@ -6,6 +6,9 @@ Asleep (vLLM's level 2) the engine holds neither weights nor KV cache. It wakes 
 weights' memory, which the sync fills, and only then the KV cache, so that the trainer's shards and
 the cache never reach their maximum together. On a CPU nothing is released, but the order is the
 same and is checked too: after a sleep the weights are undefined until a sync.
+
+With an adapter, which is all that a sync brings, asleep means vLLM's level 1: the weights wait in
+host memory, and return when their memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,8 +33,12 @@ class Phase(enum.StrEnum):
 class Schedule:
     """Keeps the engine's phase; the only caller of vLLM's sleep and wake_up."""
 
-    def __init__(self, engine: LLMEngine, device: torch.device) -> None:
+    def __init__(
+        self, engine: LLMEngine, device: torch.device, *, keeps_weights: bool = False
+    ) -> None:
+        """Begin awake; `keeps_weights` in host memory while the engine sleeps."""
         self.phase = Phase.GENERATING
+        self._level = 1 if keeps_weights else 2
         self._engine = engine
         self._releases_memory = device.type == "cuda"
 
@@ -51,7 +58,7 @@ class Schedule:
             return
         self.require(Phase.GENERATING, "sleep")
         if self._releases_memory:
-            self._engine.sleep(level=2)
+            self._engine.sleep(level=self._level)
         self.phase = Phase.SLEEPING
 
     def wake_for_sync(self) -> None:

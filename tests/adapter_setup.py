@@ -1,0 +1,100 @@
+"""Low-rank factors for tests: of transformers' models, and a policy that stands for a trainer's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gapo_megatron.types import Factors
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_factors(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    seed: int,
+    size: float = 0.1,
+    layers: Sequence[str] = LAYERS,
+) -> list[Factors]:
+    """Factors of both kinds of layers, A of order 1 / sqrt(in) and B of `size`."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in layers:
+            a = torch.randn(rank, module.in_features, generator=generator)
+            b = torch.randn(module.out_features, rank, generator=generator)
+            a, b = a / module.in_features**0.5, b * size
+            found.append((name, a.to(module.weight.dtype), b.to(module.weight.dtype)))
+    return found
+
+
+def with_factors(
+    model: PreTrainedModel, factors: Sequence[Factors], scale: float
+) -> PreTrainedModel:
+    """A copy in float64 whose layers compute W x + scale * B (A x), nothing merged."""
+    exact = copy.deepcopy(model).double().eval()
+    for name, a, b in factors:
+
+        def add(_: Any, inputs: Any, output: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
+            return output + scale * (inputs[0] @ a.double().T @ b.double().T)
+
+        exact.get_submodule(name).register_forward_hook(add)
+    return exact
+
+
+@dataclass
+class FakeAdapter:
+    """What a sync asks of an adapter; its factors may share memory with the policy."""
+
+    factors: list[Factors]
+    scale: float
+    is_on: bool = True
+
+    def whole_factors(self, stages: Any) -> Iterator[Factors]:
+        yield from self.factors
+
+    @contextlib.contextmanager
+    def switched_off(self) -> Iterator[None]:
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+@dataclass
+class FakePolicy:
+    """A policy whose memory holds nothing once it has made room."""
+
+    model: PreTrainedModel
+    adapter: FakeAdapter | SimpleNamespace
+    stages: tuple[()] = ()
+    num_weights_sent: int = 0
+    made_room: list[str] = field(default_factory=list)
+
+    def iterate_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert not getattr(self.adapter, "is_on", False), "rounded sums instead of the base"
+        self.num_weights_sent += 1
+        tied = self.model.config.tie_word_embeddings
+        for name, tensor in self.model.state_dict().items():
+            if not (tied and name == "lm_head.weight"):
+                yield name, tensor.clone()
+
+    def make_room(self) -> None:
+        self.made_room.append("gradients")
+
+    def make_room_of_weights(self) -> None:
+        self.made_room.append("weights")
+        for _, a, b in self.adapter.factors:
+            a.fill_(torch.nan)
+            b.fill_(torch.nan)

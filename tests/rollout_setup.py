@@ -3,7 +3,7 @@
 import contextlib
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.generate import Hooks
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.vllm import RolloutEngine
-from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollout.vllm.arguments import engine_args
 from gapo_megatron.types import Prompt
 from tests.configs import config_of
@@ -61,7 +60,9 @@ def make_model(tied: bool) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=64, tie_word_embeddings=False))
 
 
-def make_config(hf_dir: Path, *, precision: str = "fp32", **rollout: object) -> Config:
+def make_config(
+    hf_dir: Path, *, precision: str = "fp32", adapter: Mapping[str, Any] = {}, **rollout: object
+) -> Config:
     usual = {
         "model": {"hf_dir": str(hf_dir), "precision": precision},
         "data": {"max_prompt_tokens": 140},
@@ -72,7 +73,7 @@ def make_config(hf_dir: Path, *, precision: str = "fp32", **rollout: object) -> 
             "verify_bound": TOLERANCE,
         },
     }
-    return config_of(usual, {"rollout": rollout})
+    return config_of(usual, {"rollout": rollout}, {"adapter": adapter})
 
 
 def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
@@ -88,11 +89,9 @@ def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
     }
 
 
-def build_engine(
-    config: Config, *, load_weights: bool = True, slots: Slots | None = None
-) -> RolloutEngine:
+def build_engine(config: Config, *, load_weights: bool = True) -> RolloutEngine:
     hf_config = AutoConfig.from_pretrained(config.model.hf_dir)
-    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights, slots=slots)
+    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights)
 
 
 def make_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:

@@ -87,6 +87,7 @@ class Lora:
         rules = rules_for(hf_config)
         found = factors_of(rules, targets=settings.targets, rank=settings.rank)
         self._factors = {one.weight.megatron: one for one in found}
+        self.scale = settings.scale
         self._settings, self._groups, self._layers, self._seed = settings, groups, layers, seed
         self._num_experts = max((one.num_experts or 0 for one in rules), default=0)
         self._is_on = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
 
 from gapo_megatron.learn.score import score
 from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.adapter_sync import Sending, needs_of, update_adapter
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.transport import Transport, in_place
 from gapo_megatron.rollout.verify import WeightCheck, verify_weights
@@ -31,33 +33,45 @@ def sync(
 
     The trainer scores the probe first, sequence by sequence, while a sleeping engine leaves it the
     memory. Then it frees memory for the engine's weights (`Policy.make_room`), and after their
-    arrival for the engine's KV cache (`Policy.make_room_of_weights`).
+    arrival for the engine's KV cache (`Policy.make_room_of_weights`). For a policy with low-rank
+    factors see `adapter_sync`.
 
     Args:
         policy: its gradients are freed, and offloaded tensors are on the host afterwards.
         engine: asleep or awake; awake afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: number of steps that the weights have been trained for.
-        transport: sends the weights to the engine.
+        transport: sends whole weights to the engine; factors are on every rank already.
 
     Returns:
-        The largest difference of log-probs at temperature 1, the same on every rank.
+        The largest difference of log-probs at temperature 1, and the rounding of merged weights;
+        the same on every rank.
 
-    Collectives: those of `score_probe`, then of `Policy.iterate_hf_weights`; a gather of the
-    differences.
+    Collectives: those of `score_probe`, then of `Policy.iterate_hf_weights`, of an adapter's
+    `whole_factors`, or of both; a gather of the differences.
 
     Raises:
         WeightSyncError: tensors or log-probs do not agree; on every rank.
     """
     log_probs = score_probe(policy, probe, engine.replicas.gloo_group)
+    sending = Sending(policy, needs_of(engine), keeps_factors=True)
     policy.make_room()
-    transport(
-        engine,
-        policy.iterate_hf_weights(),
-        policy_version=policy_version,
-        on_received=policy.make_room_of_weights,
-    )
-    return verify_weights(engine, probe, log_probs)
+    if sending.brings_weights:
+        transport(
+            engine,
+            sending.weights(),
+            policy_version=policy_version,
+            on_received=policy.make_room_of_weights,
+        )
+    else:
+        policy.make_room_of_weights()
+        engine.wake()
+    if sending.brings_factors:
+        update_adapter(
+            engine, sending.factors(), scale=sending.scale, policy_version=policy_version
+        )
+    check = verify_weights(engine, probe, log_probs)
+    return replace(check, merge_rounding=sending.rounding)
 
 
 def score_probe(

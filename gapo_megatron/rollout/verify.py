@@ -21,6 +21,9 @@ class WeightCheck:
     """Mean difference per token in the sequence where it is largest."""
     max_abs_diff: float
     """Difference at the worst token."""
+    merge_rounding: float | None = None
+    """Rounding errors of weights sent with an adapter merged in, relative to the adapter's own size
+    (Frobenius norms); None if the engine computes with factors, and without an adapter."""
 
 
 def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarray]) -> WeightCheck:

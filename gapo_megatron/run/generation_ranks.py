@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.adapter_sync import Sending, as_tensors, low_rank_adapter
 from gapo_megatron.rollout.sync import score_probe
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import ROW, Batch, Rollouts
@@ -138,13 +139,19 @@ class GenerationRanks:
         if not self._is_due(policy_version):
             return None
         with self.stopwatch("sync"):
-            number = self._order(Order("weights", policy_version))
+            adapter = low_rank_adapter(self.policy)
+            scale = None if adapter is None else adapter.scale
+            number = self._order(Order("weights", policy_version, scale=scale))
             log_probs = score_probe(self.policy, probe, self.gloo_group)
             if self.attempt.leads:
                 self.bridge.mail.post(f"probe/{number}", pack_probe(probe, log_probs))
-            self._wait(f"ready/{number}")
-            self.bridge.send_weights(self.policy.iterate_hf_weights())
+            sending = Sending(self.policy, unpack(self._wait(f"ready/{number}")))
+            if sending.brings_weights:
+                self.bridge.send_weights(sending.weights())
+            if sending.brings_factors:
+                self.bridge.send_weights(as_tensors(sending.factors()))
             check = WeightCheck(**unpack(self._wait(f"answer/{number}")))
+            check = replace(check, merge_rounding=sending.rounding)
         self._erase(before=self._num_synced)
         self.version, self._num_synced = policy_version, number
         return check

@@ -21,6 +21,7 @@ from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.objective import make_batch
+from gapo_megatron.rollout.adapter_sync import from_tensors, needs_of, update_adapter
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.verify import verify_weights
@@ -118,9 +119,15 @@ class GenerationSide:
 
     def _receive_weights(self, number: int, order: Order) -> None:
         with self.stopwatch("sync"):
-            self._post(f"ready/{number}", b"")
-            self.engine.wake()
-            self.engine.update_weights(self.bridge.receive_weights(), policy_version=order.step)
+            engine, version = self.engine, order.step
+            needs = "merged" if order.scale is None else needs_of(engine)
+            self._post(f"ready/{number}", pack(needs))
+            engine.wake()
+            if needs != "factors":
+                engine.update_weights(self.bridge.receive_weights(), policy_version=version)
+            if needs != "merged":
+                factors = from_tensors(self.bridge.receive_weights())
+                update_adapter(engine, factors, scale=order.scale, policy_version=version)
             probe, log_probs = unpack_probe(self._wait(f"probe/{number}"))
             check = verify_weights(self.engine, probe, log_probs)
         if number == _FIRST_WEIGHTS:

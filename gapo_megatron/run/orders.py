@@ -4,7 +4,8 @@ Orders are numbered and executed in sequence. Messages are JSON, except the tabl
 `mailbox.Mailbox` authenticates each of them under its name, which is used once in a launch.
 
     order/N    by trainer 0       an `Order`
-    ready/N    by generation 0    it has reached this order of weights; they are sent then
+    ready/N    by generation 0    it has reached this order of weights, and needs what it says
+                                  (`rollout.engine.Needs`); that is sent then
     probe/N    by trainer 0       sequences and the trainer's log-probs, to verify the weights
     answer/N   by generation 0    the order is executed; its result
     batch/N    by generation 0    metrics, samples, times, data position; before the answer
@@ -40,6 +41,8 @@ class Order:
     dp_ranks: Sequence[int] = ()
     """Of `begin`, with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
     scorers: Sequence[int] = ()
+    scale: float | None = None
+    """Of `weights`: factor of B A of the policy's adapter; None if it has none."""
 
     def to_bytes(self) -> bytes:
         """As JSON."""

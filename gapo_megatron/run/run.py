@@ -320,6 +320,8 @@ class Run:
         metrics = open_step.metrics | learned | self.state.window.add(learned)
         if synced is not None:
             metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
+            if synced.merge_rounding is not None:
+                metrics["sync/merge_rounding"] = synced.merge_rounding
         num_tokens = int(batch.num_sampled_tokens.sum())
         self.writer.log(step, metrics, self.stopwatch.lap(num_tokens=num_tokens))
         self.state.finish_step()

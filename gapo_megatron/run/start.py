@@ -13,6 +13,7 @@ on the peers in the second, before any model is built.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
+from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
@@ -44,6 +46,8 @@ from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.inputs import Inputs
 from gapo_megatron.run.process_group import World
+
+logger = logging.getLogger(__name__)
 
 
 def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Attempt]:
@@ -192,7 +196,8 @@ def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) ->
         engine = build_engine(config, inputs.hf_config, trainer.world)
     with startup("sync"):
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
-        sync(policy, engine, probe, policy_version=trainer.state.step)
+        check = sync(policy, engine, probe, policy_version=trainer.state.step)
+        _say_if_merged(check, trainer.attempt)
     pool.wait_until_ready()
     return Colocated(
         config=config,
@@ -232,11 +237,21 @@ def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
     )
     if not state.num_open_updates:
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
-        generation.sync(probe, policy_version=state.step)
+        check = generation.sync(probe, policy_version=state.step)
+        _say_if_merged(check, trainer.attempt)
         if state.open_step is not None:  # its batch exists: order the next batches
             generation.sample_ahead()
     generation.stopwatch = trainer.stopwatch
     return generation
+
+
+def _say_if_merged(check: WeightCheck | None, attempt: Attempt) -> None:
+    """Warn that the engine rounds what the policy computes with."""
+    if check is not None and check.merge_rounding is not None and attempt.leads:
+        logger.warning(
+            "the engine gets weights with the adapter merged in, W + scale * B A rounded to the "
+            "dtype of W, because it cannot compute with factors; sync/merge_rounding measures it"
+        )
 
 
 def start_side(

@@ -38,8 +38,8 @@ from tests.rollout_setup import (
 )
 
 RANK = 4  # vLLM has room for 8
-# As rsLoRA has them: no power of two.
-SCALE = 3 / RANK**0.5
+ADAPTER = {"kind": "lora", "rank": RANK, "alpha": 3.0, "rank_stabilized": True}
+SCALE = 3 / RANK**0.5  # no power of two
 SLOTS = Slots(RANK, frozenset(LAYERS))
 # fp32 sums in another order, through factors that are added in between: 1.3e-5 is seen on values up
 # to 10, and 2e-6 on average.
@@ -60,7 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     with process_group():
-        engine = build_engine(make_config(folder), load_weights=False, slots=SLOTS)
+        engine = build_engine(make_config(folder, adapter=ADAPTER), load_weights=False)
         yield SimpleNamespace(engine=engine, model=model)
         engine.close()
 
@@ -91,6 +91,7 @@ def agrees(engine: RolloutEngine, model: PreTrainedModel) -> bool:
 
 def test_the_engine_computes_with_weights_and_factors(synced: SimpleNamespace) -> None:
     engine, model = synced.engine, synced.model
+    assert engine.slots == SLOTS
     assert engine.needs == "factors" and engine.policy_version == 1
     first = factors_of(model, seed=1)
     assert agrees(engine, with_factors(model, first, SCALE))
@@ -169,9 +170,12 @@ def differences(folder: str, precision: str) -> tuple[float, float, str]:
     os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = make_config(
-        Path(folder), precision=precision, tensor_parallel_size=dist.get_world_size()
+        Path(folder),
+        precision=precision,
+        adapter=ADAPTER,
+        tensor_parallel_size=dist.get_world_size(),
     )
-    engine = build_engine(config, load_weights=False, slots=SLOTS)
+    engine = build_engine(config, load_weights=False)
     engine.wake()
     engine.update_weights(weights(model).items(), policy_version=0)
     factors = factors_of(model, seed=1)

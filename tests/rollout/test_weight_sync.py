@@ -29,6 +29,7 @@ from tests.distributed.policy_setup import (
     make_config,
     save_model,
 )
+from tests.factors_engine import FactorsEngine
 from tests.transformers_engine import TransformersEngine
 
 
@@ -136,3 +137,47 @@ def test_another_transport_may_bring_the_weights(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
     for difference in run_distributed(sync_by_broadcast, 2, tmp_path):
         assert 0 < difference < 1e-5
+
+
+def sync_an_adapter(folder: Path, parallel: dict[str, int]) -> list[WeightCheck]:
+    """Policy and engine compute W x + scale * B A x; then a second engine gets merged weights."""
+    policy = make_policy(folder, parallel=parallel, adapter={"kind": "lora", "rank": 4})
+    replicas = Replicas.create(1, gloo_group=dist.group.WORLD)
+    other = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    engine = FactorsEngine(other, replicas=replicas)
+    probe, checks = first_sequences(make_batch(), 3), []
+    for version in range(2):
+        randomise(policy, seed=version)
+        checks.append(sync(policy, engine, probe, policy_version=version))
+    assert engine.received == ["weights", "factors", "factors"]
+    engine._forgets = True
+    randomise(policy, seed=2)
+    with pytest.raises(WeightSyncError, match=r"\bversion 2\b"):
+        sync(policy, engine, probe, policy_version=2)
+    checks.append(sync(policy, make_engine(folder), probe, policy_version=3))
+    destroy()
+    return checks
+
+
+@torch.no_grad()
+def randomise(policy: Policy, seed: int) -> None:
+    """Give every factor B values of its own, the same on every rank that holds it."""
+    for stage in policy.stages:
+        for name, factor in stage.named_parameters():
+            if name.endswith("lora_b"):
+                generator = torch.Generator().manual_seed(seed + sum(factor.shape))
+                factor.copy_(torch.randn(factor.shape, generator=generator) * 0.05)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor_model_parallel_size": 2}])
+def test_an_adapter_is_synced_beside_its_base(tmp_path: Path, parallel: dict[str, int]) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    for first, second, merged in run_distributed(
+        sync_an_adapter, 1 + len(parallel), tmp_path, parallel
+    ):
+        for one in (first, second):
+            assert 0 < one.max_abs_diff < 1e-5 and one.merge_rounding is None
+        assert 0 < merged.max_abs_diff < 1e-5 and 0 < merged.merge_rounding < 1e-5

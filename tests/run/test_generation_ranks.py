@@ -9,16 +9,19 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.policy.adapters import FULL_WEIGHTS
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.orders import STOP, Order, pack, pack_probe, unpack_probe
+from tests.adapter_setup import FakeAdapter
 from tests.configs import config_of
 
 T = TypeVar("T")
@@ -65,6 +68,9 @@ class Side:
         self.log: list[str] = []
         self.aborts: set[int] = set()
         self.messages = object()
+        self.needs = "merged"
+        self.received: list[list[str]] = []
+        """Names of the tensors of every broadcast."""
 
     def beat(self) -> None: ...
 
@@ -79,7 +85,8 @@ class Side:
         self.log.append(f"{order.task} {order.step}")
         answer: Any = {}
         if order.task == "weights":
-            self.mail.post(f"ready/{number}", b"")
+            needs = self.needs if order.scale is not None else "merged"
+            self.mail.post(f"ready/{number}", pack(needs))
             self.version = order.step
             answer = dataclasses.asdict(WeightCheck(0.0, 0.0))
         elif order.task == "evaluate":
@@ -103,7 +110,7 @@ class Side:
         self.mail.post(f"answer/{number}", pack(answer))
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        assert list(weights) == []
+        self.received.append([name for name, _ in weights])
 
     def close(self) -> None:
         while f"order/{self.done}" in self.mail:
@@ -118,10 +125,15 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
     monkeypatch.setattr(module, "score_probe", lambda *_: [])
     monkeypatch.setattr(module.dist, "broadcast_object_list", lambda *_, **__: None)
 
-    def make(side: Side, config: Config, *, next_step: int = 0) -> GenerationRanks:
+    def make(
+        side: Side, config: Config, *, next_step: int = 0, adapter: Any = FULL_WEIGHTS
+    ) -> GenerationRanks:
         attempt = SimpleNamespace(leads=True, alive=lambda: None, restart_watch=lambda: None)
         policy = SimpleNamespace(
-            groups=SimpleNamespace(rank=0), iterate_hf_weights=lambda: iter(())
+            groups=SimpleNamespace(rank=0),
+            adapter=adapter,
+            stages=(),
+            iterate_hf_weights=lambda: iter([("layer.weight", torch.ones(2, 2))]),
         )
         return GenerationRanks(
             config=config,
@@ -281,3 +293,18 @@ def test_a_probe_travels_exactly() -> None:
 def test_an_order_travels() -> None:
     order = Order("begin", source_state={"epoch": 1}, dp_ranks=[0, 1], scorers=[0, 1])
     assert Order.from_bytes(order.to_bytes()) == order
+
+
+def test_an_adapter_is_sent_as_the_engines_need_it(begin: Any) -> None:
+    """The base once, then factors alone; merged weights with the cost of their rounding."""
+    factors = [("layer", torch.ones(1, 2), torch.ones(2, 1))]
+    side = Side()
+    generation = begin(side, make_config(max_staleness=0), adapter=FakeAdapter(factors, scale=0.5))
+    weights, both = ["layer.weight"], ["layer.lora_A", "layer.lora_B"]
+    for version, (needs, expected) in enumerate(
+        [("base", [weights, both]), ("factors", [both]), ("merged", [weights])]
+    ):
+        side.needs, side.received = needs, []
+        check = generation.sync(NO_PROBE, policy_version=version)
+        assert side.received == expected
+        assert (check.merge_rounding == 0) if needs == "merged" else check.merge_rounding is None

@@ -29,6 +29,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.objective import make_batch
+from gapo_megatron.policy.adapters import FULL_WEIGHTS
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.replicas import Replicas
@@ -44,6 +45,7 @@ from gapo_megatron.run.process_group import World
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.acting import one_turn_inputs
+from tests.adapter_setup import FakeAdapter
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
 from tests.dist import rank_context, run_sides
@@ -84,7 +86,11 @@ class Tokenizer:
 
 
 def serve(
-    world: World, config: Config, attempt: Attempt, before_step: Callable[[ScriptedEngine], object]
+    world: World,
+    config: Config,
+    attempt: Attempt,
+    before_step: Callable[[ScriptedEngine], object],
+    make_engine: Callable[..., ScriptedEngine] = ScriptedEngine,
 ) -> tuple[list[str], int]:
     """A rank that only generates; returns its orders and sampled tokens."""
     assert world.bridge is not None
@@ -93,7 +99,7 @@ def serve(
         return response(*place_of(request), version=engine.policy_version)
 
     replicas = Replicas.create(1, gloo_group=world.gloo_group)
-    engine = ScriptedEngine(script, replicas=replicas, before_step=lambda: before_step(engine))
+    engine = make_engine(script, replicas=replicas, before_step=lambda: before_step(engine))
     source = PromptSource(PROBLEMS, seed=0)
     inputs = one_turn_inputs(source, Tokenizer())
     pool = Pool("tests.reward_setup", num_workers=1, timeout_s=HANG_S)
@@ -112,7 +118,9 @@ def serve(
     return [request.name for request in engine.asked], engine.num_tokens
 
 
-def order(world: World, config: Config, attempt: Attempt) -> GenerationRanks:
+def order(
+    world: World, config: Config, attempt: Attempt, adapter: Any = FULL_WEIGHTS
+) -> GenerationRanks:
     """Trainer end with the log-probs of the scripted engine."""
     assert world.bridge is not None
     cast(Any, module).score_probe = lambda policy, probe, group: [
@@ -133,13 +141,59 @@ def order(world: World, config: Config, attempt: Attempt) -> GenerationRanks:
     return GenerationRanks(
         config=config,
         bridge=world.bridge,
-        policy=cast(Any, SimpleNamespace(groups=groups, iterate_hf_weights=weights)),
+        policy=cast(
+            Any,
+            SimpleNamespace(groups=groups, iterate_hf_weights=weights, adapter=adapter, stages=()),
+        ),
         attempt=attempt,
         stopwatch=Stopwatch(),
         gloo_group=world.gloo_group,
         source_state=PromptSource(PROBLEMS, seed=0).state_dict(),
         next_step=0,
     )
+
+
+class FactorsEngine(ScriptedEngine):
+    """Keeps what every sync brings; only the factors of the last are right."""
+
+    needs = "base"
+    received: list[Any] = []  # noqa: RUF012 (one engine in each process)
+
+    def update_weights(self, tensors: Any, **settings: Any) -> None:
+        super().update_weights(tensors, **settings)
+        self.received.append(self.weights)
+        self.needs = "factors"
+
+    def update_adapter(self, factors: Any, *, scale: float, policy_version: int) -> None:
+        held = [(name, float(a.sum()), float(b.sum())) for name, a, b in factors]
+        self.received.append((held, scale))
+        self.policy_version = policy_version
+
+
+def send_an_adapter(world: World, folder: Path) -> Any:
+    """Syncs of three versions, to an engine that computes with factors."""
+    assert world.bridge is not None
+    config = make_config(folder, max_staleness=0)
+    attempt = make_attempt(
+        folder / os.environ["RANK"], may_lead=not world.bridge.is_generation, hang_timeout_s=600
+    )
+    attempt.on_alive = world.bridge.beat
+    if world.bridge.is_generation:
+        serve(world, config, attempt, lambda engine: None, FactorsEngine)
+    else:
+        factors = [("layer", torch.ones(2, 3), torch.ones(4, 2))]
+        generation = order(world, config, attempt, FakeAdapter(factors, scale=0.5))
+        for version in range(3):
+            generation.sync(probe(), policy_version=version)
+            factors[0][2].add_(1)
+        generation.close()
+    cast(Any, world.bridge).close = lambda: None  # both sides have ended: `run_sides` need not
+    return FactorsEngine.received
+
+
+def test_an_adapter_travels_without_the_weights_beneath_it(tmp_path: Path) -> None:
+    *_, received = run_sides(send_an_adapter, 1, 1, tmp_path)
+    assert received == [["w"], *[([("layer", 6.0, 8.0 * (n + 1))], 0.5) for n in range(3)]]
 
 
 def probe() -> Rollouts:

@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine, LoRARequest
+from gapo_megatron.config import AdapterConfig
 from gapo_megatron.errors import ConversionError, WeightSyncError
 from gapo_megatron.hf.adapter_folder import AdapterSettings, tensor_names, write_files
+from gapo_megatron.models.lora import factors_of
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.types import Factors
 
@@ -47,6 +51,17 @@ class Slots:
             "max_lora_rank": min(rank for rank in vllm.adapter_ranks() if rank >= self.rank),
             "lora_target_modules": sorted(self.layers),
         }
+
+
+def slots_for(adapter: AdapterConfig, hf_config: PretrainedConfig) -> Slots | None:
+    """Room for the factors of section `adapter`; None without an adapter."""
+    if adapter.kind == "none":
+        return None
+    layers = set()
+    for one in factors_of(rules_for(hf_config), targets=adapter.targets, rank=adapter.rank):
+        last_words = {name.removesuffix(".weight").rpartition(".")[2] for name in one.weight.hf}
+        layers |= {"experts"} if one.target == "experts" else last_words
+    return Slots(adapter.rank, frozenset(layers))
 
 
 def why_merged(slots: Slots, *, dtype: torch.dtype, device: torch.device, quantized: bool) -> str:

@@ -23,7 +23,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Completion, Needs, Request
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.vllm.adapter import Slots, load_factors, why_merged
+from gapo_megatron.rollout.vllm.adapter import Slots, load_factors, slots_for, why_merged
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
 from gapo_megatron.rollout.vllm.guards import (
     own_shared_memory,
@@ -65,7 +65,6 @@ class RolloutEngine:
         device: torch.device | str,
         load_weights: bool = False,
         gloo_group: dist.ProcessGroup | None = None,
-        slots: Slots | None = None,
     ) -> None:
         """Build the engine. The process group must be up.
 
@@ -78,7 +77,6 @@ class RolloutEngine:
                 brings the weights.
             gloo_group: all ranks, used by nothing else while the engine generates; None: a new
                 group.
-            slots: room for the policy's adapter; None without one.
 
         Collectives: vLLM's own at start-up; one new group over all ranks, unless `gloo_group` is
         given.
@@ -92,6 +90,8 @@ class RolloutEngine:
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
+        # An engine without a trainer gets no factors.
+        slots = None if load_weights else slots_for(config.adapter, hf_config)
         self.slots = self._usable(slots)
         self._adapter: vllm.LoRARequest | None = None
         self._has_base = False

@@ -1,0 +1,211 @@
+"""What a weight sync sends for a policy with low-rank factors: never more than the engine needs.
+
+An engine that computes with factors gets the weights beneath them once, then only the factors: it
+and the policy then compute the same sum W x + scale * B A x. Any other engine gets the matrix
+W + scale * B A, rounded to the dtype of W. Rounding to 16 bits can lose most of a small update, so
+its share is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.policy import Policy
+from gapo_megatron.policy.model import PolicyModel
+from gapo_megatron.rollout.engine import AdapterEngine, Engine, Needs
+from gapo_megatron.types import Factors
+
+_A, _B = ".lora_A", ".lora_B"
+
+
+class LowRankAdapter(Protocol):
+    """What an adapter of a policy has beside `policy.adapters.Adapter` if it adds factors."""
+
+    scale: float
+    """Factor of B A."""
+
+    def whole_factors(self, stages: Sequence[PolicyModel]) -> Iterator[Factors]:
+        """Yield the whole factors of every adapted layer, unrounded, on every rank.
+
+        They may share memory with the policy. Collective.
+        """
+
+    def switched_off(self) -> AbstractContextManager[None]:
+        """A block in which the policy's weights are those beneath the adapter."""
+
+
+def low_rank_adapter(policy: Policy) -> LowRankAdapter | None:
+    """The policy's adapter if it adds factors beside frozen weights."""
+    adapter = policy.adapter
+    return cast(LowRankAdapter, adapter) if hasattr(adapter, "whole_factors") else None
+
+
+def needs_of(engine: Engine) -> Needs:
+    """What a sync must bring; an engine that knows no factors needs merged weights."""
+    if not hasattr(engine, "update_adapter"):
+        return "merged"
+    return cast(AdapterEngine, engine).needs
+
+
+def update_adapter(
+    engine: Engine, factors: Iterable[Factors], *, scale: float | None, policy_version: int
+) -> None:
+    """Replace the adapter of an engine whose `needs_of` asks for factors.
+
+    Collectives, errors: those of `AdapterEngine.update_adapter`.
+    """
+    assert scale is not None, "a policy without an adapter sends no factors"
+    cast(AdapterEngine, engine).update_adapter(factors, scale=scale, policy_version=policy_version)
+
+
+class Sending:
+    """The parts of one sync: whole weights, factors, or first the one and then the other.
+
+    Without an adapter, the policy's weights.
+
+    Attributes:
+        brings_weights, brings_factors: which parts there are.
+        rounding: `Merged.rounding` once merged weights have been sent; otherwise None.
+        scale: factor of B A; None without an adapter.
+    """
+
+    def __init__(self, policy: Policy, needs: Needs, *, keeps_factors: bool = False) -> None:
+        """Begin a sync.
+
+        Args:
+            policy: unchanged.
+            needs: of the engine, the same on every rank; ignored without an adapter.
+            keeps_factors: copy the factors to the host now, because the policy's memory will be
+                freed while they are needed.
+
+        Collectives: with `keeps_factors` those of the adapter's `whole_factors`.
+        """
+        self._policy = policy
+        self._adapter = adapter = low_rank_adapter(policy)
+        self.brings_weights = adapter is None or needs != "factors"
+        self.brings_factors = adapter is not None and needs != "merged"
+        self.rounding: float | None = None
+        self.scale = None if adapter is None else adapter.scale
+        self._kept: list[Factors] | None = None
+        if keeps_factors and adapter is not None:
+            self._kept = [
+                (module, a.to("cpu", copy=True), b.to("cpu", copy=True))
+                for module, a, b in self.factors()
+            ]
+
+    def factors(self) -> Iterable[Factors]:
+        """The policy's factors; unless they were kept, they may share memory with it.
+
+        Collectives: unless they were kept, those of the adapter's `whole_factors`.
+        """
+        assert self._adapter is not None, "a policy without an adapter has no factors"
+        if self._kept is not None:
+            return self._kept
+        return self._adapter.whole_factors(self._policy.stages)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights to send, like `Policy.iterate_hf_weights`.
+
+        Collectives: those of `Policy.iterate_hf_weights`; for merged weights, before them, those of
+        `factors`.
+        """
+        if self._adapter is None:
+            yield from self._policy.iterate_hf_weights()
+            return
+        with self._adapter.switched_off():
+            base = self._policy.iterate_hf_weights()
+            if self.brings_factors:
+                yield from base
+                return
+            merged = Merged(base, self.factors(), scale=self._adapter.scale)
+            yield from merged.tensors()
+        self.rounding = merged.rounding
+
+
+class Merged:
+    """Weights with an adapter merged in, and what the rounding costs.
+
+    Attributes:
+        squared_update: sum over all elements of (scale * B A) ** 2.
+        squared_rounding: the same of the differences between rounded and exact sums.
+    """
+
+    def __init__(
+        self, weights: Iterable[tuple[str, Tensor]], factors: Iterable[Factors], *, scale: float
+    ) -> None:
+        """Nothing is computed before `tensors`.
+
+        Args:
+            weights: (Hugging Face name, tensor) beneath the adapter; any other tensors too.
+            factors: held until their weight comes.
+            scale: factor of B A.
+        """
+        self.squared_update = self.squared_rounding = 0.0
+        self._weights = weights
+        self._factors = factors
+        self._scale = scale
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, those of adapted layers as round(W + scale * B A).
+
+        Raises:
+            WeightSyncError: factors belong to no weight; names them.
+        """
+        waiting = {f"{module}.weight": (a, b) for module, a, b in self._factors}
+        for name, weight in self._weights:
+            found = waiting.pop(name, None)
+            yield name, weight if found is None else self._merge(weight, *found)
+        if waiting:
+            raise WeightSyncError(f"factors without a weight: {', '.join([*waiting][:5])}")
+
+    @property
+    def rounding(self) -> float:
+        """Size of the rounding errors relative to the update's (Frobenius norms); 0 without one.
+
+        At 1 the rounding is as large as the update.
+        """
+        if self.squared_update == 0:
+            return 0.0
+        return (self.squared_rounding / self.squared_update) ** 0.5
+
+    def _merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        # Wide enough that the sum's own rounding is small beside that of the result.
+        wide = torch.float32 if weight.dtype.itemsize == 2 else torch.float64
+        update = self._scale * (b.to(weight.device, wide) @ a.to(weight.device, wide))
+        exact = weight.to(wide) + update
+        rounded = exact.to(weight.dtype)
+        self.squared_update += float(update.square().sum(dtype=torch.float64))
+        self.squared_rounding += float((rounded - exact).square().sum(dtype=torch.float64))
+        return rounded
+
+
+def as_tensors(factors: Iterable[Factors]) -> Iterator[tuple[str, Tensor]]:
+    """Factors as named tensors, for a transport of weights."""
+    for module, a, b in factors:
+        yield module + _A, a
+        yield module + _B, b
+
+
+def from_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Factors]:
+    """What `as_tensors` was given.
+
+    Raises:
+        WeightSyncError: A and B of a layer do not follow each other.
+    """
+    pending: Mapping[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name.endswith(_A) and not pending:
+            pending = {name.removesuffix(_A): tensor}
+        elif [*pending] == [module := name.removesuffix(_B)] and name != module:
+            yield module, pending[module], tensor
+            pending = {}
+        else:
+            raise WeightSyncError(f"factors: {name} follows {[*pending] or 'a whole pair'}")
+    if pending:
+        raise WeightSyncError(f"factors: {next(iter(pending))} has no B")

@@ -1,0 +1,119 @@
+"""What a sync of a policy with low-rank factors sends, and what an engine makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.rollout import sync as sync_module
+from gapo_megatron.rollout.adapter_sync import Merged, Sending, as_tensors, from_tensors, needs_of
+from gapo_megatron.rollout.sync import prompts_as_sequences, sync
+from gapo_megatron.types import Prompt
+from tests.adapter_setup import FakeAdapter, FakePolicy, make_factors, with_factors
+from tests.factors_engine import FactorsEngine
+from tests.messages import mentions
+from tests.rollout_setup import expected_log_probs, make_model, perturb
+from tests.transformers_engine import TransformersEngine
+
+SCALE = 1.5
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """The trainer's model; its log-probs are those of its weights and factors in float64."""
+    model = make_model(tied=True)
+
+    def score(policy: FakePolicy, probe: Any, group: Any) -> list[Any]:
+        exact = with_factors(model, policy.adapter.factors, SCALE)
+        return [
+            expected_log_probs(exact, probe.prompt_ids[i], probe.response_ids[i])
+            for i in range(len(probe))
+        ]
+
+    monkeypatch.setattr(sync_module, "score_probe", score)
+    return model
+
+
+def policy_of(model: PreTrainedModel, seed: int, **settings: Any) -> FakePolicy:
+    return FakePolicy(model, FakeAdapter(make_factors(model, rank=4, seed=seed, **settings), SCALE))
+
+
+def other_model() -> PreTrainedModel:
+    """For an engine: without a sync it computes something else."""
+    model = make_model(tied=True)
+    perturb(model, seed=1)
+    return model
+
+
+def probe() -> Any:
+    return prompts_as_sequences([Prompt("0", tuple(range(2, 40)), answer="")], 1)
+
+
+def test_the_base_is_sent_once_and_then_only_factors(trained: PreTrainedModel) -> None:
+    engine = FactorsEngine(other_model())
+    engine.sleep()
+    for version in range(3):
+        policy = policy_of(trained, seed=version)
+        check = sync(policy, engine, probe(), policy_version=version)  # type: ignore[arg-type]
+        assert check.max_abs_diff < 1e-5 and check.merge_rounding is None
+        assert engine.policy_version == version
+        assert policy.made_room == ["gradients", "weights"]
+        assert policy.num_weights_sent == (version == 0)
+        engine.sleep()
+    assert engine.received == ["weights", "factors", "factors", "factors"]
+
+
+def test_a_stale_adapter_fails_the_check(trained: PreTrainedModel) -> None:
+    engine = FactorsEngine(other_model())
+    sync(policy_of(trained, seed=0), engine, probe(), policy_version=0)  # type: ignore[arg-type]
+    engine._forgets = True
+    with pytest.raises(WeightSyncError, match=r"version 1\b.*verify_bound"):
+        sync(policy_of(trained, seed=1), engine, probe(), policy_version=1)  # type: ignore[arg-type]
+
+
+def test_an_engine_without_factors_gets_merged_weights(trained: PreTrainedModel) -> None:
+    engine = TransformersEngine(other_model(), eos_token_id=0)
+    assert needs_of(engine) == "merged"
+    check = sync(policy_of(trained, seed=0), engine, probe(), policy_version=1)  # type: ignore[arg-type]
+    assert 0 < check.max_abs_diff < 1e-5
+    # Rounding to 24 bits of weights of about 0.1, an adapter of about 0.2.
+    assert check.merge_rounding is not None and 0 < check.merge_rounding < 1e-7
+
+
+def test_the_rounding_is_that_of_the_sums() -> None:
+    """An update below half a unit in the last place of W is lost as a whole."""
+    a, b = torch.ones(1, 2), torch.full((2, 1), 2.0**-10)
+    weights = [("lost.weight", torch.ones(2, 2).bfloat16()), ("norm.weight", torch.ones(2))]
+    merged = Merged(weights, [("lost", a, b)], scale=1.0)
+    assert merged.rounding == 0
+    sent = dict(merged.tensors())
+    assert torch.equal(sent["lost.weight"], weights[0][1]) and sent["norm.weight"] is weights[1][1]
+    assert merged.rounding == 1
+    kept = Merged(weights, [("lost", a, torch.full((2, 1), 2.0**-7))], scale=0.5 + 0.25)
+    list(kept.tensors())
+    assert kept.rounding == pytest.approx(1 / 3)  # 0.75 units become 1
+    strays = Merged(weights, [("gone", a, b)], scale=1.0)
+    with pytest.raises(WeightSyncError, match=mentions("gone.weight")):
+        list(strays.tensors())
+
+
+def test_factors_travel_as_tensors() -> None:
+    factors = make_factors(make_model(tied=True), rank=2, seed=0)
+    sent = list(as_tensors(factors))
+    for (name, *ours), (expected, *theirs) in zip(from_tensors(sent), factors, strict=True):
+        assert name == expected and all(map(torch.equal, ours, theirs))
+    for damaged in (sent[1:], sent[:-1], [sent[0], sent[3]], [sent[0], *sent], [("x", sent[0][1])]):
+        with pytest.raises(WeightSyncError):
+            list(from_tensors(damaged))
+
+
+def test_a_policy_without_an_adapter_sends_its_weights() -> None:
+    policy = FakePolicy(make_model(tied=True), SimpleNamespace())
+    sending = Sending(policy, "factors")  # type: ignore[arg-type]
+    assert sending.brings_weights and not sending.brings_factors and sending.scale is None
+    assert len(list(sending.weights())) == 26 and sending.rounding is None

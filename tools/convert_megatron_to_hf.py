@@ -5,6 +5,9 @@ Reads the output of convert_hf_to_megatron.py, a run folder of this project (its
 or the checkpoints/step_* given), and Megatron-LM checkpoints of the format torch_dist, without the
 optimizer state. Checks the same as the other tool, and that the checkpoint's record of its model
 agrees with config.json. No GPU is needed.
+
+A run with an adapter saves its factors alone: --adapter peft makes the folder that peft and vLLM
+load beside the base, and --adapter merged the whole model.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ examples:
   tools/convert_megatron_to_hf.py --megatron runs/ds_r1_1_5b/gapo --hf OUT --dtype bf16
   tools/convert_megatron_to_hf.py --megatron checkpoints/iter_0001000 --hf OUT \\
     --hf-config models/Qwen2.5-1.5B
+  tools/convert_megatron_to_hf.py --megatron runs/lora --hf OUT --adapter peft
 
 """
 
@@ -48,7 +52,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="folder with config.json and tokenizer (default: the one of the checkpoint)",
+        help="folder with config.json and tokenizer; with --adapter, the base and its weights "
+        "(default: the one of the checkpoint)",
+    )
+    folders.add_argument(
+        "--adapter",
+        choices=("peft", "merged"),
+        help="what to make of a run with an adapter: its factors, or the whole model",
     )
     add_options(parser)
     parser.add_argument(
@@ -64,9 +74,22 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # Imports torch and transformers, which takes seconds that --help does not need.
+    from gapo_megatron.ops.convert.adapter import convert_adapter
     from gapo_megatron.ops.convert.directions import megatron_to_hf
     from gapo_megatron.ops.convert.report import show
 
+    if arguments.adapter is not None:
+        made = convert_adapter(
+            arguments.megatron,
+            arguments.hf,
+            options(arguments),
+            kind=arguments.adapter,
+            base_dir=arguments.hf_config,
+        )
+        for name, found in made.checks.items():
+            print(f"{name}: {found}")
+        print(f"wrote {made.output}")
+        return
     result = megatron_to_hf(
         arguments.megatron,
         arguments.hf,

@@ -94,7 +94,7 @@ class MegatronFolder:
         if adapter := sorted(key for key in tensors if key.startswith("adapter.")):
             raise ConversionError(
                 f"{self.root} holds the factors of an adapter ({adapter[0]}), not a model's "
-                "weights: a finished run has exported the two merged, in RUN/hf"
+                "weights: give tools/convert_megatron_to_hf.py --adapter"
             )
         shapes = {key: tuple(entry.size) for key, entry in tensors.items()}
         self.slots = disk_keys.find_slots(rules, shapes, source=str(self.root))

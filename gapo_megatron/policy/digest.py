@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,23 @@ def weights_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     share = {
-        name: _sha256(tensor)
+        name: tensor_sha256(tensor)
         for number, (name, tensor) in enumerate(tensors)
         if number % num_ranks == rank
     }
     shares: list[dict[str, str]] = [{}] * num_ranks
     dist.all_gather_object(shares, share)
-    lines = sorted(f"{name} {digest}" for one in shares for name, digest in one.items())
+    return combined({name: digest for one in shares for name, digest in one.items()})
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """`weights_sha256` of tensors whose `tensor_sha256` are given, by name."""
+    lines = sorted(f"{name} {digest}" for name, digest in digests.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _sha256(tensor: Tensor) -> str:
+def tensor_sha256(tensor: Tensor) -> str:
+    """SHA-256 of the dtype, shape and bits of a tensor."""
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     on_host = tensor.detach().contiguous().view(torch.uint8).cpu()
     digest.update(on_host.numpy().data)

@@ -143,7 +143,7 @@ def megatron_to_hf(
             another model than config.json describes, or a file does not match its manifest.
     """
     # The source, before a byte is written: complete, undamaged, and as config.json says.
-    found, side_files, hf_config = _find_source(megatron_dir, hf_config_dir, output=hf_dir)
+    found, side_files, hf_config = find_source(megatron_dir, hf_config_dir, output=hf_dir)
     rules = rules_for(hf_config)
     megatron = MegatronFolder(found, rules)
     check_dtypes(megatron.root, megatron.entries)
@@ -158,7 +158,7 @@ def megatron_to_hf(
         checks["padding"] = (
             f"{padding} rows after the {hf_config.vocab_size} of the vocabulary left out"
         )
-    checks["files"] = _check_digests(found, options.num_threads)
+    checks["files"] = check_file_digests(found, options.num_threads)
 
     def read(rule: Rule, place: Place) -> Tensor:
         where = f"{found.root}: {rule.megatron_name(place)}"
@@ -192,7 +192,7 @@ def megatron_to_hf(
     return Result(hf_dir, parts, checks, written)
 
 
-def _find_source(
+def find_source(
     megatron_dir: Path, hf_config_dir: Path | None, *, output: Path
 ) -> tuple[Found, Path, PretrainedConfig]:
     """Find a checkpoint, and the folder with a config.json that agrees with its records."""
@@ -211,7 +211,7 @@ def _find_source(
     return found, side_files, hf_config
 
 
-def _check_digests(found: Found, num_threads: int) -> str:
+def check_file_digests(found: Found, num_threads: int) -> str:
     """Compare all files with the digests of the manifest, if there is one; returns the finding."""
     if found.manifest is None:
         return f"no digests: only checkpoints of a run have a {MANIFEST_NAME}"

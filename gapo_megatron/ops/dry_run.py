@@ -43,6 +43,7 @@ from gapo_megatron.ops.plan.layout import (
     per_rank_parameters,
     placement,
     state_bytes,
+    trained_rules,
 )
 from gapo_megatron.ops.plan.memory import fit_note
 from gapo_megatron.ops.sides import Sides, schedule
@@ -95,7 +96,7 @@ def print_dry_run(
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
-        check_adapter(hf_config, config.adapter)
+        adapter = _adapter_note(hf_config, config)
         if not shipped:
             hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
             check_model_folder(hf_dir, weights=has_weights, field="model.hf_dir")
@@ -119,7 +120,7 @@ def print_dry_run(
         rules = rules_for(hf_config)
         print_whole(console, _shapes_table(rules, config.parallel))
         print_whole(console, _memory_table(rules, config, layout))
-        if note := _offload_note(rules, config, layout):
+        for note in filter(None, (adapter, _offload_note(rules, config, layout))):
             console.print(note, markup=False)
         console.print(fit_note(hf_config, config, layout), markup=False)
         if note := _positions_note(config, hf_config):
@@ -344,15 +345,31 @@ def _memory_table(rules: list[Rule], config: Config, layout: Layout) -> Table:
         title_justify="left",
     )
     copies = ["fp8 copies"] if precision == "fp8" else []
-    for heading in ("stage", "parameters", "weights", *copies, "gradients", "optimizer", "sum"):
+    factors = ["factors"] if config.adapter.kind != "none" else []
+    state = ("weights", *copies, "gradients", "optimizer", "sum")
+    for heading in ("stage", "parameters", *factors, *state):
         table.add_column(heading, justify="right")
     counts = per_rank_parameters(rules, config.parallel)
+    trained = per_rank_parameters(trained_rules(rules, config.adapter), config.parallel)
     copied = fp8_copy_bytes(rules, config, layout)
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
         sizes = [weights, *([copied[stage]] if copies else []), gradients, optimizer]
         cells = (f"{size / GIB:.3g}" for size in (*sizes, sum(sizes)))
-        table.add_row(str(stage), f"{counts[stage]:,}", *cells)
+        numbers = (counts[stage], trained[stage]) if factors else (counts[stage],)
+        table.add_row(str(stage), *(f"{number:,}" for number in numbers), *cells)
     return table
+
+
+def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
+    """How many linear layers get factors; empty without an adapter."""
+    counts = check_adapter(hf_config, config.adapter)
+    if not counts:
+        return ""
+    shown = ", ".join(f"{target}: {count}" for target, count in counts.items())
+    return (
+        f"Adapter: {config.adapter.kind} of rank {config.adapter.rank} beside "
+        f"{sum(counts.values())} linear layers ({shown}); only these factors are trained."
+    )
 
 
 def _offload_note(rules: list[Rule], config: Config, layout: Layout) -> str:

@@ -64,8 +64,8 @@ def host_bytes(policy: Policy) -> int:
 def predicted_bytes(config: Config, policy: Policy) -> int:
     layout = Layout.of(config, world_size=policy.groups.world_size)
     of_stages = state_bytes(rules_for(policy.hf_config), config, layout)
-    weights, _, _ = of_stages[policy.groups.pp_rank]
-    return checkpoint_bytes(weights, config.model.precision)
+    _, gradients, _ = of_stages[policy.groups.pp_rank]
+    return checkpoint_bytes(gradients, config.model.precision)
 
 
 def write(folder: Path, run_dir: Path) -> list[int]:

@@ -14,7 +14,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.doctor.finding import Finding, judge
 from gapo_megatron.ops.plan.hardware import GPUS
-from gapo_megatron.ops.plan.memory import adapter_note, fits
+from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.sides import Sides, schedule
 
 _MOST_PROCESSES = 2**14
@@ -152,6 +152,5 @@ def _look_at_memory(
     good, bad = (", ".join(one.shown for one in found if one.fits == fit) for fit in (True, False))
     detail = f"on {size} ranks it is predicted to fit {good or 'no known GPU'}"
     detail += f"; it does NOT fit {bad}" if bad else ""
-    detail += f". {note}" if (note := adapter_note(settings)) else ""
     advice = "lower batch.max_tokens_per_microbatch, set model.recompute, or ask tools/plan.py"
     yield judge("config", "fits", bool(good), detail, advice, bad="warn")

@@ -59,7 +59,7 @@ class LayerBytes:
         """Bytes per token of one layer on one rank of a layout."""
         g, tp = geometry_of(hf_config), layout.tp_size
         sp = tp if layout.sequence_parallel else 1
-        e = element_bytes(config)
+        e, of_norm = element_bytes(config), _norm_element_bytes(config, fused)
         hidden = e * g.hidden // sp
         q, k, n = (size // tp for size in (g.heads * g.head_dim, g.kv_heads * g.head_dim, g.heads))
         mixed, rotated, out, log_sums = e * (q + 2 * k), e * (q + k), e * q, 4 * n
@@ -67,10 +67,10 @@ class LayerBytes:
         attention = mixed + rotated + out + log_sums
         recomputed = mixed + out + (e * q if g.heads > g.kv_heads else 0)  # grouped: copies
         if g.head_norms:
-            attention += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
+            attention += _norm(q, n, of_norm) + _norm(k, k // g.head_dim, of_norm)
             attention += e * (q + k) if fused else 0
             recomputed = mixed + rotated + out
-            recomputed += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
+            recomputed += _norm(q, n, of_norm) + _norm(k, k // g.head_dim, of_norm)
         if layout.cp_size > 1 and not fused:
             # All keys and values, the mask, and the output before and after it is rearranged; the
             # same again if attention is recomputed.
@@ -79,17 +79,20 @@ class LayerBytes:
             attention += gathered + e * longest + e * q - mixed
 
         # Norms and MLP or experts, and what selective recomputation repeats.
-        norms = 2 * (_norm(g.hidden, 1, fused) // sp + hidden)
+        norms = 2 * (_norm(g.hidden, 1, of_norm) // sp + hidden)
         norms += 2 * hidden if fused else 0
         # Transformer Engine's layers recompute the norm before the MLP and, in a dense layer, the
         # whole MLP; with experts only their activation, the input of their second product.
-        again = hidden + _norm(g.hidden, 1, fused) // sp
+        again = hidden + _norm(g.hidden, 1, of_norm) // sp
         if g.num_experts:
             mlp = _experts(g, e, fused) // sp
             again += e * g.experts_per_token * g.expert_intermediate // sp
         else:
             mlp = e * (g.intermediate // tp) * (3 if fused else 5)
             again += mlp
+        factors = _factors(config, g)
+        attention += factors["qkv"] + factors["proj"]
+        mlp += factors["fc1"] + factors["fc2"] + factors["experts"] // sp
         if not fused:
             return cls(hidden, norms, attention, mlp, norms + recomputed + mlp, 0)
         return cls(hidden, norms, attention, mlp, norms + attention + mlp - again, again)
@@ -141,7 +144,8 @@ def kept_activations(
     if not fused:  # rotary tables
         kept += 2 * e * geometry_of(hf_config).head_dim
     if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
-        head = _norm(hf_config.hidden_size, 1, fused) // sp + layer.hidden * (1 + fused)
+        of_norm = _norm_element_bytes(config, fused)
+        head = _norm(hf_config.hidden_size, 1, of_norm) // sp + layer.hidden * (1 + fused)
         head += 2 * _INDEX + 8
     recomputed = 0
     if layout.recompute == "full":
@@ -198,8 +202,8 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
     """Workspace of one layer's backward pass in addition to kept activations: an estimate.
 
     Gradients of the MLP's two widest tensors and of two hidden states, and the largest weight's
-    gradient before it is added to its float32 buffer. (The embedding's gradient comes after the
-    layers' backward passes and is smaller than what they have freed.)
+    gradient before it is added to its float32 buffer (a frozen weight has none). (The embedding's
+    gradient comes after the layers' backward passes and is smaller than what they have freed.)
     """
     g, e = geometry_of(hf_config), element_bytes(config)
     wide = g.intermediate // layout.tp_size
@@ -211,7 +215,7 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
     if layout.cp_size > 1:  # a neighbour's keys and values, and gradients of both
         elements += 4 * g.kv_heads * g.head_dim // layout.tp_size
     activations = tokens_per_rank(config, layout) * e * elements
-    return activations + e * g.hidden * 2 * wide
+    return activations + e * g.hidden * 2 * wide * (config.adapter.kind == "none")
 
 
 def tokens_per_rank(config: Config, layout: Layout) -> int:
@@ -219,13 +223,31 @@ def tokens_per_rank(config: Config, layout: Layout) -> int:
     return config.batch.max_tokens_per_microbatch // layout.cp_size
 
 
-def _norm(width: int, num_norms: int, fused: bool) -> int:
-    """Bytes kept by RMS norms over `width` elements in total.
+def _norm(width: int, num_norms: int, of_norm: int) -> int:
+    """Bytes kept by RMS norms over `width` elements in total, `of_norm` of each and one number."""
+    return of_norm * width + 4 * num_norms
 
-    Torch's norm keeps two float32 copies. Transformer Engine's keeps its input, which the caller
-    counts, and one number.
+
+def _norm_element_bytes(config: Config, fused: bool) -> int:
+    """Bytes of an element that an RMS norm keeps.
+
+    Torch's norm keeps its input and the normed one in float32, the latter for the gradient of its
+    weight. Transformer Engine's keeps its input, which the caller counts.
     """
-    return 4 * num_norms if fused else 8 * width + 4 * num_norms
+    return 0 if fused else 8 if config.adapter.kind == "none" else 4
+
+
+def _factors(config: Config, g: Geometry) -> dict[str, int]:
+    """Bytes per token kept by the factors beside each layer: A's output, the input of B's product.
+
+    The input of a bound layer is kept for A as it is for a trained weight; that of a layer that is
+    not bound is counted too, though a frozen weight does not need it.
+    """
+    adapter = config.adapter
+    targets = adapter.targets if adapter.kind != "none" else ()
+    one = element_bytes(config) * adapter.rank
+    numbers = {"qkv": 1, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
+    return {target: one * number * (target in targets) for target, number in numbers.items()}
 
 
 def _experts(g: Geometry, e: int, fused: bool) -> int:

@@ -156,7 +156,7 @@ def allocated_bytes(policy: Policy) -> tuple[int, int, int]:
                 moments = part.state[parameter]
                 state += [moment for name, moment in moments.items() if name != "step"]
     weights = _storages(parameters)
-    main_grads = [main_grad(parameter) for parameter in parameters]
+    main_grads = [main_grad(parameter) for parameter in parameters if parameter.requires_grad]
     masters = {key: size for key, size in _storages(state).items() if key not in weights}
     return sum(weights.values()), sum(_storages(main_grads).values()), sum(masters.values())
 

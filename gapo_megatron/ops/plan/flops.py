@@ -15,7 +15,7 @@ from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Gpu
-from gapo_megatron.ops.plan.layout import per_rank_parameters
+from gapo_megatron.ops.plan.layout import per_rank_parameters, trained_rules
 from gapo_megatron.ops.plan.workload import Workload
 
 
@@ -186,6 +186,19 @@ def forward_flops(
     )
 
 
+def adapter_flops(shape: Shape, config: Config, *, num_tokens: float) -> float:
+    """Operations of an adapter's factors in a forward pass: 2 x those that multiply a token."""
+    if config.adapter.kind == "none":
+        return 0.0
+    weights = sum(
+        math.prod(rule.full_shape)
+        * (rule.num_layers or 1)
+        * (shape.experts_per_token if rule.num_experts else 1)
+        for rule in trained_rules(shape.rules, config.adapter)
+    )
+    return 2.0 * num_tokens * weights
+
+
 @dataclass(frozen=True, slots=True)
 class StepFlops:
     """Floating-point operations of one step, summed over all ranks."""
@@ -208,8 +221,10 @@ def step_flops(
         old        = (m - 1) / m forward passes of the rows with A != 0; 1 more with a KL term
         update     = 3 x (layers + attention) + (1 + 2 x (1 - clipped share)) x head, of those rows
 
-    with m mini-batches. Repeated work does not count (recomputation, flash attention's scores, the
-    head's logits), nor does skipped work (A = 0, clipped).
+    with m mini-batches. With an adapter the gradients of frozen weights are left out: 2 x layers,
+    and 1 x (1 - clipped share) of the head; the factors count once in an old pass and three times
+    in an update. Repeated work does not count (recomputation, flash attention's scores, the head's
+    logits), nor does skipped work (A = 0, clipped).
 
     Args:
         shape: the model's shape.
@@ -247,11 +262,13 @@ def step_flops(
         num_scored=num_trained * workload.mean_response_tokens,
     )
     num_passes = 1 - 1 / batch.num_minibatches + (config.objective.kl_coef > 0)
-    head = (1 + 2 * (1 - workload.clipped_share)) * trained.head
+    is_full = config.adapter.kind == "none"
+    factors = adapter_flops(shape, config, num_tokens=num_trained * workload.mean_tokens)
+    head = (1 + (1 + is_full) * (1 - workload.clipped_share)) * trained.head
     return StepFlops(
         generation=prompts.total + responses.total,
-        old_log_probs=num_passes * trained.total,
-        update=3 * (trained.layers + trained.attention) + head,
+        old_log_probs=num_passes * (trained.total + factors),
+        update=(2 + is_full) * trained.layers + 3 * (trained.attention + factors) + head,
     )
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gapo_megatron.config import Config, ParallelConfig, parse_config
+from gapo_megatron.config import AdapterConfig, Config, ParallelConfig, parse_config
 from gapo_megatron.config.counts import check_world_size, layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import is_quantised
+from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Rule, shard_size
 
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12)}
@@ -172,6 +173,14 @@ class Layout:
         return parse_config(tree, source=str(self))
 
 
+def trained_rules(rules: Sequence[Rule], adapter: AdapterConfig) -> Sequence[Rule]:
+    """Rules of the parameters that are trained: the model's, or those of the adapter's factors."""
+    if adapter.kind == "none":
+        return rules
+    factors = factors_of(rules, targets=adapter.targets, rank=adapter.rank)
+    return [rule for one in factors for rule in (one.a, one.b)]
+
+
 def most_microbatches(config: Config, layout: Layout) -> int:
     """Micro-batches of an update on a rank if every sequence has the maximum length."""
     batch = config.batch
@@ -223,11 +232,12 @@ def state_bytes(
 ) -> list[tuple[int, int, int]]:
     """Bytes of weights, gradients and optimizer state of one rank of each stage, without padding.
 
+    With an adapter the weights are the model's and the factors; only factors have the other two.
     Step counters, 4 bytes of host memory per parameter tensor, are not counted.
 
     Args:
         rules: the model's name rules.
-        config: the run's settings, for `model.precision`.
+        config: the run's settings, for `model.precision` and `adapter`.
         layout: how the run is divided.
 
     Returns:
@@ -237,13 +247,17 @@ def state_bytes(
         ConfigError, ConversionError: see `per_rank_parameters`.
     """
     weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
+    trained = others_and_experts(trained_rules(rules, config.adapter), layout)
+    frozen = [0] * layout.pp_size
+    if config.adapter.kind != "none":
+        frozen = per_rank_parameters(rules, layout.parallel)
     return [
         (
-            (others + experts) * weight,
+            (frozen[stage] + others + experts) * weight,
             (others + experts) * gradient,
             math.ceil((others / layout.copies + experts / layout.expert_copies) * state),
         )
-        for others, experts in others_and_experts(rules, layout)
+        for stage, (others, experts) in enumerate(trained)
     ]
 
 
@@ -254,18 +268,18 @@ def fp8_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> lis
     return [count * size for count in quantised]
 
 
-def checkpoint_bytes(weights: int, precision: str) -> int:
+def checkpoint_bytes(gradients: int, precision: str) -> int:
     """Host bytes of a rank while a checkpoint is saved.
 
-    The rank gathers the float32 optimizer state of all its parameters, including the shards of
-    other data parallel ranks (`policy.optimizer`). Loading takes up to 60 % more: Megatron-core
-    concatenates the two halves of gated layers.
+    The rank gathers the float32 optimizer state of all parameters that it trains, including the
+    shards of other data parallel ranks (`policy.optimizer`). Loading takes up to 60 % more:
+    Megatron-core concatenates the two halves of gated layers.
 
     Args:
-        weights: bytes of the rank's weights.
+        gradients: bytes of the rank's gradients.
         precision: `model.precision`.
     """
-    return weights // BYTES_PER_PARAMETER[precision][0] * _CHECKPOINT_BYTES
+    return gradients // BYTES_PER_PARAMETER[precision][1] * _CHECKPOINT_BYTES
 
 
 # The planner asks for the same layouts many times.

@@ -197,7 +197,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     return Memory(
         trainer=max(stages, key=lambda one: one.training),
         engine=generator if is_apart else max(stages, key=lambda one: one.generating),
-        checkpoint=checkpoint_bytes(max(one.weights for one in stages), config.model.precision),
+        checkpoint=checkpoint_bytes(max(one.gradients for one in stages), config.model.precision),
         offloaded=max(one.offloaded for one in stages),
         cache_holds_sequence=holds_one_sequence(kv_tokens, config),
     )
@@ -375,22 +375,11 @@ def fit_note(hf_config: Any, config: Config, layout: Layout) -> str:
     good = ", ".join(one.shown for one in found if one.fits)
     bad = ", ".join(one.shown for one in found if not one.fits)
     text = f"Predicted to fit: {good or 'none of the GPUs that the planner knows'}."
-    text = " ".join(filter(None, (text, adapter_note(config))))
     if not bad:
         return text
     return (
         f"{text} Does NOT fit: {bad}. To make it fit, lower batch.max_tokens_per_microbatch, set "
         "model.recompute, change rollout.memory_fraction, or let tools/plan.py --gpu find a layout."
-    )
-
-
-def adapter_note(config: Config) -> str:
-    """That an adapter needs less memory than the figures say; empty without an adapter."""
-    if config.adapter.kind == "none":
-        return ""
-    return (
-        f"Of every weight trained: with adapter.kind {config.adapter.kind!r}, gradients and "
-        "optimizer take less."
     )
 
 

@@ -17,6 +17,7 @@ from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.toml_tree import sections_to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import check_capability
+from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.plan.calibration import check_written
 from gapo_megatron.ops.plan.flops import Shape
@@ -261,13 +262,8 @@ def read_model(config: Config) -> tuple[Any, str]:
 
     Raises:
         ConfigError: there is no config.json (the message says how to get it), or it is wrong; or
-            the run trains an adapter.
+            the model has no such layers as `adapter.targets` names.
     """
-    if config.adapter.kind != "none":
-        raise ConfigError(
-            f"adapter.kind ({config.adapter.kind!r}) must be 'none' for the planner: its memory "
-            "and times are those of a run that trains every weight"
-        )
     folder = Path(config.model.hf_dir)
     is_absent = folder.is_dir() and not (folder / "config.json").is_file()
     model, note = (None, "") if is_absent else find_model(config.model.hf_dir)
@@ -277,6 +273,7 @@ def read_model(config: Config) -> tuple[Any, str]:
             f"it from the model, or run `hf download ORGANISATION/{folder.name} config.json "
             f"--local-dir {folder}`"
         )
+    check_adapter(model, config.adapter)
     return model, note
 
 

@@ -13,10 +13,16 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.flops import ForwardFlops, Shape, element_bytes, forward_flops
+from gapo_megatron.config import AdapterConfig, Config
+from gapo_megatron.ops.plan.flops import (
+    ForwardFlops,
+    Shape,
+    adapter_flops,
+    element_bytes,
+    forward_flops,
+)
 from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
-from gapo_megatron.ops.plan.layout import Layout, others_and_experts
+from gapo_megatron.ops.plan.layout import Layout, others_and_experts, trained_rules
 from gapo_megatron.ops.plan.workload import Load, Workload, load_of
 
 _ACCUMULATE_BYTES = 10
@@ -29,7 +35,7 @@ master weight and moments written (12)."""
 
 
 class Content(NamedTuple):
-    """Layers and parameters on one rank of a pipeline stage."""
+    """Layers and trained parameters on one rank of a pipeline stage."""
 
     num_layers: int
     others: int
@@ -129,7 +135,7 @@ class Training:
     @property
     def contents(self) -> list[Content]:
         """Layers and parameters of every pipeline rank."""
-        return _contents(self.shape, self.layout)
+        return _contents(self.shape, self.config.adapter, self.layout)
 
     @property
     def _recomputed(self) -> _Recomputed:
@@ -154,11 +160,12 @@ class Training:
         products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
                    x l / L / t / matmul
         factor   = 1 forward, 3 with backward, 4 with full recomputation; selective recomputation
-                   adds the MLP's share of a dense layer, and nothing for experts
+                   adds the MLP's share of a dense layer, and nothing for experts; with an adapter 1
+                   less with backward (frozen weights), and its own products with the full factor
         factor'  = 1 forward, 3.5 with backward (flash attention recomputes the scores: 2.5 forward
                    passes), 4.5 with full recomputation
         launches = factor x l x layer_s
-        adding   = backward: 10 bytes of every weight / bandwidth
+        adding   = backward: 10 bytes of every trained weight / bandwidth
         and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
         """
         layout, flops, efficiency = self.layout, self._flops(), self.efficiency
@@ -167,7 +174,9 @@ class Training:
         if backward:
             again = self._recomputed
             factor, attention_factor = 3 + again.layers, 3.5 + again.attention
-        seconds = factor * flops.layers / self._products(self.config.model.precision)
+        own, saved = self._adapter_flops(), backward and self.config.adapter.kind != "none"
+        seconds = (factor - saved) * flops.layers / self._products(self.config.model.precision)
+        seconds += factor * own / self._products(self._without_fp8)
         seconds += attention_factor * flops.attention / self._products(self._without_fp8)
         seconds *= num_layers / (self.shape.num_layers * layout.tp_size)
         seconds += factor * num_layers * efficiency.layer_s
@@ -183,9 +192,11 @@ class Training:
 
             head = (1 + 3 x (1 - clipped share)) x logits' flops / t / (peak x matmul), forward 1
 
-        The backward pass recomputes the logits and has two products of that size, for active rows.
+        The backward pass recomputes the logits and has two products of that size, for active rows;
+        one with an adapter, whose head is frozen.
         """
-        factor = 1 + 3 * (1 - self.workload.clipped_share) if backward else 1.0
+        products = 3 if self.config.adapter.kind == "none" else 2
+        factor = 1 + products * (1 - self.workload.clipped_share) if backward else 1.0
         flops, rate = self._flops().head, self._products(self._without_fp8)
         return factor * flops / self.layout.tp_size / rate + self._head_collectives_s(backward)
 
@@ -215,8 +226,8 @@ class Training:
         gather   = the weights' bytes likewise
         optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
 
-        All wait for the slowest pipeline rank. With `parallel.overlap_grad_reduce` only a part of
-        `reduce` counts: see `_exposed_s`.
+        of trained weights. All wait for the slowest pipeline rank. With
+        `parallel.overlap_grad_reduce` only a part of `reduce` counts: see `_exposed_s`.
         """
         return max(self._optimizer_s(content) for content in set(self.contents))
 
@@ -245,7 +256,8 @@ class Training:
         is in the embedding's bucket, the latency of several buckets.
         """
         backward_s = self.stage_s(content, backward=True) - self.stage_s(content, backward=False)
-        embedding = content.has_embedding * self.shape.head_weights / self.layout.tp_size
+        trains_embedding = content.has_embedding and self.config.adapter.kind == "none"
+        embedding = trains_embedding * self.shape.head_weights / self.layout.tp_size
         return max(reduce_s - backward_s, 4 * self._sent_s(embedding, *self._copies[0]))
 
     @property
@@ -283,6 +295,10 @@ class Training:
             num_sequences=share,
             num_scored=load.scored_tokens * share,
         )
+
+    def _adapter_flops(self) -> float:
+        """FLOPs of an adapter's factors for one micro-batch on one context parallel rank."""
+        return adapter_flops(self.shape, self.config, num_tokens=self._tokens_per_rank)
 
     @property
     def _hidden_bytes(self) -> float:
@@ -374,8 +390,8 @@ class Training:
 
 # The planner asks for it in every term of every layout.
 @functools.lru_cache(maxsize=1024)
-def _contents(shape: Shape, layout: Layout) -> list[Content]:
+def _contents(shape: Shape, adapter: AdapterConfig, layout: Layout) -> list[Content]:
     layers = layout.layers_of_ranks(shape.num_layers)
-    held = others_and_experts(shape.rules, layout)
+    held = others_and_experts(trained_rules(shape.rules, adapter), layout)
     ranks = zip(layers, held, strict=True)
     return [Content(count, *both, rank == 0) for rank, (count, both) in enumerate(ranks)]

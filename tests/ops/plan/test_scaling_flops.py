@@ -133,6 +133,20 @@ def test_what_is_left_out_or_computed_again_is_no_model_operation():
     assert clipped.update == pytest.approx(whole.update - 2 * head)
 
 
+def test_frozen_weights_have_no_gradient_and_factors_have():
+    shape, workload = Shape.of(hf("Qwen2.5-7B")), Workload(100, 400, 400)
+    whole = step_flops(shape, config(batch=BATCH), workload)
+    adapter = {"kind": "lora", "rank": 8, "targets": ("qkv", "fc2")}
+    found = step_flops(shape, config(batch=BATCH, adapter=adapter), workload)
+    tokens, scored = 64 * 8 * 500, 64 * 8 * 400
+    frozen = 2 * tokens * 28 * shape.layer_weights + 2 * scored * shape.head_weights
+    # Of queries, keys and values one A; of 3,584 columns and 4,608 rows, and 18,944 and 3,584.
+    factors = 2 * tokens * 28 * 8 * (3584 + 4608 + 18944 + 3584)
+    assert found.generation == whole.generation
+    assert found.update == pytest.approx(whole.update - frozen + 3 * factors)
+    assert found.old_log_probs == pytest.approx(whole.old_log_probs + 0.75 * factors)
+
+
 def test_replaced_groups_are_generated_but_not_trained_on():
     shape = Shape.of(hf("Qwen2.5-7B"))
     half = Workload(100, 400, 400, active_share=0.5)

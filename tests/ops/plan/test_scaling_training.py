@@ -35,6 +35,21 @@ def test_update_is_three_forward_passes_and_a_head_of_four():
     assert one.pass_s(backward=True) == pytest.approx(3 * forward + 4 * head, rel=0.06)
 
 
+def test_an_adapter_trains_its_factors_alone():
+    full, lora = training(), training(sections={"adapter": {"kind": "lora", "rank": 8}})
+    # Forward: the factors' products besides, of rank 8 beside 3,584.
+    assert 1 < stage_s(lora, backward=False) / stage_s(full, backward=False) < 1.02
+    # Backward: no product for the gradient of frozen weights, which is none to add up either.
+    assert stage_s(lora, backward=True) / stage_s(full, backward=True) == pytest.approx(0.67, 0.03)
+    assert lora.head_s(backward=True) == pytest.approx(0.75 * full.head_s(backward=True))
+    again = {"recompute": "full"}
+    recomputed = training(sections={"adapter": {"kind": "lora", "rank": 8}}, **again)
+    share = stage_s(recomputed, backward=True) / stage_s(training(**again), backward=True)
+    assert share == pytest.approx(0.75, 0.03)
+    # 1 % of the weights are reduced, updated and gathered.
+    assert lora.optimizer_s() < 0.02 * full.optimizer_s()
+
+
 def test_clipped_rows_skip_the_backward_pass_of_the_head_alone():
     clipped = training(workload=dataclasses.replace(WORKLOAD, clipped_share=1.0))
     free = training()

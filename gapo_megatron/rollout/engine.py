@@ -178,7 +178,8 @@ class AdapterEngine(Engine, Protocol):
         """Replace the adapter beside the weights and clear caches; the engine is awake afterwards.
 
         Only if `needs` is `factors`: the engine then holds the weights beneath the adapter.
-        `update_weights` brings those, and removes an earlier adapter.
+        `update_weights` brings those, and removes an earlier adapter; until the factors have come,
+        the version stays -1.
 
         Args:
             factors: of every adapted layer once; the same on every rank. The engine may hold
@@ -189,6 +190,6 @@ class AdapterEngine(Engine, Protocol):
         Collectives: those of `factors`, in lockstep on all ranks.
 
         Raises:
-            WeightSyncError: factors are missing, extra, repeated or misshapen; names them. The
-                adapter is then undefined, the version is -1.
+            WeightSyncError: factors are missing, extra, repeated, misshapen or not finite; names
+                them. The adapter is then undefined, the version is -1. On every rank.
         """

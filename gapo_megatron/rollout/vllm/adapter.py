@@ -8,11 +8,11 @@ within 2**-9 (bf16) of every element. Rows up to the rank that vLLM allocates ar
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from gapo_megatron.errors import ConversionError, WeightSyncError
 from gapo_megatron.hf.adapter_folder import AdapterSettings, tensor_names, write_files
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.rollout.factors import FactorShapes, check_factors
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.types import Factors
 
@@ -78,7 +79,12 @@ def why_merged(slots: Slots, *, dtype: torch.dtype, device: torch.device, quanti
 
 
 def load_factors(
-    llm: LLMEngine, factors: Iterable[Factors], *, slots: Slots, scale: float, replicas: Replicas
+    llm: LLMEngine,
+    factors: Iterable[Factors],
+    *,
+    shapes: FactorShapes,
+    scale: float,
+    replicas: Replicas,
 ) -> LoRARequest:
     """Replace the factors in vLLM's layers, and check that every layer has got its own.
 
@@ -88,7 +94,7 @@ def load_factors(
     Args:
         llm: vLLM's engine, with memory for the weights.
         factors: of every layer with slots.
-        slots: what the engine was built with.
+        shapes: of all of them.
         scale: factor of B A.
         replicas: replicas of the engine.
 
@@ -98,47 +104,60 @@ def load_factors(
     Collectives: those of `factors`; a gather of a line of text over all ranks.
 
     Raises:
-        WeightSyncError: on a rank a layer has no factors or no slots, factors are misshapen, or
-            vLLM refuses them; names the rank and the layers. On every rank.
+        WeightSyncError: on a rank a layer has no factors or no slots, factors are repeated,
+            misshapen or not finite, or vLLM fails; names the rank and the reason. On every rank.
     """
-    tensors: dict[str, Tensor] = {}
-    modules = set()
-    for module, a, b in factors:
-        modules.add(module)
-        tensors |= zip(tensor_names(module), (a.detach().cpu(), b.detach().cpu()), strict=True)
-    request = LoRARequest(_NAME, _ID, _SHARED_MEMORY)
+    held = [(module, a.detach().cpu(), b.detach().cpu()) for module, a, b in factors]
     problem = ""
-    if odd := sorted(modules ^ vllm.adapted_layers(llm)):
-        problem = f"{len(odd)} layers with only one of factors and slots: {', '.join(odd[:5])}"
-    else:
-        try:
-            _load(llm, tensors, AdapterSettings(slots.rank, scale * slots.rank))
-        except (ConversionError, OSError, RuntimeError, ValueError) as error:
-            problem = f"{type(error).__name__}: {error}"
+    try:
+        _load(llm, held, shapes, scale)
+    except Exception as error:  # of any type: the other ranks wait in the gather
+        problem = f"{type(error).__name__}: {error}"
     for rank, found in enumerate(replicas.gather([problem])):
         if found:
             raise WeightSyncError(f"factors of the adapter on rank {rank}: {found}")
-    return request
+    return LoRARequest(_NAME, _ID, _SHARED_MEMORY)
 
 
-def _load(llm: LLMEngine, tensors: dict[str, Tensor], settings: AdapterSettings) -> None:
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with tempfile.TemporaryDirectory(dir=_folder_with_room(num_bytes)) as folder:
-        write_files(tensors, settings, base_model="", folder=Path(folder))
+def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: float) -> None:
+    # vLLM checks none of this: it copies a smaller factor into a corner of its slot.
+    check_factors(factors, shapes)
+    if odd := sorted(shapes.keys() ^ vllm.adapted_layers(llm)):
+        raise WeightSyncError(
+            f"{len(odd)} layers with only one of factors and slots: {', '.join(odd[:5])}"
+        )
+    tensors = {
+        name: tensor
+        for module, *pair in factors
+        for name, tensor in zip(tensor_names(module), pair, strict=True)
+    }
+    rank = len(factors[0][1])
+    with _write(tensors, AdapterSettings(rank, scale * rank)) as folder:
         # In place: the requests' id stays the same. Only here: vLLM would load the files again for
         # every step of a request that asks for it.
         if not llm.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True)):
-            raise ValueError("vLLM has not loaded them")
+            raise WeightSyncError("vLLM has not loaded them")
 
 
-def _folder_with_room(num_bytes: int) -> str:
-    """Where files of this size fit, memory first.
+def _write(tensors: Mapping[str, Tensor], settings: AdapterSettings) -> TemporaryDirectory[str]:
+    """A temporary folder with the factors: in memory, or on disk if that has no room.
+
+    Only writing tells: other ranks of the node write at the same time.
 
     Raises:
-        OSError: nowhere.
+        ConversionError, OSError: neither has room.
     """
-    folders = [_SHARED_MEMORY, tempfile.gettempdir()]
-    for folder in folders:
-        if Path(folder).is_dir() and shutil.disk_usage(folder).free > num_bytes + 2**20:
-            return folder
-    raise OSError(f"none of {', '.join(folders)} has {num_bytes / 1e9:.3g} GB free")
+    for place in (_SHARED_MEMORY, tempfile.gettempdir()):
+        try:
+            folder = TemporaryDirectory(dir=place)
+        except OSError as error:
+            problem: Exception = error
+            continue
+        try:
+            write_files(tensors, settings, base_model="", folder=Path(folder.name))
+        except (ConversionError, OSError) as error:
+            folder.cleanup()
+            problem = error
+            continue
+        return folder
+    raise problem

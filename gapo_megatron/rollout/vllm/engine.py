@@ -22,6 +22,7 @@ from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Completion, Needs, Request
+from gapo_megatron.rollout.factors import factor_shapes
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm.adapter import Slots, load_factors, slots_for, why_merged
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
@@ -224,7 +225,8 @@ class RolloutEngine:
             raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error
         on_received()
         self._has_base = True
-        self._begin(policy_version)
+        # The policy's weights are these and the factors, which are still to come.
+        self._begin(policy_version if self.slots is None else -1)
 
     def update_adapter(
         self, factors: Iterable[Factors], *, scale: float, policy_version: int
@@ -241,7 +243,11 @@ class RolloutEngine:
         self.policy_version, self._adapter = -1, None
         try:
             self._adapter = load_factors(
-                self.llm, factors, slots=self.slots, scale=scale, replicas=self.replicas
+                self.llm,
+                factors,
+                shapes=factor_shapes(self.config.adapter, self.hf_config),
+                scale=scale,
+                replicas=self.replicas,
             )
         except WeightSyncError as error:
             raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error

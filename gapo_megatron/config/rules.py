@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gapo_megatron.config.section import INPUT_PATH
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.user_code import is_code
 
 if TYPE_CHECKING:
     from gapo_megatron.config import Config
@@ -155,6 +156,26 @@ def _check_around_engine(config: Config) -> None:
             "batch.partial_rollouts (true) needs objective.old_log_probs 'trainer', not 'rollout': "
             "tokens sampled in earlier steps keep the trainer's log-probs"
         )
+    if reason := why_merged(config):
+        raise ValueError(
+            f"objective.old_log_probs ('rollout') must be 'trainer' with adapter.kind "
+            f"({config.adapter.kind!r}) and {reason}: vLLM then generates with rounded sums of "
+            "weights and adapter, and every ratio would have their rounding"
+        )
+
+
+def why_merged(config: Config) -> str:
+    """The setting for which vLLM cannot compute with an adapter's factors; empty without one.
+
+    It then generates with merged weights. On a GPU it does so in fp32 too.
+    """
+    if config.adapter.kind == "none" or is_code(config.rollout.engine):
+        return ""
+    if "experts" in config.adapter.targets:
+        return f"'experts' in adapter.targets ({[*config.adapter.targets]!r})"
+    if config.rollout.quantization:
+        return f"rollout.quantization ({config.rollout.quantization!r})"
+    return ""
 
 
 def inert_clip_note(config: Config) -> str:

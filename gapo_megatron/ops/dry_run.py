@@ -20,7 +20,7 @@ from rich.text import Text
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
+from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs, why_merged
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError, shown
@@ -366,10 +366,16 @@ def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
     if not counts:
         return ""
     shown = ", ".join(f"{target}: {count}" for target, count in counts.items())
-    return (
+    note = (
         f"Adapter: {config.adapter.kind} of rank {config.adapter.rank} beside "
         f"{sum(counts.values())} linear layers ({shown}); only these factors are trained."
     )
+    if reason := why_merged(config):
+        note += (
+            f" The engine gets merged weights, rounded to the model's dtype, because of {reason}; "
+            "sync/merge_rounding measures what that costs."
+        )
+    return note
 
 
 def _offload_note(rules: list[Rule], config: Config, layout: Layout) -> str:

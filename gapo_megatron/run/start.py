@@ -250,7 +250,8 @@ def _say_if_merged(check: WeightCheck | None, attempt: Attempt) -> None:
     if check is not None and check.merge_rounding is not None and attempt.leads:
         logger.warning(
             "the engine gets weights with the adapter merged in, W + scale * B A rounded to the "
-            "dtype of W, because it cannot compute with factors; sync/merge_rounding measures it"
+            "dtype of W; sync/merge_rounding measures it. Only vLLM computes with factors, and not "
+            "those of experts, beside quantised weights (rollout.quantization) or in fp32 on a GPU"
         )
 
 

@@ -352,6 +352,14 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
             ["rollout.top_p (0.9)", "must be 1", "objective.old_log_probs 'rollout'"],
         ),
         (
+            ["objective.old_log_probs=rollout", "adapter.kind=lora", "rollout.quantization=fp8"],
+            ["objective.old_log_probs ('rollout')", "'trainer'", "rollout.quantization ('fp8')"],
+        ),
+        (
+            ["objective.old_log_probs=rollout", "adapter.kind=lora", 'adapter.targets=["experts"]'],
+            ["objective.old_log_probs ('rollout')", "adapter.targets (['experts'])"],
+        ),
+        (
             ["rollout.max_staleness=1", "objective.importance_weight_max=2"],
             ["rollout.max_staleness (1)", "needs rollout.generation_nodes"],
         ),
@@ -392,6 +400,12 @@ def test_wrong_combination_names_both_sides(
 ) -> None:
     message = error_of(minimal, *overrides)
     assert all(name in message for name in names), message
+
+
+def test_ratios_against_an_engine_that_computes_with_factors_are_allowed(minimal: Path) -> None:
+    (own := minimal.parent / "own.py").write_text("class Engine: ...\n")
+    for more in ((), ("adapter.targets=['experts']", f"rollout.engine={own}:Engine")):
+        load_config(minimal, ["objective.old_log_probs=rollout", "adapter.kind=lora", *more])
 
 
 def test_generation_may_run_ahead_with_and_without_weights(minimal: Path) -> None:

@@ -249,6 +249,15 @@ def test_over_sampling_is_said() -> None:
     assert re.search(r"384 prompts \(batch\.oversampling 1\.5\).* 256 .* 128 ", text)
 
 
+def test_it_says_when_the_engine_gets_merged_weights(tmp_path: Path) -> None:
+    model = {"hf_dir": write_model(tmp_path)}
+    adapter = {"kind": "lora"}
+    beside = text_of(make_config(model=model, adapter=adapter))
+    assert "Adapter: lora" in beside and "merged" not in beside
+    merged = text_of(make_config(model=model, adapter=adapter, rollout={"quantization": "fp8"}))
+    assert re.search(r"merged weights.*rollout\.quantization \('fp8'\)", merged, re.DOTALL)
+
+
 def test_what_is_offloaded_is_in_host_memory(tmp_path: Path) -> None:
     model = {"hf_dir": write_model(tmp_path / "m")}
     offloaded = text_of(make_config(model=model, optimizer={"offload": True}))

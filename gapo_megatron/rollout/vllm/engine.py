@@ -6,7 +6,6 @@ in lockstep without a coordinator (vLLM's external launcher).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -41,8 +40,6 @@ from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollout.vllm.weights import reload_weights, verify_bound
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Factors
-
-logger = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -125,7 +122,7 @@ class RolloutEngine:
             self.schedule.sleep()
 
     def _usable(self, slots: Slots | None) -> Slots | None:
-        """The slots, or None if vLLM cannot compute with factors; says why."""
+        """The slots, or None if vLLM cannot compute with factors."""
         if slots is None:
             return None
         reason = why_merged(
@@ -134,8 +131,6 @@ class RolloutEngine:
             device=self.device,
             quantized=bool(self.config.rollout.quantization),
         )
-        if reason and dist.get_rank() == 0:
-            logger.warning("the engine gets weights merged with the adapter, rounded: %s", reason)
         return None if reason else slots
 
     @property

@@ -7,8 +7,8 @@ weights' memory, which the sync fills, and only then the KV cache, so that the t
 the cache never reach their maximum together. On a CPU nothing is released, but the order is the
 same and is checked too: after a sleep the weights are undefined until a sync.
 
-With an adapter, which is all that a sync brings, asleep means vLLM's level 1: the weights wait in
-host memory, and return when their memory is allocated.
+With an adapter asleep means vLLM's level 1: the weights beneath it, which only the first sync of a
+start brings, wait in host memory and return when their memory is allocated.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Schedule:
         self.phase = Phase.SLEEPING
 
     def wake_for_sync(self) -> None:
-        """Allocate memory for the weights, which are undefined until a sync has filled them.
+        """Allocate memory for the weights.
 
+        They are undefined until a sync has filled them, unless the host has kept them.
         Does nothing if the engine is awake: the sync then overwrites weights in place.
         """
         if self.phase is Phase.SLEEPING:

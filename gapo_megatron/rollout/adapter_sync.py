@@ -8,6 +8,7 @@ its share is measured.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
@@ -109,23 +110,29 @@ class Sending:
             return self._kept
         return self._adapter.whole_factors(self._policy.stages)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights to send, like `Policy.iterate_hf_weights`.
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """The weights to send, like `Policy.iterate_hf_weights`; the block must consume them all.
+
+        Within the block the adapter of a policy is switched off, whoever stops and wherever.
 
         Collectives: those of `Policy.iterate_hf_weights`; for merged weights, before them, those of
         `factors`.
+
+        Raises:
+            WeightSyncError: the block has left some.
         """
-        if self._adapter is None:
-            yield from self._policy.iterate_hf_weights()
-            return
-        with self._adapter.switched_off():
-            base = self._policy.iterate_hf_weights()
-            if self.brings_factors:
-                yield from base
-                return
-            merged = Merged(base, self.factors(), scale=self._adapter.scale)
-            yield from merged.tensors()
-        self.rounding = merged.rounding
+        with contextlib.ExitStack() as stack:
+            if self._adapter is not None:
+                stack.enter_context(self._adapter.switched_off())
+            weights, merged = self._policy.iterate_hf_weights(), None
+            if self._adapter is not None and not self.brings_factors:
+                merged = Merged(weights, self.factors(), scale=self._adapter.scale)
+                weights = merged.tensors()
+            yield weights
+            for name, _ in weights:
+                raise WeightSyncError(f"weight sync: the engine has not taken {name}")
+        self.rounding = None if merged is None else merged.rounding
 
 
 class Merged:

@@ -51,18 +51,19 @@ def sync(
     `whole_factors`, or of both; a gather of the differences.
 
     Raises:
-        WeightSyncError: tensors or log-probs do not agree; on every rank.
+        WeightSyncError: tensors or log-probs do not agree, or not all were taken; on every rank.
     """
     log_probs = score_probe(policy, probe, engine.replicas.gloo_group)
     sending = Sending(policy, needs_of(engine), keeps_factors=True)
     policy.make_room()
     if sending.brings_weights:
-        transport(
-            engine,
-            sending.weights(),
-            policy_version=policy_version,
-            on_received=policy.make_room_of_weights,
-        )
+        with sending.weights() as weights:
+            transport(
+                engine,
+                weights,
+                policy_version=policy_version,
+                on_received=policy.make_room_of_weights,
+            )
     else:
         policy.make_room_of_weights()
         engine.wake()

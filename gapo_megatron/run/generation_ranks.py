@@ -147,7 +147,8 @@ class GenerationRanks:
                 self.bridge.mail.post(f"probe/{number}", pack_probe(probe, log_probs))
             sending = Sending(self.policy, unpack(self._wait(f"ready/{number}")))
             if sending.brings_weights:
-                self.bridge.send_weights(sending.weights())
+                with sending.weights() as weights:
+                    self.bridge.send_weights(weights)
             if sending.brings_factors:
                 self.bridge.send_weights(as_tensors(sending.factors()))
             check = WeightCheck(**unpack(self._wait(f"answer/{number}")))

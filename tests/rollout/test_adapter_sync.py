@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout import sync as sync_module
 from gapo_megatron.rollout.adapter_sync import Merged, Sending, as_tensors, from_tensors, needs_of
+from gapo_megatron.rollout.engine import Needs
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.types import Prompt
 from tests.adapter_setup import FakeAdapter, FakePolicy, make_factors, with_factors
 from tests.factors_engine import FactorsEngine
 from tests.messages import mentions
-from tests.rollout_setup import expected_log_probs, make_model, perturb
+from tests.rollout_setup import expected_log_probs, make_model, perturb, weights
 from tests.transformers_engine import TransformersEngine
 
 SCALE = 1.5
@@ -55,7 +56,7 @@ def probe() -> Any:
 
 
 def test_the_base_is_sent_once_and_then_only_factors(trained: PreTrainedModel) -> None:
-    engine = FactorsEngine(other_model())
+    engine = FactorsEngine(other_model(), rank=4)
     engine.sleep()
     for version in range(3):
         policy = policy_of(trained, seed=version)
@@ -69,7 +70,7 @@ def test_the_base_is_sent_once_and_then_only_factors(trained: PreTrainedModel) -
 
 
 def test_a_stale_adapter_fails_the_check(trained: PreTrainedModel) -> None:
-    engine = FactorsEngine(other_model())
+    engine = FactorsEngine(other_model(), rank=4)
     sync(policy_of(trained, seed=0), engine, probe(), policy_version=0)  # type: ignore[arg-type]
     engine._forgets = True
     with pytest.raises(WeightSyncError, match=r"version 1\b.*verify_bound"):
@@ -116,4 +117,49 @@ def test_a_policy_without_an_adapter_sends_its_weights() -> None:
     policy = FakePolicy(make_model(tied=True), SimpleNamespace())
     sending = Sending(policy, "factors")  # type: ignore[arg-type]
     assert sending.brings_weights and not sending.brings_factors and sending.scale is None
-    assert len(list(sending.weights())) == 26 and sending.rounding is None
+    with sending.weights() as sent:
+        assert len(list(sent)) == 26
+    assert sending.rounding is None
+
+
+@pytest.mark.parametrize("needs", ["base", "merged"])
+def test_whoever_stops_early_leaves_no_adapter_switched_off(
+    trained: PreTrainedModel, needs: Needs
+) -> None:
+    """Held by somebody, a generator that has stopped would otherwise never end."""
+    policy, held = policy_of(trained, seed=0), []
+
+    def transport(engine: Any, weights: Any, **_: Any) -> None:
+        held.append(weights)
+        next(weights)
+
+    engine = FactorsEngine(other_model(), rank=4)
+    engine.needs = needs
+    with pytest.raises(WeightSyncError, match=r"model\.layers"):
+        sync(policy, engine, probe(), policy_version=0, transport=transport)  # type: ignore[arg-type]
+    assert policy.adapter.is_on
+    with pytest.raises(ZeroDivisionError), Sending(policy, needs).weights() as sent:  # type: ignore[arg-type]
+        held.append(sent)
+        next(sent)
+        raise ZeroDivisionError
+    assert policy.adapter.is_on
+
+
+def test_the_stand_in_refuses_what_an_engine_promises_to_refuse(trained: PreTrainedModel) -> None:
+    engine, good = FactorsEngine(other_model(), rank=4), make_factors(trained, rank=4, seed=0)
+    (name, a, b), *rest = good
+    engine.update_weights(weights(trained).items(), policy_version=0)
+    assert engine.policy_version == -1
+    for damaged in (
+        rest,
+        [*good, good[0]],
+        [*good, ("stray", a, b)],
+        [(name, a[:3], b[:, :3]), *rest],
+        [(name, a, b[:1]), *rest],
+        [(name, a, b * torch.nan), *rest],
+    ):
+        with pytest.raises(WeightSyncError):
+            engine.update_adapter(damaged, scale=SCALE, policy_version=1)
+        assert engine.policy_version == -1
+    engine.update_adapter(good, scale=SCALE, policy_version=1)
+    assert engine.policy_version == 1

@@ -147,7 +147,7 @@ def sync_an_adapter(folder: Path, parallel: dict[str, int]) -> list[WeightCheck]
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(1.0)
-    engine = FactorsEngine(other, replicas=replicas)
+    engine = FactorsEngine(other, rank=4, replicas=replicas)
     probe, checks = first_sequences(make_batch(), 3), []
     for version in range(2):
         randomise(policy, seed=version)

@@ -27,11 +27,13 @@ from torch import Tensor
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.errors import RolloutError
 from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy.adapters import FULL_WEIGHTS
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.factors import check_factors
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
@@ -162,10 +164,14 @@ class FactorsEngine(ScriptedEngine):
     def update_weights(self, tensors: Any, **settings: Any) -> None:
         super().update_weights(tensors, **settings)
         self.received.append(self.weights)
-        self.needs = "factors"
+        self.needs, self.policy_version = "factors", -1
 
     def update_adapter(self, factors: Any, *, scale: float, policy_version: int) -> None:
-        held = [(name, float(a.sum()), float(b.sum())) for name, a, b in factors]
+        if self.needs != "factors":
+            raise RolloutError(f"update_adapter, but the engine needs {self.needs}")
+        self.policy_version, given = -1, list(factors)
+        check_factors(given, {"layer": ((2, 3), (4, 2))})
+        held = [(name, float(a.sum()), float(b.sum())) for name, a, b in given]
         self.received.append((held, scale))
         self.policy_version = policy_version
 

@@ -161,6 +161,19 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
     stage.clear_padding()
 
 
+def resume_weights(stage: PolicyModel, state: dict[str, Any], *, lacks_frozen: bool) -> None:
+    """Load a stage from its own state, as `load_sharded` has filled it.
+
+    Args:
+        stage: the stage as built.
+        state: its parameters, and whatever else its modules save.
+        lacks_frozen: whether parameters that are not trained may be missing; they stay.
+    """
+    missing, unexpected = stage.load_state_dict(state, strict=not lacks_frozen)
+    trained = {name for name, one in stage.named_parameters() if one.requires_grad}
+    assert not unexpected and not trained.intersection(missing), (missing, unexpected)
+
+
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Load a sharded state dict like `dist_checkpointing.load`, but unpickle only data.
 

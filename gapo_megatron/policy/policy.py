@@ -30,7 +30,7 @@ from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.digest import weights_sha256
 from gapo_megatron.policy.export import find_locations, whole_parameters
-from gapo_megatron.policy.load import check_digests, find_weights, load_weights
+from gapo_megatron.policy.load import check_digests, find_weights, load_weights, resume_weights
 from gapo_megatron.policy.lora import make_adapter
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
@@ -324,8 +324,7 @@ class Policy:
         self._weight_offload.to_device()
         with cpu.device_scope():
             for i, stage in enumerate(self.stages):
-                # Megatron-core's loader has refused a state that lacks anything it was asked for.
-                stage.load_state_dict(state["model"][f"stage_{i}"], strict=not self._has_base)
+                resume_weights(stage, state["model"][f"stage_{i}"], lacks_frozen=self._has_base)
             load_state(self.optimizer, state["optimizer"], config=self.optimizer_settings)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
@@ -384,14 +383,16 @@ class Policy:
     def fill(self, stages: Sequence[PolicyModel]) -> None:
         """Copy this rank's shards into other stages of the same layout, of any dtype.
 
-        Adapters are merged into the weights, in the dtype of those stages.
+        Adapters are merged into the weights, in the dtype of those stages. Only a weight with an
+        adapter is ever there once more.
         """
         self._weight_offload.to_device()
         layers = self._layers[self.groups.pp_rank]
         for name, location in find_locations(stages, layers, self.groups).items():
             stage, own_name, parameter = self._locations[name]
-            wide = parameter.detach().to(location.parameter.dtype)
-            location.parameter.detach().copy_(self.adapter.merge(stage, own_name, wide))
+            target = location.parameter.detach().copy_(parameter.detach())
+            if (merged := self.adapter.merge(stage, own_name, target)) is not target:
+                target.copy_(merged)
 
     def _merged(self, name: str) -> Tensor:
         """The shard to export for a parameter, by the rules' name."""

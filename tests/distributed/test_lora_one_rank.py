@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
@@ -18,7 +19,7 @@ from gapo_megatron.hf.torch_dist import MegatronFolder
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import ParallelGroups, Policy
-from gapo_megatron.policy.exact import exact_arithmetic
+from gapo_megatron.policy.exact import exact_arithmetic, exact_stages
 from gapo_megatron.policy.optimizer import inner_optimizers
 from tests.attempt_setup import make_attempt
 from tests.distributed.checkpoint_setup import make_state, tensors_on_disk
@@ -58,6 +59,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def load(folder: Path, groups: ParallelGroups, kind: str = "dense", **sections: Any) -> Policy:
     return load_policy(lora_config(folder, kind, **sections), groups)
+
+
+class NewTensors(TorchDispatchMode):
+    """Shapes of the tensors that operations make in memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.shapes.add(result.shape)
+        return result
 
 
 def train(policy: Policy, kind: str = "dense") -> None:
@@ -206,6 +222,42 @@ def test_a_checkpoint_holds_the_factors_and_the_bases_digest(
     other = save(tmp_path / "plain", plain, plain_config)
     assert plain.base_sha256() is None
     assert "base_sha256" not in (other / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize("damage", ["a factor is missing", "a factor has another name"])
+def test_a_resume_needs_every_factor(
+    folders: dict[str, Path], groups: ParallelGroups, damage: str
+) -> None:
+    """Frozen weights are not in a checkpoint, so a missing name is no error as such."""
+    policy = load(folders["dense"], groups)
+    state = policy.sharded_state_dict()
+    of_stage = dict(policy.stages[0].state_dict())
+    frozen = {n for n, one in policy.stages[0].named_parameters() if not one.requires_grad}
+    of_stage = {name: one for name, one in of_stage.items() if name not in frozen}
+    name = "adapter.0.lora_b"
+    if damage == "a factor is missing":
+        del of_stage[name]
+    else:
+        of_stage["adapter.0.lora_x"] = of_stage[name]
+    with pytest.raises(AssertionError, match=mentions("lora_")):
+        policy.load_state_dict(state | {"model": {"stage_0": of_stage}})
+
+
+def test_filling_other_stages_makes_no_copies_but_of_adapted_weights(
+    folders: dict[str, Path], groups: ParallelGroups
+) -> None:
+    """Another copy of the embedding would be the largest tensor of all."""
+    plain, adapted = (
+        load_policy(make_config(folders["dense"]), groups),
+        load(folders["dense"], groups),
+    )
+    for policy in (plain, adapted):
+        (stage,) = exact_stages(policy)
+        embedding = stage.embedding.word_embeddings.weight
+        with NewTensors() as new:
+            policy.fill([stage])
+        assert embedding.shape not in new.shapes
+        assert bool(new.shapes) == (policy is adapted)
 
 
 def test_another_base_is_refused(

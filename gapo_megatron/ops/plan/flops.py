@@ -15,7 +15,7 @@ from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Gpu
-from gapo_megatron.ops.plan.layout import per_rank_parameters, trained_rules
+from gapo_megatron.ops.plan.layout import Layout, per_rank_parameters, trained_rules
 from gapo_megatron.ops.plan.workload import Workload
 
 
@@ -128,6 +128,27 @@ def kv_cache_tokens(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: 
         element_bytes=element_bytes(config), tp_size=rollout_tp_size
     )
     return kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size) / token_bytes
+
+
+def sends_factors(config: Config, gpu: Gpu) -> bool:
+    """Whether a weight sync brings vLLM an adapter's factors alone.
+
+    Otherwise it brings whole weights, merged with the adapter if there is one
+    (`rollout.vllm.adapter.why_merged`).
+    """
+    adapter, is_wide = config.adapter, config.model.precision == "fp32" and gpu.name != CPU_NAME
+    is_merged = "experts" in adapter.targets or is_wide or bool(config.rollout.quantization)
+    return adapter.kind != "none" and not is_merged
+
+
+def kept_asleep_bytes(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> float:
+    """Host bytes of the weights that a rank's sleeping engine keeps (vLLM's sleep level 1).
+
+    0 if a sync brings whole weights, on generation ranks, which never sleep, and on a CPU.
+    """
+    if layout.num_generation or gpu.name == CPU_NAME or not sends_factors(config, gpu):
+        return 0.0
+    return engine_bytes(shape, config, rollout_tp_size=layout.rollout_tp_size)
 
 
 def holds_one_sequence(kv_tokens: float, config: Config) -> bool:

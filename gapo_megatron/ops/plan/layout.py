@@ -268,6 +268,23 @@ def fp8_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> lis
     return [count * size for count in quantised]
 
 
+def exact_copy_bytes(
+    rules: Sequence[Rule], config: Config, layout: Layout, *, on_gpu: bool
+) -> list[int]:
+    """Bytes of the second model that measures rounding (`policy.exact`), on a rank of each stage.
+
+    Four bytes a weight, eight in fp32. 0 where nothing is measured (`learn.rounding.is_due`); also
+    without an adapter, because the gradients, whose memory is free then, take as much.
+    """
+    is_quadratic = config.model.precision == "fp32" or layout.cp_size > 1
+    is_behind = config.objective.old_log_probs == "rollout" and config.rollout.max_staleness > 0
+    is_measured = config.metrics.rounding_every_steps > 0 and not is_behind
+    if config.adapter.kind == "none" or not is_measured or (on_gpu and is_quadratic):
+        return [0] * layout.pp_size
+    size = 8 if config.model.precision == "fp32" else 4
+    return [count * size for count in per_rank_parameters(rules, layout.parallel)]
+
+
 def checkpoint_bytes(gradients: int, precision: str) -> int:
     """Host bytes of a rank while a checkpoint is saved.
 

@@ -15,9 +15,9 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.ops.plan.activations import (
+    head_bytes,
     kept_activations,
     neighbour_bytes,
-    tokens_per_rank,
     working_bytes,
 )
 from gapo_megatron.ops.plan.flops import (
@@ -25,6 +25,7 @@ from gapo_megatron.ops.plan.flops import (
     element_bytes,
     engine_bytes,
     holds_one_sequence,
+    kept_asleep_bytes,
     kv_cache_bytes,
     kv_cache_tokens,
 )
@@ -32,16 +33,13 @@ from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, GPUS, Gpu
 from gapo_megatron.ops.plan.layout import (
     Layout,
     checkpoint_bytes,
+    exact_copy_bytes,
     fp8_copy_bytes,
     most_microbatches,
     state_bytes,
 )
 
 _MIB = 2**20
-_TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
-_TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
-"""Tile and block sizes of the head on a GPU: a copy of those in `logprob.tiles.block_shape`, which
-imports torch."""
 CONTEXT_BYTES = 1024 * _MIB
 """CUDA context and the libraries' kernels: assumed."""
 COMMUNICATOR_BYTES = 256 * _MIB
@@ -59,13 +57,14 @@ HOST_SHARE = 0.9
 """Usable share of a node's host memory; system, verifiers and page cache need the rest: assumed."""
 
 _STATE_PARTS = ("weights", "optimizer")
-_STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
+_STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head", "exact_copy")
 ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
 PARTS = (
     *(*_STATE_PARTS, *_STEP_PARTS, *ROLLOUT_PARTS),
     *("engine_asleep", "communication", "fragmentation"),
 )
 SMALLER_FRACTION = "out of memory while generating: a smaller rollout.memory_fraction would fit"
+NO_ROOM_TO_MEASURE = "out of memory while rounding is measured (metrics.rounding_every_steps)"
 LARGER_FRACTION = "out of memory while generating: the KV cache does not hold one sequence"
 OUT_OF_HOST = "out of host memory: offloaded state, and the checkpoint while it is saved"
 
@@ -86,6 +85,8 @@ class StageMemory:
     """Workspace of one layer's backward pass, including its recomputed activations."""
     fp8_copies: int
     """Transformer Engine's fp8 copies of the weights; freed together with the gradients."""
+    exact_copy: int
+    """The weights of the model that measures rounding, of an adapter's run (`exact_copy_bytes`)."""
     head: int
     """Activations and workspace of the log-probs. Never in use at the same time as `layer`."""
     rollout_weights: int
@@ -105,6 +106,21 @@ class StageMemory:
     @property
     def training(self) -> int:
         """Peak bytes while the trainer works and vLLM sleeps."""
+        return max(self.updating, self.measuring)
+
+    @property
+    def measuring(self) -> int:
+        """Peak bytes while rounding is measured; without an adapter an update needs more.
+
+        There are no gradients, and offloaded optimizer state is in host memory. The pass keeps
+        nothing; its workspace, wider and without gradients, is taken as an update's.
+        """
+        kept = self.state - self.gradients - min(self.offloaded, self.optimizer)
+        return kept + self.engine_asleep + self.exact_copy + max(self.layer, self.head)
+
+    @property
+    def updating(self) -> int:
+        """Peak bytes of an update."""
         step = self.activations + max(self.layer, self.head) + self.fragmentation
         return self.state + self.fp8_copies + self.engine_asleep + step
 
@@ -137,7 +153,8 @@ class Memory:
     checkpoint: int
     """Host bytes of a rank of the largest stage while a checkpoint is saved."""
     offloaded: int
-    """Host bytes that offload pins on a rank of the largest stage, from the first sync on."""
+    """Host bytes pinned on a rank of the largest stage from the first sync on: what is offloaded,
+    and a sleeping engine's weights if a sync does not bring them (`kept_asleep_bytes`)."""
     cache_holds_sequence: bool
     """Whether an engine's KV cache holds one sequence of the maximum length."""
 
@@ -171,6 +188,8 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     kv_tokens = kv_cache_tokens(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
+    exact = exact_copy_bytes(rules, config, layout, on_gpu=gpu.name != CPU_NAME)
+    in_host = int(kept_asleep_bytes(shape, config, layout, gpu))
     # Every stage, since another one may need most while training than while generating.
     for stage, (weights, gradients, optimizer) in enumerate(states):
         step = step_bytes(
@@ -186,6 +205,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 activations=step.activations,
                 layer=step.layer,
                 fp8_copies=copies[stage],
+                exact_copy=exact[stage],
                 head=step.head,
                 rollout_weights=0 if is_apart else generator.rollout_weights,
                 kv_cache=0 if is_apart else generator.kv_cache,
@@ -198,7 +218,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
         trainer=max(stages, key=lambda one: one.training),
         engine=generator if is_apart else max(stages, key=lambda one: one.generating),
         checkpoint=checkpoint_bytes(max(one.gradients for one in stages), config.model.precision),
-        offloaded=max(one.offloaded for one in stages),
+        offloaded=max(one.offloaded for one in stages) + in_host,
         cache_holds_sequence=holds_one_sequence(kv_tokens, config),
     )
 
@@ -273,32 +293,6 @@ def step_bytes(
     )
 
 
-def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
-    """Workspace of `logprob.token_log_probs` in its backward pass, its larger one.
-
-    It holds the gradient of the hidden states, the hidden states of all positions if sequence
-    parallelism gathers them, and one block of active rows: its states, two float32 gradients (one
-    is summed over ranks while the next is computed), the gradient of a tile of logits, and that
-    tile in float32.
-    """
-    tokens, h = tokens_per_rank(config, layout), hf_config.hidden_size
-    e = element_bytes(config)
-    sp = layout.tp_size if layout.sequence_parallel else 1
-    vocab = -(-hf_config.vocab_size // layout.tp_size)
-    block_rows, columns = block_shape(vocab)
-    rows, columns = min(block_rows, tokens), min(columns, vocab)
-    gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, gathered
-    block = rows * (h * (e + 2 * 4) + columns * e)
-    tile = 4 * min(block_rows // _TILES_PER_BLOCK, rows) * columns
-    return tokens * h * e // sp + gathered + block + tile
-
-
-def block_shape(num_columns: int) -> tuple[int, int]:
-    """What `logprob.tiles.block_shape` gives for this many columns on a GPU (Triton's too)."""
-    num_rows = _TILE_LOGITS // max(min(_TILE_COLUMNS, num_columns), 64)
-    return max(_TILES_PER_BLOCK * num_rows, _BLOCK_ROWS), _TILE_COLUMNS
-
-
 def _communication_bytes(layout: Layout) -> int:
     sizes = [layout.tp_size, layout.pp_size, layout.cp_size, layout.copies, layout.ep_size]
     sizes += [layout.dp_size] * (layout.cp_size > 1)  # else the group equals that of the copies
@@ -322,11 +316,14 @@ def find_refusal(predicted: Memory, layout: Layout, gpu: Gpu) -> Refusal | None:
     """Why a layout does not fit; None: it fits.
 
     Checked on a GPU: training, generation, and room for the KV cache. Checked on the host: the
-    offloaded state plus a checkpoint while it is saved, of all ranks of a node.
+    offloaded state, a sleeping engine's weights, and a checkpoint while it is saved, of all ranks
+    of a node.
     """
     # Training.
     needed = predicted.training
     if needed > gpu.memory_bytes:
+        if predicted.trainer.updating <= gpu.memory_bytes:
+            return Refusal(NO_ROOM_TO_MEASURE, needed)
         parts = (*_STATE_PARTS, *_STEP_PARTS)
         return Refusal(_out_of_memory("training", predicted.trainer, parts), needed)
     # Weight sync and generation.

@@ -191,9 +191,10 @@ def memory_table(plan: Plan, *, top: int) -> Table:
         title_justify="left",
     )
     values = {name: _memory_values(plan, candidate) for name, candidate in _rows(plan, top)}
-    is_fp8 = any(sizes["fp8_copies"] for sizes in values.values())
+    rare = {"fp8_copies", "exact_copy"}
+    unused = {part for part in rare if not any(sizes[part] for sizes in values.values())}
     sums = ("training", "generating", "checkpoint_host", "offload_host")
-    parts = [part for part in (*PARTS, *sums) if is_fp8 or part != "fp8_copies"]
+    parts = [part for part in (*PARTS, *sums) if part not in unused]
     names = {"rollout_weights": "vLLM_weights", "engine_asleep": "vLLM_asleep"}
     headings = [names.get(part, part).replace("_", " ") for part in parts]
     for heading in ("", *headings):

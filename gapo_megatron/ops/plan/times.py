@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gapo_megatron.config import VERIFIED_SEQUENCES, Config
+from gapo_megatron.config import Config
 from gapo_megatron.ops.plan.flops import (
     Shape,
     element_bytes,
@@ -18,7 +18,8 @@ from gapo_megatron.ops.plan.flops import (
     kv_cache_tokens,
 )
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Efficiency, Gpu
-from gapo_megatron.ops.plan.layout import Layout, state_bytes
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.sync_times import offload_s, send_s, sync_s
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
 
@@ -28,8 +29,6 @@ _MAX_SEQUENCES_SMALL = 256
 """The same limit on smaller devices."""
 _MOST_WORKERS = 8
 """Most verifier workers of a rank if `reward.num_workers` is 0."""
-_PROBE_STEPS = 2
-"""Engine steps that score the sequences which verify a weight sync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,75 +311,3 @@ def reward_s(training: Training) -> float:
     prompts = sum(training.workload.prompts_by_round(config.batch))
     sequences = prompts * config.batch.rollouts_per_prompt / training.layout.rollout_ranks
     return sequences * training.efficiency.verdict_s / workers
-
-
-def offload_s(training: Training) -> float:
-    """Offload in one direction: bytes of the fullest rank / host bandwidth; 0 if nothing moves.
-
-    State moves to the host at every sync and back for the first pass and update.
-    """
-    config, offload = training.config, training.config.optimizer.offload
-    if offload == "none":
-        return 0.0
-    states = state_bytes(training.shape.rules, config, training.layout)
-    size = max(optimizer + (offload == "all") * weights for weights, _, optimizer in states)
-    return size / (training.gpu.host_bandwidth * training.efficiency.communication)
-
-
-def sync_s(training: Training) -> float:
-    """Weight sync: every rank gathers every tensor, one after another, and copies it.
-
-    sync = gather + 2 W / bandwidth (copy) + tensors x tensor_s
-           + verified sequences one by one through the layers + engine steps
-    """
-    gpu, efficiency = training.gpu, training.efficiency
-    shape = training.shape
-    seconds = _gather_s(training)
-    seconds += 2 * _weight_bytes(training) / (gpu.bandwidth * efficiency.bandwidth)
-    seconds += shape.num_tensors * efficiency.tensor_s
-    seconds += VERIFIED_SEQUENCES * shape.num_layers * efficiency.layer_s
-    return seconds + _PROBE_STEPS * efficiency.decode_step_s
-
-
-def send_s(training: Training) -> float:
-    """One transfer of the weights from the training side to the generation ranks.
-
-    send = sync + W / network (broadcast in buckets through the network adapter of the first
-           training rank; within one node: over the link) + 2 W / bandwidth (copy into buckets)
-
-    The gather of a bucket is assumed not to overlap with the broadcast of the one before.
-    """
-    gpu, efficiency = training.gpu, training.efficiency
-    in_node = training.layout.num_ranks <= gpu.gpus_per_node
-    rate = gpu.link_bandwidth if in_node else gpu.network_bandwidth
-    size = _weight_bytes(training)
-    seconds = size / (rate * efficiency.communication)
-    return sync_s(training) + seconds + 2 * size / (gpu.bandwidth * efficiency.bandwidth)
-
-
-def _weight_bytes(training: Training) -> float:
-    return float(training.shape.num_parameters * element_bytes(training.config))
-
-
-def _gather_s(training: Training) -> float:
-    """Seconds in which a rank gathers every tensor, one after another.
-
-    gather = W / t / network (broadcast over p stages) + W (t - 1) / t / link
-             + W_experts (e - 1) / e / link
-    """
-    layout, gpu, shape = training.layout, training.gpu, training.shape
-    experts = float(shape.num_layers * shape.num_experts * shape.expert_weights)
-    experts *= element_bytes(training.config)
-    others = _weight_bytes(training) - experts
-    ways = [
-        (others * (layout.tp_size - 1) / layout.tp_size, layout.tp_size, 1),
-        (experts * (layout.ep_size - 1) / layout.ep_size, layout.ep_size, 1),
-    ]
-    if layout.pp_size > 1:
-        shard = others / layout.tp_size + experts / layout.ep_size
-        ways.append((shard, layout.pp_size, layout.ranks_per_stage))
-    efficiency = training.efficiency
-    return sum(
-        sent / (gpu.group_bandwidth(group, stride=stride) * efficiency.communication)
-        for sent, group, stride in ways
-    )

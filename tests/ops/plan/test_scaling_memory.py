@@ -14,13 +14,21 @@ from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import (
+    block_shape,
     kept_activations,
     neighbour_bytes,
     num_in_flight,
 )
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
-from gapo_megatron.ops.plan.memory import Memory, block_shape, memory, step_bytes
+from gapo_megatron.ops.plan.memory import (
+    HOST_SHARE,
+    OUT_OF_HOST,
+    Memory,
+    find_refusal,
+    memory,
+    step_bytes,
+)
 from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
@@ -343,6 +351,71 @@ def test_fp8_takes_two_bytes_more_of_a_matrix_while_it_trains(
     )
     assert fp8.training - bf16.training == fp8.trainer.fp8_copies == 2 * matrices
     assert fp8.generating == bf16.generating
+
+
+LORA = {"kind": "lora", "rank": 8, "targets": ("qkv", "proj", "fc1", "fc2")}
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_an_adapters_run_copies_its_weights_to_measure_rounding(
+    tmp_path: Path, offload: str
+) -> None:
+    """Four bytes each; the gradients, which give their room up, are next to nothing."""
+    hf_config = read_model(tmp_path, WIDE | {"num_hidden_layers": 64, "vocab_size": 200_000})
+
+    def predict(**sections: dict[str, Any]) -> Memory:
+        short = {"adapter": LORA, "optimizer": {"offload": offload}, "model": {"recompute": "full"}}
+        config = make_config(str(tmp_path), **(short | sections))
+        return memory(hf_config, config, make_layout(tp=1), GPUS["h100"])
+
+    found = predict()
+    stage, layer = found.trainer, 64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert stage.exact_copy == 4 * (200_000 * 64 + 64 * layer + 64)
+    there = stage.weights + (0 if offload != "none" else stage.optimizer) + stage.communication
+    at_work = stage.engine_asleep + max(stage.layer, stage.head)
+    assert found.training == there + at_work + stage.exact_copy > stage.updating
+    # Nothing is measured, or the gradients' memory is as large.
+    silent = predict(metrics={"rounding_every_steps": 0})
+    behind = predict(
+        optimizer={"offload": "none"},
+        objective={"old_log_probs": "rollout"},
+        rollout={"max_staleness": 1, "generation_nodes": 1, "max_response_tokens": 96},
+    )
+    full = predict(adapter={"kind": "none"})
+    for one in (silent, behind, full, predict(model={"precision": "fp32"})):
+        assert one.trainer.exact_copy == 0 and one.training == one.trainer.updating
+    # Of a GPU with room for an update alone.
+    gpu = dataclasses.replace(GPUS["h100"], memory_bytes=(stage.updating + found.training) // 2)
+    layout = make_layout(tp=1)
+    refusal = find_refusal(found, layout, gpu)
+    assert refusal is not None and "metrics.rounding_every_steps" in refusal.reason
+    assert find_refusal(silent, layout, gpu) != refusal
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_generation", "keeps"),
+    [
+        ({}, 0, True),
+        ({}, 8, False),
+        ({"adapter": {"kind": "none"}}, 0, False),
+        ({"rollout": {"quantization": "fp8", "max_response_tokens": 96}}, 0, False),
+    ],
+)
+def test_an_engine_that_gets_factors_sleeps_in_host_memory(
+    tmp_path: Path, sections: dict[str, Any], num_generation: int, keeps: bool
+) -> None:
+    hf_config = read_model(tmp_path, WIDE)
+    config = make_config(str(tmp_path), **({"adapter": LORA} | sections))
+    layout = dataclasses.replace(make_layout(rollout_tp=2), num_generation=num_generation)
+    found = memory(hf_config, config, layout, GPUS["h100"])
+    assert found.offloaded == keeps * found.engine.rollout_weights
+    # A node's host memory must hold it: eight shards of it, with eight checkpoints.
+    needed = 8 * (found.offloaded + found.checkpoint) / HOST_SHARE
+    for host, fits in ((1.01, True), (0.99, False)):
+        gpu = dataclasses.replace(GPUS["h100"], host_memory_bytes=int(host * needed))
+        refusal = find_refusal(found, dataclasses.replace(layout, num_generation=0), gpu)
+        assert (refusal is None) == fits
+        assert refusal is None or refusal.reason == OUT_OF_HOST
 
 
 def test_more_recomputation_takes_less(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from gapo_megatron.ops.plan.planner import (
     sides_of,
 )
 from gapo_megatron.ops.plan.search import Search
+from gapo_megatron.ops.plan.sync_times import send_s, sync_s
 from gapo_megatron.ops.plan.tables import ahead_hint, sides_table, to_json
-from gapo_megatron.ops.plan.times import SidesTime, reward_s, send_s, step_time, sync_s
+from gapo_megatron.ops.plan.times import SidesTime, reward_s, step_time
 from gapo_megatron.rollout.broadcast import BUCKET_BYTES
 from tests.hf.test_convert_models import NUM_PARAMETERS
 from tests.messages import mentions

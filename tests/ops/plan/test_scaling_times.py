@@ -5,15 +5,20 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
-from gapo_megatron.ops.plan.flops import Shape, kv_cache_bytes
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
+from gapo_megatron.ops.plan.flops import Shape, kv_cache_bytes, sends_factors
+from gapo_megatron.ops.plan.hardware import CPU_NAME, GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import Decoding, generation_s, reward_s, step_time, sync_s
+from gapo_megatron.ops.plan.sync_times import sync_s
+from gapo_megatron.ops.plan.times import Decoding, generation_s, reward_s, step_time
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
+from gapo_megatron.rollout.vllm.adapter import slots_for, why_merged
 from tests.hf.test_convert_models import NUM_PARAMETERS
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf, layout, training
+
+MOE = "Qwen3-30B-A3B"
 
 
 def decoding(model="Qwen2.5-7B", *, tp=1, efficiency=IDEAL, **changes):
@@ -173,6 +178,50 @@ def test_sync_moves_the_whole_model_through_every_rank():
     assert alone == pytest.approx(2 * size / 4.8e12, rel=1e-6)
     # Halves over the link, and a half's broadcast to the other stage, all in a node.
     assert cut - alone == pytest.approx(size / 2 / 450e9 * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", [{"dp": 8}, {"tp": 2, "pp": 2, "dp": 2, "rollout_tp": 2}])
+def test_sync_of_an_adapter_moves_factors_and_the_sleeping_base(cut):
+    """Factors of rank 8 through every rank; the engine's shard from host memory and back."""
+    lora = {"adapter": {"kind": "lora", "rank": 8, "targets": ("qkv", "fc2")}}
+    one = training(sections=lora, **cut)
+    # A [8, in] and B [out, 8] of each layer.
+    size = 2 * 28 * 8 * (2 * 3584 + 2 * 512 + 18944 + 3584)
+    shard = 2 * NUM_PARAMETERS["Qwen2.5-7B"] / cut.get("rollout_tp", 1)
+    seconds = 2 * size / 4.8e12
+    if "tp" in cut:
+        seconds += size / 2 / 450e9 * 2
+    apart = dataclasses.replace(one, layout=dataclasses.replace(one.layout, num_generation=8))
+    assert sync_s(apart) == pytest.approx(seconds, rel=1e-6)
+    assert sync_s(one) == pytest.approx(seconds + 2 * shard / 64e9, rel=1e-6)
+    # A constant of each tensor: A once, B for query, key and value.
+    slow = dataclasses.replace(one, efficiency=dataclasses.replace(IDEAL, tensor_s=1.0))
+    assert sync_s(slow) - sync_s(one) == pytest.approx(28 * (1 + 3 + 1 + 1), rel=1e-6)
+    # Merged weights are the whole model.
+    merged = {"rollout": {"quantization": "fp8", "max_response_tokens": 3092}}
+    full = sync_s(training(**cut))
+    assert sync_s(training(sections=lora | merged, **cut)) == full > 5 * sync_s(apart)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("quantization", ["", "fp8"])
+@pytest.mark.parametrize(("model", "targets"), [("Qwen2.5-7B", ["fc2"]), (MOE, ["qkv", "experts"])])
+def test_who_gets_factors_is_what_the_engine_says(precision, quantization, model, targets):
+    run = config(
+        adapter={"kind": "lora", "rank": 512, "targets": targets},
+        model={"precision": precision},
+        rollout={"quantization": quantization} if precision == "bf16" else {},
+    )
+    slots = slots_for(run.adapter, hf(model))
+    dtype, quantized = getattr(torch, run.model.dtype), bool(run.rollout.quantization)
+    for gpu, device in ((H200, "cuda"), (cpu_like(H200), "cpu")):
+        why = why_merged(slots, dtype=dtype, device=torch.device(device), quantized=quantized)
+        assert sends_factors(run, gpu) == (not why)
+    assert not sends_factors(config(), H200)
+
+
+def cpu_like(gpu):
+    return dataclasses.replace(gpu, name=CPU_NAME)
 
 
 def test_rewards():

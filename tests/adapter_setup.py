@@ -82,6 +82,10 @@ class FakePolicy:
     num_weights_sent: int = 0
     made_room: list[str] = field(default_factory=list)
 
+    def iterate_factors(self) -> Iterator[Factors]:
+        assert isinstance(self.adapter, FakeAdapter)
+        yield from self.adapter.whole_factors(self.stages)
+
     def iterate_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert not getattr(self.adapter, "is_on", False), "rounded sums instead of the base"
         self.num_weights_sent += 1

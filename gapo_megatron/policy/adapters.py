@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from gapo_megatron.types import Factors
 
 if TYPE_CHECKING:
     from gapo_megatron.policy.model import PolicyModel
@@ -57,6 +60,23 @@ class Adapter(Protocol):
         They are then the base: frozen, and the same in every checkpoint. None: the adapter has no
         such switch, and a policy that needs the weights that were loaded keeps a copy.
         """
+
+
+@runtime_checkable
+class LowRankAdapter(Protocol):
+    """What an `Adapter` has beside its own methods if it adds factors to frozen weights."""
+
+    scale: float
+    """Factor of B A."""
+
+    def whole_factors(self, stages: Sequence[PolicyModel]) -> Iterator[Factors]:
+        """Yield the whole factors of every adapted layer, unrounded, on every rank.
+
+        They may share memory with the policy. Collective.
+        """
+
+    def switched_off(self) -> AbstractContextManager[None]:
+        """A block in which the policy's weights are those beneath the adapter."""
 
 
 class FullWeights:

@@ -25,7 +25,7 @@ from gapo_megatron.logprob import Resolved
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import fp8_multiple
 from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_megatron
-from gapo_megatron.policy.adapters import Adapter
+from gapo_megatron.policy.adapters import Adapter, LowRankAdapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.digest import weights_sha256
@@ -47,7 +47,7 @@ from gapo_megatron.policy.precision import check_fp8, choose_head
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.policy.reference import Reference
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.types import Microbatch
+from gapo_megatron.types import Factors, Microbatch
 
 
 class Policy:
@@ -253,9 +253,9 @@ class Policy:
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:
+        where = f"in model.precision {self.precision},"
         for name, parameter in self._parameters.items():
-            precision = self.precision
-            finite_extremes(parameter.detach(), name=f"{name}, in model.precision {precision},")
+            finite_extremes(parameter.detach(), name=f"{name}, {where}")
         with cpu.device_scope():
             self.optimizer.reload_model_params()
         self.num_updates = 0
@@ -281,6 +281,12 @@ class Policy:
         for name, tensor in split_all(self._rules, whole):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
+    def iterate_factors(self) -> Iterator[Factors]:
+        """Yield an adapter's whole factors: `LowRankAdapter.whole_factors`. Collective."""
+        self._weight_offload.to_device()
+        assert isinstance(self.adapter, LowRankAdapter)
+        yield from self.adapter.whole_factors(self.stages)
+
     def base_sha256(self) -> str | None:
         """Digest of an adapter's frozen base, the same in every layout; None if there is none.
 
@@ -298,9 +304,7 @@ class Policy:
         """Model, optimizer, update count and loss scale for `megatron.core.dist_checkpointing`.
 
         Without an adapter's base: a start loads it, and `base_sha256` tells whether it is the same.
-        Offloaded state is included as its copy in host memory, ready to be written.
-
-        Collectives: those of Megatron-core's optimizer when saving.
+        Offloaded state is its copy in host memory. Collectives: the optimizer's when saving.
         """
         with cpu.device_scope():
             model = {
@@ -328,14 +332,13 @@ class Policy:
             load_state(self.optimizer, state["optimizer"], config=self.optimizer_settings)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
-            # Checkpoints of other precisions have no loss scale: fp16 starts with the default.
-            self.loss_scale = LossScale(**state.get("loss_scale", {}))
+            self.loss_scale = LossScale(**state.get("loss_scale", {}))  # only fp16 saves it
 
     def make_room(self) -> None:
         """Free device memory that only an update needs.
 
-        Gradients and fp8 copies are freed; with `optimizer.offload` the optimizer's state moves to
-        host memory until the next update. A checkpoint may be written meanwhile.
+        Gradients and fp8 copies; with `optimizer.offload` the optimizer's state, which is in host
+        memory until the next update. A checkpoint may be written meanwhile.
         """
         self._segments.use(False)
         if self.optimizer_settings.offload != "none":
@@ -375,17 +378,12 @@ class Policy:
     def reference_weights(self) -> AbstractContextManager[None]:
         """Use the initial weights within the block; the current weights are restored bitwise.
 
-        For log-probs only. Needs `objective.kl_coef` > 0, without which no copy is kept, unless the
-        adapter can be switched off.
+        For log-probs only. Needs `objective.kl_coef` > 0 or an adapter that can be switched off.
         """
         return self._reference.in_use()
 
     def fill(self, stages: Sequence[PolicyModel]) -> None:
-        """Copy this rank's shards into other stages of the same layout, of any dtype.
-
-        Adapters are merged into the weights, in the dtype of those stages. Only a weight with an
-        adapter is ever there once more.
-        """
+        """Copy this rank's shards into other stages of the layout, merged in their dtype."""
         self._weight_offload.to_device()
         layers = self._layers[self.groups.pp_rank]
         for name, location in find_locations(stages, layers, self.groups).items():

@@ -9,42 +9,24 @@ its share is measured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.policy import Policy
-from gapo_megatron.policy.model import PolicyModel
+from gapo_megatron.policy.adapters import LowRankAdapter
 from gapo_megatron.rollout.engine import AdapterEngine, Engine, Needs
 from gapo_megatron.types import Factors
 
 _A, _B = ".lora_A", ".lora_B"
 
 
-class LowRankAdapter(Protocol):
-    """What an adapter of a policy has beside `policy.adapters.Adapter` if it adds factors."""
-
-    scale: float
-    """Factor of B A."""
-
-    def whole_factors(self, stages: Sequence[PolicyModel]) -> Iterator[Factors]:
-        """Yield the whole factors of every adapted layer, unrounded, on every rank.
-
-        They may share memory with the policy. Collective.
-        """
-
-    def switched_off(self) -> AbstractContextManager[None]:
-        """A block in which the policy's weights are those beneath the adapter."""
-
-
 def low_rank_adapter(policy: Policy) -> LowRankAdapter | None:
     """The policy's adapter if it adds factors beside frozen weights."""
-    adapter = policy.adapter
-    return cast(LowRankAdapter, adapter) if hasattr(adapter, "whole_factors") else None
+    return policy.adapter if isinstance(policy.adapter, LowRankAdapter) else None
 
 
 def needs_of(engine: Engine) -> Needs:
@@ -85,7 +67,7 @@ class Sending:
             keeps_factors: copy the factors to the host now, because the policy's memory will be
                 freed while they are needed.
 
-        Collectives: with `keeps_factors` those of the adapter's `whole_factors`.
+        Collectives: with `keeps_factors` those of the policy's `iterate_factors`.
         """
         self._policy = policy
         self._adapter = adapter = low_rank_adapter(policy)
@@ -103,12 +85,12 @@ class Sending:
     def factors(self) -> Iterable[Factors]:
         """The policy's factors; unless they were kept, they may share memory with it.
 
-        Collectives: unless they were kept, those of the adapter's `whole_factors`.
+        Collectives: unless they were kept, those of the policy's `iterate_factors`.
         """
         assert self._adapter is not None, "a policy without an adapter has no factors"
         if self._kept is not None:
             return self._kept
-        return self._adapter.whole_factors(self._policy.stages)
+        return self._policy.iterate_factors()
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Iterator[tuple[str, Tensor]]]:

@@ -106,9 +106,7 @@ def lora_of(policy: Policy) -> Lora:
 
 def factors(policy: Policy) -> Factors:
     """Copies of all factors. Collective."""
-    return {
-        name: (a.clone(), b.clone()) for name, a, b in lora_of(policy).whole_factors(policy.stages)
-    }
+    return {name: (a.clone(), b.clone()) for name, a, b in policy.iterate_factors()}
 
 
 @torch.no_grad()

@@ -197,9 +197,37 @@ def test_weights_in_host_memory_come_back_with_the_factors(
     policy = load(folders["dense"], groups, optimizer={"offload": "all"})
     train(policy)
     now = scores(policy)
-    policy.make_room()
-    policy.make_room_of_weights()
+    kept = factors(policy)
+
+    def make_room() -> None:
+        policy.make_room()
+        policy.make_room_of_weights()
+
+    make_room()
     assert torch.equal(now, scores(policy))
+    make_room()
+    found = factors(policy)
+    for name, pair in kept.items():
+        assert all(map(torch.equal, pair, found[name]))
+
+
+def test_the_reference_of_weights_in_host_memory_is_the_base(
+    folders: dict[str, Path], groups: ParallelGroups
+) -> None:
+    """With a KL term and everything offloaded: nothing is copied, and the factors come back."""
+    sections = {"optimizer": {"offload": "all"}, "objective": {"kl_coef": 0.1}}
+    policy = load(folders["dense"], groups, **sections)
+    base = scores(policy)
+    for _ in range(2):  # B is zero before the first update
+        train(policy)
+        now = scores(policy)
+        assert not torch.equal(base, now)
+        policy.make_room()
+        policy.make_room_of_weights()
+        with policy.reference_weights():
+            assert torch.equal(base, scores(policy))
+        assert torch.equal(now, scores(policy))
+    assert policy._reference.copy is None
 
 
 def test_a_checkpoint_holds_the_factors_and_the_bases_digest(

@@ -122,8 +122,7 @@ class Store:
         arrays: dict[str, Any] = {"names": np.array([job.name for job in wanted])}
         for job in wanted:
             for name, values in self._arrays(job).items():
-                kept = values[-LATE:] if name == "curve" and job.chunk == SELECTION else values
-                short = np.round(kept, DIGITS.get(name, 1)).astype(np.float32)
+                short = np.round(values, DIGITS.get(name, 1)).astype(np.float32)
                 arrays[f"{job.name}/{name}"] = short
         np.savez_compressed(archive, **arrays)
 
@@ -131,7 +130,12 @@ class Store:
 def _train(job: Job, path: Path) -> None:
     torch.set_num_threads(1)
     begin = time.process_time()
-    trained = train(job.setting, job.seeds, evaluate_every=EVALUATE_EVERY)
+    trained = train(
+        job.setting,
+        job.seeds,
+        evaluate_every=EVALUATE_EVERY,
+        evaluations=LATE if job.chunk == SELECTION else None,
+    )
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         values = {name: getattr(trained, name).numpy() for name in DIGITS}

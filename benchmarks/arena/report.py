@@ -16,6 +16,11 @@ from benchmarks.arena.train import Setting
 from benchmarks.arena.verdicts import Results
 from gapo_megatron.ops.report.style import Exhibit, style
 
+HEAD = """# The arena's tables
+
+What `python -m benchmarks.arena report` prints; [arena.md](../arena.md) says how to read it.
+Differences are in percentage points, with intervals that hold for all rows of a table together.
+"""
 Table = Callable[[Arms, Results], str]
 TABLES: dict[str, tuple[str, Table]] = {
     "Probes": ("probes", tables.probes),
@@ -47,8 +52,35 @@ def report(
     swept: Mapping[Cell, Mapping[float, Tensor]],
     best: Mapping[Cell, tuple[float, Setting]],
 ) -> None:
-    """Print the tables and write the figures to the folder's report/."""
-    print(f"## The sweep\n\n{tables.sweeps(swept)}")
+    """Print the tables, and write them and the figures to the folder's report/."""
+    folder = store.folder / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    at_best = dict(_by_conditions(best))
+    text = "\n".join(_sections(asked, store, swept, at_best))
+    print(text)
+    (folder / "tables.md").write_text(text)
+    with style():
+        drawn = {"sweeps": figures.sweeps(swept)}
+        for stem, (mode, figure) in FIGURES.items():
+            arms = at_best.get(f"{mode}, rate {RATE:g}, k 8", {})
+            drawn[stem] = figure(arms, _found("best", arms, store))
+        for stem, exhibit in drawn.items():
+            if exhibit.rows:
+                for path in exhibit.write(folder / stem):
+                    print(path)
+            else:
+                print(f"{stem}: not drawn, there are no results")
+
+
+def _sections(
+    asked: Mapping[str, Arms],
+    store: Store,
+    swept: Mapping[Cell, Mapping[float, Tensor]],
+    at_best: Mapping[str, Arms],
+) -> Iterator[str]:
+    """All tables, each under its title."""
+    yield HEAD
+    yield f"## The sweep\n\n{tables.sweeps(swept)}"
     first = {
         cell.rule: setting(cell, 1.0, read_scales())
         for cell in swept
@@ -60,27 +92,12 @@ def report(
         if Job(arm, SELECTION) in store
     }
     if chosen:
-        print(f"## By c: first widths\n\n{_seeds(chosen)}{tables.by_c(first, chosen)}")
-    at_best = dict(_by_conditions(best))
+        yield f"## By c: first widths\n\n{_seeds(chosen)}{tables.by_c(first, chosen)}"
     for title, question, arms, table in _tables(at_best, asked):
         found = _found(question, arms, store)
-        print(f"## {title}\n")
-        if notice := _missing(arms, found, store.folder):
-            print(f"{notice}\n")
-        if found:
-            print(f"{_seeds(found)}{table(arms, found)}")
-    (store.folder / "report").mkdir(parents=True, exist_ok=True)
-    with style():
-        drawn = {"sweeps": figures.sweeps(swept)}
-        for stem, (mode, figure) in FIGURES.items():
-            arms = at_best.get(f"{mode}, rate {RATE:g}, k 8", {})
-            drawn[stem] = figure(arms, _found("best", arms, store))
-        for stem, exhibit in drawn.items():
-            if exhibit.rows:
-                for path in exhibit.write(store.folder / "report" / stem):
-                    print(path)
-            else:
-                print(f"{stem}: not drawn, there are no results")
+        notice = _missing(arms, found, store.folder)
+        shown = f"{_seeds(found)}{table(arms, found)}" if found else ""
+        yield f"## {title}\n\n{notice}{shown}"
 
 
 def _seeds(found: Results) -> str:
@@ -137,5 +154,5 @@ def _missing(arms: Arms, found: Results, folder: Path) -> str:
         return ""
     return (
         f"Missing: {len(missing)} of {len(arms)} arms ({'; '.join(missing)}). "
-        f"`python -m benchmarks.arena --folder {folder}` trains them."
+        f"`python -m benchmarks.arena --folder {folder}` trains them.\n\n"
     )

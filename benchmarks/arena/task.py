@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 
 NUM_TOKENS = 8
 """V. EOS is token V; state V is the start of a response."""
@@ -42,7 +41,7 @@ class Prompts:
     """N prompts for each of S seeds."""
 
     features: torch.Tensor
-    """[S, N, F] float64, each of norm 1."""
+    """[S, N, F] float32, each of norm 1."""
     targets: torch.Tensor
     """[S, N] int64 in 0..V-1."""
 
@@ -67,7 +66,7 @@ class Task:
     training: Prompts
     held_out: Prompts
     weights: torch.Tensor
-    """[S, F, V + 1, V + 1] float64: feature, state, next token."""
+    """[S, F, V + 1, V + 1] float32: feature, state, next token."""
     max_tokens: int = MAX_TOKENS
 
 
@@ -90,16 +89,15 @@ def _one(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     features = features / features.norm(dim=1, keepdim=True)
     hidden = (BEND * features @ normal(NUM_FEATURES, NUM_HIDDEN)).tanh()
     weights = SPREAD * normal(NUM_FEATURES, _STATES, _STATES)
-    return features, (hidden @ normal(NUM_HIDDEN, NUM_TOKENS)).argmax(dim=1), weights
+    targets = (hidden @ normal(NUM_HIDDEN, NUM_TOKENS)).argmax(dim=1)
+    return features.float(), targets, weights.float()
 
 
 def log_policy(weights: torch.Tensor, prompts: Prompts) -> torch.Tensor:
-    """Log-probs of the next token, [S, N, state, V + 1] float64 with autograd."""
+    """Log-probs of the next token, [S, N, state, V + 1] in the weights' dtype, with autograd."""
     seeds, features, states, _ = weights.shape
-    logits = torch.bmm(prompts.features, weights.reshape(seeds, features, -1))
-    logits = logits.view(seeds, -1, states, states)
-    # log_softmax takes four times as long over so few entries.
-    return logits - logits.logsumexp(dim=-1, keepdim=True)
+    logits = torch.bmm(prompts.features.to(weights.dtype), weights.reshape(seeds, features, -1))
+    return logits.view(seeds, -1, states, states).log_softmax(dim=-1)
 
 
 def exact(
@@ -113,27 +111,27 @@ def exact(
         reference: result of `log_policy` for the same prompts with other weights.
 
     Returns:
-        Two tensors [S, N] float64: the probability that a response is correct, and
-        KL(policy || reference).
+        Two tensors [S, N] float64, with the precision of `policy`: the probability that a response
+        is correct, and KL(policy || reference).
     """
-    visits, probs = _visits(policy), policy.exp()
-    is_target = F.one_hot(prompts.targets, _STATES).double()
-    rates = (visits * is_target * probs[..., EOS]).sum(dim=-1)
+    probs = policy.exp()
+    visits = _visits(probs)
+    ends = (visits[..., :EOS] * probs[..., :EOS, EOS]).gather(2, prompts.targets[..., None])
     of_states = (probs * (policy - reference)).sum(dim=-1)
-    return rates, (visits * of_states).sum(dim=-1)
+    return ends[..., 0].double(), (visits * of_states).sum(dim=-1).double()
 
 
-def _visits(policy: torch.Tensor) -> torch.Tensor:
+def _visits(probs: torch.Tensor) -> torch.Tensor:
     """Expected number of a response's tokens that follow each state, [S, N, V + 1]."""
-    onward = policy.flatten(0, 1).exp()
+    onward = probs.flatten(0, 1).clone()
     onward[..., EOS] = 0
-    at = torch.zeros(len(onward), 1, _STATES, dtype=torch.float64)
+    at = onward.new_zeros(len(onward), 1, _STATES)
     at[..., EOS] = 1
     total = at
     for _ in range(MAX_TOKENS - 1):
         at = at @ onward
         total = total + at
-    return total.view(policy.shape[:3])
+    return total.view(probs.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -156,30 +154,29 @@ class Responses:
 
 def sample(weights: torch.Tensor, prompts: Prompts, uniforms: torch.Tensor) -> Responses:
     """Sample by inverse CDF of `uniforms` [S, N, k, L]; arms that share them are paired."""
-    cumulative = log_policy(weights, prompts).exp().cumsum(dim=-1)
     seeds, number, k, length = uniforms.shape
-    table = cumulative.view(seeds * number, _STATES, _STATES)
-    row = torch.arange(seeds * number)[:, None].expand(-1, k)
-    draws = uniforms.view(seeds * number, k, length)
-    state = torch.full((seeds * number, k), EOS)
+    cumulative = log_policy(weights, prompts).exp().cumsum(dim=-1)
+    # A row for each token but EOS: the fast layout, and EOS takes what rounding leaves.
+    thresholds = cumulative[..., :EOS].reshape(-1, EOS).T.contiguous()
+    first = (torch.arange(seeds * number) * _STATES).repeat_interleave(k)
+    draws = uniforms.reshape(-1, length).T.contiguous()
+    tokens = torch.empty(draws.shape, dtype=torch.int64)
+    states, is_token = torch.empty_like(tokens), torch.empty(draws.shape, dtype=torch.bool)
+    state = last = torch.full_like(first, EOS)
     goes_on = torch.ones_like(state, dtype=torch.bool)
-    last = state
-    tokens, states, is_token = [], [], []
     for t in range(length):
-        # By rounding, the last sum may be below 1.
-        token = (draws[:, :, t, None] >= table[row, state]).sum(dim=-1).clamp(max=EOS)
-        tokens.append(token)
-        states.append(state)
-        is_token.append(goes_on)
+        passed = draws[t] >= thresholds.index_select(1, first + state)
+        token = passed.view(torch.int8).sum(dim=0, dtype=torch.int8).long()
+        tokens[t], states[t], is_token[t] = token, state, goes_on
         last = torch.where(goes_on, state, last)
         goes_on = goes_on & (token != EOS)
         state = torch.where(goes_on, token, state)
-    right = ~goes_on & (last == prompts.targets.reshape(-1)[:, None])
+    right = ~goes_on & (last == prompts.targets.reshape(-1).repeat_interleave(k))
     shape = (seeds, number, k)
     return Responses(
-        tokens=torch.stack(tokens, -1).view(*shape, -1),
-        states=torch.stack(states, -1).view(*shape, -1),
-        is_token=torch.stack(is_token, -1).view(*shape, -1),
+        tokens=tokens.T.reshape(*shape, -1),
+        states=states.T.reshape(*shape, -1),
+        is_token=is_token.T.reshape(*shape, -1),
         rewards=right.double().view(shape),
     )
 

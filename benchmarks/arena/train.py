@@ -96,15 +96,19 @@ class Trained:
     """[len(PROGRESS), S] float64: what measured steps did on their own prompts, summed."""
 
 
-def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
-    """Train one arm on the tasks of `seeds`."""
+def train(
+    setting: Setting, seeds: range, *, evaluate_every: int, evaluations: int | None = None
+) -> Trained:
+    """Train one arm on the tasks of `seeds`; of its evaluations the last `evaluations` are made."""
     policy = POLICIES[setting.policy]
     task = policy.make_task(seeds)
     weights = task.weights.clone().requires_grad_()
     optimizer = torch.optim.AdamW([weights], lr=setting.learning_rate, weight_decay=0.0, fused=True)
     past = deque([task.weights], maxlen=setting.staleness + 1)
     first = policy.log_policy(task.weights, task.held_out)
-    curve = [_evaluate(policy, past[-1], task, first)]
+    evaluated = list(range(0, setting.num_steps + 1, evaluate_every))
+    evaluated = evaluated[-evaluations:] if evaluations else evaluated
+    curve = [_evaluate(policy, past[-1], task, first)] if 0 in evaluated else []
     k, share = setting.group_size, STEP_PROMPTS // MINIBATCHES
     per_c = torch.zeros(QUARTERS, len(SUMS), 2, k + 1, dtype=torch.float64)
     moved = torch.zeros(QUARTERS, len(MOVED), 2, k + 1, dtype=torch.float64)
@@ -131,7 +135,7 @@ def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
             after = policy.log_policy(past[-1], prompts)
             moved[quarter] += _moved(policy.log_probs(after, responses) - at_begin, responses)
             progress += _progress(policy, begin, after, prompts)
-        if (step + 1) % evaluate_every == 0:
+        if step + 1 in evaluated:
             curve.append(_evaluate(policy, past[-1], task, first))
     return Trained(torch.stack(curve), per_c, moved, progress)
 
@@ -160,10 +164,9 @@ def _progress(policy: ModuleType, before: Any, after: Any, prompts: Any) -> Tens
 def _draw(task: Any, seeds: range, step: int, k: int) -> tuple[Any, Tensor]:
     """Draw a step's prompts, and the random numbers of their responses."""
     generator = torch.Generator().manual_seed(seeds.start * 1_000_003 + step)
-    order = torch.rand(len(seeds), len(task.training), generator=generator).argsort(dim=1)
-    shape = (len(seeds), STEP_PROMPTS, k, task.max_tokens)
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return task.training.pick(order[:, :STEP_PROMPTS]), uniforms
+    keys = torch.rand(len(seeds), len(task.training), generator=generator)
+    uniforms = torch.rand(len(seeds), STEP_PROMPTS, k, task.max_tokens, generator=generator)
+    return task.training.pick(keys.topk(STEP_PROMPTS).indices), uniforms
 
 
 def _gradient(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.arena import jobs as arena_jobs
 from benchmarks.arena.arms import scaled
 from benchmarks.arena.jobs import SELECTION, Job, Store
-from benchmarks.arena.train import Setting, Trained
+from benchmarks.arena.train import LATE, Setting, Trained
 from benchmarks.arena.verdicts import (
     EQUAL,
     OUTCOMES,
@@ -113,12 +114,29 @@ def test_run_trains_what_is_missing(tmp_path: Path) -> None:
     assert not part.exists()
 
 
+def test_seeds_that_choose_widths_are_evaluated_at_the_end_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_jobs, "EVALUATE_EVERY", 1)
+    monkeypatch.setattr(arena_jobs, "SELECTION_SEEDS", range(2))
+    monkeypatch.setattr(arena_jobs, "SEEDS_PER_CHUNK", 2)
+    setting = Setting(method=METHODS["gapo"], learning_rate=0.05, num_steps=4)
+    jobs = [Job(setting, 0), Job(setting, SELECTION)]
+    store = Store(tmp_path, archive=tmp_path / "none.npz")
+    for job in jobs:
+        arena_jobs._train(job, tmp_path / f"{job.name}.npz")
+    (whole,), (chosen,) = (store.read(setting, [job.chunk]) for job in jobs)
+    assert whole.curve.shape[0] == 5
+    assert torch.equal(chosen.curve, whole.curve[-LATE:])
+    assert torch.equal(chosen.per_c, whole.per_c)
+
+
 def test_the_archive_has_what_the_folder_lacks(tmp_path: Path) -> None:
     setting = Setting(method=METHODS["gapo"], learning_rate=0.05)
-    jobs = [Job(setting, chunk) for chunk in (0, 1, SELECTION)]
+    jobs = [Job(setting, chunk) for chunk in (0, 1)]
     full, archive = tmp_path / "full", tmp_path / "results.npz"
     full.mkdir()
-    for job, value in zip(jobs, (0.12344, 0.25, 0.5), strict=True):
+    for job, value in zip(jobs, (0.12344, 0.25), strict=True):
         np.savez(full / f"{job.name}.npz", **_results(value))
     Store(full, archive=archive).pack([*jobs, jobs[0]], archive)
 
@@ -126,9 +144,7 @@ def test_the_archive_has_what_the_folder_lacks(tmp_path: Path) -> None:
     first, second = empty.read(setting, range(2))
     assert first.curve.numpy() == pytest.approx(0.1234, abs=1e-7)  # rounded
     assert bool((second.per_c == 0.25).all()) and second.curve.dtype == torch.float64
-    (chosen,) = empty.read(setting, [SELECTION])
-    assert chosen.curve.shape == (3, 3, 64)  # what a choice needs
-    assert empty.seconds(jobs) == 3.0
+    assert empty.seconds(jobs) == 2.0
     other = Job(setting, 2)
     assert other not in empty and jobs[0] in empty
     with pytest.raises(FileNotFoundError, match=other.name):

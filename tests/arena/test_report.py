@@ -178,6 +178,7 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
     }
     report(asked, store, swept, best)
     printed = capsys.readouterr().out
+    assert printed.startswith((tmp_path / "report" / "tables.md").read_text())
     assert all(f"## {title}\n" in printed for title in TABLES)
     assert "Missing: 1 of 3 arms (dapo). `python -m benchmarks.arena --folder" in printed
     assert "Missing: 2 of 2 arms (gapo; dapo)" in printed

@@ -94,7 +94,7 @@ study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a tim
 	$(PY) tools/report.py runs/studies/miniature runs/studies/miniature_branch --first gapo \
 		--output runs/studies/report --archive runs/studies/report/data
 
-arena: ## Compare all clip rules side by side (docs/arena.md) on this CPU (two hours on two cores; again: goes on)
+arena: ## Compare all clip rules side by side (docs/arena.md) on this CPU (what the archive lacks; all: two hours on two cores)
 	@tools/setup_env.sh dev
 	$(PY) -m benchmarks.arena $(ARGS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from torch import Tensor
 
@@ -56,7 +55,7 @@ def report(
     folder = store.folder / "report"
     folder.mkdir(parents=True, exist_ok=True)
     at_best = dict(_by_conditions(best))
-    text = "\n".join(_sections(asked, store, swept, at_best))
+    text = all_tables(asked, store, swept, best)
     print(text)
     (folder / "tables.md").write_text(text)
     with style():
@@ -72,13 +71,22 @@ def report(
                 print(f"{stem}: not drawn, there are no results")
 
 
+def all_tables(
+    asked: Mapping[str, Arms],
+    store: Store,
+    swept: Mapping[Cell, Mapping[float, Tensor]],
+    best: Mapping[Cell, tuple[float, Setting]],
+) -> str:
+    """All tables as one page, each under its title."""
+    return "\n".join(_sections(asked, store, swept, dict(_by_conditions(best))))
+
+
 def _sections(
     asked: Mapping[str, Arms],
     store: Store,
     swept: Mapping[Cell, Mapping[float, Tensor]],
     at_best: Mapping[str, Arms],
 ) -> Iterator[str]:
-    """All tables, each under its title."""
     yield HEAD
     yield f"## The sweep\n\n{tables.sweeps(swept)}"
     first = {
@@ -95,7 +103,7 @@ def _sections(
         yield f"## By c: first widths\n\n{_seeds(chosen)}{tables.by_c(first, chosen)}"
     for title, question, arms, table in _tables(at_best, asked):
         found = _found(question, arms, store)
-        notice = _missing(arms, found, store.folder)
+        notice = _missing(arms, found)
         shown = f"{_seeds(found)}{table(arms, found)}" if found else ""
         yield f"## {title}\n\n{notice}{shown}"
 
@@ -147,12 +155,12 @@ def _found(question: str, arms: Arms, store: Store) -> Results:
     return found
 
 
-def _missing(arms: Arms, found: Results, folder: Path) -> str:
+def _missing(arms: Arms, found: Results) -> str:
     """Name missing arms and the command that trains them; empty if there are none."""
     missing = [name for name in arms if name not in found]
     if not missing:
         return ""
     return (
         f"Missing: {len(missing)} of {len(arms)} arms ({'; '.join(missing)}). "
-        f"`python -m benchmarks.arena --folder {folder}` trains them.\n\n"
+        "`make arena` trains them.\n\n"
     )

@@ -110,9 +110,9 @@ def by_c(arms: Arms, found: Results) -> str:
 
 
 def _chunks(scarce: Sequence[float], abundant: Sequence[float], *, num_rows: int) -> str:
-    """Scarce minus abundant, with the interval over chunks."""
+    """Scarce minus abundant, with the interval over chunks; two of them say nothing."""
     values = [one - other for one, other in zip(scarce, abundant, strict=True)]
-    if len(values) < 2 or any(math.isnan(value) for value in values):
+    if len(values) < 3 or any(math.isnan(value) for value in values):
         return NOTHING
     found = mean_interval(values, confidence=confidence(num_rows))
     return f"{found.mean:+.2f} ± {found.mean - found.low:.2f}"

@@ -133,18 +133,21 @@ def test_seeds_that_choose_widths_are_evaluated_at_the_end_alone(
 
 def test_the_archive_has_what_the_folder_lacks(tmp_path: Path) -> None:
     setting = Setting(method=METHODS["gapo"], learning_rate=0.05)
-    jobs = [Job(setting, chunk) for chunk in (0, 1)]
+    jobs = [Job(setting, chunk) for chunk in (0, 1, SELECTION)]
     full, archive = tmp_path / "full", tmp_path / "results.npz"
     full.mkdir()
-    for job, value in zip(jobs, (0.12344, 0.25), strict=True):
+    for job, value in zip(jobs, (0.12344, 0.25, 0.5), strict=True):
         np.savez(full / f"{job.name}.npz", **_results(value))
     Store(full, archive=archive).pack([*jobs, jobs[0]], archive)
 
     empty = Store(tmp_path / "empty", archive=archive)
     first, second = empty.read(setting, range(2))
-    assert first.curve.numpy() == pytest.approx(0.1234, abs=1e-7)  # rounded
+    assert first.curve.numpy() == pytest.approx(0.12344, rel=2**-12)  # rounded
+    assert not (first.curve == np.float32(0.12344)).any()
     assert bool((second.per_c == 0.25).all()) and second.curve.dtype == torch.float64
-    assert empty.seconds(jobs) == 2.0
+    (chosen,) = empty.read(setting, [SELECTION])
+    assert bool((chosen.curve == 0.5).all()) and not len(chosen.moved)  # no choice needs it
+    assert empty.seconds(jobs) == 3.0
     other = Job(setting, 2)
     assert other not in empty and jobs[0] in empty
     with pytest.raises(FileNotFoundError, match=other.name):

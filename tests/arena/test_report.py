@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,17 @@ from scipy import stats
 
 from benchmarks.arena import jobs, tables, verdicts
 from benchmarks.arena import train as trainer
-from benchmarks.arena.arms import CHUNKS, OVER_LENGTH, RATE, SCALED, UNCLIPPED, questions
-from benchmarks.arena.report import FIGURES, TABLES, report
-from benchmarks.arena.sweep import Cell
+from benchmarks.arena.arms import (
+    CHUNKS,
+    OVER_LENGTH,
+    RATE,
+    SCALED,
+    UNCLIPPED,
+    questions,
+    read_scales,
+)
+from benchmarks.arena.report import FIGURES, TABLES, all_tables, report
+from benchmarks.arena.sweep import Cell, best_settings, sweep
 from benchmarks.arena.train import PASS_AT, QUARTERS, Setting, Trained
 from benchmarks.arena.verdicts import EQUAL, OUTCOMES
 from gapo_megatron.evaluate.statistics import Interval
@@ -180,7 +189,7 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith((tmp_path / "report" / "tables.md").read_text())
     assert all(f"## {title}\n" in printed for title in TABLES)
-    assert "Missing: 1 of 3 arms (dapo). `python -m benchmarks.arena --folder" in printed
+    assert "Missing: 1 of 3 arms (dapo). `make arena` trains" in printed
     assert "Missing: 2 of 2 arms (gapo; dapo)" in printed
     assert "verdicts_stale: not drawn" in printed
     drawn = {path.stem for path in (tmp_path / "report").glob("*.png")}
@@ -195,3 +204,10 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
     nothing = "+0.00 ± 0.00, alike"
     assert f"| gapo, rate 0.05 | token minus none | {nothing} |" in printed
     assert f"| raw A | proportional minus floor | {nothing} |" in printed
+
+
+def test_the_page_of_tables_is_made_from_the_archive(tmp_path: Path) -> None:
+    store, scales = jobs.Store(tmp_path), read_scales()
+    swept = sweep(store, scales)
+    page = all_tables(questions(scales), store, swept, best_settings(swept, scales))
+    assert page == Path("docs/arena/tables.md").read_text()

@@ -132,7 +132,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
         policy = SimpleNamespace(
             groups=SimpleNamespace(rank=0),
             adapter=adapter,
-            stages=(),
+            iterate_factors=lambda: adapter.whole_factors(()),
             iterate_hf_weights=lambda: iter([("layer.weight", torch.ones(2, 2))]),
         )
         return GenerationRanks(

@@ -23,6 +23,7 @@ from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.table import to_rollouts
+from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import colocated, saving, start
 from gapo_megatron.run import run as module
@@ -228,7 +229,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
 
         monkeypatch.setattr(colocated, "evaluate", evaluate)
         monkeypatch.setattr(module, "learn", learn)
-        monkeypatch.setattr(colocated, "sync", lambda *_, **__: SimpleNamespace(max_abs_diff=0.0))
+        monkeypatch.setattr(colocated, "sync", lambda *_, **__: WeightCheck(0.0, 0.0))
         monkeypatch.setattr(colocated, "carry", lambda *_, **__: ["carried"])
         monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
         monkeypatch.setattr(saving.checkpoint, "save", save)

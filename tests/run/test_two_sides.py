@@ -145,7 +145,12 @@ def order(
         bridge=world.bridge,
         policy=cast(
             Any,
-            SimpleNamespace(groups=groups, iterate_hf_weights=weights, adapter=adapter, stages=()),
+            SimpleNamespace(
+                groups=groups,
+                iterate_hf_weights=weights,
+                adapter=adapter,
+                iterate_factors=lambda: adapter.whole_factors(()),
+            ),
         ),
         attempt=attempt,
         stopwatch=Stopwatch(),

@@ -52,4 +52,9 @@ class AdapterConfig(Section):
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return lora_scale(self.rank, self.alpha, rank_stabilized=self.rank_stabilized)
+
+
+def lora_scale(rank: int, alpha: float, *, rank_stabilized: bool) -> float:
+    """Factor of B A: alpha / rank (arXiv 2106.09685), or alpha / sqrt(rank) (arXiv 2312.03732)."""
+    return alpha / (math.sqrt(rank) if rank_stabilized else rank)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gapo_megatron.config.adapter_section import lora_scale
 from gapo_megatron.errors import ConfigError, ConversionError, shown
 from gapo_megatron.hf import shard
 from gapo_megatron.hf.folder import is_marked, mark, new_folder
@@ -71,7 +72,7 @@ class AdapterSettings:
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return lora_scale(self.rank, self.alpha, rank_stabilized=self.rank_stabilized)
 
 
 def write_adapter(

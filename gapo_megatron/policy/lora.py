@@ -151,7 +151,7 @@ class Lora:
         made = LowRank(
             factors.a.shard(whole, groups.tp_rank % size, size).to(weight),
             weight.new_zeros(factors.b.shard_shape(size)),
-            scale=self._settings.scale,
+            scale=self.scale,
             parallel=_PARALLEL[None if is_expert else factors.weight.tp_dim],
             tp_group=groups.tp_group,
             sequence_parallel=stage.config.sequence_parallel and not is_expert,

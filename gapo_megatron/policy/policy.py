@@ -303,7 +303,7 @@ class Policy:
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Model, optimizer, update count and loss scale for `megatron.core.dist_checkpointing`.
 
-        Without an adapter's base: a start loads it, and `base_sha256` tells whether it is the same.
+        An adapter's frozen base is left out: every start loads it, `base_sha256` identifies it.
         Offloaded state is its copy in host memory. Collectives: the optimizer's when saving.
         """
         with cpu.device_scope():
@@ -337,8 +337,8 @@ class Policy:
     def make_room(self) -> None:
         """Free device memory that only an update needs.
 
-        Gradients and fp8 copies; with `optimizer.offload` the optimizer's state, which is in host
-        memory until the next update. A checkpoint may be written meanwhile.
+        Gradients and fp8 copies are freed; with `optimizer.offload` the optimizer's state moves to
+        host memory until the next update. A checkpoint may be written meanwhile.
         """
         self._segments.use(False)
         if self.optimizer_settings.offload != "none":
@@ -383,7 +383,7 @@ class Policy:
         return self._reference.in_use()
 
     def fill(self, stages: Sequence[PolicyModel]) -> None:
-        """Copy this rank's shards into other stages of the layout, merged in their dtype."""
+        """Copy this rank's shards, adapters merged, to other stages of the layout, of any dtype."""
         self._weight_offload.to_device()
         layers = self._layers[self.groups.pp_rank]
         for name, location in find_locations(stages, layers, self.groups).items():

@@ -13,7 +13,7 @@ from gapo_megatron.policy.offload import WeightOffload
 
 
 class Reference:
-    """Goes back to the weights that were loaded: an adapter is switched off, or a copy used.
+    """Switches to the weights that were loaded: turns an adapter off, or uses a copy.
 
     Args:
         adapter: attached to the stages.

@@ -95,27 +95,18 @@ LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "precision", "parallel", "world_size", "rank"), LAYOUTS)
-def test_bytes_are_those_allocated_less_their_padding(
-    tmp_path: Path,
-    fields: dict[str, Any],
-    precision: str,
-    parallel: dict[str, Any],
-    world_size: int,
-    rank: int,
-) -> None:
-    _check_bytes(tmp_path, fields, precision, parallel, world_size, rank, {})
+ADAPTED: list[tuple[dict[str, Any], str, dict[str, Any], int, int, tuple[str, ...]]] = [
+    (TINY, "bf16", parallel_of(2, 1, sp=True), 6, 5, ("qkv", "proj", "fc1", "fc2")),
+    (UNTIED, "fp32", parallel_of(2, 2), 4, 3, ("fc2",)),
+    (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, sp=True), 12, 7, ("qkv", "experts")),
+]
 
 
 @pytest.mark.parametrize(
     ("fields", "precision", "parallel", "world_size", "rank", "targets"),
-    [
-        (TINY, "bf16", parallel_of(2, 1, sp=True), 6, 5, ("qkv", "proj", "fc1", "fc2")),
-        (UNTIED, "fp32", parallel_of(2, 2), 4, 3, ("fc2",)),
-        (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, sp=True), 12, 7, ("qkv", "experts")),
-    ],
+    [*((*layout, ()) for layout in LAYOUTS), *ADAPTED],
 )
-def test_an_adapter_alone_has_gradients_and_optimizer_state(
+def test_bytes_are_those_allocated_less_their_padding(
     tmp_path: Path,
     fields: dict[str, Any],
     precision: str,
@@ -124,24 +115,11 @@ def test_an_adapter_alone_has_gradients_and_optimizer_state(
     rank: int,
     targets: tuple[str, ...],
 ) -> None:
-    adapter = {"kind": "lora", "rank": 5, "targets": targets}
-    _check_bytes(tmp_path, fields, precision, parallel, world_size, rank, adapter)
-
-
-def _check_bytes(
-    tmp_path: Path,
-    fields: dict[str, Any],
-    precision: str,
-    parallel: dict[str, Any],
-    world_size: int,
-    rank: int,
-    adapter: dict[str, Any],
-) -> None:
     config = make_config(
         write_model(tmp_path, fields),
         model={"precision": precision},
         parallel=parallel,
-        adapter=adapter,
+        adapter={"kind": "lora", "rank": 5, "targets": targets} if targets else {},
     )
     rules = rules_for(read_model(tmp_path, fields))
     layout = Layout.of(config, world_size=world_size)

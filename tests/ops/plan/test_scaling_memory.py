@@ -69,22 +69,26 @@ def measured(policy: Policy, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fields", "precision", "recompute", "parallel", "world_size"),
+    ("fields", "precision", "recompute", "parallel", "world_size", "targets"),
     [
-        (WIDE, "fp32", "none", ALONE, 1),
-        (WIDE, "fp32", "selective", ALONE, 1),
-        (WIDE, "fp32", "full", ALONE, 1),
-        (WIDE, "bf16", "none", ALONE, 1),
-        (WIDE, "bf16", "selective", ALONE, 1),
-        (WIDE, "fp16", "selective", ALONE, 1),
-        (WIDE, "bf16", "full", ALONE, 1),
-        (TINY, "bf16", "selective", ALONE, 1),
-        (WIDE, "bf16", "none", parallel_of(2, 1), 2),
-        (WIDE_QWEN3, "bf16", "none", TWO, 4),
-        (WIDE_QWEN3, "bf16", "selective", TWO, 2),
-        (WIDE_QWEN3, "bf16", "full", TWO, 2),
-        (TINY_EXPERTS, "bf16", "none", ALONE, 1),
-        (TINY_EXPERTS, "bf16", "full", ALONE, 1),
+        (WIDE, "fp32", "none", ALONE, 1, ()),
+        (WIDE, "fp32", "selective", ALONE, 1, ()),
+        (WIDE, "fp32", "full", ALONE, 1, ()),
+        (WIDE, "bf16", "none", ALONE, 1, ()),
+        (WIDE, "bf16", "selective", ALONE, 1, ()),
+        (WIDE, "fp16", "selective", ALONE, 1, ()),
+        (WIDE, "bf16", "full", ALONE, 1, ()),
+        (TINY, "bf16", "selective", ALONE, 1, ()),
+        (WIDE, "bf16", "none", parallel_of(2, 1), 2, ()),
+        (WIDE_QWEN3, "bf16", "none", TWO, 4, ()),
+        (WIDE_QWEN3, "bf16", "selective", TWO, 2, ()),
+        (WIDE_QWEN3, "bf16", "full", TWO, 2, ()),
+        (TINY_EXPERTS, "bf16", "none", ALONE, 1, ()),
+        (TINY_EXPERTS, "bf16", "full", ALONE, 1, ()),
+        (WIDE, "fp32", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
+        (WIDE, "bf16", "full", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
+        (WIDE_QWEN3, "bf16", "none", TWO, 2, ("qkv", "proj", "fc1", "fc2")),
+        (TINY_EXPERTS, "bf16", "none", ALONE, 1, ("qkv", "proj", "experts")),
     ],
 )
 def test_activations_are_what_autograd_keeps(
@@ -94,46 +98,13 @@ def test_activations_are_what_autograd_keeps(
     recompute: str,
     parallel: dict[str, Any],
     world_size: int,
-) -> None:
-    _check_activations(tmp_path, fields, precision, recompute, parallel, world_size, {})
-
-
-@pytest.mark.parametrize(
-    ("fields", "precision", "recompute", "parallel", "world_size", "targets"),
-    [
-        (WIDE, "fp32", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
-        (WIDE, "bf16", "full", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
-        (WIDE_QWEN3, "bf16", "none", TWO, 2, ("qkv", "proj", "fc1", "fc2")),
-        (TINY_EXPERTS, "bf16", "none", ALONE, 1, ("qkv", "proj", "experts")),
-    ],
-)
-def test_an_adapter_keeps_the_output_of_its_first_factor_too(
-    tmp_path: Path,
-    fields: dict[str, Any],
-    precision: str,
-    recompute: str,
-    parallel: dict[str, Any],
-    world_size: int,
     targets: tuple[str, ...],
-) -> None:
-    adapter = {"kind": "lora", "rank": 16, "targets": targets}
-    _check_activations(tmp_path, fields, precision, recompute, parallel, world_size, adapter)
-
-
-def _check_activations(
-    tmp_path: Path,
-    fields: dict[str, Any],
-    precision: str,
-    recompute: str,
-    parallel: dict[str, Any],
-    world_size: int,
-    adapter: dict[str, Any],
 ) -> None:
     config = make_config(
         write_model(tmp_path, fields),
         model={"precision": precision, "recompute": recompute},
         parallel=parallel,
-        adapter=adapter,
+        adapter={"kind": "lora", "rank": 16, "targets": targets} if targets else {},
     )
     hf_config = read_model(tmp_path, fields)
     layout = Layout.of(config, world_size=world_size)

@@ -213,6 +213,10 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(dtype: torch.dtype) -> 
     # Several blocks of rows, so that a row changes block and neighbours.
     total = 5 * (16 if INTERPRETED else 128) + 3
     hidden, weight, columns = problem(total, TILE * 8 + 5, dtype=dtype)
+    if INTERPRETED:
+        # Products are then BLAS's, which on some CPUs sums a row by its place in the block; with
+        # these numbers every order of summation is exact, so what is left is the kernel's own.
+        hidden, weight = (8 * hidden).round() / 8, (8 * weight).round() / 8
     upstream = upstream_gradients(total, with_entropy=True)
 
     def bits_of(rows: torch.Tensor, hidden: torch.Tensor = hidden) -> list[torch.Tensor]:
@@ -390,7 +394,7 @@ def test_the_operator_on_these_kernels(
 ) -> None:
     # 16 bits: dz and the results are rounded. Without what rounding takes from the sums of dz, dX
     # would be off by several times as much.
-    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    rounding = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
     monkeypatch.setattr(operator, "choose_implementation", lambda *_: triton_kernels)
     # Several blocks of rows and tiles of the vocabulary, whose edges are not the kernels'.
     monkeypatch.setattr(triton_kernels, "block_shape", lambda weight: (12, 3 * TILE + 8))
@@ -402,7 +406,7 @@ def test_the_operator_on_these_kernels(
         logprob_setup.reference, *inputs, **options, dtype=torch.float64
     )
     for part, whole in zip(found, expected, strict=True):
-        assert logprob_setup.relative(part, whole) <= bound
+        assert logprob_setup.relative(part, whole) <= max(rounding, bound(kind))
 
 
 @on_kernels

@@ -99,6 +99,8 @@ def two_ranks(folder: str, tp_size: int):
         "noise": check.max_abs_diff,
         "message": message,
         "shared_memory": set(shared_memory),
+        # vLLM's build for CPUs without AVX-512 has none: its ranks then talk through gloo.
+        "shares_memory": hasattr(torch.ops._C, "init_shm_manager"),
     }
 
 
@@ -138,7 +140,7 @@ def test_two_ranks(tmp_path, tp_size, shares):
         assert re.search(mentions("rank 1 ", "sequence 2 "), result["message"])
         # vLLM's own name is that of every other engine on this machine, dead ones included.
         names = result["shared_memory"]
-        assert len(names) == (2 if tp_size == 2 else 0)
+        assert len(names) == (2 if tp_size == 2 and result["shares_memory"] else 0)
         assert all(re.match(r"gapo_megatron-[0-9a-f]{32}-tp:\d+-0-1_[01]$", name) for name in names)
 
 

@@ -21,7 +21,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-language study arena test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
+.PHONY: help demo demo-language study arena test test-system test-soak test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,12 +60,16 @@ test: ## Run the tests, ten minutes (JOBS=2 CPU=avx2 ARGS="tests/config/test_con
 	$(PYTEST) -n $(JOBS) -m "not system" $(ARGS)
 
 # Its workers mostly wait, for jobs and for what they end: more of them than cores.
-test-system: export PYTEST_TIMEOUT ?= 900
+test-system test-soak: export PYTEST_TIMEOUT ?= 900
+test-system: MARK := system and not soak
 test-system: ## Run the second stage: Slurm, a second Megatron-core, whole programs (SYSTEM_JOBS=4 ARGS=...)
+test-soak: MARK := soak
+test-soak: ## Run more of the same, before a release: long rows of faults, thousands of damaged inputs, all models
+test-system test-soak:
 	@tools/setup_env.sh system
 	@.ci/programs --missing
 	GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
-		$(PYTEST) -n $(SYSTEM_JOBS) -m system $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
+		$(PYTEST) -n $(SYSTEM_JOBS) -m "$(MARK)" $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
 
 # Where there is a GPU the packages are those of its image or module, not of .venv: PYTHON=python3 then.
 test-gpu: ## What a GPU alone can tell: its tests, ten minutes of acceptance (PYTHON=python3 ARGS="--again")

@@ -1,4 +1,4 @@
-"""Two thousand damaged inputs, and that the fuzzer sees what it is to see."""
+"""Damaged inputs, and that the fuzzer sees what it is to see."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from tests.fuzz import campaign as campaign_module
 from tests.fuzz.campaign import RAN, Target, campaign
 from tests.fuzz.mutate import Damage, damage_file, damage_json
 
-_NUMBER = 2000
 
-
-def run_all(seed: int) -> tuple[Counter[str], list[str]]:
+def run_all(seed: int, total: int) -> tuple[Counter[str], list[str]]:
     """Outcomes by kind, and what was found."""
     from tests.fuzz.targets import TARGETS
 
     outcomes: Counter[str] = Counter()
     findings = []
     with campaign(TARGETS, seed=seed) as prepared:
-        for target, number in prepared.cases(_NUMBER):
+        for target, number in prepared.cases(total):
             outcome, finding = prepared.run(target, number)
             outcomes[outcome] += 1
             if finding:
@@ -36,13 +34,14 @@ def run_all(seed: int) -> tuple[Counter[str], list[str]]:
 
 
 @pytest.mark.system
-def test_damaged_input_is_refused_by_name_or_read_as_it_is():
+@pytest.mark.parametrize("total", [500, pytest.param(2000, marks=pytest.mark.soak)])
+def test_damaged_input_is_refused_by_name_or_read_as_it_is(total):
     # A rank of its own: a library that crashes does not take the tests with it.
-    [(outcomes, findings)] = run_distributed(run_all, 1, 0)
+    [(outcomes, findings)] = run_distributed(run_all, 1, 0, total)
     assert not findings, "\n\n".join(findings[:20])
-    assert outcomes.total() == _NUMBER
+    assert outcomes.total() == total
     # Damage that nobody notices would prove nothing.
-    assert outcomes["refused"] > _NUMBER / 2
+    assert outcomes["refused"] > total / 2
 
 
 # --- the fuzzer itself ---------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def lines_of(run: Training) -> list[dict[str, Any]]:
     return [line for line in lines if "loss/policy" in line]
 
 
+@pytest.mark.soak
 def test_on_policy_nothing_is_seen_of_any_fault(
     start: Start, require_same: Callable[[Training], None], tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_saves_and_goes_on_when_asked_to_stop(
     require_same(run)
 
 
+@pytest.mark.soak
 def test_comes_back_from_faults(
     start: Start, require_same: Callable[[Training], None], tmp_path: Path
 ) -> None:

@@ -52,8 +52,9 @@ def make(folder: Path, fields: dict[str, Any], parallel: dict[str, Any], **model
     )
 
 
-def in_second_stage(*cases: Any) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.system) for case in cases]
+def in_second_stage(*cases: Any, soak: bool = False) -> list[Any]:
+    marks = [pytest.mark.system] + [pytest.mark.soak] * soak
+    return [pytest.param(*case, marks=marks) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -212,12 +213,15 @@ BIG = [
     ("Qwen2.5-7B", parallel_of(4, 4, sp=True), 32, 3),
     ("Qwen3-30B-A3B", parallel_of(4, 12, 16, sp=True), 192, 191),
     *in_second_stage(
-        ("Qwen2.5-32B", parallel_of(8, 8, sp=True), 64, 0),
         ("Qwen2.5-72B", parallel_of(8, 8, sp=True), 128, 37),
+        ("Qwen2.5-7B", parallel_of(2, 2, sp=True) | OVERLAP, 24, 3),
+    ),
+    *in_second_stage(
+        ("Qwen2.5-32B", parallel_of(8, 8, sp=True), 64, 0),
         ("Llama-3.1-70B", parallel_of(8, 8, sp=True), 128, 127),
         ("Qwen3-8B", parallel_of(2, 6, sp=True), 48, 47),
-        ("Qwen2.5-7B", parallel_of(2, 2, sp=True) | OVERLAP, 24, 3),
         ("Qwen3-30B-A3B", parallel_of(4, 4, 4, sp=True) | OVERLAP, 64, 5),
+        soak=True,
     ),
 ]
 

@@ -44,6 +44,12 @@ RANK = 4  # vLLM has room for 8
 ADAPTER = {"kind": "lora", "rank": RANK, "alpha": 3.0, "rank_stabilized": True}
 SCALE = 3 / RANK**0.5  # no power of two
 SLOTS = Slots(RANK, frozenset(LAYERS))
+PARTS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "proj": ("o_proj",),
+    "fc1": ("gate_proj", "up_proj"),
+    "fc2": ("down_proj",),
+}
 # fp32 sums in another order, through factors that are added in between: 1.3e-5 is seen on values up
 # to 10, and 2e-6 on average.
 LARGEST, MEAN = 5e-5, TOLERANCE
@@ -218,20 +224,20 @@ def test_ranks_are_rounded_up_to_those_of_vllm(rank: int, room: int) -> None:
     assert Slots(rank, SLOTS.layers).arguments["max_lora_rank"] == room
 
 
-def differences(folder: str, precision: str) -> tuple[float, float, str]:
+def differences(folder: str, precision: str, targets: list[str]) -> tuple[float, float, str]:
     """Largest and mean difference of scored log-probs; and the error where rank 1 fails alone."""
     os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = make_config(
         Path(folder),
         precision=precision,
-        adapter=ADAPTER,
+        adapter=ADAPTER | {"targets": targets},
         tensor_parallel_size=dist.get_world_size(),
     )
     engine = build_engine(config, load_weights=False)
     engine.wake()
     engine.update_weights(weights(model).items(), policy_version=0)
-    factors = factors_of(model, seed=1)
+    factors = make_factors(model, rank=RANK, seed=1, layers=sum(map(PARTS.get, targets), ()))
     update(engine, factors, version=1)
     prompt_ids, response_ids = sequences(engine)
     expected = trainer_log_probs(with_factors(model, factors, SCALE), prompt_ids, response_ids)
@@ -246,18 +252,27 @@ def differences(folder: str, precision: str) -> tuple[float, float, str]:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_factors_in_16_bits_and_on_tensor_parallel_ranks(
-    tmp_path: Path, precision: str, num_ranks: int
+@pytest.mark.parametrize(
+    ("precision", "num_ranks", "targets"),
+    [
+        ("fp32", 1, ["qkv"]),
+        ("fp32", 2, [*PARTS]),
+        ("fp32", 2, ["fc2"]),
+        ("bf16", 1, ["proj", "fc1"]),
+        ("bf16", 2, [*PARTS]),
+    ],
+)
+def test_factors_in_16_bits_of_some_layers_and_on_tensor_parallel_ranks(
+    tmp_path: Path, precision: str, num_ranks: int, targets: list[str]
 ) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     make_model(tied=False).to(dtype).save_pretrained(tmp_path)
-    found = run_distributed(differences, num_ranks, str(tmp_path), precision)
+    found = run_distributed(differences, num_ranks, str(tmp_path), precision, targets)
     print(precision, found)
     for largest, mean, message in found:
         if precision == "fp32":
             assert largest < LARGEST and mean < MEAN
         else:  # 0.01 without factors, which move log-probs by a whole unit
             assert 0 < mean < 0.05
-        assert ("rank 1" in message and "q_proj" in message) == (num_ranks == 2)
+        first = PARTS[targets[0]][0]
+        assert ("rank 1" in message and first in message) == (num_ranks == 2)

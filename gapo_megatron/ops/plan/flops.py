@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gapo_megatron.config import Config, ParallelConfig
+from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Gpu
@@ -24,14 +25,20 @@ def element_bytes(config: Config) -> int:
     return 4 if config.model.precision == "fp32" else 2
 
 
-def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float:
-    """Bytes of vLLM's weights on one rank of a replica.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM 0.32 has room: a copy of `compat.vllm.adapter_ranks`, which imports it."""
+
+
+def engine_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
+    """Bytes of vLLM's weights on one rank of a replica, and of its room for an adapter's factors.
 
     Under `rollout.quantization` the layers' weights, except the router's, take a byte each, and an
     expert's width on a rank is padded to blocks of 128. Scales (4 bytes per 128 x 128 weights) are
     left out.
     """
     size = shape.num_parameters * element_bytes(config) / rollout_tp_size
+    if sends_factors(config, gpu):
+        return size + factor_room_bytes(shape, config, rollout_tp_size=rollout_tp_size)
     if not config.rollout.quantization:
         return size
     others = (shape.layer_weights - shape.num_experts * shape.hidden) / rollout_tp_size
@@ -40,6 +47,27 @@ def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float
     filled_up = shape.num_experts * 3 * shape.hidden * 128 * blocks
     before, after = (others + experts) * element_bytes(config), others + filled_up
     return size - shape.num_layers * (before - after)
+
+
+def factor_room_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> int:
+    """Bytes that vLLM 0.32 allocates on one rank for the factors of one adapter.
+
+    Beside every layer that it fuses each part (query, key and value; gate and up projection) has an
+    A of its own. Beside a column-parallel layer A is whole and B sharded like the weight, with the
+    heads of key and value that a rank holds; beside a row-parallel one A is sharded and B whole.
+    Both have the next rank of `ADAPTER_RANKS`.
+    """
+    adapter, tp_size = config.adapter, rollout_tp_size
+    width = 0
+    for one in factors_of(shape.rules, targets=adapter.targets, rank=adapter.rank):
+        for part, (num_rows, num_columns) in enumerate(one.weight.hf_shapes):
+            copies = max(1, tp_size // shape.kv_heads) if one.target == "qkv" and part > 0 else 1
+            rows, columns = num_rows * copies // tp_size, num_columns
+            if one.weight.tp_dim == 1:
+                rows, columns = num_rows, num_columns // tp_size
+            width += (rows + columns) * shape.num_layers
+    rank = min(rank for rank in ADAPTER_RANKS if rank >= adapter.rank)
+    return width * rank * element_bytes(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +142,12 @@ class Shape:
 def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
     """Bytes of vLLM's KV cache on one rank, including its workspace.
 
-    The `rollout.memory_fraction` of the GPU less the weights; on a CPU `rollout.cpu_kv_cache_gib`.
+    The `rollout.memory_fraction` of the GPU less `engine_bytes`; on a CPU
+    `rollout.cpu_kv_cache_gib`.
     """
     if gpu.name == CPU_NAME:
         return float(config.rollout.cpu_kv_cache_gib * GIB)
-    weights = engine_bytes(shape, config, rollout_tp_size=rollout_tp_size)
+    weights = engine_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
     return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
 
 
@@ -142,13 +171,13 @@ def sends_factors(config: Config, gpu: Gpu) -> bool:
 
 
 def kept_asleep_bytes(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> float:
-    """Host bytes of the weights that a rank's sleeping engine keeps (vLLM's sleep level 1).
+    """Host bytes of what a rank's sleeping engine keeps (vLLM's sleep level 1): `engine_bytes`.
 
     0 if a sync brings whole weights, on generation ranks, which never sleep, and on a CPU.
     """
     if layout.num_generation or gpu.name == CPU_NAME or not sends_factors(config, gpu):
         return 0.0
-    return engine_bytes(shape, config, rollout_tp_size=layout.rollout_tp_size)
+    return engine_bytes(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
 
 
 def holds_one_sequence(kv_tokens: float, config: Config) -> bool:

@@ -90,8 +90,9 @@ class StageMemory:
     head: int
     """Activations and workspace of the log-probs. Never in use at the same time as `layer`."""
     rollout_weights: int
+    """vLLM's weights and its room for an adapter's factors."""
     kv_cache: int
-    """`rollout.memory_fraction` less vLLM's weights; includes vLLM's workspace and CUDA graphs."""
+    """`rollout.memory_fraction` less `rollout_weights`; with vLLM's workspace and CUDA graphs."""
     engine_asleep: int
     """Memory that a sleeping vLLM keeps; while it is awake, `kv_cache` includes it."""
     communication: int
@@ -229,7 +230,7 @@ def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) ->
     groups = 1 + (size > 1) + (layout.num_generation > 1)
     nothing = {field.name: 0 for field in fields(StageMemory)}
     engine = {
-        "rollout_weights": int(engine_bytes(shape, config, rollout_tp_size=size)),
+        "rollout_weights": int(engine_bytes(shape, config, gpu, rollout_tp_size=size)),
         "kv_cache": int(kv_cache_bytes(shape, config, gpu, rollout_tp_size=size)),
         "communication": CONTEXT_BYTES
         + groups * COMMUNICATOR_BYTES

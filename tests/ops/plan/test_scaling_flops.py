@@ -5,10 +5,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.ops.plan.flops import Shape, engine_bytes, forward_flops, step_flops
+from gapo_megatron.ops.plan.flops import (
+    Shape,
+    engine_bytes,
+    forward_flops,
+    kv_cache_bytes,
+    step_flops,
+)
 from gapo_megatron.ops.plan.workload import Workload
 from tests.hf.test_convert_models import CONFIGS, NUM_PARAMETERS
-from tests.scaling_setup import config, hf
+from tests.scaling_setup import H200, config, hf
 
 TINY = {
     "vocab_size": 97,
@@ -76,9 +82,28 @@ def test_an_expert_of_a_quantised_engine_is_filled_up_to_whole_blocks(tp, width)
     layers = 48 * (attention / tp + experts)
     others = shape.num_parameters - 48 * (attention + 128 * 3 * 2048 * 768)
     assert others == pytest.approx(2 * 151936 * 2048 + 48 * 128 * 2048, rel=1e-3)  # and norms
-    found = engine_bytes(shape, quantized, rollout_tp_size=tp)
+    found = engine_bytes(shape, quantized, H200, rollout_tp_size=tp)
     assert found == pytest.approx(layers + 2 * others / tp, rel=1e-12)
-    assert engine_bytes(shape, config(), rollout_tp_size=tp) == 2 * shape.num_parameters / tp
+    assert engine_bytes(shape, config(), H200, rollout_tp_size=tp) == 2 * shape.num_parameters / tp
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_an_engines_room_for_factors_is_beside_its_weights(tp):
+    """Qwen2.5-7B by hand, rank 33 in 64: A for each part, and on eight ranks a KV head for each."""
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    lora = {"kind": "lora", "rank": 33}
+    kv = 512 // min(tp, 4)
+    qkv, proj = 3 * 3584 + 3584 // tp + 2 * kv, 3584 // tp + 3584
+    fc1, fc2 = 2 * 3584 + 2 * 18944 // tp, 18944 // tp + 3584
+    for targets, width in ((["qkv", "proj", "fc1", "fc2"], qkv + proj + fc1 + fc2), (["fc2"], fc2)):
+        run = config(adapter=lora | {"targets": targets})
+        room = 2 * 28 * 64 * width
+        full = engine_bytes(shape, config(), H200, rollout_tp_size=tp)
+        assert engine_bytes(shape, run, H200, rollout_tp_size=tp) == full + room
+        found = [kv_cache_bytes(shape, one, H200, rollout_tp_size=tp) for one in (config(), run)]
+        assert found[0] - found[1] == pytest.approx(room)
+    merged = config(adapter=lora, model={"precision": "fp32"})  # on a GPU
+    assert engine_bytes(shape, merged, H200, rollout_tp_size=tp) == 2 * full
 
 
 def test_active_parameters_of_experts():

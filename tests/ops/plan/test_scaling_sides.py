@@ -107,7 +107,7 @@ def test_a_gpu_that_only_generates_holds_weights_and_cache(quantization):
     run = config(rollout={"memory_fraction": 0.9, "quantization": quantization})
     found = memory(model, run, apart(8, dp=8, rollout_tp=2), H200)
     engine, trainer = found.engine, found.trainer
-    weights = engine_bytes(Shape.of(model), run, rollout_tp_size=2)
+    weights = engine_bytes(Shape.of(model), run, H200, rollout_tp_size=2)
     assert engine.rollout_weights == int(weights)
     share = 0.9 * H200.memory_bytes
     assert engine.rollout_weights + engine.kv_cache == pytest.approx(share, abs=2)

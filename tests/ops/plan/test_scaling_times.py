@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.ops.plan.flops import Shape, kv_cache_bytes, sends_factors
+from gapo_megatron.ops.plan.flops import Shape, engine_bytes, kv_cache_bytes, sends_factors
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.sync_times import sync_s
@@ -182,12 +182,12 @@ def test_sync_moves_the_whole_model_through_every_rank():
 
 @pytest.mark.parametrize("cut", [{"dp": 8}, {"tp": 2, "pp": 2, "dp": 2, "rollout_tp": 2}])
 def test_sync_of_an_adapter_moves_factors_and_the_sleeping_base(cut):
-    """Factors of rank 8 through every rank; the engine's shard from host memory and back."""
+    """Factors of rank 8 through every rank; the engine's share from host memory and back."""
     lora = {"adapter": {"kind": "lora", "rank": 8, "targets": ("qkv", "fc2")}}
     one = training(sections=lora, **cut)
     # A [8, in] and B [out, 8] of each layer.
     size = 2 * 28 * 8 * (2 * 3584 + 2 * 512 + 18944 + 3584)
-    shard = 2 * NUM_PARAMETERS["Qwen2.5-7B"] / cut.get("rollout_tp", 1)
+    shard = engine_bytes(one.shape, one.config, H200, rollout_tp_size=cut.get("rollout_tp", 1))
     seconds = 2 * size / 4.8e12
     if "tp" in cut:
         seconds += size / 2 / 450e9 * 2

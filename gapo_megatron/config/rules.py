@@ -157,17 +157,23 @@ def _check_around_engine(config: Config) -> None:
             "tokens sampled in earlier steps keep the trainer's log-probs"
         )
     if reason := why_merged(config):
-        raise ValueError(
-            f"objective.old_log_probs ('rollout') must be 'trainer' with adapter.kind "
-            f"({config.adapter.kind!r}) and {reason}: vLLM then generates with rounded sums of "
-            "weights and adapter, and every ratio would have their rounding"
-        )
+        raise ValueError(merged_refusal(config, reason))
+
+
+def merged_refusal(config: Config, reason: str) -> str:
+    """The rule against ratios to an engine with merged weights, and why its weights are merged."""
+    return (
+        f"objective.old_log_probs ('rollout') must be 'trainer' with adapter.kind "
+        f"({config.adapter.kind!r}) and {reason}: the engine then generates with rounded sums of "
+        "weights and adapter, and every ratio would have their rounding"
+    )
 
 
 def why_merged(config: Config) -> str:
     """The setting for which vLLM cannot compute with an adapter's factors; empty without one.
 
-    It then generates with merged weights. On a GPU it does so in fp32 too.
+    It then generates with merged weights. On a GPU it does so in fp32 too, and so does another
+    engine without `update_adapter`: known when a run starts (`run.engines`).
     """
     if config.adapter.kind == "none" or is_code(config.rollout.engine):
         return ""

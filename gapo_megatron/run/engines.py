@@ -10,8 +10,10 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import user_code
 from gapo_megatron.config import Config
+from gapo_megatron.config.rules import merged_refusal
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout.adapter_sync import needs_of
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm import check_engine as check_vllm
@@ -62,9 +64,22 @@ def find_engine(config: Config) -> EngineFactory:
 
 
 def build_engine(config: Config, hf_config: PretrainedConfig, world: World) -> Engine:
-    """Build this rank's part of the run's engine, without the policy's weights. Collective."""
+    """Build this rank's part of the run's engine, without the policy's weights. Collective.
+
+    Raises:
+        ConfigError: ratios would be against an engine that gets merged weights.
+    """
     build = find_engine(config)
-    return build(config, hf_config, device=world.device, gloo_group=world.gloo_group)
+    engine = build(config, hf_config, device=world.device, gloo_group=world.gloo_group)
+    if _needs_factors(config) and needs_of(engine) == "merged":
+        reason = f"rollout.engine ({config.rollout.engine!r}), which takes no factors"
+        raise ConfigError(merged_refusal(config, reason))
+    return engine
+
+
+def _needs_factors(config: Config) -> bool:
+    """Whether the rounding of merged weights would be in every ratio."""
+    return config.adapter.kind != "none" and config.objective.old_log_probs == "rollout"
 
 
 def check_engine(
@@ -73,7 +88,11 @@ def check_engine(
     """Refuse settings that vLLM cannot run; another engine checks its own when it is built.
 
     Raises:
-        ConfigError: see `rollout.vllm.check_engine`.
+        ConfigError: see `rollout.vllm.check_engine`; in fp32 on a GPU, where vLLM gets merged
+            weights, ratios would be against its log-probs.
     """
-    if config.rollout.engine == VLLM:
-        check_vllm(config, hf_config, device, world_size=world_size)
+    if config.rollout.engine != VLLM:
+        return
+    check_vllm(config, hf_config, device, world_size=world_size)
+    if _needs_factors(config) and device.type == "cuda" and config.model.precision == "fp32":
+        raise ConfigError(merged_refusal(config, "model.precision ('fp32') on a GPU"))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.dry_run import why_not_run
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run.early_checks import check_before_imports
-from gapo_megatron.run.engines import find_engine
+from gapo_megatron.run.engines import build_engine, check_engine, find_engine
+from tests.configs import config_of
 from tests.messages import mentions
+from tests.rollout_setup import make_model
 from tests.train_setup import CONFIG, prepare, run, steps_of
 
 SOURCE = """
@@ -76,6 +80,62 @@ def test_an_engine_that_is_none_is_refused_before_a_model_is_built(
 def test_a_dry_run_says_what_is_missing(tmp_path: Path, source: Path) -> None:
     found = config(tmp_path, f"{source}:built")
     assert any("rollout.engine" in reason and "'build'" in reason for reason in why_not_run(found))
+
+
+TAKERS = """
+class Plain:
+    def __init__(self, *_, **__): ...
+
+
+class Merging(Plain):
+    needs = "merged"
+
+    def update_adapter(self, *_, **__): ...
+
+
+class Taking(Merging):
+    needs = "base"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"), [("Plain", True), ("Merging", True), ("Taking", False)]
+)
+def test_ratios_to_an_engine_that_takes_no_factors_are_refused_at_the_start(
+    tmp_path: Path, name: str, is_refused: bool
+) -> None:
+    (path := tmp_path / "takers.py").write_text(TAKERS)
+    engine, world = f"{path}:{name}", SimpleNamespace(device=None, gloo_group=None)
+    usual = {"rollout": {"engine": engine}, "objective": {"old_log_probs": "rollout"}}
+    lora = {"adapter": {"kind": "lora"}}
+    for sections in ({}, lora, lora | {"objective": {"old_log_probs": "trainer"}}):
+        asked = config_of(usual, sections)
+        if sections == lora and is_refused:
+            named = mentions("objective.old_log_probs ('rollout')", "'trainer'", engine)
+            with pytest.raises(ConfigError, match=named):
+                build_engine(asked, None, world)
+        else:
+            assert type(build_engine(asked, None, world)).__name__ == name
+
+
+@pytest.mark.parametrize("old_log_probs", ["rollout", "trainer"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_ratios_to_vllm_with_merged_weights_are_refused_before_it_is_built(
+    tmp_path: Path, device: str, precision: str, old_log_probs: str
+) -> None:
+    """In fp32 its kernels for factors do not run on a GPU."""
+    model = make_model(tied=True)
+    model.save_pretrained(tmp_path)
+    sections = {"model": {"hf_dir": str(tmp_path), "precision": precision}}
+    sections |= {"adapter": {"kind": "lora"}, "objective": {"old_log_probs": old_log_probs}}
+    asked = config_of(sections)
+    if (device, precision, old_log_probs) == ("cuda", "fp32", "rollout"):
+        named = mentions("objective.old_log_probs ('rollout')", "model.precision ('fp32')", "GPU")
+        with pytest.raises(ConfigError, match=named):
+            check_engine(asked, model.config, torch.device(device), world_size=1)
+    else:
+        check_engine(asked, model.config, torch.device(device), world_size=1)
 
 
 @pytest.mark.system

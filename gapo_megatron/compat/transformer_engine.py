@@ -67,8 +67,10 @@ def free_fp8_copies(model: nn.Module) -> None:
         getattr(module, "_fp8_workspaces", {}).clear()
 
 
-def fuse_weight_gradients(model: nn.Module) -> None:
+def fuse_weight_gradients(model: nn.Module, *, fuse: bool = True) -> None:
     """Let Transformer Engine's linears accumulate into `main_grad` (float32) in the GEMM itself.
+
+    Not those of frozen weights, which have no `main_grad`: `fuse` undoes it.
 
     Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
     traffic per parameter, and a rounding. The field of TransformerConfig would also require apex's
@@ -85,17 +87,7 @@ def fuse_weight_gradients(model: nn.Module) -> None:
     # A version with another name for it would silently be slower.
     assert linears, "no linear of Transformer Engine's has fuse_wgrad_accumulation"
     for linear in linears:
-        linear.fuse_wgrad_accumulation = True
-
-
-def keep_weight_gradients_apart(model: nn.Module) -> None:
-    """Undo `fuse_weight_gradients`: a frozen weight has no `main_grad`."""
-    # Uses: fuse_wgrad_accumulation
-    # Versions: transformer-engine 2.20.2
-    # Upstream: as of `fuse_weight_gradients`
-    for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+        linear.fuse_wgrad_accumulation = fuse
 
 
 def return_normed_input(linear: nn.Module) -> None:

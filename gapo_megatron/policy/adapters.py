@@ -76,7 +76,7 @@ class LowRankAdapter(Protocol):
         """
 
     def switched_off(self) -> AbstractContextManager[None]:
-        """A block in which the policy's weights are those beneath the adapter."""
+        """`Adapter.switched_off`, which such an adapter always has."""
 
 
 class FullWeights:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.compat.megatron import sharded_factor
 from gapo_megatron.compat.transformer_engine import (
-    keep_weight_gradients_apart,
+    fuse_weight_gradients,
     return_normed_input,
     split_output,
 )
@@ -110,7 +110,8 @@ class Lora:
         parallel layout starts from the same factors.
         """
         stage.requires_grad_(False)
-        keep_weight_gradients_apart(stage)
+        if stage.uses_transformer_engine:
+            fuse_weight_gradients(stage, fuse=False)
         bound = _Bound(self._groups)
         by_module: dict[str, list[LowRank]] = {}
         numbers = self._layers[self._groups.pp_rank][stage.vp_stage or 0]

@@ -30,8 +30,10 @@ from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
 from gapo_megatron.policy import destroy, initialize, model
 from gapo_megatron.policy.load import _is_extra_state
+from gapo_megatron.policy.lora import Lora
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
+from tests.configs import config_of
 from tests.dist import single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
@@ -266,6 +268,70 @@ def test_its_linears_are_told_to_add_to_main_grad(
         monkeypatch.delattr(linear, "fuse_wgrad_accumulation")
     with pytest.raises(AssertionError, match="fuse_wgrad_accumulation"):
         stage_of_stand_ins()
+
+
+class Fp8Product(torch.autograd.Function):
+    """A product as Transformer Engine's in fp8, of a frozen weight: no gradient but the input's."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        assert not weight.requires_grad
+        ctx.weight = rounded(weight)
+        return F.linear(rounded(inputs), ctx.weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return rounded(gradient) @ ctx.weight, None
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """To fp8, with a scale of the whole tensor."""
+    scale = tensor.abs().max() / 448
+    return (tensor / scale).to(torch.float8_e4m3fn).to(tensor.dtype) * scale
+
+
+def forward_with_norm(self: Any, inputs: Tensor, *_: Any, **__: Any) -> Any:
+    """As Transformer Engine's linear layer with a norm, in Megatron-core's wrapper."""
+    normed = F.rms_norm(inputs, inputs.shape[-1:])
+    result = Fp8Product.apply(normed, self.weight) + self.bias
+    return ((result, normed), None) if self.return_layernorm_output else (result, None)
+
+
+def test_factors_beside_a_frozen_fp8_layer_multiply_its_input_in_bf16(
+    stage_of_stand_ins: Any, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The normed input, before it is cast to fp8; and no weight asks for a `main_grad`."""
+    settings = config_of({"model": {"precision": "fp8"}, "adapter": {"kind": "lora"}}).adapter
+    monkeypatch.setattr(ColumnParallelLinear, "return_layernorm_output", False, raising=False)
+    stage = stage_of_stand_ins()
+    lora = Lora(settings, stage.hf_config, groups, [[range(len(stage.decoder.layers))]], seed=1)
+    lora.attach(stage)
+    assert not any(getattr(one, "fuse_wgrad_accumulation", False) for one in stage.modules())
+    monkeypatch.setattr(ColumnParallelLinear, "forward", forward_with_norm)
+    name = "decoder.layers.0.self_attention.linear_qkv"
+    linear, factors = stage.get_submodule(name), stage.adapter.by_weight[f"{name}.weight"]
+    a, b = factors.lora_a, factors.lora_b
+    assert a.dtype == b.dtype == torch.bfloat16
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for one in (a, b, *linear.parameters()):
+            one.normal_()
+    inputs = torch.randn(64, a.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    found, _ = linear(inputs)
+    weight = torch.randn_like(found)
+    (found * weight).sum().backward()
+    # By hand, with the factors in float32.
+    again = inputs.detach().clone().requires_grad_()
+    wide_a, wide_b = (one.detach().float().requires_grad_() for one in (a, b))
+    normed = F.rms_norm(again, again.shape[-1:])
+    base = Fp8Product.apply(normed, linear.weight) + linear.bias
+    expected = base + lora.scale * normed.float() @ wide_a.T @ wide_b.T
+    (expected * weight.float()).sum().backward()
+    # A few roundings to bf16, of 2e-3 each; the input's to fp8 would be ten times that.
+    pairs = [(found, expected), (a.grad, wide_a.grad), (b.grad, wide_b.grad)]
+    for ours, theirs in [*pairs, (inputs.grad, again.grad)]:
+        assert (ours.float() - theirs).norm() < 1e-2 * theirs.float().norm()
+    assert linear.weight.grad is None and linear.bias.grad is None
 
 
 def test_it_may_not_fall_back_to_attention_over_all_pairs(

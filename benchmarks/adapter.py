@@ -7,18 +7,15 @@
 updates are kept in OUTPUT/factors_N.pt. In fp32 because a CPU without 16-bit units multiplies five
 times as slowly in bf16.
 
-`distances`: trainer and vLLM in bf16 with those factors, in one process. At every state vLLM
-samples the sequences once. It then scores them with the factors beside its weights ("factors"), and
-with weights that have them merged in and are rounded to bf16 ("merged"), as the weight sync does.
-Differences are vLLM's log-probs less the trainer's; D is a sequence's mean of them, in nats: what
-shifts its ratio. "rounding alone" is merged weights less unrounded ones, and "the update" unrounded
-weights less the base, both in fp32 in transformers, where nothing else is rounded.
+`distances`: trainer and vLLM in bf16 with those factors. At every state vLLM samples the sequences
+once, and scores them with the factors beside its weights, then with merged weights, rounded to bf16
+as the weight sync sends them. D is a sequence's mean difference of log-probs, in nats: what shifts
+its ratio. "Exact", "rounded": fp32 in transformers, with unrounded merged weights or with these.
 
 `costs`: a process that trains all weights and one that trains factors, in bf16, in turns; the first
 of 1 + `--repetitions` is dropped. Peak memory is the largest resident memory of the process in an
 update, less that before the model was built. A sync is timed without the check of log-probs.
-
-Every part writes its figures to OUTPUT; the last two print their tables.
+The figures are written to OUTPUT, too.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,8 +77,14 @@ TRAINING = (
     "optimizer.warmup_steps=0",
 )
 BF16 = ("model.precision=bf16", "rollout.verify_bound=1.0", "rollout.cpu_kv_cache_gib=1")
-SEQUENCES, TOKENS = 2, 64
-"""Batch of an update in `costs`: sequences, and tokens of each."""
+SEQUENCES, TOKENS = 2, 64  # of an update in `costs`
+PAIRS = {  # rows of the table: log-probs, less log-probs
+    "vLLM with factors - trainer": ("factors", "trainer"),
+    "vLLM merged - trainer": ("merged", "trainer"),
+    "trainer - exact": ("trainer", "exact"),
+    "rounded weights - exact": ("rounded", "exact"),
+    "the update: exact - base": ("exact", "exact, base"),
+}
 OWNER = SimpleNamespace(name="benchmark", require_ownership=lambda: None)
 MIB = 2**20
 
@@ -108,7 +110,6 @@ def train(arguments: argparse.Namespace) -> None:
         settings = (*LORA, *TRAINING, f"run.output_dir={folder}")
         config = read_config(arguments.overrides, *settings)
         run, start = Run.start(config, keep_weights=False), time.monotonic()
-        assert isinstance(run, Run)
         with run:
             for step in run.steps():
                 batch = run.make_batch(run.collect(step))
@@ -167,7 +168,6 @@ def send(policy: Policy, engine: RolloutEngine, needs: Needs) -> tuple[float, fl
 def sample(engine: RolloutEngine, prompts: list[Prompt], settings: SamplingSettings) -> Rollouts:
     """A response to every prompt."""
     groups = generate(engine, prompts, settings)
-    assert groups is not None
     tokens = [np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts]
     return Rollouts.of(tokens, [group[0].token_ids for group in groups])
 
@@ -183,57 +183,51 @@ def distances(arguments: argparse.Namespace) -> None:
     eps_low = config.objective.resolve().eps_low
     print(f"Units of eps_low = {eps_low:g}; [95 % of the mean, over sequences]\n")
     print("| updates | | mean \\|D\\|, nats | of eps_low | rms D | of eps_low | a token's |")
-    print("|---|---|---|---|---|---|---|")
+    print("|" + "---|" * 7)
     for n in arguments.updates:
         factors_module(policy).load_state_dict(torch.load(arguments.output / f"factors_{n}.pt"))
         send(policy, engine, "base")
         rollouts = sample(engine, prompts, SamplingSettings(1, arguments.tokens, seed=0, step=n))
-        differences, rounding = compare(policy, engine, model, rollouts)
-        found = {"merge_rounding": rounding, "eps_low": eps_low} | differences
-        (arguments.output / f"distances_{n}.json").write_text(json.dumps(found))
-        for side, of_side in differences.items():
-            print(distance_row(n, side, of_side, eps_low))
-        ours, merged = (np.abs(means(differences[side])) for side in ("factors", "merged"))
-        more = mean_interval((merged - ours).tolist())
+        found, rounding = log_probs_of(policy, engine, model, rollouts)
+        kept = {"merge_rounding": rounding, "eps_low": eps_low, "log_probs": found}
+        (arguments.output / f"distances_{n}.json").write_text(json.dumps(kept))
+        for name, (ours, theirs) in PAIRS.items():
+            print(f"| {n} | {name} | {cells(found[ours], found[theirs], eps_low)} |")
+        sides = [np.abs(means(found[side], found["trainer"])) for side in ("merged", "factors")]
+        more = mean_interval((sides[0] - sides[1]).tolist())
         print(
-            f"\nafter {n} updates: merge rounding {rounding:.3g}; mean |D|, merged less factors "
-            f"{more.mean:.2e} [{more.low:.2e}, {more.high:.2e}], {rollouts.num_sampled} tokens\n",
+            f"\nafter {n} updates: merge rounding {rounding:.3g}; of the exact update arrive "
+            f"{arrived(found, 'trainer'):.2f} in the trainer, {arrived(found, 'rounded'):.2f} in "
+            f"rounded weights; mean |D|, merged less factors {more.mean:.2e} "
+            f"[{more.low:.2e}, {more.high:.2e}]; {rollouts.num_sampled} tokens\n",
             flush=True,
         )
 
 
-def compare(
+def log_probs_of(
     policy: Policy, engine: RolloutEngine, model: PreTrainedModel, rollouts: Rollouts
-) -> tuple[dict[str, list[list[float]]], float]:
-    """Differences of log-probs by side and sequence, and `sync/merge_rounding`."""
-    beside = engine.score(rollouts)
-    *_, rounding = send(policy, engine, "merged")
-    assert rounding is not None
-    merged = engine.score(rollouts)
+) -> tuple[dict[str, list[list[float]]], float | None]:
+    """Log-probs of the responses by way, and the merge rounding; leaves merged weights in vLLM."""
     (plan,) = plan_scoring(rollouts, max_tokens_per_microbatch=1024, data_parallel_size=1)
-    by_row = score(policy, rollouts, plan, temperature=1.0)
-    trainer = [by_row[i].numpy() for i in range(len(rollouts))]
 
-    adapter = Sending(policy, "merged")
-    with adapter.weights() as weights:
-        rounded = {name: weight.float() for name, weight in weights}
+    def trainer() -> list[np.ndarray]:
+        by_row = score(policy, rollouts, plan, temperature=1.0)
+        return [by_row[i].numpy() for i in range(len(rollouts))]
+
+    found = {"factors": engine.score(rollouts), "trainer": trainer()}
+    *_, rounding = send(policy, engine, "merged")
+    found["merged"] = engine.score(rollouts)
     with policy.reference_weights():
+        found["trainer, base"] = trainer()
         base = dict(policy.iterate_hf_weights(torch.float32))
-    assert adapter.scale is not None
-    unrounded = dict(Merged(base.items(), policy.iterate_factors(), scale=adapter.scale).tensors())
-    of_base, of_rounded, of_unrounded = (
-        exact_log_probs(model, one, rollouts) for one in (base, rounded, unrounded)
-    )
-    pairs = {
-        "factors": (beside, trainer),
-        "merged": (merged, trainer),
-        "rounding alone": (of_rounded, of_unrounded),
-        "the update": (of_unrounded, of_base),
-    }
-    return {
-        side: [(np.asarray(a, np.float64) - b).tolist() for a, b in zip(*pair, strict=True)]
-        for side, pair in pairs.items()
-    }, rounding
+    found["exact, base"] = exact_log_probs(model, base, rollouts)
+    sending = Sending(policy, "merged")
+    with sending.weights() as weights:
+        rounded = {name: weight.float() for name, weight in weights}
+    found["rounded"] = exact_log_probs(model, rounded, rollouts)
+    exact = Merged(base.items(), policy.iterate_factors(), scale=policy.adapter.scale)
+    found["exact"] = exact_log_probs(model, dict(exact.tensors()), rollouts)
+    return {way: [one.tolist() for one in arrays] for way, arrays in found.items()}, rounding
 
 
 @torch.no_grad()
@@ -252,22 +246,26 @@ def exact_log_probs(
     return found
 
 
-def means(differences: Sequence[Sequence[float]]) -> np.ndarray:
+def arrived(found: dict[str, list[list[float]]], way: str) -> float:
+    """Slope of the update's differences of log-probs in this way against the exact ones."""
+    all_of = {name: np.concatenate(one) for name, one in found.items()}
+    exact = all_of["exact"] - all_of["exact, base"]
+    moved = all_of[way] - all_of["trainer, base" if way == "trainer" else "exact, base"]
+    return float(moved @ exact / max(exact @ exact, 1e-30))
+
+
+def means(ours: list[list[float]], theirs: list[list[float]]) -> np.ndarray:
     """D of every sequence."""
-    return np.array([np.mean(one) for one in differences])
+    return np.array([np.mean(np.subtract(*pair)) for pair in zip(ours, theirs, strict=True)])
 
 
-def distance_row(n: int, side: str, differences: list[list[float]], eps_low: float) -> str:
-    """A row of the table."""
-    d = means(differences)
-    interval = mean_interval(np.abs(d).tolist())
-    rms = float(np.sqrt((d**2).mean()))
-    per_token = float(np.abs(np.concatenate(differences)).mean())
-    mean = f"{interval.mean:.2e} [{interval.low:.1e}, {interval.high:.1e}]"
-    return (
-        f"| {n} | {side} | {mean} | {interval.mean / eps_low:.2f} | {rms:.2e} | "
-        f"{rms / eps_low:.2f} | {per_token:.2e} |"
-    )
+def cells(ours: list[list[float]], theirs: list[list[float]], eps_low: float) -> str:
+    """Cells of a row of the table: mean |D|, rms of D, mean |difference| of a token."""
+    d = means(ours, theirs)
+    found, rms = mean_interval(np.abs(d).tolist()), float(np.sqrt((d**2).mean()))
+    per_token = float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean())
+    mean = f"{found.mean:.2e} [{found.low:.1e}, {found.high:.1e}] | {found.mean / eps_low:.2f}"
+    return f"{mean} | {rms:.2e} | {rms / eps_low:.2f} | {per_token:.2e}"
 
 
 class Side:
@@ -322,7 +320,6 @@ class Side:
 
     def sample(self) -> dict[str, float]:
         """Generation, of prompts and responses of 16 tokens."""
-        assert self.engine is not None
         prompts = [Prompt(f"{i}", tuple(range(100 * i, 100 * i + 16)), "") for i in range(1, 9)]
         start = time.process_time()
         rollouts = sample(self.engine, prompts, SamplingSettings(1, 16, seed=0))
@@ -373,7 +370,7 @@ def costs(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run every part in a process of its own."""
+    """Run every part in a process of its own: Megatron-core and vLLM keep global state."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -388,9 +385,11 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         print(f"== {part}", flush=True)
-        # Each frees its memory, and what is global in Megatron-core and vLLM.
-        with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
-            pool.submit(PARTS[part], arguments).result()
+        process = SPAWN.Process(target=PARTS[part], args=(arguments,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
 
 
 PARTS = {"train": train, "distances": distances, "costs": costs}

@@ -105,7 +105,7 @@ arena: ## Compare all clip rules side by side (docs/arena.md) on this CPU (what 
 # All but those that need arguments, whose commands RESULTS.md and docs/study.md have.
 BENCHMARKS = $(filter-out benchmarks/study.py, $(shell grep -l __main__ benchmarks/*.py))
 
-bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs the demo)
+bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs demo and demo-language)
 	@tools/setup_env.sh dev
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(ARGS); done
 

@@ -70,7 +70,7 @@ def free_fp8_copies(model: nn.Module) -> None:
 def fuse_weight_gradients(model: nn.Module, *, fuse: bool = True) -> None:
     """Let Transformer Engine's linears accumulate into `main_grad` (float32) in the GEMM itself.
 
-    Not those of frozen weights, which have no `main_grad`: `fuse` undoes it.
+    Not those of frozen weights, which have no `main_grad`: `fuse=False` undoes it.
 
     Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
     traffic per parameter, and a rounding. The field of TransformerConfig would also require apex's

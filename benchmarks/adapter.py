@@ -179,7 +179,9 @@ def distances(arguments: argparse.Namespace) -> None:
     prompts = check_inputs(config).problems[: arguments.sequences]
     policy, world = build_policy(config)
     engine = build_engine(policy, config, world)
-    model = AutoModelForCausalLM.from_pretrained(config.model.hf_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.hf_dir, dtype=torch.float32, trust_remote_code=False
+    )
     eps_low = config.objective.resolve().eps_low
     print(f"Units of eps_low = {eps_low:g}; [95 % of the mean, over sequences]\n")
     print("| updates | | mean \\|D\\|, nats | of eps_low | rms D | of eps_low | a token's |")
@@ -221,8 +223,7 @@ def log_probs_of(
         found["trainer, base"] = trainer()
         base = dict(policy.iterate_hf_weights(torch.float32))
     found["exact, base"] = exact_log_probs(model, base, rollouts)
-    sending = Sending(policy, "merged")
-    with sending.weights() as weights:
+    with Sending(policy, "merged").weights() as weights:
         rounded = {name: weight.float() for name, weight in weights}
     found["rounded"] = exact_log_probs(model, rounded, rollouts)
     exact = Merged(base.items(), policy.iterate_factors(), scale=policy.adapter.scale)

@@ -375,6 +375,10 @@ def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
             f" The engine gets merged weights, rounded to the model's dtype, because of {reason}; "
             "sync/merge_rounding measures what that costs."
         )
+    elif config.model.precision == "fp32" and config.rollout.engine == VLLM:
+        note += " On a GPU vLLM gets merged weights in fp32: its kernels for factors have 16 bits."
+        if config.objective.old_log_probs == "rollout":
+            note += " Ratios to it are refused there: set objective.old_log_probs to 'trainer'."
     return note
 
 

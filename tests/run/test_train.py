@@ -596,7 +596,7 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
         "source": "[^/]+",
     }
     # Of a device, which there is none of here (`tests/run/test_memory.py` compares them), and of
-    # an adapter that an engine gets merged.
+    # an adapter that an engine gets merged (`tests/run/test_user_engine.py` trains one).
     documented = [
         name
         for name in documented_names()

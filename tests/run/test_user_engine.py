@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from pathlib import Path
@@ -110,11 +111,16 @@ def test_ratios_to_an_engine_that_takes_no_factors_are_refused_at_the_start(
     lora = {"adapter": {"kind": "lora"}}
     for sections in ({}, lora, lora | {"objective": {"old_log_probs": "trainer"}}):
         asked = config_of(usual, sections)
+        check = functools.partial(check_engine, asked, None, torch.device("cpu"), world_size=1)
         if sections == lora and is_refused:
             named = mentions("objective.old_log_probs ('rollout')", "'trainer'", engine)
             with pytest.raises(ConfigError, match=named):
                 build_engine(asked, None, world)
+            if name == "Plain":  # a class that can be asked before it is built
+                with pytest.raises(ConfigError, match=named):
+                    check()
         else:
+            check()
             assert type(build_engine(asked, None, world)).__name__ == name
 
 
@@ -136,6 +142,15 @@ def test_ratios_to_vllm_with_merged_weights_are_refused_before_it_is_built(
             check_engine(asked, model.config, torch.device(device), world_size=1)
     else:
         check_engine(asked, model.config, torch.device(device), world_size=1)
+
+
+@pytest.mark.system
+def test_a_run_with_an_adapter_logs_what_merging_costs(tmp_path: Path, source: Path) -> None:
+    root = prepare(tmp_path, CONFIG)
+    run(root, "run", f"rollout.engine={source}:build", "adapter.kind=lora", "run.num_steps=2")
+    for row in steps_of(root / "run"):
+        assert 0 < row["sync/merge_rounding"] < 1e-2, "fp32"
+        assert 0 <= row["sync/max_abs_log_prob_diff"] < 1e-3
 
 
 @pytest.mark.system

@@ -98,8 +98,11 @@ class Cluster:
 
     def job(self, job: str) -> dict[str, str]:
         """Fields of `scontrol show job`: JobState, Restarts, NodeList, ExitCode, ..."""
-        shown = self.run("scontrol", "--oneliner", "--details", "show", "job", job).stdout
-        return dict(re.findall(r"(\w+)=(\S*)", shown))
+        query = ("scontrol", "--oneliner", "--details", "show", "job", job)
+        done = self.run(*query, check=False)
+        if done.returncode:  # a busy controller closes connections (SIGPIPE): asked once more
+            done = self.run(*query)
+        return dict(re.findall(r"(\w+)=(\S*)", done.stdout))
 
     def wait(self, job: str, state: str, *, timeout_s: float = LIMIT_S) -> dict[str, str]:
         """Wait until the job is in `state`; returns its fields then.

@@ -376,9 +376,12 @@ def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
             "sync/merge_rounding measures what that costs."
         )
     elif config.model.precision == "fp32" and config.rollout.engine == VLLM:
-        note += " On a GPU vLLM gets merged weights in fp32: its kernels for factors have 16 bits."
+        note += (
+            " On a GPU vLLM gets merged weights with model.precision ('fp32'): its kernels for "
+            "factors compute in 16 bits."
+        )
         if config.objective.old_log_probs == "rollout":
-            note += " Ratios to it are refused there: set objective.old_log_probs to 'trainer'."
+            note += " The start refuses objective.old_log_probs ('rollout') there."
     return note
 
 

@@ -72,12 +72,9 @@ def build_engine(config: Config, hf_config: PretrainedConfig, world: World) -> E
     build = find_engine(config)
     engine = build(config, hf_config, device=world.device, gloo_group=world.gloo_group)
     if _needs_factors(config) and needs_of(engine) == "merged":
-        raise ConfigError(merged_refusal(config, _takes_none(config)))
+        reason = f"rollout.engine ({config.rollout.engine!r}), which takes no factors"
+        raise ConfigError(merged_refusal(config, reason))
     return engine
-
-
-def _takes_none(config: Config) -> str:
-    return f"rollout.engine ({config.rollout.engine!r}), which takes no factors"
 
 
 def _needs_factors(config: Config) -> bool:
@@ -91,14 +88,10 @@ def check_engine(
     """Refuse settings that vLLM cannot run; another engine checks its own when it is built.
 
     Raises:
-        ConfigError: see `rollout.vllm.check_engine`; ratios would be against an engine that gets
-            merged weights: vLLM in fp32 on a GPU, or a class that takes no factors.
+        ConfigError: see `rollout.vllm.check_engine`; in fp32 on a GPU, where vLLM gets merged
+            weights, ratios would be against its log-probs.
     """
     if config.rollout.engine != VLLM:
-        found = find_engine(config)
-        takes_none = isinstance(found, type) and not hasattr(found, "update_adapter")
-        if takes_none and _needs_factors(config):
-            raise ConfigError(merged_refusal(config, _takes_none(config)))
         return
     check_vllm(config, hf_config, device, world_size=world_size)
     if _needs_factors(config) and device.type == "cuda" and config.model.precision == "fp32":

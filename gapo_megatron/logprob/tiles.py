@@ -15,18 +15,18 @@ import torch
 from gapo_megatron.device.products import float32_products
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
 
-BFLOAT16_ROWS = 128
-"""Rows per bfloat16 product on a CPU in the forward pass: the fewest with full speed."""
+CPU_ROWS = 192
+"""Rows of every product of the forward pass on a CPU. BLAS libraries choose their kernels, and with
+them the rounding, by the number of rows, and compute the rows that are left over when they divide
+by 4, 6 or 16 with others. The fewest rows at (nearly) full speed that leave none over."""
 
 
 def row_multiple(hidden: torch.Tensor) -> int:
     """Number of which `softmax_stats` needs a multiple of rows, so that bits do not depend on R.
 
-    BLAS libraries use other kernels, with other rounding, for a handful of rows. bfloat16 on a CPU
-    gets products of one size only, because oneDNN's choice of kernels is not documented
-    (docs/numerics.md, batch invariance).
+    On a CPU all products then have one size (docs/numerics.md, batch invariance).
     """
-    return BFLOAT16_ROWS if _is_bfloat16_on_cpu(hidden) else 16
+    return CPU_ROWS if hidden.device.type == "cpu" else 16
 
 
 def block_shape(weight: torch.Tensor) -> tuple[int, int]:
@@ -187,15 +187,10 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 
 def _tile_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns): 4 MiB of logits on a CPU, 64 MiB on a GPU; independent of R."""
-    if _is_bfloat16_on_cpu(weight):
-        return BFLOAT16_ROWS, 2048
-    size, num_columns = (2**20, 2048) if weight.device.type == "cpu" else (2**24, 8192)
-    return size // max(min(num_columns, len(weight)), 64), num_columns
-
-
-def _is_bfloat16_on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    """(rows, columns): 1.5 MiB of logits on a CPU, 64 MiB on a GPU; independent of R."""
+    if weight.device.type == "cpu":
+        return CPU_ROWS, 2048
+    return 2**24 // max(min(8192, len(weight)), 64), 8192
 
 
 def _exact_products(hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -204,7 +199,7 @@ def _exact_products(hidden: torch.Tensor) -> contextlib.AbstractContextManager[N
     For bfloat16 on a CPU, float32 copies are multiplied with bfloat16 instructions. This is exact,
     because the copies hold bfloat16 values and sums stay in float32.
     """
-    is_bfloat16 = _is_bfloat16_on_cpu(hidden)
+    is_bfloat16 = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16
     return float32_products(hidden.device, "bf16" if is_bfloat16 else "ieee")
 
 

@@ -25,13 +25,22 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from head_providers import CLIPPED_D, PROVIDERS, Batch, Head, Problem, gspo_loss, load_head
+from head_providers import (
+    CLIPPED_D,
+    PROVIDERS,
+    Batch,
+    Head,
+    Problem,
+    gspo_loss,
+    load_head,
+    sequences_of,
+)
 from head_report import load_records, print_report
-
-from gapo_megatron.objective.segments import segment_mean
 
 GUIDE = """\
 First the peers, into a folder of their own (pins: benchmarks/peers.txt), then the benchmark:
@@ -72,6 +81,11 @@ SHAPES = {
 }
 EXACT = {"float32": 1e-6, "bfloat16": 1e-5}
 GSPO_CLIP = 3e-4
+NO_COMPUTATION = {
+    f"aten::{name}"
+    for name in ("alias", "as_strided", "detach", "empty", "empty_strided", "resize_", "view")
+}
+"""Operators that launch no kernel on a GPU: views and allocations."""
 
 
 def main() -> None:
@@ -367,6 +381,19 @@ def peak_bytes(device: str, *, reset: bool = False) -> int:
     return 1024 * int(found[1])
 
 
+def count_launches(head: Head, problem: Problem, batch: Batch, device: str) -> int:
+    """Kernels of one forward and backward pass; on a CPU operators that compute and call none."""
+    on_gpu = device == "cuda"
+    kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiler:
+        sample(head, problem, batch, device)
+    events = profiler.events() or []
+    if on_gpu:
+        return sum(event.device_type == DeviceType.CUDA for event in events)
+    leaves = [event.name for event in events if not event.cpu_children]
+    return sum(name.startswith("aten::") and name not in NO_COMPUTATION for name in leaves)
+
+
 def check_alone(task: dict[str, Any]) -> dict[str, Any]:
     """Errors and extra memory of one provider at f = 1, in this process of its own."""
     device, settings = task["device"], (task["dtype"], task["data"], task["device"])
@@ -386,9 +413,8 @@ def check_alone(task: dict[str, Any]) -> dict[str, Any]:
     if log_probs is None:
         with torch.no_grad():
             log_probs = head.log_probs(problem.hidden, problem.weight, batch.labels)
-    error = segment_mean(
-        log_probs.double() - exact, batch.sequence_ids, len(batch.counts), batch.counts
-    ).abs()
+    error = sequences_of(batch).log_ratio(log_probs, exact).abs()
+    gradient_error = gradient_errors(head, problem, batch, exact, log_sum)
     return {
         "note": head.note,
         "extra_bytes": peak,
@@ -396,7 +422,8 @@ def check_alone(task: dict[str, Any]) -> dict[str, Any]:
         "d_error_max": float(error.max()),
         "beyond_gspo_clip": float((error > GSPO_CLIP).double().mean()),
         "exact": float(error.max()) <= EXACT[task["dtype"]],
-    } | gradient_errors(head, problem, batch, exact, log_sum)
+        "launches": count_launches(head, problem, batch, device),
+    } | gradient_error
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gapo_megatron.logprob import token_log_probs
+from gapo_megatron.logprob import Sequences, token_log_probs
 from gapo_megatron.logprob.implementation import Name, choose_implementation
-from gapo_megatron.objective.segments import segment_mean
 
 PROVIDERS = [
     "ours",
@@ -74,10 +73,15 @@ class Head:
     main_grad: torch.Tensor | None = None
 
 
+def sequences_of(batch: Batch) -> Sequences:
+    """The rows of each sequence, which lie one after another."""
+    offsets = F.pad(batch.counts.cumsum(0), (1, 0))
+    return Sequences(batch.sequence_ids, offsets)
+
+
 def gspo_loss(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Turn log-probs into the sequence loss, in float64."""
-    difference = log_probs.double() - batch.old_log_probs
-    ratio = segment_mean(difference, batch.sequence_ids, len(batch.counts), batch.counts).exp()
+    ratio = sequences_of(batch).log_ratio(log_probs, batch.old_log_probs).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
 

@@ -46,8 +46,13 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     @contextlib.contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Count the block's seconds towards `stage`, even if it raises."""
+    def __call__(self, stage: str, *, is_part: bool = False) -> Iterator[None]:
+        """Count the block's seconds towards `stage`, even if it raises.
+
+        Args:
+            stage: its name.
+            is_part: the block is only a part of the stage's work; `remember` is told of the whole.
+        """
         self.on_enter(stage)
         start = time.perf_counter()
         try:
@@ -55,7 +60,12 @@ class Stopwatch:
         finally:
             seconds = time.perf_counter() - start
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-            self.recent[stage] = [*self.recent.get(stage, []), seconds][-_NUM_RECENT:]
+            if not is_part:
+                self.remember(stage, seconds)
+
+    def remember(self, stage: str, seconds: float) -> None:
+        """Let `expect` know how long the whole work of a stage took."""
+        self.recent[stage] = [*self.recent.get(stage, []), seconds][-_NUM_RECENT:]
 
     def expect(self, *stages: str) -> Expectation:
         """Expected sum of a block of each stage, by recent blocks; 0 for stages not seen yet."""

@@ -3,7 +3,8 @@
 There is at most one message between two ranks, a flat buffer of bytes without a header: both sides
 derive its layout from lengths that every rank has. A message holds its sequences' arrays column by
 column; for tokens (`token_columns`) these are prompts and responses (int32), log-probs and carried
-log-probs (float32), and masks of the responses that have a mask (one byte per token).
+log-probs (float32), masks of the responses that have a mask (one byte per token), and versions of
+carried tokens (int32).
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def token_columns(table: np.ndarray) -> dict[str, Column]:
         "prompt_ids": table["num_prompt_tokens"],
         "response_ids": num_tokens,
         "rollout_log_probs": num_tokens,
-        "carried_log_probs": table["num_carried_tokens"],
+        "carried_log_probs": table["num_scored_tokens"],
         "response_masks": np.where(table["num_sampled_tokens"] < num_tokens, num_tokens, 0),
+        "carried_versions": table["num_carried_tokens"],
     }
     return {name: Column(dtype, lengths[name]) for name, dtype in COLUMNS.items()}
 

@@ -31,6 +31,8 @@ ROW = np.dtype(
         ("holder", np.int32),  # rank that has the tokens, in the channel of the exchange
         ("log_prob_sum", np.float64),  # sum over the sampled tokens, by the engine
         ("grade", np.float64),  # the verifier's number in place of 0 or 1; inf: none
+        ("num_scored_tokens", np.int32),  # leading carried tokens with the trainer's log-probs
+        ("newest_version", np.int32),  # policy version that sampled the tokens not carried
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
@@ -44,6 +46,7 @@ COLUMNS = {
     "rollout_log_probs": np.float32,
     "carried_log_probs": np.float32,
     "response_masks": np.bool_,
+    "carried_versions": np.int32,
 }
 """Arrays of a response, in the order of messages; see the properties of `Rollouts`."""
 
@@ -83,6 +86,7 @@ class Rollouts:
         rollout_log_probs: Sequence[np.ndarray] = (),
         *,
         carried_log_probs: Sequence[np.ndarray] = (),
+        carried_versions: Sequence[np.ndarray] = (),
         response_masks: Sequence[np.ndarray | None] = (),
     ) -> Rollouts:
         """Responses with all tokens on this rank; lengths and sums are computed, other facts are 0.
@@ -92,18 +96,22 @@ class Rollouts:
             response_ids: B arrays of int32.
             rollout_log_probs: B arrays of float32; empty for sequences that are only scored.
             carried_log_probs: B arrays of float32, for leading tokens; may be empty.
+            carried_versions: B arrays of int32, for at least these tokens; empty: for exactly
+                these, version 0.
             response_masks: B masks, or empty; a mask is None if the model sampled every token.
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
         table["grade"] = np.inf
-        carried = carried_log_probs or [np.empty(0, np.float32)] * count
+        scored = carried_log_probs or [np.empty(0, np.float32)] * count
+        carried = carried_versions or [np.zeros(len(one), np.int32) for one in scored]
         masks = {
             i: mask for i, mask in enumerate(response_masks) if mask is not None and not mask.all()
         }
         table["num_prompt_tokens"] = [len(one) for one in prompt_ids]
         table["num_response_tokens"] = [len(one) for one in response_ids]
         table["num_sampled_tokens"] = table["num_response_tokens"]
+        table["num_scored_tokens"] = [len(one) for one in scored]
         table["num_carried_tokens"] = [len(one) for one in carried]
         table["num_carried_sampled"] = table["num_carried_tokens"]
         for i, mask in masks.items():
@@ -112,8 +120,9 @@ class Rollouts:
         for i, log_probs in enumerate(rollout_log_probs):
             sampled = log_probs[masks[i]] if i in masks else log_probs
             table["log_prob_sum"][i] = np.sum(sampled, dtype=np.float64)
-        columns = (prompt_ids, response_ids, rollout_log_probs, carried)
+        columns = (prompt_ids, response_ids, rollout_log_probs, scored)
         tokens = [*(LocalArrays(enumerate(column)) for column in columns), LocalArrays(masks)]
+        tokens.append(LocalArrays(enumerate(carried)))
         return Rollouts(table, dict(zip(COLUMNS, tokens, strict=True)))
 
     @classmethod
@@ -149,8 +158,13 @@ class Rollouts:
 
     @property
     def carried_log_probs(self) -> Mapping[int, np.ndarray]:
-        """[num_carried_tokens] float32: the trainer's, at the weights that sampled each token."""
+        """[num_scored_tokens] float32: the trainer's, at the weights that sampled each token."""
         return self.tokens["carried_log_probs"]
+
+    @property
+    def carried_versions(self) -> Mapping[int, np.ndarray]:
+        """[num_carried_tokens] int32: version of the weights that sampled each carried token."""
+        return self.tokens["carried_versions"]
 
     @property
     def response_masks(self) -> Mapping[int, np.ndarray]:
@@ -201,10 +215,45 @@ class Rollouts:
             return self.response_masks[row]
         return np.ones(len(self.response_ids[row]), dtype=bool)
 
+    def versions(self, row: int) -> np.ndarray:
+        """[num_response_tokens] int32: version of the weights that sampled each token.
+
+        An appended token has that of the tokens before it; the row must be on this rank.
+        """
+        carried, newest = self.carried_versions[row], self.table["newest_version"][row]
+        num_new = len(self.response_ids[row]) - len(carried)
+        return np.concatenate([carried, np.full(num_new, newest, np.int32)])
+
+    def carried(self) -> Self:
+        """A copy in which all tokens are carried, each with its version."""
+        table = self.table
+        changed = self.changed(
+            num_carried_tokens=table["num_response_tokens"],
+            num_carried_sampled=table["num_sampled_tokens"],
+        )
+        versions = {row: self.versions(row) for row in self.rows_here}
+        return changed.with_tokens({**self.tokens, "carried_versions": versions})
+
+    def spread(self, *, rank: int, size: int) -> Self:
+        """A copy without the tokens of other ranks; before, every one of `size` ranks has all."""
+        holder = np.arange(len(self)) % size
+        mine = {*np.flatnonzero(holder == rank).tolist()}
+        return self.changed(holder=holder).with_tokens(
+            {
+                name: {row: array for row, array in held.items() if row in mine}
+                for name, held in self.tokens.items()
+            }
+        )
+
     @property
     def has_carried(self) -> bool:
         """Whether earlier steps sampled tokens of any row."""
         return bool(self.table["num_carried_tokens"].any())
+
+    @property
+    def has_scored(self) -> bool:
+        """Whether the trainer's log-probs of any carried tokens are kept."""
+        return bool(self.table["num_scored_tokens"].any())
 
     @property
     def num_sampled_tokens(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # verifier workers need `Verdict`, and start without torch
 Factors: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor]"
 """Name of a linear layer in the Hugging Face model, such as `model.layers.0.self_attn.q_proj`, then
 A [rank, in] and B [out, rank] beside its weight W: the layer computes W x + scale * B A x."""
+
+ChooseExperts: TypeAlias = "Callable[[int, torch.Tensor], torch.Tensor]"
+"""Chooses the experts of a rank's tokens in a layer: called with the layer's number in the whole
+model, from 0, and the router's own choice [tokens, experts per token] int64, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,19 @@ class Episode:
     environment appended it (log-prob 0, nothing is learned from it); None: all sampled."""
     carried_log_probs: np.ndarray | None = None
     """[n] float32 for the first n tokens, sampled by earlier steps: the trainer's log-probs at the
-    weights that sampled each token (`old_log_probs`); None without such tokens."""
-    oldest_version: int = 0
-    """Policy version that sampled the first of the carried tokens."""
+    weights that sampled each token (`old_log_probs`); None without such tokens, and on ranks that
+    only generate."""
+    carried_versions: np.ndarray | None = None
+    """[n] int32 for the first n tokens, sampled by earlier steps: policy version that sampled each;
+    None without such tokens."""
     failure: str = ""
     """Why the environment ended the episode without an answer; its verdict is then unknown."""
     final_text: str | None = None
     """Text with which the environment ended the episode (`Environment.respond`); None: without."""
+    num_drafted: int = 0
+    """Tokens that a draft proposed for it in this step (`engine.Completion`)."""
+    num_accepted: int = 0
+    """Those of them that were accepted."""
 
     @property
     def is_sampled(self) -> np.ndarray:
@@ -94,7 +104,7 @@ class Episode:
             array.setflags(write=False)
             return array
 
-        names = ("token_ids", "log_probs", "response_mask", "carried_log_probs")
+        names = ("token_ids", "log_probs", "response_mask", "carried_log_probs", "carried_versions")
         arrays: dict[str, Any] = {name: copied(getattr(self, name)) for name in names}
         return replace(self, prompt=self.prompt.for_user(), **arrays)
 
@@ -239,6 +249,10 @@ class Microbatch:
     """[R_local] int64 response tokens."""
     sequence_ids: torch.Tensor
     """[R] int64 in 0..S-1, non-decreasing, of all rows."""
+    row_offsets: torch.Tensor
+    """[S + 1] int64: sequence s has rows row_offsets[s]..row_offsets[s + 1] - 1 of R."""
+    is_padding: torch.Tensor
+    """[1, T_local] bool: tokens of no sequence, at the end and where sequences are padded."""
     indices: tuple[int, ...] = ()
     """[S] row numbers in the batch: row s of any per-sequence tensor."""
     rows: torch.Tensor | None = None
@@ -246,14 +260,15 @@ class Microbatch:
     row_edges: tuple[int, ...] = ()
     """Number of scored rows before the positions of each sequence parallel rank, and R_local at the
     end; (0, R_local) without sequence parallelism."""
+    choose_experts: ChooseExperts | None = None
+    """Chooses the experts of its tokens; None: the routers do (`learn.routes`)."""
 
     # Inputs of the loss, [S] or [R]; None in a micro-batch that is only scored.
     advantages: torch.Tensor = None  # type: ignore[assignment]
     """[S] float64."""
     num_correct: torch.Tensor = None  # type: ignore[assignment]
-    """[S] int64, like the next two."""
+    """[S] int64, like the next."""
     group_size: torch.Tensor = None  # type: ignore[assignment]
-    num_sampled_tokens: torch.Tensor = None  # type: ignore[assignment]
     is_carried: torch.Tensor = None  # type: ignore[assignment]
     """[S] bool: earlier steps sampled the sequence's first tokens."""
     rollout_log_probs: torch.Tensor = None  # type: ignore[assignment]

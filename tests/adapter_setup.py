@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gapo_megatron.models.lora import FactorRules, rules_of
+from gapo_megatron.policy.export import Exported
 from gapo_megatron.types import Factors
+from tests.transfer_setup import exported_of, rule_of
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -52,6 +55,19 @@ def with_factors(
     return exact
 
 
+def factor_rules(factors: Sequence[Factors]) -> list[FactorRules]:
+    """Rules of layers that have the same name in both models."""
+    return [
+        FactorRules(
+            "fc1",
+            rule_of(f"{name}.weight", (b.shape[0], a.shape[1])),
+            rule_of(f"{name}.lora_a", tuple(a.shape)),
+            rule_of(f"{name}.lora_b", tuple(b.shape)),
+        )
+        for name, a, b in factors
+    ]
+
+
 @dataclass
 class FakeAdapter:
     """What a sync asks of an adapter; its factors may share memory with the policy."""
@@ -62,6 +78,22 @@ class FakeAdapter:
 
     def whole_factors(self, stages: Any) -> Iterator[Factors]:
         yield from self.factors
+
+    @property
+    def exported(self) -> Exported:
+        """The factors as parameters of one rank."""
+        return exported_of(rules_of(factor_rules(self.factors)), num_ranks=1)
+
+    def factor_shards(self, stages: Any) -> dict[str, Tensor]:
+        named = (
+            (f"{name}.lora_{letter}", one)
+            for name, *both in self.factors
+            for letter, one in zip("ab", both, strict=True)
+        )
+        return dict(named)
+
+    def merge_rounding(self, stages: Any) -> float:
+        return 0.25
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -85,6 +117,14 @@ class FakePolicy:
     def iterate_factors(self) -> Iterator[Factors]:
         assert isinstance(self.adapter, FakeAdapter)
         yield from self.adapter.whole_factors(self.stages)
+
+    def factor_shards(self) -> dict[str, Tensor]:
+        assert isinstance(self.adapter, FakeAdapter)
+        return self.adapter.factor_shards(self.stages)
+
+    def merge_rounding(self) -> float:
+        assert isinstance(self.adapter, FakeAdapter)
+        return self.adapter.merge_rounding(self.stages)
 
     def iterate_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert not getattr(self.adapter, "is_on", False), "rounded sums instead of the base"

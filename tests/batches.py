@@ -44,6 +44,7 @@ def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
 
     def episode(prompt: Prompt, sample: int) -> Episode:
         length = int(random.integers(1, 40))
+        num_carried = int(random.integers(1, length + 1)) if sample == 1 else 0
         mask = random.random(length) < 0.5
         mask[0], mask[-1] = True, False
         return Episode(
@@ -54,11 +55,11 @@ def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
             truncated=bool(random.random() < 0.5),
             response_mask=mask if sample == 2 and length > 1 else None,
             carried_log_probs=(
-                -random.random(random.integers(1, length + 1), dtype=np.float32)
-                if sample == 1
-                else None
+                -random.random(num_carried, dtype=np.float32) if num_carried else None
             ),
-            oldest_version=3 if sample == 1 else 0,
+            carried_versions=(
+                3 + np.arange(num_carried, dtype=np.int32) // 8 if num_carried else None
+            ),
         )
 
     prompts = [

@@ -1,21 +1,30 @@
 """Small models of every architecture, of sizes that forgive nothing."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from gapo_megatron.models.rules import Rule, find_rule, split_all
@@ -37,12 +46,43 @@ CONFIG_CLASSES = {
     "qwen3_moe": Qwen3MoeConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "seed_oss": SeedOssConfig,
+    "olmo2": Olmo2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "glm4_moe": Glm4MoeConfig,
+    "gpt_oss": GptOssConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
+# The first layer has an MLP, the others six experts in two groups.
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+_EXPERTS = {
+    "qwen3_moe": EXPERTS,
+    # Half of a head is an even number of elements.
+    "glm4_moe": _SIGMOID_EXPERTS | {"attention_bias": True, "use_qk_norm": True, "head_dim": 12},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": _SIGMOID_EXPERTS
+    | {
+        **{"num_key_value_heads": 6, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
+        **{"q_lora_rank": 14, "kv_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 6, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    },
+}
+# Defaults that are no tokens of so small a vocabulary.
+_NO_TOKENS = {"phi3": {"pad_token_id": None, "bos_token_id": None}}
 
 
 def make_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    experts = EXPERTS if model_type == "qwen3_moe" else {}
-    return CONFIG_CLASSES[model_type](**{**SIZES, **experts, "eos_token_id": 1, **changes})
+    own = {**_EXPERTS.get(model_type, {}), **_NO_TOKENS.get(model_type, {})}
+    usual = {**SIZES, **own, "eos_token_id": 1}
+    return CONFIG_CLASSES[model_type](**{**usual, **changes})
 
 
 def make_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -53,10 +93,44 @@ def make_model(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
+def one_by_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file as this package names them: experts stacked in it by their number."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stack = re.fullmatch(r"(.*\.mlp\.experts)\.(\w+_proj(?:_bias)?)", name)
+        if stack is None:
+            found[name] = tensor
+            continue
+        found |= {f"{stack[1]}.{expert}.{stack[2]}": one for expert, one in enumerate(tensor)}
+    return found
+
+
+def pack_experts(folder: Path) -> None:
+    """Make a folder of gpt-oss as published ones are: random experts in MXFP4, the rest in bf16."""
+    generator, path = torch.Generator().manual_seed(0), folder / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        shape = (experts, columns, rows // 32)
+        # Most numbers are between 0.01 and 1.
+        for part, low, high, more in (("blocks", 0, 256, (16,)), ("scales", 120, 124, ())):
+            tensors[f"{name}_{part}"] = torch.randint(
+                low, high, (*shape, *more), dtype=torch.uint8, generator=generator
+            )
+    save_file(tensors, path, metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["dtype"]
+    fields["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
 def written_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The tensors of the model folder that transformers writes: of experts one by one."""
     model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    return one_by_one(load_file(folder / "model.safetensors"))
 
 
 def to_hf(

@@ -104,12 +104,12 @@ TRAPS = (trap_metadata, trap_common, trap_object)
 DEEP_LIST = b"]" * 300_000 + b"a" * 299_999
 _AGAIN = b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(99))  # a pair of the last, twice
 HOSTILE_PICKLES = {
-    "a deep tuple as key": b"\x80\2})" + b"\x85" * 400_000 + b"Ns.",
-    "a deep tuple of marks as key": b"\x80\2}" + b"(" * 400_000 + b"t" * 400_000 + b"Ns.",
+    "a deep tuple as key": b"\x80\2})" + b"\x85" * 250_000 + b"Ns.",
+    "a deep tuple of marks as key": b"\x80\2}" + b"(" * 250_000 + b"t" * 250_000 + b"Ns.",
     "a deep tuple, which a memo holds": b"\x80\2})" + b"\x85q\0h\0\x86" * 200_000 + b"Ns.",
-    "a deep tuple, which BUILD leaves": b"\x80\2})" + (b"\x85" * 999 + b"Nb") * 1000 + b"Ns.",
-    "a deep tuple, which APPENDS leaves": b"\x80\2})" + (b"\x85" * 999 + b"(e") * 1000 + b"Ns.",
-    "a deep tuple in a set": b"\x80\4\x8f()" + b"\x85" * 400_000 + b"\x90.",
+    "a deep tuple, which BUILD leaves": b"\x80\2})" + (b"\x85" * 999 + b"Nb") * 300 + b"Ns.",
+    "a deep tuple, which APPENDS leaves": b"\x80\2})" + (b"\x85" * 999 + b"(e") * 300 + b"Ns.",
+    "a deep tuple in a set": b"\x80\4\x8f()" + b"\x85" * 250_000 + b"\x90.",
     "a tuple of the same twice": b"\x80\2}()q\0" + _AGAIN + b"u.",
     "a large index": b"\x80\2}r\xff\xff\xff\xff.",
     "a large index in digits": b"\x80\2}p99999999999\n.",

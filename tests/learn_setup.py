@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.checkpoint import OpenStep, files
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import loss as loss_module
@@ -85,6 +85,8 @@ def with_columns(rollouts: Rollouts, **columns: Sequence[Any]) -> Rollouts:
     """The same responses with other arrays in some columns, one for each row; counted anew."""
     rows = range(len(rollouts))
     held = {name: [arrays.get(row) for row in rows] for name, arrays in rollouts.tokens.items()}
+    if "carried_log_probs" in columns:  # of these tokens, sampled by version 0
+        held["carried_versions"] = []
     counted: Rollouts = Rollouts.of(**(held | columns))
     return counted.changed(**{name: rollouts.table[name] for name in _JUDGED})
 
@@ -238,7 +240,8 @@ def run_learn(
                 answers = iter([False, True])
                 stopped = go_on(opened, must_stop=partial(next, answers))
                 assert stopped is None and opened.progress.num_updates == 1
-                opened.save(stop_in)
+                for name, content in opened.serialised().items():
+                    files.write(stop_in / name, content)
                 dist.barrier()
                 opened = OpenStep.load(stop_in, policy.device, num_updates=1)
             metrics = go_on(opened)
@@ -399,9 +402,12 @@ def expected_update(
     return result
 
 
-def assert_update(update: Seen, expected: Expected, *, start: int) -> None:
-    """The update of a mini-batch whose first row is `start` of the batch is the reference's."""
-    assert update.loss == pytest.approx(expected.loss, abs=2e-7)
+def assert_update(update: Seen, expected: Expected, *, start: int, bound: float = 1e-5) -> None:
+    """The update of a mini-batch whose first row is `start` of the batch is the reference's.
+
+    Gradients within `bound`, the loss within a fiftieth of it.
+    """
+    assert update.loss == pytest.approx(expected.loss, abs=bound / 50)
     assert {i - start for i in update.ratios} == expected.ratios.keys()
     for position, ratio in expected.ratios.items():
         assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
@@ -409,4 +415,4 @@ def assert_update(update: Seen, expected: Expected, *, start: int) -> None:
     for name, whole in expected.gradients.items():
         # As in test_policy_reference: float32, 2e-6 measured there.
         error = (update.gradients[name].double() - whole).norm()
-        assert error <= 1e-5 * whole.norm(), (start, name)
+        assert error <= bound * whole.norm(), (start, name, float(error / whole.norm()))

@@ -46,6 +46,35 @@ TINY_EXPERTS: dict[str, Any] = TINY | {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+# An MLP in the first layer, and a shared expert.
+TINY_SIGMOID: dict[str, Any] = TINY | {
+    "model_type": "glm4_moe",
+    "head_dim": 12,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 3,
+    "tie_word_embeddings": False,
+}
+# Values of 8 beside queries of 12.
+TINY_LATENT: dict[str, Any] = {
+    **TINY_SIGMOID,
+    "model_type": "deepseek_v3",
+    "head_dim": 4,
+    "attention_bias": False,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 
 
 UNTIED: dict[str, Any] = TINY | {"tie_word_embeddings": False}
@@ -64,6 +93,14 @@ WIDE_QWEN3: dict[str, Any] = WIDE | {
     "head_dim": 24,
     "tie_word_embeddings": False,
 }
+SINKS: dict[str, Any] = WIDE | {
+    "model_type": "gpt_oss",
+    "head_dim": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 H200 = GPUS["h200"]
 WORKLOAD = Workload(
     mean_prompt_tokens=100, mean_response_tokens=700, longest_response_tokens=3092, active_share=0.7
@@ -75,7 +112,7 @@ IDEAL = Efficiency(
     communication=1,
     **dict.fromkeys(
         (
-            *("layer_s", "collective_s", "update_s", "decode_step_s"),
+            *("layer_s", "collective_s", "ring_step_s", "update_s", "decode_step_s"),
             *("decode_sequence_s", "verdict_s", "tensor_s"),
         ),
         1e-15,

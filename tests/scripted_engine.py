@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
-from gapo_megatron.rollout.progress import Heartbeat
+from gapo_megatron.rollout.progress import Heartbeat, Tally
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollouts import Rollouts
 from tests.waiting import HANG_S
@@ -83,6 +83,24 @@ class LoneReplicas(Replicas):
 
     def heartbeat(self) -> Heartbeat:
         return LoneHeartbeat()
+
+    def tally(self, wanted: int) -> Tally:
+        return GatheredTally(self, wanted)
+
+
+class GatheredTally(Tally):
+    """The reports of ranks without a process group."""
+
+    def __init__(self, replicas: LoneReplicas, wanted: int) -> None:
+        super().__init__(None, wanted=wanted)
+        self._replicas = replicas
+
+    def _begin(self, sums: torch.Tensor) -> None:
+        self._everyone = self._replicas.gather([sums.tolist()])
+
+    def _finish(self, meanwhile: Callable[[], object]) -> tuple[int, int]:
+        sum_whole, num_aborts = map(sum, zip(*self._everyone, strict=True))
+        return sum_whole, num_aborts
 
 
 class ThreadReplicas(LoneReplicas):

@@ -38,7 +38,7 @@ def ours(waits: Waits) -> Waits:
 _READS = ("tolist", "cpu")
 # The first is attention without a fused kernel (docs/numerics.md); the second compares states of
 # the CPU's random generator.
-_NOT_THE_DEVICE = ("gapo_megatron/attention.py:pack_sequences", "megatron/random.py:fork")
+_NOT_THE_DEVICE = ("gapo_megatron/sequences.py:pack_sequences", "megatron/random.py:fork")
 # By their names in ATen: a number for the host, or an output of unknown size.
 _OPERATORS = {
     "_local_scalar_dense",

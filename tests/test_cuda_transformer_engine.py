@@ -23,7 +23,7 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config, ParallelConfig, load_config
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.hf.config_check import read_config
-from gapo_megatron.hf.disk_keys import extra_states, written_key, written_shape
+from gapo_megatron.hf.disk_keys import extra_states, written_shape, written_slot
 from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
 from gapo_megatron.models.tables import ARCHITECTURES, rules_for
 from tests.convert_setup import make_config
@@ -244,11 +244,17 @@ def test_a_checkpoint_has_the_keys_that_conversion_writes(
                             piece.global_shape
                         )
     padded = {
-        written_key(rule): (rule.shard_shape(one.groups.tp_size)[0] * one.groups.tp_size,)
+        written_slot(rule, Place()).key: (
+            rule.shard_shape(one.groups.tp_size)[0] * one.groups.tp_size,
+        )
         for rule in one.rules
         if rule.vocab_padded
     }
-    expected = {written_key(rule): written_shape(rule) for rule in one.rules}
+    expected = {
+        written_slot(rule, place).key: written_shape(rule)
+        for rule in one.rules
+        for place in rule.places
+    }
     for key, (num_rows,) in padded.items():
         expected[key] = (num_rows, *expected[key][1:])
     assert written == expected

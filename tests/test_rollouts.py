@@ -38,7 +38,7 @@ def whole() -> Rollouts:
     return random_rollouts(0, 2, problems=[7, 5])
 
 
-def test_a_row_is_sixteen_words_in_the_order_of_its_columns() -> None:
+def test_a_row_is_eighteen_words_in_the_order_of_its_columns() -> None:
     """Checkpoints of earlier versions have these words, and others read them."""
     names = (
         *("problem", "sample", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens"),
@@ -49,9 +49,11 @@ def test_a_row_is_sixteen_words_in_the_order_of_its_columns() -> None:
     for number, name in enumerate(names):
         table[name] = number + 1
     table["log_prob_sum"], table["grade"] = -2.5, 0.5
+    table["num_scored_tokens"], table["newest_version"] = 17, 18
     words = table.view(np.int32)
     assert words[:12].tolist() == [*range(1, 13)]
-    assert words[12:].view(np.float64).tolist() == [-2.5, 0.5]
+    assert words[12:16].view(np.float64).tolist() == [-2.5, 0.5]
+    assert words[16:].tolist() == [17, 18]
 
 
 def test_tokens_elsewhere_are_a_key_error_that_names_the_sequence(whole: Rollouts) -> None:
@@ -123,7 +125,7 @@ def test_other_values_leave_the_first_table_alone(whole: Rollouts) -> None:
     changed = batch.changed(holder=[0, 1, 2, 0, 1, 2], num_carried_tokens=0)
     assert whole.table.tobytes() == batch.table.tobytes() == before
     assert changed.table["holder"].tolist() == [0, 1, 2] * 2
-    assert whole.has_carried and not changed.has_carried
+    assert whole.has_carried and whole.has_scored and not changed.has_carried
     assert changed.tokens is batch.tokens and changed.advantages is batch.advantages
     others = [name for name in ROW.names or () if name not in ("holder", "num_carried_tokens")]
     assert changed.table[others].tolist() == whole.table[others].tolist()
@@ -165,9 +167,15 @@ def test_lengths_and_sums_are_counted(whole: Rollouts) -> None:
     assert rollouts.table["num_response_tokens"].tolist() == [3, 3]
     assert rollouts.table["num_sampled_tokens"].tolist() == [2, 3]
     assert rollouts.table["num_carried_tokens"].tolist() == [2, 0]
+    assert rollouts.table["num_scored_tokens"].tolist() == [2, 0]
+    assert rollouts.carried_versions[0].tolist() == [0, 0]
     assert rollouts.table["num_carried_sampled"].tolist() == [1, 0]
     assert rollouts.table["log_prob_sum"].tolist() == [-5, -7]
     assert {*rollouts.response_masks} == {0}
+    versions = [np.arange(n, dtype=np.int32) for n in (3, 1)]
+    older = Rollouts.of(ids, [ids[1]] * 2, carried_versions=versions, response_masks=masks)
+    assert older.table["num_carried_tokens"].tolist() == [3, 1] and older.has_carried
+    assert older.table["num_carried_sampled"].tolist() == [2, 1] and not older.has_scored
     scored = Rollouts.of(ids, ids)
     assert scored.num_fed_tokens.tolist() == [3, 5]
     assert not scored.rollout_log_probs and scored.table["log_prob_sum"].tolist() == [0, 0]

@@ -42,7 +42,8 @@ class CountedPace:
 class Lengths:
     """How many tokens a response takes: log-normal, cut at the request's own limit.
 
-    Part of the spread is the problem's: hard ones are long in all their responses.
+    Without a spread all take the median, rounded up. Part of the spread is the problem's: hard
+    ones are long in all their responses.
     """
 
     median: float
@@ -57,6 +58,8 @@ class Lengths:
         Those that are there already count: a response of n tokens is one of those longer than n,
         so that resumed responses have the lengths of those that were never interrupted.
         """
+        if not self.spread:
+            return max(1, math.ceil(self.median) - len(request.response_ids))
         problem, _, _ = request.name.rpartition("/")
         of_problem = ndtri(_uniform(problem)) * math.sqrt(self.problem_share)
         own_spread = self.spread * math.sqrt(1 - self.problem_share)

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
+from gapo_megatron.logprob import triton_kernels
 from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
 from gapo_megatron.logprob.triton_kernels import grad_logits, softmax_stats
 from tests import logprob_setup
@@ -143,3 +147,34 @@ def bound(kind: str) -> float:
         largest = abs(float(kind.removeprefix("offset")))
     # Sums of H addends that large are some of their last bits (2**-24 of them) off.
     return max(1e-5, 4 * 2**-24 * largest * INVERSE_TEMPERATURE)
+
+
+def compile_for_hopper(name: str, dtype: str, *, with_entropy: bool) -> Any:
+    """Compile a kernel of `triton_kernels` for compute capability 9.0, as `triton.compile` returns.
+
+    Args:
+        name: `_stats_kernel` or `_grad_kernel`.
+        dtype: Triton's name of a 16-bit dtype, `bf16` or `fp16`.
+        with_entropy: whether the entropy, or its gradient, is computed too.
+    """
+    kernel, tile = getattr(triton_kernels, name), triton_kernels._TILES[9, 2]
+    matrices = {
+        "hidden": f"tensordesc<{dtype}[{tile.rows}, {tile.depth}]>",
+        "weight": f"tensordesc<{dtype}[{tile.columns}, {tile.depth}]>",
+        "dz": f"tensordesc<{dtype}[{tile.rows}, {tile.columns // 2}]>",
+    }
+    numbers = dict.fromkeys(["num_rows", "num_columns", "hidden_size"], "i32")
+    known = {**matrices, **numbers, "inverse_temperature": "fp32", "columns": "*i64"}
+    constants: dict[str, Any] = {"WITH_ENTROPY": with_entropy}
+    if not with_entropy:
+        constants |= {"entropy": None, "grad_entropy": None}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature = {
+        argument: "constexpr" if argument in constants else known.get(argument, "*fp32")
+        for argument in kernel.arg_names
+    }
+    return triton.compile(
+        ASTSource(kernel, signature, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options=tile.options(),
+    )

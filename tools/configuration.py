@@ -91,7 +91,7 @@ def _rules(setting: str) -> tuple[str, str]:
     star = "\\*" if role.picks_groups else ""
     refused = "no" if role.fixed else "if allowed"
     resume = "yes" if role.resume else "logged" if role.study else refused
-    if is_input(setting) and not role.resume:
+    if is_input(setting) and not (role.resume or role.study):
         resume = "yes" if is_held_out(setting) else "same content"
     return resume + star, ("yes" if role.branch else "no") + star
 

@@ -222,7 +222,6 @@ def _gradient(
         advantages=advantages[computed],
         num_correct=c,
         group_size=k,
-        num_response_tokens=length,
         is_carried=torch.zeros_like(c, dtype=torch.bool),
     )
     return gradient, sums["per_c"]

@@ -86,9 +86,9 @@ def pack(
     assert (prompt_lengths > 0).all() and (response_lengths > 0).all(), (
         "a prompt or a response is empty"
     )
-    lengths = prompt_lengths + response_lengths - 1
-    fillers = -lengths % sequence_align
-    lengths = lengths + fillers
+    fed_lengths = prompt_lengths + response_lengths - 1
+    fillers = -fed_lengths % sequence_align
+    lengths = fed_lengths + fillers
     num_packed = int(lengths.sum())
     padding = max(-num_packed % align, 0 if num_packed else align)
 
@@ -101,10 +101,11 @@ def pack(
     if vocab_size is not None:
         _check_tokens(batch, indices, vocab_size)
     if padding:
-        lengths = np.append(lengths, padding)
+        lengths, fed_lengths = np.append(lengths, padding), np.append(fed_lengths, 0)
     bounds = np.concatenate([[0], lengths.cumsum()])
     # Position t of sequence s sits at bounds[s] + t; its first row at bounds[s] + p - 1.
     position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
+    is_padding = position_ids >= np.repeat(fed_lengths, lengths)
     row_index, labels, sequence_ids = _rows(
         batch, indices, first_rows=bounds[: len(indices)] + prompt_lengths - 1
     )
@@ -116,6 +117,8 @@ def pack(
         "row_index": row_index,
         "labels": labels,
         "sequence_ids": sequence_ids,
+        "row_offsets": np.searchsorted(sequence_ids, np.arange(len(indices) + 1)),
+        "is_padding": is_padding[None],
     }
     if for_loss and isinstance(batch, Batch):
         arrays |= _loss_arrays(batch, indices)
@@ -152,11 +155,10 @@ def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
         "advantages": batch.advantages.numpy()[index],
         "num_correct": batch.num_correct.numpy()[index],
         "group_size": batch.group_size.numpy()[index],
-        "num_sampled_tokens": table["num_sampled_tokens"].astype(np.int64),
         "is_carried": table["num_carried_tokens"] > 0,
         "rollout_log_probs": log_probs[is_sampled],
     }
-    if batch.has_carried:
+    if batch.has_scored:
         carried = [batch.carried_log_probs[i] for i in indices]
         lengths = table["num_response_tokens"].tolist()
         padded = [np.pad(one, (0, n - len(one))) for one, n in zip(carried, lengths, strict=True)]

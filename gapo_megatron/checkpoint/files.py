@@ -17,20 +17,25 @@ from gapo_megatron.hf.unpickle import explain
 from gapo_megatron.io.documents import open_file
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write tensors and plain values; they are on disk when it returns."""
-    # Via memory: torch.save to a file reports a full disk only as an unexpected position.
+def serialise(content: dict[str, Any]) -> bytes:
+    """Tensors and plain values as they are now, for `write`."""
+    # In memory: torch.save to a file reports a full disk only as an unexpected position.
     stream = io.BytesIO()
     torch.save(content, stream)
+    return stream.getvalue()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file; it is on disk when this returns."""
     with open(path, "wb") as file:
-        file.write(stream.getbuffer())
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())  # another node could not flush this node's writes
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a file of `write`; the block parses its content.
+    """Read a file of what `serialise` returns; the block parses its content.
 
     Raises:
         CheckpointError: the file is missing, damaged or cannot be read, or the block raised an

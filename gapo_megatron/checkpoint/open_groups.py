@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gapo_megatron.checkpoint import files
@@ -19,18 +20,16 @@ from gapo_megatron.types import Episode, Prompt
 OPEN_GROUPS_NAME = "open_groups.pt"
 
 
-def save_open_groups(folder: Path, groups: Sequence[Sequence[Episode]]) -> None:
-    """Write open groups with all their tokens; writes no file if there are none. Only on rank 0."""
-    if groups:
-        content = [
-            {"prompt": asdict(group[0].prompt), "rollouts": list(map(_to_fields, group))}
-            for group in groups
-        ]
-        files.write(folder / OPEN_GROUPS_NAME, {"groups": content})
+def serialised_groups(groups: Sequence[Sequence[Episode]]) -> dict[str, bytes]:
+    """Content of the file of open groups with all their tokens, by its name; no file without any.
+
+    Only on rank 0.
+    """
+    return {OPEN_GROUPS_NAME: files.serialise({"groups": to_content(groups)})} if groups else {}
 
 
 def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
-    """Read the file of `save_open_groups`, written by any layout. No collective.
+    """Read the file of `serialised_groups`, written by any layout. No collective.
 
     Raises:
         CheckpointError: the file is missing, damaged or misshapen; names it.
@@ -39,14 +38,34 @@ def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
     if not path.exists():
         return []
     with files.reading(path) as content:
-        groups = []
-        for one in files.plain(content["groups"], list):
-            prompt = _to_prompt(one["prompt"])
-            episodes = (_to_episode(prompt, i, fields) for i, fields in enumerate(one["rollouts"]))
-            groups.append(tuple(episodes))
-        if len({*map(len, groups)} - {0}) != 1 or not all(groups):
-            raise ValueError(f"groups of {sorted({*map(len, groups)})} responses")
+        groups = from_content(content["groups"])
+        if not groups:
+            raise ValueError("no groups")
         return groups
+
+
+def to_content(groups: Sequence[Sequence[Episode]]) -> list[Any]:
+    """Open groups with all their tokens, as tensors and plain values."""
+    return [
+        {"prompt": asdict(group[0].prompt), "rollouts": list(map(_to_fields, group))}
+        for group in groups
+    ]
+
+
+def from_content(content: Any) -> list[tuple[Episode, ...]]:
+    """What `to_content` made.
+
+    Raises:
+        LookupError, TypeError, ValueError: it did not make it.
+    """
+    groups = []
+    for one in files.plain(content, list):
+        prompt = _to_prompt(one["prompt"])
+        episodes = (_to_episode(prompt, i, fields) for i, fields in enumerate(one["rollouts"]))
+        groups.append(tuple(episodes))
+    if len({*map(len, groups)}) > 1 or not all(groups):
+        raise ValueError(f"groups of {sorted({*map(len, groups)})} responses")
+    return groups
 
 
 def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
@@ -69,7 +88,8 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
 
 def _to_fields(episode: Episode) -> dict[str, Any]:
     old, mask = episode.carried_log_probs, episode.response_mask
-    num_carried = 0 if old is None else len(old)
+    versions = episode.carried_versions
+    num_carried = 0 if versions is None else len(versions)
     assert num_carried == len(episode.token_ids), (
         f"{num_carried} of {len(episode.token_ids)} tokens"
     )
@@ -78,7 +98,7 @@ def _to_fields(episode: Episode) -> dict[str, Any]:
         "log_probs": torch.from_numpy(episode.log_probs),
         "truncated": episode.truncated,
         "finished": episode.finished,
-        "oldest_version": None if old is None else episode.oldest_version,
+        "versions": None if versions is None else torch.from_numpy(versions),
         "old_log_probs": None if old is None else torch.from_numpy(old),
         "response_mask": None if mask is None else torch.from_numpy(mask),
     }
@@ -104,12 +124,11 @@ def _int32(value: Any) -> int:
 
 def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     token_ids = files.column(fields["token_ids"], torch.int32)
-    old, oldest_version = fields["old_log_probs"], 0
+    old, versions = fields["old_log_probs"], _to_versions(fields, len(token_ids))
     if old is not None:
-        old = files.column(old, torch.float32, length=len(token_ids)).numpy()
-        oldest_version = _int32(fields["oldest_version"])
-    elif len(token_ids):
-        raise ValueError("tokens without old log-probs")
+        old = files.column(old, torch.float32).numpy()
+        if not 0 < len(old) <= len(token_ids):
+            raise ValueError(f"{len(old)} old log-probs of {len(token_ids)} tokens")
     mask = fields.get("response_mask")  # missing in files of versions without masks
     if mask is not None:
         mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
@@ -124,5 +143,21 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
         finished=files.plain(fields["finished"], bool),
         response_mask=mask,
         carried_log_probs=old,
-        oldest_version=oldest_version,
+        carried_versions=versions,
     )
+
+
+def _to_versions(fields: dict[str, Any], num_tokens: int) -> np.ndarray | None:
+    """Versions of the weights that sampled each token; None without tokens."""
+    if "versions" not in fields:  # of an older version, which kept the first token's alone
+        if fields["old_log_probs"] is None and not num_tokens:
+            return None
+        files.column(fields["old_log_probs"], torch.float32, length=num_tokens)
+        return np.full(num_tokens, _int32(fields["oldest_version"]), np.int32)
+    versions = fields["versions"]
+    if versions is None and not num_tokens:
+        return None
+    found = files.column(versions, torch.int32, length=num_tokens)
+    if (found < 0).any():
+        raise ValueError("tokens of a version below 0")
+    return found.numpy()

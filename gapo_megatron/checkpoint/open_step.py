@@ -7,6 +7,7 @@ and the metrics summed so far: the remaining updates then give the same bits as 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,11 +59,13 @@ class OpenStep:
         gathered = gather_tokens(self.batch, channel=channel, tag=_TAG)
         return replace(self, batch=gathered) if channel.rank == 0 else self
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's progress, and on rank 0 also the rest. No collective."""
-        files.write(folder / progress_name(dist.get_rank()), asdict(self.progress))
-        if dist.get_rank() == 0:
-            files.write(folder / BATCH_NAME, self.shared())
+    def serialised(self) -> dict[str, bytes]:
+        """Content of this rank's files by name: its progress, on rank 0 also the rest."""
+        rank = dist.get_rank()
+        content = {progress_name(rank): files.serialise(asdict(self.progress))}
+        if rank == 0:
+            content[BATCH_NAME] = files.serialise(self.shared())
+        return content
 
     def shared(self) -> dict[str, Any]:
         """Content of the file without the progress, with all tokens; see `from_shared`."""
@@ -72,8 +75,9 @@ class OpenStep:
             "prompt_ids": [batch.prompt_ids[i] for i in rows],
             "response_ids": [batch.response_ids[i] for i in rows],
             "rollout_log_probs": [batch.rollout_log_probs[i] for i in rows],
-            "carried_log_probs": [batch.carried_log_probs[i] for i in rows if batch.has_carried],
+            "carried_log_probs": [batch.carried_log_probs[i] for i in rows if batch.has_scored],
             "response_masks": masks,
+            "carried_versions": [batch.carried_versions[i] for i in rows if batch.has_carried],
         }
         fields: dict[str, Any] = {name: getattr(batch, name) for name in _PER_SEQUENCE}
         fields |= {name: [*map(torch.from_numpy, arrays)] for name, arrays in held.items()}
@@ -99,7 +103,7 @@ class OpenStep:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, num_updates: int) -> Self:
-        """Read the files that `save` wrote on this rank of the same parallel layout. No collective.
+        """Read what `serialised` gave on this rank of the same parallel layout. No collective.
 
         A step before its first update can be read on any rank of any layout.
 
@@ -129,9 +133,9 @@ def progress_name(rank: int) -> str:
 
 def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     """The batch with all its tokens; `table` is None in files of versions without tables."""
-    # Files of older versions have no carried tokens or no masks.
-    fields = {"carried_log_probs": [], "response_masks": [], **fields}
-    prompts, responses, log_probs, carried, masks = (
+    # Files of older versions have no carried tokens or their versions, or no masks.
+    fields = {"carried_log_probs": [], "response_masks": [], "carried_versions": [], **fields}
+    prompts, responses, log_probs, scored, masks, versions = (
         [
             files.column(one, _TORCH_TYPES[dtype]).numpy()
             for one in files.plain(fields.pop(name), list)
@@ -151,15 +155,22 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
         raise ValueError("advantages that are not finite")
     if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
         raise ValueError("response masks that do not match the responses")
-    if carried and not all(
-        len(one) <= length for one, length in zip(carried, lengths, strict=True)
-    ):
-        raise ValueError("more carried tokens than response tokens")
+    counts = [[*map(len, arrays)] for arrays in (scored, versions, responses) if arrays]
+    for fewer, more in itertools.pairwise(counts):
+        if any(a > b for a, b in zip(fewer, more, strict=True)):
+            raise ValueError("more carried tokens than response tokens, or log-probs than these")
     rollouts = Rollouts.of(
-        prompts, responses, log_probs, carried_log_probs=carried, response_masks=masks
+        prompts,
+        responses,
+        log_probs,
+        carried_log_probs=scored,
+        carried_versions=versions,
+        response_masks=masks,
     )
     if table is not None:
         rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
+        if not versions:  # of an older version, which kept the first token's alone
+            rollouts = _with_oldest_versions(rollouts)
     else:  # of an older version: a group whose verdicts are all known has the size of all
         size = max(int(columns["group_size"].max()), 1)
         rollouts = rollouts.changed(sample=np.arange(len(rollouts)) % size)
@@ -168,20 +179,35 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     return Batch(rollouts.table, rollouts.tokens, **columns)
 
 
+def _with_oldest_versions(rollouts: Rollouts) -> Rollouts:
+    oldest = rollouts.table["oldest_version"]
+    versions = {
+        row: np.full(len(one), oldest[row], np.int32)
+        for row, one in rollouts.carried_log_probs.items()
+    }
+    return rollouts.with_tokens({**rollouts.tokens, "carried_versions": versions})
+
+
 def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
     """The table of a file of int32 words, if its lengths match `found`."""
-    num_words = ROW.itemsize // 4
-    # Files of older versions have no grades.
-    if not isinstance(words, torch.Tensor) or (words.dtype, words.shape) not in (
-        (torch.int32, (len(found), num_words)),
-        (torch.int32, (len(found), num_words - 2)),
+    num_words, count = ROW.itemsize // 4, len(found)
+    # Files of older versions have no grades, or kept the log-probs of all carried tokens.
+    shapes = [(count, num_words - missing) for missing in (0, 2, 4)]
+    if (
+        not isinstance(words, torch.Tensor)
+        or words.dtype != torch.int32
+        or words.shape not in shapes
     ):
-        raise ValueError(f"{words!r:.40} instead of the facts of {len(found)} sequences")
-    if words.shape[1] < num_words:
-        no_grades = torch.full((len(found), 1), math.inf, dtype=torch.float64)
+        raise ValueError(f"{words!r:.40} instead of the facts of {count} sequences")
+    if words.shape[1] == num_words - 4:
+        no_grades = torch.full((count, 1), math.inf, dtype=torch.float64)
         words = torch.cat([words, no_grades.view(torch.int32)], dim=1)
+    if words.shape[1] < num_words:
+        names = ("num_carried_tokens", "oldest_version")
+        columns = [(ROW.names or ()).index(name) for name in names]
+        words = torch.cat([words, words[:, columns]], dim=1)
     table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
-    for kind in ("prompt", "response", "sampled", "carried"):
+    for kind in ("prompt", "response", "sampled", "carried", "scored"):
         name = f"num_{kind}_tokens"
         if (table[name] != found[name]).any():
             raise ValueError(f"facts whose {name} do not match the tokens")

@@ -182,10 +182,10 @@ def _load(
         state.branch = branch
         if found.open_updates is not None:
             state.open_step = OpenStep.load(path, policy.device, num_updates=found.open_updates)
-        elif AHEAD_NAME in found.files and not changed:
-            state.load_ahead(path)
         if OPEN_GROUPS_NAME in found.files:
             state.open_groups = load_open_groups(path)
+        if AHEAD_NAME in found.files and not changed:
+            state.load_ahead(path)
         if any(name.startswith("objective.") for name in changed):
             state.window = CorrelationWindow()  # the window must not mix objectives
     except (CheckpointError, ConversionError) as error:

@@ -19,22 +19,21 @@ def file_name(rank: int) -> str:
     return f"rng_{rank:05d}.pt"
 
 
-def save(path: Path) -> None:
-    """Write the state of Python's, NumPy's, torch's and Megatron-core's generators."""
+def current() -> dict[str, Any]:
+    """State of Python's, NumPy's, torch's and Megatron-core's generators."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     keys = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
-    state = {
+    return {
         "python": random.getstate(),
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": keys}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "megatron": _tracker_states(),
     }
-    files.write(path, state)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a file of `save`, and check it by setting fresh generators to the state.
+    """Read the file of a `current` state, and check it by setting fresh generators to it.
 
     Raises:
         CheckpointError: the file is missing, damaged, or has other content; names it.

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from gapo_megatron.checkpoint import files
+from gapo_megatron.checkpoint.open_groups import from_content, serialised_groups, to_content
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf.manifest import Branch, first_flaw
@@ -56,8 +57,10 @@ class State:
     """Run and checkpoint that this run branched from; None without a branch. All checkpoints of a
     branched run record it."""
     open_groups: Sequence[tuple[Episode, ...]] = ()
-    """Groups with unfinished responses, continued by the next step. On rank 0 only for a save, on
-    every rank after a load."""
+    """Groups with unfinished responses, continued by the next step: after the batch of an open
+    step. On rank 0 only for a save, on every rank after a load."""
+    open_groups_before: Sequence[tuple[Episode, ...]] = ()
+    """The same before the batch of an open step that was sampled ahead; for a save alone."""
 
     @property
     def is_ahead(self) -> bool:
@@ -88,8 +91,8 @@ class State:
         """Proceed to the next step."""
         self.step, self.open_step, self.evaluated = self.step + 1, None, {}
 
-    def write_shared(self, folder: Path) -> None:
-        """Write the files of rank 0, except for the open step and the open groups."""
+    def serialised(self) -> dict[str, bytes]:
+        """Content of the files of rank 0 by name, except of an open step not sampled ahead."""
         # A batch sampled ahead is a separate file; the checkpoint is otherwise one between steps.
         ahead = self.open_step if self.is_ahead else None
         document: dict[str, Any] = {
@@ -101,12 +104,17 @@ class State:
             document["given_back"] = self.num_given_back
         text = json.dumps(document, allow_nan=False)
         assert json.loads(text) == document, f"not plain JSON values: {document}"
-        (folder / TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
+        content = {TRAINER_STATE_NAME: text.encode()}
         if ahead:
-            files.write(folder / AHEAD_NAME, ahead.shared() | {"source": json.dumps(self.source)})
+            after = {"source": json.dumps(self.source), "groups": to_content(self.open_groups)}
+            content[AHEAD_NAME] = files.serialise(ahead.shared() | after)
+        groups = self.open_groups_before if ahead else self.open_groups
+        return content | serialised_groups(groups)
 
     def load_ahead(self, folder: Path) -> None:
-        """Read a batch that was sampled ahead by any parallel layout. No collective.
+        """Read a batch that was sampled ahead by any parallel layout, and the groups open after it.
+
+        No collective.
 
         Raises:
             CheckpointError: the file is missing, damaged or misshapen; names it.
@@ -119,6 +127,7 @@ class State:
                 raise ValueError(first_flaw(error)) from None
             self.open_step = replace(OpenStep.from_shared(shared), is_ahead=True)
             self.source = source
+            self.open_groups = from_content(shared.get("groups", []))
 
     @classmethod
     def load(cls, folder: Path, *, step: int) -> State:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,17 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import __version__ as version
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -244,7 +240,7 @@ def leave_undefined(weight: Tensor) -> Tensor:
 
 
 def set_rotary_frequencies(model: GPTModel, frequencies: Tensor) -> None:
-    """Use these frequencies [head_dim / 2] instead of Megatron-core's own."""
+    """Use these frequencies [R / 2] instead of Megatron-core's own; R elements are rotated."""
     # Uses: RotaryEmbedding.inv_freq
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -312,61 +308,13 @@ def _share_equally(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[
     return probs, torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, places, True)
 
 
-def sharded_factor(
-    key: str,
-    factor: Tensor,
-    *,
-    replica: tuple[int, int, int],
-    glu: bool,
-    cut: tuple[int, int, int] | None = None,
-    stacked: tuple[int, int, int] | None = None,
-) -> Any:
-    """Describe this rank's shard of a matrix to Megatron-core's checkpoints.
+def leave_grad_mode(model: GPTModel) -> None:
+    """Let residual additions keep the caller's grad mode; Megatron-core switches gradients on.
 
-    Args:
-        key: the matrix's name on disk.
-        factor: the shard.
-        replica: number of this copy of the shard; (0, 0, 0) writes it.
-        glu: the whole matrix is [gate; up], and the shard [its gate; its up].
-        cut: dimension that tensor parallelism cuts, number of the shard, number of shards.
-        stacked: the same of a leading dimension that the matrix itself does not have.
+    Without gradients, an addition with a norm would keep its inputs for a backward pass.
     """
-    # Uses: transformer.mlp.apply_swiglu_sharded_factory
+    # Uses: TransformerLayer.bias_dropout_add_exec_handler
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
-    lead = () if stacked is None else (stacked,)
-    dim, *where = cut or (0, 0, 1)
-    part = ShardedTensor.from_rank_offsets(
-        key,
-        factor,
-        *lead,
-        (dim + len(lead), *where),
-        replica_id=replica,
-        prepend_axis_num=len(lead),
-    )
-    return apply_swiglu_sharded_factory(part, lead) if glu else part
-
-
-def local_layers(
-    config: TransformerConfig, num_layers: int, *, norm: type, attention: type
-) -> TransformerBlockSubmodules:
-    """Layers without Transformer Engine, with our norm and attention."""
-    # Uses: the submodules of the local layer spec, and their sharded_state_dict_keys_map
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#1448 (open: WrappedTorchNorm and sequence parallelism)
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    layer.submodules.input_layernorm = norm
-    layer.submodules.pre_mlp_layernorm = norm
-    parts = layer.submodules.self_attention.submodules
-    parts.core_attention = attention
-    if config.qk_layernorm:
-        parts.q_layernorm = parts.k_layernorm = norm
-    if config.num_moe_experts:
-        # On disk the norm keeps the name of Transformer Engine's layer, in which it is part of the
-        # next linear only if a single linear follows.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    for layer in model.decoder.layers:
+        layer.bias_dropout_add_exec_handler = contextlib.nullcontext

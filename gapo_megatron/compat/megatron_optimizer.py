@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as version
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.huge_pages import empty
 
 CHECKPOINT_METADATA = {
     # The one optimizer format that may be loaded onto another layout.
@@ -89,11 +94,14 @@ def clip_and_step(optimizer: MegatronOptimizer, *, grad_norm: float, max_norm: f
 
 
 def gather_in_pieces(optimizer: MegatronOptimizer) -> None:
-    """Let saves and loads bring the optimizer's state to host memory a piece at a time.
+    """Let saves bring to host memory what this rank writes and no more, a piece at a time.
 
-    Megatron-core's own way gathers a buffer on the device in one piece, all weights of a stage,
-    when vLLM has that memory already. And it leaves out the padding between buckets, though
-    parameters are looked up where they are with it (0.16 to 0.19).
+    From now on the tensors of `sharded_state_dict` have no content, nor memory as long as nobody
+    writes to them; `gather_state` brings the content of those that are wanted.
+
+    Megatron-core's own way brings all state of a stage to every rank, and gathers a buffer on the
+    device in one piece, when vLLM has that memory already. And it leaves out the padding between
+    buckets, though parameters are looked up where they are with it (0.16 to 0.19).
 
     Raises:
         ConfigError: this Megatron-core looks them up elsewhere; see `check_look_up`.
@@ -105,11 +113,180 @@ def gather_in_pieces(optimizer: MegatronOptimizer) -> None:
     #     `distrib_optim_fully_reshardable_mem_efficient` needs gloo, and gathers at one rank
     for part in parts(optimizer):
         check_look_up(part)
-        part.get_parameter_state_dp_zero = functools.partial(_whole_state, part)
+        part.get_parameter_state_dp_zero = _Outline(part)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Let a save begin without collecting garbage, which takes half a second each time.
+
+    Megatron-core asks for it in `sharded_state_dict`, and Python's own collector runs because a
+    plan has many objects; what is garbage is collected later.
+    """
+    # Uses: optimizer.distrib_optimizer: gc
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, distrib_optimizer, "gc", distrib_optimizer.gc)
+        distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
+        if gc.isenabled():
+            undo.callback(gc.enable)
+            gc.disable()
+        yield
+
+
+def gather_state(optimizer: MegatronOptimizer, wanted: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy master weights and moments, as they are now, to tensors in host memory.
+
+    Args:
+        optimizer: the optimizer after `gather_in_pieces`.
+        wanted: tensors of its last `sharded_state_dict` for a save, which must not overlap, each
+            with the one that gets its content: float32, contiguous, as large. Other ranks may want
+            others, or none.
+
+    Collectives: all-gathers over the ranks that shard the state.
+    """
+    # Uses: DistributedOptimizer.buffers, .gbuf_ranges; buffers: buckets, params; grad_data
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: as of `gather_in_pieces`
+    targets: dict[int, list[_Span]] = {}
+    for source, target in wanted:
+        assert source.is_contiguous(), "its numbers do not lie together"
+        start, address = int(source.storage_offset()), source.untyped_storage().data_ptr()
+        span = _Span(start, start + source.numel(), target.view(-1))
+        targets.setdefault(address, []).append(span)
+    for part in parts(optimizer):
+        of_buffers = part.get_parameter_state_dp_zero.take()
+        for i, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+            ((dtype, ranges_of_buckets),) = ranges.items()
+            spans = {
+                key: sorted(targets.pop(outline.data_ptr(), []), key=lambda span: span.start)
+                for key, outline in of_buffers[i][dtype].items()
+            }
+            start, device = 0, buffer.params[0].device
+            for bucket, ranges_of_bucket in zip(buffer.buckets, ranges_of_buckets, strict=True):
+                num_values = bucket.grad_data.numel()
+                for key in _STATE:
+                    mine = _shards(part, ranges_of_bucket["param_map"], key)
+                    group = part.data_parallel_group
+                    for at, values in _pieces(mine, num_values, group, device):
+                        _copy_to(spans[key], start + at, values)
+                start += num_values
+    assert not targets, "tensors that are not the optimizer's"
+
+
+class _Outline:
+    """In place of `get_parameter_state_dp_zero`: tensors in the layout of a part's buffers.
+
+    Master weights and moments of this rank's stages by buffer and dtype: new float32 tensors in
+    host memory, on every rank, without content. A load fills them.
+    """
+
+    # Uses: DistributedOptimizer.buffers, .gbuf_ranges; buffers: numel
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: as of `gather_in_pieces`
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._saved: dict[Any, Any] = {}
+
+    def __call__(self, *, empty_data: bool, **_: bool) -> dict[Any, Any]:
+        """New tensors; `empty_data` is set for a load."""
+        state = {
+            i: {dtype: {key: empty((buffer.numel,), torch.float32) for key in _STATE}}
+            for i, (buffer, ranges) in enumerate(
+                zip(self._part.buffers, self._part.gbuf_ranges, strict=True)
+            )
+            for dtype in ranges
+        }
+        if not empty_data:
+            self._saved = state
+        return state
+
+    def take(self) -> dict[Any, Any]:
+        """The tensors of the last save, which are not kept any longer."""
+        saved, self._saved = self._saved, {}
+        return saved
+
+
+class _Span(NamedTuple):
+    """Numbers in a row, and where they lie in a buffer or a shard."""
+
+    start: int
+    end: int
+    values: Tensor
+    """Flat."""
+
+
+def _overlaps(spans: Sequence[_Span], start: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Parts of a range that spans have: beginning and end in the range, the span's values there.
+
+    Args:
+        spans: sorted, without overlap.
+        start: where the range begins.
+        end: where it ends.
+    """
+    for i in range(bisect.bisect_right(spans, start, key=lambda span: span.end), len(spans)):
+        span = spans[i]
+        if span.start >= end:
+            return
+        first, last = max(start, span.start), min(end, span.end)
+        yield first - start, last - start, span.values[first - span.start : last - span.start]
+
+
+def _shards(part: Any, ranges: dict[Tensor, Any], key: str) -> list[_Span]:
+    """What this rank has of a bucket's state, by place in its shard of the bucket."""
+    # Uses: DistributedOptimizer._get_main_param_and_optimizer_states; param_map: gbuf_local
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: as of `gather_in_pieces`
+    found = [
+        _Span(
+            where["gbuf_local"].start,
+            where["gbuf_local"].end,
+            part._get_main_param_and_optimizer_states(parameter)[key].detach(),
+        )
+        for parameter, where in ranges.items()
+    ]
+    return sorted(found, key=lambda span: span.start)
+
+
+def _pieces(
+    mine: Sequence[_Span], num_values: int, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield a bucket's state: where a piece begins, and its numbers.
+
+    Args:
+        mine: this rank's shard.
+        num_values: length of the bucket, padding included.
+        group: ranks with a shard each, equally long.
+        device: where pieces are gathered.
+    """
+    num_ranks = group.size()
+    if num_ranks == 1:
+        yield from ((span.start, span.values) for span in mine)
+        return
+    length = num_values // num_ranks
+    at_once = max(1, _GATHERED_AT_ONCE // num_ranks)
+    for start in range(0, length, at_once):
+        end = min(start + at_once, length)
+        # Where no parameter is, they hold anything.
+        piece = torch.empty(end - start, device=device)
+        for first, last, values in _overlaps(mine, start, end):
+            piece[first:last] = values
+        gathered = torch.empty(num_ranks * len(piece), device=device)
+        dist.all_gather_into_tensor(gathered, piece, group=group)
+        for rank, values in enumerate(gathered.view(num_ranks, -1)):
+            yield rank * length + start, values
+
+
+def _copy_to(targets: Sequence[_Span], start: int, values: Tensor) -> None:
+    """Copy numbers that begin at `start` of a buffer to where they are wanted, if they are."""
+    for first, last, target in _overlaps(targets, start, start + len(values)):
+        target.copy_(values[first:last])
 
 
 def check_look_up(part: Any) -> None:
-    """Refuse a Megatron-core that reads state at other offsets than `_whole_state` writes it.
+    """Refuse a Megatron-core that reads state at other offsets than `gather_state` has it.
 
     It would silently read wrong numbers. So it is tested with buffers without memory: the offsets
     that it computes must be those of the parameters' gradients in their buffers.
@@ -154,57 +331,6 @@ def check_look_up(part: Any) -> None:
                 f"{places[tensor.key]} ({tensor.key}): a checkpoint would mix up parameters, "
                 "because of padding between buckets. Use a version from 0.16.1 to 0.19.2"
             )
-
-
-def _whole_state(part: Any, *, empty_data: bool, **_: bool) -> dict[Any, Any]:
-    """Gather master weights and moments of this rank's stages in the layout of the buffers.
-
-    Args:
-        part: one of `parts(optimizer)`.
-        empty_data: set for a load, which fills the tensors.
-
-    Returns:
-        By buffer and dtype: float32 tensors in host memory, on every rank.
-
-    Collectives, unless `empty_data`: all-gathers over the ranks that shard the state.
-    """
-    # Uses: DistributedOptimizer.buffers, .gbuf_ranges; buffers: numel, buckets, params; grad_data
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: as of `gather_in_pieces`
-    state: dict[Any, Any] = {}
-    for i, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
-        ((dtype, ranges_of_buckets),) = ranges.items()
-        whole = {key: torch.empty(buffer.numel, dtype=torch.float32) for key in _STATE}
-        state[i] = {dtype: whole}
-        start = 0
-        for bucket, ranges_of_bucket in zip(buffer.buckets, ranges_of_buckets, strict=True):
-            end = start + bucket.grad_data.numel()
-            if not empty_data:
-                into = {key: tensor[start:end] for key, tensor in whole.items()}
-                _gather_bucket(part, ranges_of_bucket["param_map"], into, buffer.params[0].device)
-            start = end
-    return state
-
-
-def _gather_bucket(
-    part: Any, ranges: dict[Tensor, Any], into: dict[str, Tensor], device: torch.device
-) -> None:
-    # Uses: DistributedOptimizer.data_parallel_group, ._get_main_param_and_optimizer_states;
-    #     param_map: gbuf_local
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: as of `gather_in_pieces`
-    num_ranks = part.data_parallel_group.size()
-    for key, whole in into.items():
-        by_rank = whole.view(num_ranks, -1)
-        mine = torch.zeros(by_rank.shape[1])
-        for parameter, where in ranges.items():
-            tensor = part._get_main_param_and_optimizer_states(parameter)[key]
-            mine[where["gbuf_local"].start : where["gbuf_local"].end] = tensor.detach()
-        pieces = mine.split(max(1, _GATHERED_AT_ONCE // num_ranks))
-        for piece, there in zip(pieces, by_rank.split(len(pieces[0]), dim=1), strict=True):
-            gathered = torch.empty(num_ranks * len(piece), device=device)
-            dist.all_gather_into_tensor(gathered, piece.to(device), group=part.data_parallel_group)
-            there.copy_(gathered.view(num_ranks, -1))
 
 
 # --- loads ---------------------------------------------------------------------------------------

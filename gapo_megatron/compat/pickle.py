@@ -19,8 +19,9 @@ class CheckedUnpickler(pickle._Unpickler):
     # Uses: pickle._Unpickler, its dispatch, memo and stack
     # Versions: CPython 3.11, 3.12
     # Upstream: none found
-    MAX_ITEMS = 10_000
-    """Items of one tuple, and of the tuples in it."""
+    MAX_ITEMS = 2_000
+    """Items of one tuple, and of the tuples in it: the state of Python's random numbers has 629. A
+    tuple in a tuple in a tuple ... is looked through once for each, 2 million items up to here."""
     memo: dict[int, Any]
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)

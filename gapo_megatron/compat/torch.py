@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "OutsideGroup",
     "TorchDispatchMode",
     "allocator_settings",
     "deterministic_algorithms",
@@ -102,7 +100,13 @@ def unpin_memory(address: int) -> None:
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: tuple[Any, ...], *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: tuple[Any, ...],
+    *,
+    scale: float,
+    window: int = 0,
 ) -> tuple[Tensor, ...]:
     """Causal attention of packed sequences.
 
@@ -112,6 +116,7 @@ def flash_attention(
         value: [T, key heads, head_dim].
         layout: boundaries of queries [S + 1] int32, of keys, longest query, longest key.
         scale: factor of the attention scores.
+        window: keys that a query sees, its own included; 0: all before it.
 
     Returns:
         Output [T, heads, head_dim], log-sum-exp, and two tensors of random state for the backward
@@ -121,12 +126,22 @@ def flash_attention(
     # Versions: torch 2.13.0
     # Upstream: none found that asks `nn.attention.varlen`, which calls it, for a deterministic one
     return torch.ops.aten._flash_attention_forward(
-        query, key, value, *layout, 0.0, True, False, scale=scale
+        query, key, value, *layout, 0.0, True, False, scale=scale, **_window(window)
     )[:-1]
 
 
+def _window(window: int) -> dict[str, int]:
+    """The kernels' arguments: keys to the left and right of the query's own."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
 def flash_attention_backward(
-    grad: Tensor, saved: tuple[Tensor, ...], layout: tuple[Any, ...], *, scale: float
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: tuple[Any, ...],
+    *,
+    scale: float,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; deterministic within `deterministic_algorithms`.
 
@@ -135,13 +150,14 @@ def flash_attention_backward(
         saved: query, key, value, and what `flash_attention` returned.
         layout: see `flash_attention`.
         scale: see `flash_attention`.
+        window: see `flash_attention`.
     """
     # Uses: torch.ops.aten._flash_attention_backward
     # Versions: torch 2.13.0
     # Upstream: none found (neighbours pytorch/pytorch#179390, #182551, closed)
     *inputs, seed, offset = saved
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad, *inputs, *layout, 0.0, True, seed, offset, scale=scale
+        grad, *inputs, *layout, 0.0, True, seed, offset, scale=scale, **_window(window)
     )
     return gradients
 
@@ -212,66 +228,6 @@ def reads_metadata_by(read: Callable[[Path], Any]) -> Iterator[None]:
         yield
     finally:
         reader.read_metadata = replaced
-
-
-# --- process groups ------------------------------------------------------------------------------
-
-
-class OutsideGroup:
-    """A process group independent of the default group, e.g. between ranks of several worlds.
-
-    It is not registered with `torch.distributed`, so its ranks need not share anything else.
-    """
-
-    # Uses: ProcessGroupGloo, ProcessGroupNCCL and its Options, built directly; their broadcast,
-    #     send, recv, barrier, shutdown
-    # Versions: torch 2.13.0
-    # Upstream: pytorch/pytorch#151960 (open: groups without a world), #31036 (open: the
-    #     constructors are private on purpose)
-    def __init__(
-        self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float
-    ) -> None:
-        """Connect to the other ranks: with gloo at once, with NCCL at the first operation.
-
-        Args:
-            store: used by this group only (a `PrefixStore`).
-            rank: of this process in the group.
-            size: number of ranks.
-            device: device of the tensors; selects NCCL on a GPU, otherwise gloo.
-            timeout_s: timeout of every operation.
-        """
-        self.rank, self.size, self.device = rank, size, device
-        timeout = timedelta(seconds=timeout_s)
-        self._group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def broadcast(self, tensor: Tensor, *, source: int) -> dist.Work:
-        """Start a broadcast of `tensor` from rank `source`; completes with `Work.wait`."""
-        work: dist.Work = self._group.broadcast(tensor, source)
-        return work
-
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> dist.Work:
-        """Start sending to rank `to`; `tensor` must not change until `Work.wait`."""
-        work: dist.Work = self._group.send([tensor], to, tag)
-        return work
-
-    def receive(self, tensor: Tensor, *, source: int, tag: int) -> dist.Work:
-        """Start receiving from rank `source`; `tensor` is complete after `Work.wait`."""
-        work: dist.Work = self._group.recv([tensor], source, tag)
-        return work
-
-    def barrier(self) -> None:
-        """Wait for all ranks of the group."""
-        self._group.barrier().wait()
-
-    def close(self) -> None:
-        """Close threads and connections."""
-        self._group.shutdown()
 
 
 # --- a world of one process, and tensors without data --------------------------------------------

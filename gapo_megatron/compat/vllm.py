@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -27,14 +28,18 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample import sampler
 
-# Garbage collection of an engine destroys the default process group, which is the trainer's, so
-# engines are kept alive until `close`.
+from gapo_megatron.compat.vllm_drafts import repair_drafts_on_cpu
+from gapo_megatron.compat.vllm_gpt_oss import SinkLoader, naming_base_layers
+
+# Garbage collection of an engine destroys the trainer's process group: they live until `close`.
 _alive: list[LLMEngine] = []
 
 
@@ -50,15 +55,52 @@ def create(args: EngineArgs) -> LLMEngine:
         ValueError: vLLM rejects the arguments.
     """
     # Uses: v1.engine.llm_engine.LLMEngine, usage.usage_lib.UsageContext; that weakref.finalize
-    #     shuts an engine down when it is garbage collected (v1/engine/core.py); that
-    #     VLLM_CPU_KVCACHE_SPACE, a setting of old, would replace the argument (platforms/cpu.py)
+    #     shuts an engine down when it is garbage collected (v1/engine/core.py); on a CPU that
+    #     VLLM_CPU_KVCACHE_SPACE would replace the argument, and VLLM_MLA_DISABLE expands latent
+    #     attention, which has one size there (platforms/cpu.py)
     # Versions: vllm 0.32.0
     # Upstream: none found for a group of others (close to it vllm-project/vllm#38231, open;
     #     huggingface/trl#6353)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if current_platform.is_cpu():
+        os.environ["VLLM_MLA_DISABLE"] = "1"
+        sampler.batched_count_greater_than = _ranks
+        allow_numba()
+        if args.speculative_config:
+            repair_drafts_on_cpu()
     llm = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     _alive.append(llm)
     return llm
+
+
+def _ranks(log_probs: Tensor, values: Tensor) -> Tensor:
+    """[B] int64: in each row of [B, V], how many log-probs are at least the row's value ([B, 1]).
+
+    vLLM counts so with every log-prob that it returns, and nobody reads it here. Its own function
+    is compiled, also with `enforce_eager`: by a C++ compiler at an engine's first log-prob.
+    """
+    # Uses: v1.sample.sampler.batched_count_greater_than, replaced
+    # Versions: vllm 0.32.0
+    # Upstream: none found (the same delay: torch-spyre/sendnn-inference#550, closed)
+    return (log_probs >= values).sum(-1)
+
+
+def allow_numba() -> None:
+    """Let engines start on a CPU after numba was imported, as drafts by n-grams do.
+
+    vLLM looks for its kernels in the `vars` of everything in every module. Those of llvmlite's
+    library are a function, and the search fails.
+    """
+    # Uses: that triton_utils.dispatcher._rebind_kernels calls vars
+    # Versions: vllm 0.32.0 with llvmlite 0.47.0
+    # Upstream: none found
+    vars(dispatcher)["vars"] = _attributes
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    """`vars`, empty where that is no mapping."""
+    found: object = vars(value)
+    return found if isinstance(found, Mapping) else {}
 
 
 def close(llm: LLMEngine) -> None:
@@ -164,10 +206,13 @@ def load_weights(
     # Uses: the worker's method "reload_weights", and its weights_iterator
     # Versions: vllm 0.32.0
     # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
-    num_ranks = get_tensor_model_parallel_world_size()
+    num_ranks, sinks = get_tensor_model_parallel_world_size(), SinkLoader()
     with contextlib.ExitStack() as stack:
         llm.apply_model(lambda model: stack.enter_context(_noting(model, num_ranks, note)))
+        llm.apply_model(lambda model: stack.enter_context(naming_base_layers(model)))
+        tensors = sinks.watched(tensors)
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        llm.apply_model(sinks.load)
     llm.apply_model(repack_experts)
     llm.apply_model(repack_tied_head)
 
@@ -178,7 +223,8 @@ def _noting(
 ) -> Iterator[None]:
     """Call `note` for the model's parameters as they are loaded; see `load_weights`."""
     # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
-    #     its weights (model_loader.reload.layerwise), and copies those of other modules as they are
+    #     its weights (model_loader.reload.layerwise), and copies those of others as they are;
+    #     it does not wait for a correction bias, which is in two modules (reload.meta)
     # Versions: vllm 0.32.0
     # Upstream: none found
     names = {module: name for name, module in model.named_modules()}
@@ -190,8 +236,9 @@ def _noting(
 
     def note_module(module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            for part, copies in _parts(module, name, parameter.detach(), num_ranks):
-                note(f"{names[module]}.{name}", part, copies)
+            if name != "e_score_correction_bias":
+                for part, copies in _parts(module, name, parameter.detach(), num_ranks):
+                    note(f"{names[module]}.{name}", part, copies)
 
     def noted_before(process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def process_noted(module: nn.Module) -> None:
@@ -210,6 +257,9 @@ def _noting(
     for module in names:
         if id(getattr(module, "quant_method", None)) not in methods:
             note_module(module)
+    for name, parameter in model.named_parameters():  # each once
+        if name.endswith(".e_score_correction_bias"):
+            note(name, parameter.detach(), num_ranks)
 
 
 def _parts(
@@ -224,10 +274,14 @@ def _parts(
         yield parameter[:num_query], 1
         yield parameter[num_query:], module.num_kv_head_replicas
         return
-    is_cut = isinstance(module, VocabParallelEmbedding | RoutedExperts) or (
-        isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        and module.tp_size > 1
-        and not (isinstance(module, RowParallelLinear) and name == "bias")
+    is_cut = (
+        name == "sinks"
+        or isinstance(module, VocabParallelEmbedding | RoutedExperts)
+        or (
+            isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            and module.tp_size > 1
+            and not (isinstance(module, RowParallelLinear) and name == "bias")
+        )
     )
     yield parameter, 1 if is_cut else num_ranks
 
@@ -255,7 +309,7 @@ def adapted_layers(llm: LLMEngine) -> set[str]:
         return {part for name in manager.modules for part in fused.get(name, [name])}
 
     (found,) = llm.apply_model(names)
-    return found
+    return {re.sub(r"(?<=\d\.)attn\.", "self_attn.", name) for name in found}  # gpt-oss's
 
 
 def repack_experts(model: nn.Module) -> None:

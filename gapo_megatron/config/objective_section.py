@@ -87,6 +87,10 @@ class ObjectiveConfig(Section):
     """Denominator of the ratio. `trainer`: recomputed by the trainer at the weights that the step
     begins with. `rollout`: the engine's, at sampling time (docs/objective.md)."""
 
+    routing_replay: bool | None = None
+    """Of a model with experts: updates send every token to the experts that the pass of the old
+    log-probs chose (docs/objective.md). By default true where there is such a pass."""
+
     @model_validator(mode="before")
     @classmethod
     def _complete_weights(cls, given: Any) -> Any:
@@ -106,6 +110,11 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 f"importance_weight_max ({self.importance_weight_max}) does nothing with "
                 "importance_weights 'none'"
+            )
+        if self.routing_replay and self.old_log_probs == "rollout":
+            raise ValueError(
+                "routing_replay (true) needs old_log_probs 'trainer': with 'rollout' there is no "
+                "pass of the trainer whose routes could be replayed"
             )
         preset, method = find_method(self.method), self.resolve()
         if method.eps_high_max == 0 < preset.eps_high_max:
@@ -145,6 +154,11 @@ class ObjectiveConfig(Section):
         """The method with this section's values in place of its own."""
         given = {key: value for key in METHOD_KEYS if (value := getattr(self, key)) is not None}
         return dataclasses.replace(find_method(self.method), **given)
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether updates of a model with experts replay routes that were recorded."""
+        return self.routing_replay is not False and self.old_log_probs == "trainer"
 
     @property
     def needs_every_sequence(self) -> bool:

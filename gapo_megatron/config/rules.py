@@ -104,11 +104,6 @@ def _check_sides(config: Config) -> None:
     if rollout.has_generation_side:
         key = "generation_nodes" if rollout.generation_nodes else "generation_ranks"
         side = f"rollout.{key} ({getattr(rollout, key)})"
-        if config.batch.partial_rollouts:
-            raise ValueError(
-                f"batch.partial_rollouts (true) must be false with {side}: the log-probs of "
-                "unfinished responses are known to the trainer only"
-            )
         if config.optimizer.offload != "none":
             raise ValueError(
                 f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with {side}: the "
@@ -190,7 +185,9 @@ def inert_clip_note(config: Config) -> str:
     The first mini-batch of a step takes its old log-probs from its own forward pass.
     """
     batch, objective = config.batch, config.objective
-    if batch.num_minibatches > 1 or batch.partial_rollouts or objective.old_log_probs == "rollout":
+    # Other ranks that generate leave no old log-probs of earlier steps.
+    has_carried = batch.partial_rollouts and not config.rollout.has_generation_side
+    if batch.num_minibatches > 1 or has_carried or objective.old_log_probs == "rollout":
         return ""
     return (
         f"The clip of objective.method ({objective.method!r}) never acts: batch.minibatch_prompts "

@@ -186,6 +186,10 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints to keep, not counting those of a stop within a step."""
     keep_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Additional steps to save after. These checkpoints are never removed; branch from them."""
+    background: bool = False
+    """Write checkpoints while training continues, from copies in host memory (docs/slurm.md).
+    Training still waits for a run's first and last one, for that of a stop, and where a node lacks
+    memory."""
     branch_from: Annotated[OptionalPath, INPUT_PATH] = ""
     """Checkpoint of another run, `RUN/checkpoints/step_N`, to continue from with another objective
     (docs/slurm.md). Ignored once the branch has a checkpoint of its own."""

@@ -78,8 +78,9 @@ class ModelConfig(Section):
     )
     """Megatron-core's fp8 recipe: which values share a scale (docs/scaling.md). Needs fp8."""
     recompute: Annotated[Literal["none", "selective", "full"], HOW] = "none"
-    """Activation recomputation. `full`: every layer. `selective`: attention; with Transformer
-    Engine also the MLP, or a MoE model's expert activations and norms (docs/scaling.md)."""
+    """Activation recomputation. `full`: every layer. `selective`: attention; where it is
+    one kernel, the MLP instead, or a MoE model's expert activations and norms
+    (docs/scaling.md)."""
     head: Annotated[Literal["auto", "torch", "triton"], HOW] = "auto"
     """Implementation of the output layer's log-probs. `auto`: the Triton kernels, if they are
     supported here and pass a check at the start; otherwise torch."""
@@ -115,7 +116,7 @@ class BatchConfig(Section):
     """DAPO's dynamic sampling: how many times per step groups without a gradient (all responses
     correct, or all wrong) are replaced by groups of other prompts. 0: they stay in the batch, where
     they cost no training time."""
-    oversampling: Annotated[float, Field(ge=1, le=4)] = 1.0
+    oversampling: Annotated[float, Field(ge=1, le=8)] = 1.0
     """Prompts started per prompt needed. An engine stops when its share of groups is complete;
     unfinished prompts are sampled again later. Favours short responses (docs/data.md)."""
     partial_rollouts: bool = False
@@ -179,6 +180,17 @@ class RolloutConfig(Section):
     quantization: Literal["", "fp8"] = ""
     """`fp8`: vLLM runs the layers in fp8, quantised anew at every weight sync (docs/scaling.md).
     Empty: the trainer's precision, or bf16 if that is fp8."""
+    draft: Annotated[Literal["none", "ngram", "eagle3"], ENGINE] = "none"
+    """What proposes tokens, of which vLLM verifies several in a decoding step; responses come from
+    the same distribution (docs/scaling.md). `ngram`: what followed the same tokens earlier in the
+    sequence. `eagle3`: a small model that stays as it is. `none`: one token per step."""
+    draft_tokens: Annotated[int, Field(ge=1, le=15), ENGINE] = 4
+    """Most tokens that are proposed for a sequence in a decoding step."""
+    draft_ngram: Annotated[int, Field(ge=1, le=16), ENGINE] = 3
+    """Number of last tokens that `ngram` looks up in the sequence."""
+    draft_hf_dir: Annotated[OptionalPath, INPUT_PATH, ENGINE] = ""
+    """Folder of the draft for `eagle3`: config.json and safetensors, made for the model that is
+    trained."""
     verify_bound: Annotated[Bound | None, LIFE] = None
     """Largest mean difference per token between vLLM's and the trainer's log-probs after a weight
     sync; above it the run stops. Unset: 1e-3 in fp32 (1e-2 on CUDA), 0.02 in fp16 and 0.1 in bf16
@@ -202,7 +214,20 @@ class RolloutConfig(Section):
                 f"engine ({self.engine!r}) must be {VLLM!r} or code of your own, "
                 "path/to/file.py:NAME"
             )
+        self._check_draft()
         return self
+
+    def _check_draft(self) -> None:
+        if self.draft != "none" and self.engine != VLLM:
+            raise ValueError(f"draft ({self.draft!r}) needs engine {VLLM!r}, not {self.engine!r}")
+        needed = {"draft_tokens": ("ngram", "eagle3"), "draft_ngram": ("ngram",)}
+        for name, kinds in (needed | {"draft_hf_dir": ("eagle3",)}).items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and self.draft not in kinds:
+                known = " or ".join(map(repr, kinds))
+                raise ValueError(f"{name} ({value!r}) needs draft {known}, not {self.draft!r}")
+        if self.draft == "eagle3" and not self.draft_hf_dir:
+            raise ValueError("draft ('eagle3') needs draft_hf_dir, the folder of the draft")
 
     @property
     def code_names(self) -> list[str]:

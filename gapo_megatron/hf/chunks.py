@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf import shard
 from gapo_megatron.io.documents import open_file
+from gapo_megatron.io.huge_pages import empty
 from gapo_megatron.models.rules import Shape
 
 
@@ -108,7 +108,7 @@ class Chunks:
             part = whole[_slices(low, high, chunk.offsets)]
             if part.shape == sizes:
                 return (part if part.numel() == whole.numel() else part.clone()).reshape(shape)
-            target = shard.empty(sizes, self._dtype) if target is None else target
+            target = empty(sizes, self._dtype) if target is None else target
             target[_slices(low, high, starts)].copy_(part)
         assert target is not None, (self._key, index)  # the chunks cover the tensor, see __init__
         return target.reshape(shape)

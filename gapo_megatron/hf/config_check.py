@@ -17,7 +17,7 @@ from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.model_folder import check_dtypes, check_sizes
 from gapo_megatron.hf.weights import Entry
 from gapo_megatron.models.config_json import read_facts
-from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.parts import SCORES, layer_types, periodic_layer_types
 from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
@@ -74,13 +74,35 @@ def compare_configs(
     names = architecture_of(hf_config).model_fields
     ours = {name: getattr(hf_config, name, None) for name in names}
     geometry = geometry_of(hf_config)
-    ours |= {"head_dim": geometry.head_dim, "num_key_value_heads": geometry.kv_heads}
-    pairs = {n: (record[n], ours[n]) for n in names if record.get(n) is not None}
+    # Of latent attention transformers calls the rotated part head_dim.
+    ours |= {"head_dim": geometry.rotary_dim, "num_key_value_heads": geometry.kv_heads}
+    ours["softmax_type"] = "learnable" if geometry.sinks else "vanilla"
+    if geometry.num_experts:
+        ours |= {
+            "num_experts": geometry.num_experts,
+            "moe_intermediate_size": geometry.expert_intermediate,
+            "scoring_func": SCORES[geometry.sigmoid_router],
+            "first_k_dense_replace": geometry.num_dense,
+            "shared_expert_intermediate_size": geometry.shared_intermediate,
+            # Neutral values, where the architecture has no such field.
+            "norm_topk_prob": getattr(hf_config, "norm_topk_prob", True),
+            "routed_scaling_factor": getattr(hf_config, "routed_scaling_factor", 1.0),
+            "n_group": getattr(hf_config, "n_group", 1),
+            "topk_group": getattr(hf_config, "topk_group", 1),
+        }
+    if geometry.windowed:
+        ours["layer_types"] = layer_types(geometry.windowed)
+        record = _with_layer_types(record, geometry.num_layers)
+    pairs = {n: (record[n], ours[n]) for n in ours if record.get(n) is not None}
     fields = hf_config.to_dict()
-    if "sliding_window" in record:
+    # 0: arguments say that no window was computed; of a model that is only converted they always do
+    if "sliding_window" in record and (record["sliding_window"] != 0 or geometry.window):
         pairs["sliding_window"] = (_window(record), _window(fields))
+    if "swiglu_limit" in record:
+        pairs["swiglu_limit"] = record["swiglu_limit"], geometry.gate_limit
     if any(record.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")):
-        theirs, own = _flat_rope(record, source=source), _flat_rope(fields)
+        read = architecture_of(hf_config).read_rope
+        theirs, own = read(record, source=source).fields, read(fields).fields
         pairs |= {name: (theirs.get(name), own.get(name)) for name in {**theirs, **own}}
     differences = [
         f"{name} is {_shown(there)} there and {_shown(here)} here"
@@ -96,15 +118,18 @@ def compare_configs(
 # --- two configs ---------------------------------------------------------------------------------
 
 
-def _flat_rope(fields: Mapping[str, Any], source: str = "config.json") -> dict[str, Any]:
-    rope = read_rope(fields, source=source)
-    return {"rope_theta": rope.base, "rope_type": rope.kind, **rope.scaling}
-
-
 def _window(fields: Mapping[str, Any]) -> int | None:
     """The sliding window; Qwen states one even if it is switched off."""
     window: int | None = fields.get("sliding_window")
     return window if fields.get("use_sliding_window", True) else None
+
+
+def _with_layer_types(record: Mapping[str, Any], num_layers: int) -> Mapping[str, Any]:
+    """The record with layer_types also where it states their period instead."""
+    period = record.get("sliding_window_pattern")
+    if record.get("layer_types") is not None or type(period) is not int or period < 1:
+        return record
+    return {**record, "layer_types": periodic_layer_types(period, num_layers)}
 
 
 def _shown(value: Any) -> str:

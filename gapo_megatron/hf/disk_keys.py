@@ -3,7 +3,8 @@
 A parameter's key depends on the version and options of the program that wrote it:
 
 - all layers stacked under `decoder.layers.mlp.linear_fc2.weight`, or one key for each,
-  `decoder.layers.3.mlp.linear_fc2.weight` (`non_homogeneous_layers`);
+  `decoder.layers.3.mlp.linear_fc2.weight` (`non_homogeneous_layers`, and always in a model whose
+  layers differ: `Rule.in_layers`);
 - all experts stacked under `mlp.experts.experts.linear_fc2.weight` (behind the layers), or one key
   for each, `mlp.experts.experts.7.linear_fc2.weight`, and then the gated linear in two halves,
   `linear_fc1.weight_w` and `linear_fc1.weight_v` (`singleton_local_shards`);
@@ -43,23 +44,28 @@ def is_optimizer(key: str) -> bool:
     return re.match(r"(chained_\d+\.)?optimizer\.", key) is not None
 
 
-def written_key(rule: Rule) -> str:
-    """The key under which `write_megatron` stores all parameters of a rule.
-
-    It is megatron-core's default for a model with Transformer Engine's layer spec.
-    """
-    of_norm = rule.te_name if rule.num_experts is None else None
-    return _stacked(of_norm or rule.megatron)
+def are_numbered(rules: Sequence[Rule]) -> bool:
+    """Whether a model's layers differ, so that each has its own keys."""
+    return any(rule.in_layers is not None for rule in rules)
 
 
 def written_slot(rule: Rule, place: Place) -> Slot:
-    """The slot at which `write_megatron` stores a parameter."""
-    return Slot(written_key(rule), tuple(number for number in place if number is not None))
+    """The slot at which `write_megatron` stores a parameter.
+
+    The key is megatron-core's default for a model with Transformer Engine's layer spec.
+    """
+    of_norm = rule.te_name if rule.num_experts is None else None
+    key = _stacked(of_norm or rule.megatron)
+    if rule.in_layers is None:
+        return Slot(key, tuple(number for number in place if number is not None))
+    numbered = key.replace(_LAYERS, f"{_LAYERS}{place.layer}.")
+    return Slot(numbered, () if place.expert is None else (place.expert,))
 
 
 def written_shape(rule: Rule) -> Shape:
-    """Shape of all parameters of a rule, stacked."""
-    stack = tuple(size for size in (rule.num_layers, rule.num_experts) if size is not None)
+    """Shape of all parameters of a rule under one key."""
+    num_layers = rule.num_layers if rule.in_layers is None else None
+    stack = tuple(size for size in (num_layers, rule.num_experts) if size is not None)
     return (*stack, *rule.full_shape)
 
 
@@ -90,12 +96,12 @@ def extra_states(rules: Sequence[Rule]) -> list[str]:
     have one depends on the version; these are the modules of all versions.
     """
     stacks: dict[str, Shape] = {}
-    for rule in rules:
-        module = written_key(rule).rpartition(".")[0]
+    for rule, place in ((one, at) for one in rules for at in one.places):
+        module = written_slot(rule, place).key.rpartition(".")[0]
         if re.search(r"(linear_\w+|layernorm)$", module):
             stacks[module] = written_shape(rule)[: -len(rule.full_shape)] or (1,)
-        if module.endswith(".linear_qkv"):
-            stacks[module.replace("linear_qkv", "core_attention")] = stacks[module]
+        if module.endswith(".self_attention.linear_proj"):
+            stacks[module.replace("linear_proj", "core_attention")] = stacks[module]
     return [
         f"{module}._extra_state/shard_{_dotted(numbers)}_{_dotted(stack)}"
         for module, stack in stacks.items()
@@ -121,7 +127,10 @@ def find_slots(
         ConversionError: a key belongs to no parameter or has another shape, or a parameter has no
             key or several.
     """
-    spellings = {key: rule for rule in rules if not rule.tied for key in _spellings(rule)}
+    spellings: dict[str, list[Rule]] = {}
+    for rule in rules:
+        for key in () if rule.tied else _spellings(rule):
+            spellings.setdefault(key, []).append(rule)
     # Every key belongs to a parameter, and no parameter has two (but the halves of a gated linear).
     found: dict[tuple[str, Place], dict[str, Slot]] = {}
     extra = []
@@ -157,13 +166,14 @@ def find_slots(
 
 
 def _slots_of(
-    key: str, shape: Shape, spellings: Mapping[str, Rule], source: str
+    key: str, shape: Shape, spellings: Mapping[str, Sequence[Rule]], source: str
 ) -> list[tuple[str, Place, str, Slot]]:
     """All parameters that a key holds: (`Rule.megatron`, place, half, slot)."""
     stacked, layer = _take_number(key, _LAYERS)
     stacked, expert = _take_number(stacked, "mlp.experts.experts.")
     half = next((half for half in _HALVES if stacked.endswith(half)), "")
-    rule = spellings.get(stacked.removesuffix(half))
+    found = spellings.get(stacked.removesuffix(half), ())
+    rule = next((one for one in found if one.in_layers is None or layer in one.in_layers), None)
     if rule is None or (half and not rule.glu):
         return []
     is_stack = (
@@ -172,7 +182,7 @@ def _slots_of(
     )
     limits = (rule.num_layers, rule.num_experts)
     stack = tuple(size for size, here in zip(limits, is_stack, strict=True) if here)
-    expected = (*stack, *(rule.hf_shapes[_HALVES.index(half)] if half else rule.full_shape))
+    expected = (*stack, *(rule.half_shape if half else rule.full_shape))
     # Padding follows the rows of the vocabulary.
     is_padded = rule.vocab_padded and shape[:1] > expected[:1] and shape[1:] == expected[1:]
     if shape != expected and not is_padded:

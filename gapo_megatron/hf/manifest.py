@@ -3,6 +3,7 @@
 - checkpoints/step_00000040/: complete, unless damaged later (the manifest tells).
 - checkpoints/step_00000052_3/: the same, stopped after 52 steps and 3 updates of the next.
 - checkpoints/.tmp_step_00000060.ATTEMPT/: being written, or left by a job that died.
+- checkpoints/.tmp_step_00000020.old/: no longer kept, being removed.
 - checkpoints/.damaged_step_00000040/: refused by a resume; removed when the run has reached that
   step again.
 
@@ -12,6 +13,7 @@ Megatron-core.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -291,9 +293,9 @@ def newest_manifest(checkpoints_dir: Path) -> tuple[Path, Manifest] | None:
 
 
 def remove_half_written(checkpoints_dir: Path) -> None:
-    """Remove unfinished checkpoints of attempts that died or no longer own the run."""
+    """Remove what attempts that died or no longer own the run were writing, or removing."""
     for path in checkpoints_dir.glob(".tmp_step_*"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -310,13 +312,16 @@ def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint, so that later resumes ignore it; returns the new path."""
     aside = folder.with_name(f".damaged_{folder.name}")
     if os.path.lexists(aside):
-        _remove(aside)
+        remove(aside)
     rename(folder, aside)
     return aside
 
 
-def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
-    """Remove old checkpoints, and refused ones that the run has passed; returns the removed paths.
+def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> dict[Path, Path]:
+    """Hide old checkpoints, and refused ones that the run has passed, for `remove`.
+
+    A rename takes no time, whatever the size, and no kill leaves half a checkpoint under its name.
+    The next save removes what a kill has left (`remove_half_written`).
 
     Keeps the newest checkpoint, the newest at a step boundary, those of `keep_steps`, and the
     `keep_last` newest at a step boundary; among these, scheduled checkpoints come before those
@@ -327,6 +332,9 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
 
     Call it only after `publish`: the published checkpoint is then the newest (a resume sets refused
     ones aside), so at least one valid checkpoint is kept.
+
+    Returns:
+        Where they are now, by former path.
     """
     steps = list_steps(checkpoints_dir)
     between = [path for path in steps if not is_open(path)]
@@ -338,11 +346,15 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
         for path in sorted(checkpoints_dir.glob(".damaged_step_*"))
         if not steps or _step(path) <= _step(steps[0])
     ]
-    removed = [*(path for path in steps if path not in kept), *refused]
-    removed = [path for path in removed if not path.is_symlink()]  # links belong to the user
-    for path in removed:
-        _remove(path)
-    return removed
+    hidden: dict[Path, Path] = {}
+    for path in [*(path for path in steps if path not in kept), *refused]:
+        if path.is_symlink():  # links belong to the user
+            continue
+        kind = "refused" if path in refused else "old"
+        hidden[path] = path.with_name(f".tmp_{path.name.removeprefix('.damaged_')}.{kind}")
+        remove(hidden[path])
+        rename(path, hidden[path])
+    return hidden
 
 
 def earliest_resume(checkpoints_dir: Path, settings: CheckpointConfig) -> int | None:
@@ -354,12 +366,14 @@ def earliest_resume(checkpoints_dir: Path, settings: CheckpointConfig) -> int | 
     return min(map(_step, steps), default=None)
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; of a link only the link, not its target."""
+def remove(path: Path) -> bool:
+    """Remove a checkpoint; of a link only the link, not its target. Returns whether it is gone."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink()
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    return not os.path.lexists(path)
 
 
 def _step(folder: Path) -> int:

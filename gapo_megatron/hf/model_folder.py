@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.folder import MARKER_NAME, REPORT_NAME
-from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers
+from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers, without_left_out
+from gapo_megatron.hf.stacks import unstacked
 from gapo_megatron.io.documents import open_file, read_object, read_text
 from gapo_megatron.models.config_json import FLOATS, ModelFacts, read_facts, refuse_code
 from gapo_megatron.models.parts import sizes_shown
@@ -308,7 +309,8 @@ class _Tensor(Protocol):
 
 
 def _check_weights(root: Path, facts: ModelFacts) -> None:
-    tensors = read_headers(root)
+    headers, _ = without_left_out(read_headers(root), facts.to_dict())
+    tensors = unstacked(headers)
     check_dtypes(root, tensors)
     check_sizes(root, facts, tensors)
     rules = rules_for(facts)

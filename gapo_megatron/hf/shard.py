@@ -7,9 +7,7 @@ is one read and one write, and no more than one of them is in memory.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,18 +17,25 @@ from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.headers import DTYPES, Header
+from gapo_megatron.hf.stacks import Packed, dequantized, slice_of, stacked
+from gapo_megatron.io.huge_pages import empty
 from gapo_megatron.models.rules import Shape
 
 _NAMES = {getattr(torch, of_torch): name for name, of_torch in DTYPES.items()}
-_HUGE_BYTES = 4 * 2**20
 
 
 def read_tensor(path: Path, name: str, header: Header) -> Tensor:
-    """Read one tensor; it owns its memory.
+    """Read one tensor; it owns its memory. One in MXFP4 becomes bfloat16.
 
     Raises:
         ConversionError: the file cannot be read, or has become shorter.
     """
+    if isinstance(header, Packed):
+        blocks, scales = (
+            read_tensor(path.with_name(part.file), name, part)
+            for part in (header.blocks, header.scales)
+        )
+        return dequantized(blocks, scales)
     tensor = empty(header.shape, getattr(torch, header.dtype))
     buffer, done = _bytes_of(tensor), 0
     try:
@@ -54,7 +59,7 @@ def write_file(
 
     Args:
         path: of a file that does not exist.
-        layout: shape and dtype of every tensor.
+        layout: shape and dtype of every tensor; those of experts may be stacked in the file.
         tensors: the tensors of `layout`, in any order, on any device; consumed one by one.
 
     Raises:
@@ -62,11 +67,12 @@ def write_file(
             from `layout`.
     """
     # Wide dtypes first, so that every tensor is aligned to its dtype.
-    names = sorted(layout, key=lambda name: -layout[name][1].itemsize)
+    in_file = stacked(layout)
+    names = sorted(in_file, key=lambda name: -in_file[name][1].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name in names:
-        shape, dtype = layout[name]
+        shape, dtype = in_file[name]
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         offsets[name] = begin
         header[name] = {
@@ -77,7 +83,7 @@ def write_file(
     # The header comes first, so the tensors may then arrive in any order.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start, name = 8 + len(text), "the header"
+    start, name, missing = 8 + len(text), "the header", set(layout)
     try:
         with open(path, "xb", buffering=0) as file:
             _write(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0)
@@ -89,27 +95,15 @@ def write_file(
                         f"it should be {list(shape)} {dtype}"
                     )
                 content = _bytes_of(tensor.detach().cpu().contiguous())
-                _write(file.fileno(), content, start + offsets.pop(name))
+                stack, expert = slice_of(name)
+                offset = start + offsets[stack] + (expert or 0) * len(content)
+                _write(file.fileno(), content, offset)
+                missing.remove(name)
             os.fsync(file.fileno())
     except OSError as error:
         raise ConversionError(f"cannot write {name} to {path}: {error.strerror}") from None
-    if offsets:
-        raise ConversionError(f"{path}: never received {', '.join(offsets)}")
-
-
-def empty(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """A CPU tensor with undefined content.
-
-    Large ones use huge pages: allocating fresh memory in pages of 4 KiB takes several times as long
-    as filling it.
-    """
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if num_bytes < _HUGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    if missing:
+        raise ConversionError(f"{path}: never received {', '.join(sorted(missing))}")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -122,8 +122,9 @@ class MegatronFolder:
         slots = self.slots[rule.megatron, place]
         if len(slots) == 1:
             return self._chunks[slots[0].key].read(slots[0].lead, rule.full_shape)
-        halves = zip(slots, rule.hf_shapes, strict=True)
-        return torch.cat([self._chunks[slot.key].read(slot.lead, of) for slot, of in halves])
+        return torch.cat(
+            [self._chunks[slot.key].read(slot.lead, rule.half_shape) for slot in slots]
+        )
 
     def files(self, rule: Rule, place: Place) -> set[str]:
         """Names of the files that hold a parameter."""
@@ -179,7 +180,10 @@ def write_megatron(
         "args": to_args(hf_config),
         "checkpoint_version": 3.0,
         "iteration": 0,
-        "content_metadata": {"non_homogeneous_layers": False, "singleton_local_shards": False},
+        "content_metadata": {
+            "non_homogeneous_layers": disk_keys.are_numbered(rules),
+            "singleton_local_shards": False,
+        },
     }
     # Not by torch.save, which reports a full disk as an unexpected position.
     (output_dir / "common.pt").write_bytes(_saved(common).getbuffer())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
@@ -16,13 +17,16 @@ from torch import Tensor
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf import shard
 from gapo_megatron.hf.folder import is_marked, mark, new_folder
-from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers
+from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers, without_left_out
 from gapo_megatron.hf.model_folder import non_weight_files
+from gapo_megatron.hf.stacks import experts_of, slice_of, unstacked
 from gapo_megatron.hf.workers import Read, worker_pool
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.rules import Place, Rule, Shape, checked, hf_shapes
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import left_out_field, rules_for
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 2**30
 
@@ -42,7 +46,9 @@ class HfFolder:
 
     Attributes:
         root: the folder.
-        entries: every tensor by name, in the order of the folder.
+        entries: every tensor of the model by name, in the order of the folder; of experts each
+            one's own, also where the folder stacks them (`stacks`).
+        left_out: names of the others, see `Architecture.left_out`.
     """
 
     def __init__(self, hf_dir: str | Path) -> None:
@@ -52,7 +58,10 @@ class HfFolder:
             ConfigError, ConversionError: see `headers.read_headers`.
         """
         self.root = Path(hf_dir)
-        self._headers = read_headers(self.root)
+        headers = read_headers(self.root)
+        config = read_object(self.root / "config.json")
+        headers, self.left_out = without_left_out(headers, config)
+        self._headers = unstacked(headers)
         self.entries = {
             name: Entry(header.shape, getattr(torch, header.dtype), header.file)
             for name, header in self._headers.items()
@@ -81,6 +90,8 @@ def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
             tensor. While iterating: a weight is not finite; names tensor and file.
     """
     folder = HfFolder(hf_dir)
+    if folder.left_out:
+        logger.warning("%s: %s", hf_dir, describe_left_out(folder))
 
     def read(name: str) -> Tensor:
         tensor = folder.read(name)
@@ -88,6 +99,14 @@ def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
         return tensor
 
     return ((name, read(name)) for name in folder.entries)
+
+
+def describe_left_out(folder: HfFolder) -> str:
+    """What of a model folder is no part of the model."""
+    return (
+        f"{len(folder.left_out)} tensors of layers that predict further tokens are left out "
+        f"({folder.left_out[0]} ...): transformers ignores them, and they are not trained"
+    )
 
 
 def finite_extremes(tensor: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
@@ -127,7 +146,8 @@ def write_hf(
         output_dir: folder to make, or an earlier result of the same command to replace.
         made_by: name of the command.
         or_unmarked: also replace a folder without a marker.
-        max_shard_bytes: largest file, unless a single tensor is larger.
+        max_shard_bytes: largest file, unless a single tensor or all stacked experts of a layer are
+            larger; of these, one expert comes after the other.
         write: False on all ranks but one.
 
     Raises:
@@ -148,7 +168,8 @@ def write_hf(
     is_ours = is_marked(output_dir, made_by=made_by, or_unmarked=or_unmarked)
     with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
         dtypes = _write_stream(itertools.chain([first], tensors), temporary, max_shard_bytes)
-        carry_over(source, temporary, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+        stored = {dtypes[name] for name in hf_shapes([one for one in rules if not one.is_buffer])}
+        carry_over(source, temporary, dtype=stored.pop() if len(stored) == 1 else None)
         mark(temporary, made_by=made_by, made_at=Path(output_dir))
 
 
@@ -172,7 +193,7 @@ def write_hf_weights(
         rules: of the model.
         dtypes: of every parameter, by `Rule.megatron`.
         output_dir: an existing folder without weights; see `new_folder`.
-        max_shard_bytes: largest file, unless a single tensor is larger.
+        max_shard_bytes: largest file, unless a single tensor or a stack of experts is larger.
         num_threads: number of files written at a time.
         on_bytes: called with the bytes of written tensors, from several threads.
 
@@ -203,7 +224,7 @@ def write_hf_weights(
             future.result()
     if len(shards) > 1:
         weight_map = {
-            name: file
+            slice_of(name).stack: file
             for file, units in zip(names, shards, strict=True)
             for unit in units
             for name in unit.layout
@@ -233,14 +254,23 @@ def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
 
 
 def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Copy all files but weights; if a dtype is given, config.json states it."""
+    """Copy all files but weights; if a dtype is given, config.json states it.
+
+    A model that has lost layers of `Architecture.left_out` states that it has none. The copied
+    config.json states no quantization: weights that were read are written as floats.
+    """
     for path in non_weight_files(source):
         shutil.copyfile(path, target / path.name)
+    config = read_object(source / "config.json")
+    changed = dict(config)
+    changed.pop("quantization_config", None)
+    if left_out := left_out_field(config):
+        changed[left_out] = 0
     if dtype is not None:
-        config = read_object(source / "config.json")
-        config.pop("torch_dtype", None)  # its key before transformers 5
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        changed.pop("torch_dtype", None)  # its key before transformers 5
+        changed["dtype"] = str(dtype).removeprefix("torch.")
+    if changed != config:
+        text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
 
 
@@ -262,6 +292,21 @@ def _plan_shards(
 ) -> list[list[_Unit]]:
     shards: list[list[_Unit]] = [[]]
     room = max_bytes
+    for units in _inseparable(rules, dtypes, max_bytes):
+        num_bytes = sum(unit.num_bytes for unit in units)
+        if shards[-1] and num_bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].extend(units)
+        room -= num_bytes
+    return shards
+
+
+def _inseparable(
+    rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype], max_bytes: int
+) -> Iterator[list[_Unit]]:
+    """What must be in one file: a parameter unless it is too large, all experts of a stack."""
+    of_stack: list[_Unit] = []
     for rule, place in in_model_order(rules):
         dtype = dtypes[rule.megatron]
         layout = {
@@ -269,27 +314,31 @@ def _plan_shards(
             for name, shape in zip(rule.hf_names(place), rule.hf_shapes, strict=True)
         }
         whole = _Unit(rule, place, layout)
-        units = [whole]
-        if whole.num_bytes > max_bytes:
-            units = [_Unit(rule, place, {name: of}) for name, of in layout.items()]
-        for unit in units:
-            if shards[-1] and unit.num_bytes > room:
-                shards.append([])
-                room = max_bytes
-            shards[-1].append(unit)
-            room -= unit.num_bytes
-    return shards
+        if slice_of(next(iter(layout))).expert is not None:
+            of_stack.append(whole)
+            if len(of_stack) == rule.num_experts:
+                yield of_stack
+                of_stack = []
+        elif whole.num_bytes > max_bytes:
+            yield from ([_Unit(rule, place, {name: of})] for name, of in layout.items())
+        else:
+            yield [whole]
 
 
 def _write_stream(
     tensors: Iterable[tuple[str, Tensor]],
     folder: Path,
     max_shard_bytes: int,
-) -> set[torch.dtype]:
-    """Write tensors as they arrive; the number of files is only known at the end."""
+) -> dict[str, torch.dtype]:
+    """Write tensors as they arrive; the number of files is only known at the end.
+
+    Returns:
+        The dtype of each.
+    """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    dtypes: set[torch.dtype] = set()
+    dtypes: dict[str, torch.dtype] = {}
+    group = None
     pending_bytes = total_bytes = 0
 
     def flush() -> None:
@@ -301,19 +350,22 @@ def _write_stream(
     for name, tensor in tensors:
         # Copy: the source may reuse its memory for the next tensor.
         tensor = tensor.detach().to("cpu", copy=True).contiguous()
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+        # The experts of a layer come one after another, and are in one file if they are stacked.
+        before, group = group, experts_of(name)
+        is_whole = group is None or group != before
+        if pending and is_whole and pending_bytes + tensor.nbytes > max_shard_bytes:
             flush()
             pending_bytes = 0
         pending[name] = tensor
         pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
-        dtypes.add(tensor.dtype)
+        dtypes[name] = tensor.dtype
     flush()
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _shard_name(number, len(shards))
         (folder / f"{number}.part").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys((slice_of(name).stack for name in names), file)
     if len(shards) > 1:
         _write_index(folder, weight_map, total_bytes)
     return dtypes

@@ -27,23 +27,24 @@ def carry(
     groups: Rollouts,
     *,
     max_tokens_per_microbatch: int,
-    policy_version: int,
     ranks: DataParallelRanks,
     channel: Channel,
 ) -> Rollouts:
     """Store old log-probs of the tokens that this step has sampled.
 
+    Not of a response that ranks that only generate have begun: its first tokens have none, and
+    their weights no longer exist. It stays without, as there.
+
     Args:
         policy: at the weights that sampled those tokens; unchanged.
         groups: open groups.
         max_tokens_per_microbatch: token budget of a micro-batch.
-        policy_version: version of these weights.
         ranks: data-parallel rank of every rank.
         channel: channel of all ranks.
 
     Returns:
-        The groups, with old log-probs for all tokens, on the same ranks as before. Responses
-        without a new token are unchanged.
+        The groups, all tokens carried and, but for those responses, with old log-probs; on the
+        same ranks as before.
 
     Collectives: those of `learn.score.score`, if any token is new, and before and after it at most
     one message between any two ranks.
@@ -52,9 +53,10 @@ def carry(
         DivergenceError: a log-prob is not finite.
     """
     table = groups.table
-    is_new = table["num_response_tokens"] > table["num_carried_tokens"]
+    num_tokens, num_scored = table["num_response_tokens"], table["num_scored_tokens"]
+    is_new = (num_tokens > num_scored) & (num_scored == table["num_carried_tokens"])
     if not is_new.any():
-        return groups
+        return groups.carried()
     # Score the responses with new tokens, each data-parallel rank its share.
     new = np.flatnonzero(is_new)
     packing = plan_scoring(
@@ -77,13 +79,8 @@ def carry(
         i: _extend(groups, i, log_probs[i]) if i in log_probs else before
         for i, before in groups.carried_log_probs.items()
     }
-    begun = (table["num_carried_tokens"] == 0) & (table["num_response_tokens"] > 0)
-    changed = groups.changed(
-        num_carried_tokens=table["num_response_tokens"],
-        num_carried_sampled=table["num_sampled_tokens"],
-        oldest_version=np.where(begun, policy_version, table["oldest_version"]),
-    )
-    return changed.with_tokens({**groups.tokens, "carried_log_probs": carried})
+    changed = groups.carried().changed(num_scored_tokens=np.where(is_new, num_tokens, num_scored))
+    return changed.with_tokens({**changed.tokens, "carried_log_probs": carried})
 
 
 def _to_holders(

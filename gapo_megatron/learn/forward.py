@@ -19,10 +19,10 @@ from torch import Tensor
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron import main_grad, received
 from gapo_megatron.device.flags import Flags
-from gapo_megatron.logprob import RowPlan, token_log_probs
+from gapo_megatron.logprob import RowPlan, Sequences, token_log_probs
 from gapo_megatron.policy.context import join_rows
 from gapo_megatron.policy.parallel import schedule_groups
-from gapo_megatron.policy.pipeline import PlannedCommunicator, ZeroGradient
+from gapo_megatron.policy.pipeline import PlannedCommunicator, WithGradients
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Microbatch
@@ -45,6 +45,8 @@ class Scored:
     rows: Tensor | None
     """[R_local] int64, the rows of R that this rank computes; None: all."""
     row_plan: RowPlan
+    sequences: Sequences
+    """The rows of each sequence, for the loss's sums over them."""
 
 
 Head = Callable[[Scored], tuple[Tensor, Any]]
@@ -110,7 +112,12 @@ def run_pass(
             log_probs, entropy = _join(policy, values, microbatch)
             if index >= num_given:
                 return without_backward(policy, log_probs.sum()), _NO_TOKENS, None
-            loss, report = head(Scored(index, log_probs, entropy, flags, microbatch.rows, row_plan))
+            sequences = Sequences(
+                microbatch.sequence_ids, microbatch.row_offsets, implementation=policy.head
+            )
+            loss, report = head(
+                Scored(index, log_probs, entropy, flags, microbatch.rows, row_plan, sequences)
+            )
             # With three values Megatron-core neither averages nor divides the loss.
             return loss, _NO_TOKENS, report
 
@@ -138,7 +145,7 @@ def without_backward(policy: Policy, loss: Tensor) -> Tensor:
     """`loss` detached from the model; the previous stage still receives a gradient of zeros."""
     if policy.groups.pp_size == 1:
         return loss.detach()
-    return ZeroGradient.apply(loss.detach(), received(policy.stages[-1]))
+    return WithGradients.apply(loss.detach(), [None], received(policy.stages[-1]))
 
 
 def _plan_rows(microbatch: Microbatch, flags: Flags) -> RowPlan:

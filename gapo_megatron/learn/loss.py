@@ -62,18 +62,17 @@ class MinibatchLoss:
         """
         given, log_probs = self.microbatches[scored.index], scored.log_probs
         at_begin = self._log_probs_at_begin(scored.index, log_probs)
-        sums = {} if at_begin is None else self._engine_sums(at_begin, given)
+        sums = {} if at_begin is None else self._engine_sums(at_begin, scored)
         old = self.find_old_log_probs(scored.index, log_probs)
-        log_probs, advantages, weight_sums = self._weigh(log_probs, old, given)
+        log_probs, advantages, weight_sums = self._weigh(log_probs, old, scored)
         sums |= weight_sums
         result = self._policy_loss(replace(scored, log_probs=log_probs), old, advantages)
         sums |= diagnostics.per_correct_sums(
             result,
-            sequence_ids=given.sequence_ids,
+            sequence_ids=scored.sequences,
             advantages=given.advantages,
             num_correct=given.num_correct,
             group_size=self.rollouts_per_prompt,
-            num_response_tokens=given.num_sampled_tokens,
             is_carried=given.is_carried,
         )
         sums["loss"] = result.loss.detach()
@@ -118,8 +117,9 @@ class MinibatchLoss:
             old = torch.where(given.is_carried_row, given.carried_log_probs, old)
         return old
 
-    def _engine_sums(self, at_begin: torch.Tensor, given: Microbatch) -> Sums:
+    def _engine_sums(self, at_begin: torch.Tensor, scored: Scored) -> Sums:
         """Differences between the engine's log-probs and the trainer's at the start of the step."""
+        given = self.microbatches[scored.index]
         sums = _mismatch(at_begin, given.rollout_log_probs)
         if self._is_around_engine:
             sums["mismatch_tokens"] = given.advantages.new_full((), len(at_begin))
@@ -127,7 +127,7 @@ class MinibatchLoss:
             shares = clipped_share(
                 at_begin,
                 given.rollout_log_probs,
-                sequence_ids=given.sequence_ids,
+                sequence_ids=scored.sequences,
                 advantages=given.advantages,
                 num_correct=given.num_correct,
                 group_size=given.group_size,
@@ -138,9 +138,10 @@ class MinibatchLoss:
         return sums
 
     def _weigh(
-        self, log_probs: torch.Tensor, old: torch.Tensor, given: Microbatch
+        self, log_probs: torch.Tensor, old: torch.Tensor, scored: Scored
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         """Log-probs and advantages that carry the importance weights, and the weights' sums."""
+        given = self.microbatches[scored.index]
         largest = self.objective.importance_weight_max
         if largest is None:
             return log_probs, given.advantages, {}
@@ -154,7 +155,7 @@ class MinibatchLoss:
         weights = importance_weights(
             old,
             given.rollout_log_probs,
-            sequence_ids=given.sequence_ids,
+            sequence_ids=scored.sequences,
             num_sequences=len(given.advantages),
             largest=largest,
         )
@@ -170,7 +171,7 @@ class MinibatchLoss:
         return policy_loss(
             scored.log_probs,
             old,
-            sequence_ids=given.sequence_ids,
+            sequence_ids=scored.sequences,
             advantages=advantages,
             num_correct=given.num_correct,
             group_size=given.group_size,

@@ -11,7 +11,8 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 from gapo_megatron.config import MetricsConfig, ObjectiveConfig, RolloutConfig
 from gapo_megatron.config.methods import Method
 from gapo_megatron.learn.loss import may_differ
+from gapo_megatron.learn.routes import StepRoutes
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
 from gapo_megatron.objective.families import find_family
@@ -39,6 +41,9 @@ _REMEDIES = {
     "fp32": "model.precision is fp32 already",
 }
 
+_ROUTES = -1
+"""Number under which `StepRoutes` has the routes of these sequences."""
+
 _SUMS = ("count", "x", "y", "xx", "yy", "xy", "errors", "engine_count", "engine")
 
 
@@ -56,12 +61,14 @@ class Scores:
     """At the same weights, without the run's rounding."""
 
     @classmethod
-    def of(cls, policy: Policy, batch: Batch) -> Self:
+    def of(cls, policy: Policy, batch: Batch, routes: StepRoutes | None = None) -> Self:
         """Score the sequences that the plan chooses (`Plan.rounding`).
 
         Args:
             policy: unchanged; the memory of its gradients is released.
             batch: planned; the same on every rank except for the tokens.
+            routes: the step's routes. The first call's, in the run's precision, are recorded, and
+                followed by all passes afterwards, as by the step's updates. None: no experts.
 
         Collectives: those of `learn.score.score`, twice.
 
@@ -71,9 +78,10 @@ class Scores:
         assert batch.plan is not None
         packing = batch.plan.rounding[policy.groups.dp_rank]
         policy.make_room()
-        in_run = score(policy, batch, packing)
+        mark: Any = list if routes is None else partial(routes.tracing, _ROUTES)
+        in_run = score(policy, batch, packing, mark=mark)
         with exact_arithmetic(policy):
-            return cls(in_run, score(policy, batch, packing))
+            return cls(in_run, score(policy, batch, packing, mark=mark))
 
 
 def is_due(
@@ -104,6 +112,7 @@ def measure(
     before: Scores,
     objective: ObjectiveConfig,
     rollout: RolloutConfig,
+    routes: StepRoutes | None = None,
 ) -> dict[str, float]:
     """Compare a step's ratios with the ratios without rounding; warn if they differ.
 
@@ -113,16 +122,19 @@ def measure(
         before: result of `Scores.of` before the updates.
         objective: section `objective`.
         rollout: section `rollout`.
+        routes: as passed to `Scores.of`.
 
     Returns:
-        `numerics/*` (docs/metrics.md), the same bits on every rank; empty without sequences.
+        `numerics/*` and `experts/ratio_by_routes` (docs/metrics.md), the same bits on every rank;
+        empty without sequences.
 
-    Collectives: those of `Scores.of`; one all-gather over all ranks.
+    Collectives: those of `Scores.of`; one all-gather over all ranks. With experts, those of
+    `learn.score.score`, and another all-gather.
 
     Raises:
         DivergenceError: a log-prob is not finite.
     """
-    after = Scores.of(policy, batch)
+    after = Scores.of(policy, batch, routes)
     method, group_size = objective.resolve(), batch.rollouts_per_prompt
     if objective.old_log_probs == "rollout":  # compare with the engine's log-probs
         engine = {i: _of_engine(batch, i) for i in before.in_run}
@@ -136,6 +148,8 @@ def measure(
     if not named["count"]:
         return {}
     metrics = _summarize(named, method)
+    if routes is not None and routes.has(_ROUTES):
+        metrics["experts/ratio_by_routes"] = _moved_by_routes(policy, batch, after, method, routes)
     if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
         metrics |= _changed_decisions(decided, changed)
     # Otherwise the engine's log-probs are not those of the policy at the start of the step.
@@ -149,15 +163,7 @@ def measure(
 
 def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, length: int) -> Tensor:
     """[length] float64: `_SUMS` over ratios, then by c clip decisions and changed decisions."""
-    indices = [*after.in_run]
-    index = torch.tensor(indices)
-    counts = torch.tensor([len(after.in_run[i]) for i in indices])
-    facts = {
-        "sequence_ids": torch.arange(len(index)).repeat_interleave(counts),
-        "advantages": batch.advantages[index],
-        "num_correct": batch.num_correct[index],
-        "group_size": batch.group_size[index],
-    }
+    indices, facts = [*after.in_run], _facts(batch, after.in_run)
 
     def joined(scores: dict[int, Tensor]) -> Tensor:
         return torch.cat([scores[i] for i in indices])
@@ -167,7 +173,7 @@ def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, len
     products = [exact, seen, exact**2, seen**2, exact * seen, (seen - exact) ** 2]
     engine = torch.stack([(_of_engine(batch, i) - before.exact[i]).mean() for i in indices])
     sums = [len(exact), *map(_total, products), len(engine), _total(engine**2)]
-    per_token = len(seen) > len(index)
+    per_token = len(seen) > len(indices)
     c = facts["num_correct"][facts["sequence_ids"]] if per_token else facts["num_correct"]
     advantages = facts["advantages"]
     has_signal = (advantages[facts["sequence_ids"]] if per_token else advantages) != 0
@@ -177,6 +183,34 @@ def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, len
         for mask in (has_signal, has_signal & (is_clipped != would_be))
     ]
     return torch.tensor([*sums, *by_c[0], *by_c[1]], dtype=torch.float64)
+
+
+def _facts(batch: Batch, scores: dict[int, Tensor]) -> dict[str, Tensor]:
+    """What `decide` needs of scored sequences, in their order."""
+    index = torch.tensor([*scores])
+    counts = torch.tensor([len(values) for values in scores.values()])
+    return {
+        "sequence_ids": torch.arange(len(index)).repeat_interleave(counts),
+        "advantages": batch.advantages[index],
+        "num_correct": batch.num_correct[index],
+        "group_size": batch.group_size[index],
+    }
+
+
+def _moved_by_routes(
+    policy: Policy, batch: Batch, after: Scores, method: Method, routes: StepRoutes
+) -> float:
+    """Root mean square of the log-ratio of free routes to replayed ones, at the same weights."""
+    assert batch.plan is not None
+    packing = batch.plan.rounding[policy.groups.dp_rank]
+    other = score(policy, batch, packing, mark=partial(routes.other_way, _ROUTES))
+    local = torch.zeros(2, dtype=torch.float64)
+    if other and policy.groups.is_first_copy:
+        joined = [torch.cat([one[i] for i in other]) for one in (after.in_run, other)]
+        moved, _ = decide(*joined, **_facts(batch, other), method=method)
+        local = torch.tensor([len(moved), _total(moved**2)], dtype=torch.float64)
+    count, total = _sum_over_ranks(local.to(policy.device)).tolist()
+    return math.sqrt(total / count)
 
 
 def _of_engine(batch: Batch, i: int) -> Tensor:
@@ -236,7 +270,7 @@ def _may_clip(batch: Batch, objective: ObjectiveConfig) -> bool:
     """Whether the method clips ratios that may differ from 1."""
     assert batch.plan is not None
     method = objective.resolve()
-    has_moved = len(batch.plan.minibatches) > 1 or batch.has_carried
+    has_moved = len(batch.plan.minibatches) > 1 or batch.has_scored
     stops = find_family(method).clip_stops_gradient or method.off_policy_mask is not None
     return stops and may_differ(objective, has_moved=has_moved)
 

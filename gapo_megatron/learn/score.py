@@ -7,7 +7,7 @@ micro-batches that the caller has packed and uses again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ def score(
     microbatches: Sequence[Sequence[int]],
     *,
     temperature: float | None = None,
+    mark: Callable[[list[Microbatch]], list[Microbatch]] = list,
 ) -> dict[int, Tensor]:
     """Log-probs of the sampled response tokens of `rollouts`, packed as in `microbatches`.
 
@@ -36,6 +37,7 @@ def score(
         microbatches: this data-parallel rank's rows of `rollouts`; equally many micro-batches on
             every rank, `()` for an empty micro-batch.
         temperature: sampling temperature; None: `rollout.temperature`.
+        mark: sets what chooses the experts of the packed micro-batches (`learn.routes`).
 
     Returns:
         Row of `rollouts` -> [num sampled tokens] float32 on the CPU, in the order of
@@ -49,7 +51,7 @@ def score(
     """
     if not microbatches:
         return {}
-    packed = [policy.pack(rollouts, indices) for indices in microbatches]
+    packed = mark([policy.pack(rollouts, indices) for indices in microbatches])
     values = log_probs(policy, packed, temperature=temperature)
     return unpack(rollouts, microbatches, values)
 

@@ -17,8 +17,10 @@ from gapo_megatron.config import ObjectiveConfig, RolloutConfig
 from gapo_megatron.learn import metrics, rounding
 from gapo_megatron.learn.bounds import find_widths
 from gapo_megatron.learn.loss import LogProbs, MinibatchLoss, may_differ, may_lose_gradients
+from gapo_megatron.learn.routes import StepRoutes
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Batch
 from gapo_megatron.types import Microbatch
@@ -63,7 +65,7 @@ def learn(
     *,
     progress: Progress | None = None,
     measures_rounding: bool = False,
-    must_stop: Callable[[], bool] = lambda: False,
+    must_stop: Callable[..., bool] = lambda num_updates=1: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of the batch's plan.
 
@@ -78,7 +80,10 @@ def learn(
         progress: progress of an earlier call that had to stop; resumed with the same bits.
             Updated in place.
         measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
-        must_stop: called before every mini-batch, on every rank; must return the same on all.
+        must_stop: called before every mini-batch, on every rank, with the number of updates until
+            the next call; must return the same on all. A step of a model with experts is not
+            interrupted between its updates: no checkpoint has its routes, which are a hundred times
+            as large as the old log-probs.
 
     Returns:
         Metrics of the step (`metrics.summarize`), the same bits on every rank; None if it had to
@@ -87,29 +92,32 @@ def learn(
     Collectives: if rounding is measured, first those of `rounding.Scores.of`, and last those of
     `rounding.measure`. Per mini-batch those of `score.log_probs` (all mini-batches first), then
     those of `update.update`, and before them, with `Method.bounds`, those of
-    `bounds.find_widths`; at the end one all-gather of metrics over all ranks.
+    `bounds.find_widths`; at the end one all-gather of metrics over all ranks, and those of
+    `StepRoutes.summarize`.
 
     Raises:
         DivergenceError: a loss or gradient is not finite; the weights are those before that update.
     """
     progress, plan = progress or Progress(), batch.plan
     assert plan is not None, "the batch is not planned"
-    if must_stop():
+    has_experts = geometry_of(policy.hf_config).num_experts > 0
+    if must_stop(len(plan.minibatches) - progress.num_updates if has_experts else 1):
         return None
+    routes = StepRoutes(policy, replays=objective.replays_routes)
     # Scored before and after the updates in the same way, to measure rounding of the ratios.
     if measures_rounding and not progress.old_log_probs:
         with stopwatch("rounding"):
-            progress.scores = rounding.Scores.of(policy, batch)
+            progress.scores = rounding.Scores.of(policy, batch, routes)
     with stopwatch("old_log_probs"):
         packed = [
             [policy.pack(batch, indices) for indices in one.microbatches[policy.groups.dp_rank]]
             for one in plan.minibatches
         ]
-        reference = _score(policy, packed, objective, progress)
+        reference = _score(policy, packed, objective, progress, routes)
     lengths, group_size = batch.num_fed_tokens.numpy(), batch.rollouts_per_prompt
     has_bounds = objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
-        if i and must_stop():
+        if i and not has_experts and must_stop():
             return None
         with stopwatch("update"):
             old = progress.old_log_probs[i]
@@ -122,25 +130,33 @@ def learn(
                 objective=objective,
                 rollouts_per_prompt=group_size,
                 max_response_tokens=rollout.max_response_tokens,
-                measures_staleness=rollout.max_staleness > 0,
+                measures_staleness=rollout.max_staleness > 0 or _is_stale(batch),
             )
-            has_moved = bool(old) or batch.has_carried
+            has_moved = bool(old) or batch.has_scored
             if has_bounds and may_differ(objective, has_moved=has_moved):
-                loss = replace(loss, widths=find_widths(policy, packed[i], loss))
+                marked = routes.following(i, packed[i], counts=False)
+                loss = replace(loss, widths=find_widths(policy, marked, loss))
             result = update(
                 policy,
-                packed[i],
+                routes.following(i, packed[i]),
                 loss,
                 skip_inactive=may_lose_gradients(objective, has_moved=has_moved),
                 with_entropy=objective.entropy_coef > 0,
             )
             # The loss is computed on the last pipeline stage only.
             progress.add(result, packed[i] if policy.groups.is_last_stage else [], lengths)
-    summary = _summarize(policy, batch, progress, objective)
+        routes.forget(i)
+    summary = _summarize(policy, batch, progress, objective) | routes.summarize()
     if progress.scores is not None:
         with stopwatch("rounding"):
-            summary |= rounding.measure(policy, batch, progress.scores, objective, rollout)
+            summary |= rounding.measure(policy, batch, progress.scores, objective, rollout, routes)
     return summary
+
+
+def _is_stale(batch: Batch) -> bool:
+    """Whether older weights sampled tokens whose log-probs the trainer has not kept."""
+    table = batch.table
+    return bool((table["num_carried_tokens"] > table["num_scored_tokens"]).any())
 
 
 def _score(
@@ -148,20 +164,25 @@ def _score(
     packed: Sequence[Sequence[Microbatch]],
     objective: ObjectiveConfig,
     progress: Progress,
+    routes: StepRoutes,
 ) -> list[LogProbs]:
     """Compute old log-probs into `progress`; returns the reference's log-probs, for a KL term.
 
     The old log-probs of mini-batch 1 are those of its own forward pass, detached: its weights are
     still the same. The others come from a pass at these weights, packed exactly as in their update,
-    so that a ratio differs from 1 only if the weights differ. Tokens sampled by earlier steps keep
+    so that a ratio differs from 1 only if the weights differ; it records the routes that the update
+    replays. Tokens sampled by earlier steps keep
     their log-probs at the weights that sampled them (`Batch.carried_log_probs`), in every
-    mini-batch. With `objective.old_log_probs` = "rollout" there is no pass: the batch has the
-    engine's log-probs.
+    mini-batch; not if other ranks generate, where nobody has scored them then. With
+    `objective.old_log_probs` = "rollout" there is no pass: the batch has the engine's log-probs.
     """
     score_one = partial(log_probs, policy, with_entropy=objective.entropy_coef > 0)
     if not progress.old_log_probs:
         needs_pass = objective.old_log_probs == "trainer"
-        others = [score_one(one) if needs_pass else [] for one in packed[1:]]
+        others = [
+            score_one(routes.recording(i, one)) if needs_pass else []
+            for i, one in enumerate(packed[1:], start=1)
+        ]
         progress.old_log_probs = [[], *others]
     if objective.kl_coef == 0:
         return [[]] * len(packed)

@@ -19,7 +19,7 @@ from gapo_megatron.device.transfer import to_host
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.learn.forward import Scored, run_pass, without_backward
 from gapo_megatron.policy import optimizer as optim
-from gapo_megatron.policy.pipeline import ZeroGradient
+from gapo_megatron.policy.pipeline import WithGradients
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.types import Microbatch
 
@@ -64,8 +64,9 @@ def update(
         microbatches: this data-parallel rank's micro-batches, equally many on every rank. Padding
             only (R = 0) is allowed.
         loss: called on the last pipeline stage for each micro-batch of each pass; must have no
-            side effects. Returns the scalar loss, divided by global denominators, and outputs to
-            report, all on the policy's device. Reports values that are not finite in
+            side effects, and depend on the model only through `scored.log_probs` and
+            `scored.entropy`. Returns the scalar loss, divided by global denominators, and outputs
+            to report, all on the policy's device. Reports values that are not finite in
             `Scored.flags`.
         learning_rate: replaces the configured schedule.
         skip_inactive: skip work that cannot change the weights (`_cut_backward`); worthwhile if
@@ -162,35 +163,40 @@ def _cut_backward(
         The loss from which the backward pass starts, and the number of rows with a gradient
         (float64 scalar on the device).
     """
-    is_active = _active_rows(loss, scored)
-    has_gradient = is_active is not None
-    if is_active is None:
+    inputs, gradients = _differentiate(loss, scored)
+    # NaN != 0: it reaches the gradient and is reported there.
+    active = [gradient != 0 for gradient in gradients]
+    if active:
+        is_active = functools.reduce(torch.logical_or, active)
+    else:
         is_active = torch.zeros_like(scored.log_probs, dtype=torch.bool)
     # Upper bound that the host knows without reading the device.
-    num_active = len(is_active) if has_gradient else 0
+    num_active = len(is_active) if gradients else 0
     if skip_inactive:
         num_active = _read_active(policy, is_active, scored)
     if not _has_backward(policy, num_active, read=skip_inactive):
         loss = without_backward(policy, loss)
-    elif not has_gradient:
+    elif not gradients:
         # A zero backward pass, so that expert-parallel peers do not hang.
-        loss = ZeroGradient.apply(loss.detach(), scored.log_probs)
+        loss = WithGradients.apply(loss.detach(), [None], scored.log_probs)
+    else:
+        loss = WithGradients.apply(loss.detach(), gradients, *inputs)
     return loss, is_active.sum().double()
 
 
-def _active_rows(loss: Tensor, scored: Scored) -> Tensor | None:
-    """[R] bool: rows of the whole micro-batch whose log-prob or entropy has a gradient.
+def _differentiate(loss: Tensor, scored: Scored) -> tuple[list[Tensor], list[Tensor]]:
+    """The log-probs and entropy [R] that the loss depends on, and its gradients at them.
 
-    None: the loss depends on no row. The same on every tensor and context parallel rank, which must
-    run or skip the backward pass together.
+    Computed once, before the backward pass, which starts from them. Empty: the loss depends on no
+    row. The same on every tensor and context parallel rank, which must run or skip the backward
+    pass together.
     """
     if not loss.requires_grad:
-        return None
+        return [], []
     inputs = [scored.log_probs] if scored.entropy is None else [scored.log_probs, scored.entropy]
-    gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-    # NaN != 0: it reaches the gradient and is reported there.
-    active = [gradient != 0 for gradient in gradients if gradient is not None]
-    return functools.reduce(torch.logical_or, active) if active else None
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    found = [(x, g) for x, g in zip(inputs, gradients, strict=True) if g is not None]
+    return [x for x, _ in found], [g for _, g in found]
 
 
 def _read_active(policy: Policy, is_active: Tensor, scored: Scored) -> int:

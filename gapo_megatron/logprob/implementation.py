@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.logprob.self_check import find_fault
+from gapo_megatron.logprob.self_check import find_fault, find_reduction_fault
 
 Name = Literal["auto", "torch", "triton"]
 Resolved = Literal["torch", "triton"]
@@ -108,7 +108,7 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
     except ImportError as error:
         return f"they do not load: {error}"
     try:
-        return find_fault(code, device, dtype)
+        return find_fault(code, device, dtype) or find_reduction_fault("triton", device)
     except _OF_THE_DEVICE:
         raise
     except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:

@@ -21,8 +21,8 @@ class RowPlan:
         flags: receives a flag for results that are not finite; the caller reads it.
         row_edges: number of rows before the positions of each tensor-parallel rank, and R at the
             end; (0, R) without sequence parallelism. Increasing.
-        num_active: number of rows with a gradient between two edges, set before the backward pass.
-            None: the backward pass computes all rows.
+        num_active: exact number of rows with a gradient between two edges, set before the backward
+            pass. None: the backward pass computes all rows.
         sequence_of: maps a row to its sequence in the batch, for messages; may synchronise.
     """
 
@@ -54,6 +54,5 @@ def active_rows(
     if row_plan is None or row_plan.num_active is None:
         return is_active.nonzero()[:, 0], None
     edges = [0, *itertools.accumulate(row_plan.num_active)]
-    # Like `nonzero`, but without synchronising for its length.
-    in_order = torch.argsort((~is_active).to(torch.uint8), stable=True)
-    return in_order[: edges[-1]], edges
+    # Without synchronising for its length.
+    return torch.nonzero_static(is_active, size=edges[-1])[:, 0], edges

@@ -5,25 +5,38 @@ Takes milliseconds once Triton has compiled the kernels. Training runs the same 
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from gapo_megatron.logprob.sequences import Sequences
 from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
 
-NUM_ROWS, NUM_COLUMNS, HIDDEN_SIZE = 384, 1200, 192
-"""Several blocks of rows, partial last tiles, several steps through H. All are multiples of 16, as
+NUM_ROWS, NUM_COLUMNS, HIDDEN_SIZE = 384, 4144, 192
+"""Several blocks of rows, partial last tiles, several steps through H; 17 tiles of 256 columns, so
+that a program of the forward kernel goes through two or three of them. All are multiples of 16, as
 in models: for other numbers Triton compiles different code."""
-INVERSE_TEMPERATURE = 1.25
+INVERSE_TEMPERATURES = (1.0, 1.25)
+"""Kernels may leave out the factor 1."""
 EXACT = 1e-4
 """Largest absolute error of log-probs and entropies, and of gradients before rounding. float32 sums
 and a GPU's exponential are within 2e-5; logits in 16 bits or factors in TF32 are off by more than
 1e-3."""
 
+SEQUENCE_LENGTHS = (700, 0, 1, 2500, 3)
+"""Rows of sequences: none, one, part of a block, several blocks."""
+EXACT_SUM = 1e-11
+"""Largest absolute error of a sum of `SEQUENCE_LENGTHS` numbers of order one: float64 sums are
+within 1e-12, and float32 sums off by 1e-6."""
+
 
 def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Run `softmax_stats` and `grad_logits` of an implementation, with and without entropy.
+
+    At temperature 1 and at another; tiles of logits with labels, without any, and partial ones.
 
     Args:
         code: the implementation, a module like `tiles`.
@@ -33,8 +46,9 @@ def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
     Returns:
         A description of the first fault; "" if there is none.
     """
-    for with_entropy in (False, True):
-        found, expected = _found(code, device, dtype, with_entropy), _expected(device, dtype)
+    for inverse_temperature, with_entropy in itertools.product(INVERSE_TEMPERATURES, (False, True)):
+        found = _found(code, device, dtype, inverse_temperature, with_entropy)
+        expected = _expected(device, dtype, inverse_temperature)
         for name, (values, repeated) in found.items():
             if not torch.equal(values, repeated):
                 return f"{name} is not reproducible: its bits differ (entropy: {with_entropy})"
@@ -47,14 +61,70 @@ def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
+def find_reduction_fault(name: Literal["torch", "triton"], device: torch.device) -> str:
+    """Run the sums of `Sequences` and their gradient, beside those in torch on the CPU.
+
+    Args:
+        name: the implementation.
+        device: device to run on.
+
+    Returns:
+        A description of the first fault; "" if there is none.
+    """
+    counts = torch.tensor(SEQUENCE_LENGTHS)
+    ids = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    mixed = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    # Rows in order, as a micro-batch has them, and in any order, as the sums per c.
+    for sequences in (
+        replace(Sequences.of(ids, len(counts)), order=None),
+        Sequences.of(ids[mixed], len(counts)),
+    ):
+        expected = _reduced(sequences)
+        order = None if sequences.order is None else sequences.order.to(device)
+        there = Sequences(
+            sequences.ids.to(device), sequences.offsets.to(device), order, implementation=name
+        )
+        found, repeated = _reduced(there), _reduced(there)
+        for what, values in found.items():
+            if not torch.equal(values, repeated[what]):
+                return f"{what} is not reproducible: its bits differ"
+            error = (values.cpu() - expected[what]).abs()
+            if not (error <= EXACT_SUM).all():  # NaN fails, too
+                return f"{what} is off by {float(error.max()):.2g}"
+    return ""
+
+
+def _reduced(sequences: Sequences) -> dict[str, Tensor]:
+    """Each result for the same random numbers."""
+    device, generator = sequences.ids.device, torch.Generator().manual_seed(0)
+    values = torch.randn(2, len(sequences.ids), generator=generator).to(device)
+    log_probs = values[0].clone().requires_grad_()
+    log_ratio = sequences.log_ratio(log_probs, values[1])
+    upstream = torch.randn(len(log_ratio), generator=generator).double().to(device)
+    (gradient,) = torch.autograd.grad(log_ratio, log_probs, upstream)
+    return {
+        "log-ratio": log_ratio.detach(),
+        "gradient of a log-ratio": gradient.double(),
+        "sum per sequence": sequences.sum(values.T.double()),
+    }
+
+
 def _problem(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, labels, upstream gradients [2, R], some of them zero."""
+    """hidden, weight, labels, upstream gradients [2, R].
+
+    In the first half of the rows some gradients are zero, and labels are anywhere. In the second
+    half none is, and labels are among the first columns, so that there are tiles without a label;
+    but one is the last column, after tiles without any.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(NUM_ROWS, HIDDEN_SIZE, generator=generator)
     weight = torch.randn(NUM_COLUMNS, HIDDEN_SIZE, generator=generator) * HIDDEN_SIZE**-0.5
     labels = torch.randint(NUM_COLUMNS, (NUM_ROWS,), generator=generator)
+    half = NUM_ROWS // 2
+    labels[half:] %= NUM_COLUMNS // 4
+    labels[-1] = NUM_COLUMNS - 1
     upstream = torch.randn(2, NUM_ROWS, generator=generator)
-    upstream[:, ::3] = 0
+    upstream[:, :half:3] = 0
     return (
         hidden.to(device, dtype),
         weight.to(device, dtype),
@@ -64,7 +134,11 @@ def _problem(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def _found(
-    code: Any, device: torch.device, dtype: torch.dtype, with_entropy: bool
+    code: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    inverse_temperature: float,
+    with_entropy: bool,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Each result, twice."""
     hidden, weight, labels, upstream = _problem(device, dtype)
@@ -74,7 +148,7 @@ def _found(
             hidden,
             weight,
             labels,
-            inverse_temperature=INVERSE_TEMPERATURE,
+            inverse_temperature=inverse_temperature,
             with_entropy=with_entropy,
         )
         log_sum = stats[SUM_EXP].log()
@@ -85,7 +159,7 @@ def _found(
             hidden,
             weight,
             labels,
-            inverse_temperature=INVERSE_TEMPERATURE,
+            inverse_temperature=inverse_temperature,
             maximum=stats[MAXIMUM],
             inverse_sum=stats[SUM_EXP].reciprocal(),
             grad_log_probs=upstream[0],
@@ -99,17 +173,19 @@ def _found(
     return {name: (values, second[name]) for name, values in first.items()}
 
 
-def _expected(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _expected(
+    device: torch.device, dtype: torch.dtype, inverse_temperature: float
+) -> dict[str, Tensor]:
     """All results in float64."""
     hidden, weight, labels, upstream = _problem(device, dtype)
-    z = (hidden.double() @ weight.double().T) * INVERSE_TEMPERATURE
+    z = (hidden.double() @ weight.double().T) * inverse_temperature
     log_p = z.log_softmax(1)
     p = log_p.exp()
     entropy = -(p * log_p).sum(1)
     g, e = upstream.double()[:, :, None]
     is_label = torch.nn.functional.one_hot(labels, NUM_COLUMNS)
-    dz = INVERSE_TEMPERATURE * g * (is_label - p)
-    with_entropy = dz - INVERSE_TEMPERATURE * e * p * (log_p + entropy[:, None])
+    dz = inverse_temperature * g * (is_label - p)
+    with_entropy = dz - inverse_temperature * e * p * (log_p + entropy[:, None])
     log_prob = log_p.gather(1, labels[:, None])[:, 0]
     return {
         "log-prob": log_prob,

@@ -2,7 +2,7 @@
 
 The forward kernel sweeps a part of the vocabulary for one block of rows and keeps each row's
 statistics in registers. The backward kernel recomputes a tile of logits and writes its gradient.
-Both get their logits from `_logits_tile`, with the same tile shape, order of summation and no fused
+Both get their logits from `logits_tile`, with the same tile shape, order of summation and no fused
 rounding, so both see the same probabilities. A row's arithmetic does not depend on the number of
 rows: tiles and parts depend on vocabulary and architecture only.
 
@@ -22,6 +22,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from gapo_megatron.compat.triton import TensorDescriptor, is_interpreted
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, merge_stats
+from gapo_megatron.logprob.triton_tile import (
+    finite,
+    label_columns,
+    logits_tile,
+    next_label,
+    store_grad,
+)
 
 MAX_SPLITS = 8
 """Shares of the vocabulary in the forward pass: 132 processors then work at 16 blocks of rows and
@@ -208,41 +215,6 @@ def _descriptor(matrix: torch.Tensor, name: str, rows: int, columns: int) -> Ten
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
-@triton.jit
-def _logits_tile(
-    hidden: tl.tensor_descriptor,
-    weight: tl.tensor_descriptor,
-    row: tl.tensor,
-    column: tl.tensor,
-    num_columns: tl.tensor,
-    hidden_size: tl.tensor,
-    inverse_temperature: tl.tensor,
-) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] float32, never rounded; -inf in columns beyond the last one."""
-    BLOCK_M: tl.constexpr = hidden.block_shape[0]
-    BLOCK_N: tl.constexpr = weight.block_shape[0]
-    BLOCK_K: tl.constexpr = hidden.block_shape[1]
-    # Else z is defined once more, as zeros, for a loop that might not run, and ptxas serialises the
-    # matrix instructions (C7515; Triton 3.6).
-    tl.assume(hidden_size > 0)
-    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, hidden_size, BLOCK_K):
-        x = hidden.load([row, k])
-        w = weight.load([column, k])
-        z = tl.dot(x, w.T, z, input_precision="ieee")  # float32 factors are not cut to TF32
-    is_column = column + tl.arange(0, BLOCK_N)[None, :] < num_columns
-    return tl.where(is_column, z * inverse_temperature, float("-inf"))
-
-
-@triton.jit
-def _label(
-    columns: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor
-) -> tl.tensor:
-    """Label column of each row in 32 bits, -1 where it is none of these columns."""
-    label = tl.load(columns + rows, mask=rows < num_rows, other=-1)
-    return tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _stats_kernel(
     hidden: tl.tensor_descriptor,
@@ -263,16 +235,18 @@ def _stats_kernel(
     num_splits = tl.num_programs(0)
     row = tl.program_id(1) * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
-    label = _label(columns, rows, num_rows, num_columns)
+    label = label_columns(columns, rows, num_rows, num_columns)
 
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     sum_exp = tl.zeros((BLOCK_M,), dtype=tl.float32)
     target = tl.zeros((BLOCK_M,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
     num_tiles = tl.cdiv(num_columns, BLOCK_N)
-    for tile in range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits):
+    first_tile = split * num_tiles // num_splits
+    next_column = next_label(label, first_tile * BLOCK_N, num_columns)
+    for tile in range(first_tile, (split + 1) * num_tiles // num_splits):
         column = tile * BLOCK_N
-        z = _logits_tile(
+        z = logits_tile(
             hidden,
             weight,
             row,
@@ -281,8 +255,10 @@ def _stats_kernel(
             hidden_size,
             inverse_temperature,
         )
-        is_label = column + tl.arange(0, BLOCK_N)[None, :] == label[:, None]
-        target += tl.sum(tl.where(is_label, z, 0.0), axis=1)
+        if next_column < column + BLOCK_N:
+            is_label = column + tl.arange(0, BLOCK_N)[None, :] == label[:, None]
+            target += tl.sum(tl.where(is_label, z, 0.0), axis=1)
+            next_column = next_label(label, column + BLOCK_N, num_columns)
         new_m = tl.maximum(m, tl.max(z, axis=1))
         # Distances are from a finite number even while all logits are -inf; until then the sums
         # are 0, which any finite shift leaves at 0.
@@ -292,7 +268,7 @@ def _stats_kernel(
         distance = z - base[:, None]
         exp = tl.exp(distance)
         if WITH_ENTROPY:
-            product = tl.where(exp > 0, exp * distance, 0.0)  # not 0 * -inf
+            product = exp * finite(distance)
             weighted = scale * (weighted + shift * sum_exp) + tl.sum(product, axis=1)
         sum_exp = scale * sum_exp + tl.sum(exp, axis=1)
         m = new_m
@@ -334,12 +310,12 @@ def _grad_kernel(
     column = tl.program_id(1) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     inside = rows < num_rows
-    label = _label(columns, rows, num_rows, num_columns)
+    label = label_columns(columns, rows, num_rows, num_columns)
     m = tl.load(maximum + rows, mask=inside, other=0.0)
     r = tl.load(inverse_sum + rows, mask=inside, other=1.0)
     g = tl.load(grad_log_probs + rows, mask=inside, other=0.0)
 
-    z = _logits_tile(
+    z = logits_tile(
         hidden,
         weight,
         row,
@@ -355,46 +331,29 @@ def _grad_kernel(
         h = tl.load(entropy + rows, mask=inside, other=0.0)
         e = tl.load(grad_entropy + rows, mask=inside, other=0.0)
         is_active = is_active | (e != 0)
+    # A row without a gradient, or a label in this tile.
+    is_special = tl.min(is_active.to(tl.int32), axis=0) == 0
+    is_special = is_special | (next_label(label, column, num_columns) < column + BLOCK_N)
     # Half of the columns, then the other: all of them at once need more registers than there are.
     HALF: tl.constexpr = dz.block_shape[1]
     left, right = z.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-    lost_by_row = _store_grad(
-        left, dz, row, column, label, m, r, g, h, e, is_active, inverse_temperature
+    lost_by_row = store_grad(
+        left, dz, row, column, label, m, r, g, h, e, is_active, is_special, inverse_temperature
     )
-    lost_by_row += _store_grad(
-        right, dz, row, column + HALF, label, m, r, g, h, e, is_active, inverse_temperature
+    lost_by_row += store_grad(
+        right,
+        dz,
+        row,
+        column + HALF,
+        label,
+        m,
+        r,
+        g,
+        h,
+        e,
+        is_active,
+        is_special,
+        inverse_temperature,
     )
     if lost is not None:
         tl.store(lost + tl.program_id(1) * num_rows + rows, lost_by_row, mask=inside)
-
-
-@triton.jit
-def _store_grad(
-    z: tl.tensor,
-    dz: tl.tensor_descriptor,
-    row: tl.tensor,
-    column: tl.tensor,
-    label: tl.tensor,
-    m: tl.tensor,
-    r: tl.tensor,
-    g: tl.tensor,
-    h: tl.tensor,
-    e: tl.tensor,
-    is_active: tl.tensor,
-    inverse_temperature: tl.tensor,
-) -> tl.tensor:
-    """Write the gradient of these logits; returns what rounding took from each row's sum."""
-    distance = z - m[:, None]
-    p = tl.exp(distance) * r[:, None]
-    if e is None:
-        taken = g[:, None] * p
-    else:
-        # log p = distance + log r, and 0, not 0 * -inf, where p is 0
-        factor = (g + e * (h + tl.log(r)))[:, None] + e[:, None] * distance
-        taken = tl.where(p > 0, factor * p, 0.0)
-    is_label = column + tl.arange(0, z.shape[1])[None, :] == label[:, None]
-    grad = inverse_temperature * (tl.where(is_label, g[:, None], 0.0) - taken)
-    grad = tl.where(is_active[:, None], grad, 0.0)
-    rounded = grad.to(dz.dtype)
-    dz.store([row, column], rounded)
-    return tl.sum(grad - rounded.to(tl.float32), axis=1)

@@ -1,6 +1,6 @@
 """Model architectures, one file each: names, shapes, sizes, refusals. No torch.
 
-`qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `llama.py` and `mistral.py` each make one `Architecture`;
+`qwen2.py`, `llama.py` and the other files that `tables` imports each make one `Architecture`;
 nothing outside this folder depends on a `model_type`.
 """
 

@@ -1,6 +1,6 @@
 """Interface of a model architecture: everything that this package needs to know about one.
 
-Each of the five has its own file; `tables.ARCHITECTURES` lists them by config.json's `model_type`.
+Each has its own file; `tables.ARCHITECTURES` lists them by config.json's `model_type`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from gapo_megatron.models import parts
 from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import Rule
 
 FieldRule = tuple[str, Callable[[Any], bool]]
@@ -30,8 +31,8 @@ class Architecture:
     does not fit. Conversion rules, TransformerConfig, the checks of parallel sizes, and the
     planner's memory and FLOPs all follow from the geometry, so that they cannot contradict each
     other. A feature that `Geometry` cannot express goes into `parts.py`, and into `policy/model.py`
-    if it needs other layers than Megatron-core's. Rotary positions are read by `rope.read_rope` for
-    every architecture.
+    if it needs other layers than Megatron-core's. Rotary positions are read by `tables.rope_of` for
+    every architecture; say which kinds this one has.
 
     Refuse what you do not support: a model that loads but computes something else is the worst
     outcome. `check` refuses what the rules do not cover, for conversion too; `check_computed`
@@ -58,9 +59,21 @@ class Architecture:
     nullable: tuple[str, ...] = ()
     """Fields that may be null although their default is not null."""
     refused_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields that config.json must not have -> reason."""
+    """Fields that config.json must not have, unless false -> reason."""
+    quantizations: tuple[str, ...] = ()
+    """Values of quant_method in quantization_config whose weights are read (`hf.stacks`)."""
     complete: Callable[[dict[str, Any]], None] = _nothing
     """Set, in place, the values that transformers derives from others."""
+
+    # Rotary positions (`rope`).
+    rope_kinds: tuple[str, ...] = ("default", "llama3")
+    """Values of rope_type that transformers and vLLM compute for it."""
+    read_rope: Callable[..., Rope] = read_rope
+    """`rope.read_rope`, or a function like it for other fields."""
+    partial_rotary: bool = False
+    """Whether partial_rotary_factor may be below 1."""
+    rotates_in_float32: bool = False
+    """Whether transformers and vLLM rotate queries and keys in float32 in a 16-bit model, too."""
 
     # The model.
     geometry: Callable[[Any], Geometry] = Geometry.of
@@ -70,6 +83,14 @@ class Architecture:
     transformer_fields: Callable[[Any, Geometry], dict[str, Any]] = parts.transformer_fields
     """TransformerConfig fields of the computation, from `config` and its geometry; `policy.model`
     adds those of layout, precision and kernels. May import torch."""
+    megatron_layers: bool = True
+    """Whether Megatron-core's layers compute it. Otherwise ours do, on a GPU too: without
+    Transformer Engine, and so without fp8."""
+    left_out: str = ""
+    """Field of config.json with the number of layers behind the last that predict further tokens.
+    Their tensors in a model folder are left out; none: it has no such field."""
+    gives_hidden_states: bool = True
+    """Whether its class in vLLM gives an EAGLE-3 draft hidden states (`SupportsEagle3`)."""
 
     # Refusals.
     check: Callable[[Any], None] = _nothing
@@ -85,4 +106,4 @@ class Architecture:
         Folders or checkpoints that differ in one of them hold different models. Rotary settings are
         compared separately, because they have several spellings (`rope`).
         """
-        return (*parts.MODEL_FIELDS, *self.fields)
+        return (*parts.MODEL_FIELDS, *(name for name in self.fields if name != self.left_out))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapo_megatron.config import ModelConfig, ParallelConfig
+from gapo_megatron.config import ModelConfig, ObjectiveConfig, ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_fp8_shapes
-from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
+from gapo_megatron.models.parts import EXPERTS
+from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 
 
 def num_experts(hf_config: Any) -> int | None:
@@ -30,20 +30,23 @@ def check_shapes(
         hf_config: the model's Hugging Face config.
         parallel: the parallel sizes.
         model: also check its precision: fp8 needs certain matrix sizes and excludes some
-            recomputation. None: not fp8.
+            recomputation; windows exclude context parallelism in 16 bits. None: neither.
 
     Raises:
         ConfigError: names the field and its value, and for sizes both numbers.
     """
     # Sizes that are cut must be multiples of the parallel sizes.
     tp, ep = "tensor_model_parallel_size", "expert_model_parallel_size"
+    g = geometry_of(hf_config)
     cuts = [
-        ("num_attention_heads", tp),
-        ("num_key_value_heads", tp),
+        ("num_attention_heads", g.heads, tp),
+        ("num_key_value_heads", g.kv_heads, tp),
+        (EXPERTS[g.sigmoid_router], g.num_experts, ep),
+        ("intermediate_size", 0 if all(g.has_experts) else g.intermediate, tp),
+        ("moe_intermediate_size x n_shared_experts", g.shared_intermediate, tp),
     ]
-    cuts += [("num_experts", ep)] if num_experts(hf_config) else [("intermediate_size", tp)]
-    for field, where in cuts:
-        value, size = getattr(hf_config, field), getattr(parallel, where)
+    for field, value, where in cuts:
+        size = getattr(parallel, where)
         if value % size:
             raise ConfigError(
                 f"parallel.{where} ({size}) must divide the model's {field} ({value})"
@@ -51,7 +54,7 @@ def check_shapes(
     layers_of_stages(parallel, hf_config.num_hidden_layers)
     # Features that the model in Megatron-core does not have, or not in this layout.
     architecture_of(hf_config).check_computed(hf_config)
-    read_rope(hf_config.to_dict())
+    rope_of(hf_config.to_dict())
     if num_experts(hf_config):
         _check_experts(parallel)
     elif parallel.expert_model_parallel_size > 1:
@@ -60,8 +63,20 @@ def check_shapes(
             f"the model ({hf_config.model_type}) has no experts"
         )
     if model is not None:
+        _check_fp8_layers(hf_config, model)
         check_fp8_shapes(rules_for(hf_config), parallel, model)
         _check_recompute(hf_config, model)
+        _check_window(hf_config, parallel, model)
+
+
+def check_replay(hf_config: Any, objective: ObjectiveConfig) -> None:
+    """Raise ConfigError if `objective.routing_replay` is set for a dense model."""
+    if objective.routing_replay is not None and not num_experts(hf_config):
+        shown = "true" if objective.routing_replay else "false"
+        raise ConfigError(
+            f"objective.routing_replay ({shown}) does nothing: the model "
+            f"({hf_config.model_type}) has no experts"
+        )
 
 
 def _check_recompute(hf_config: Any, model: ModelConfig) -> None:
@@ -74,6 +89,25 @@ def _check_recompute(hf_config: Any, model: ModelConfig) -> None:
         raise ConfigError(
             f"model.recompute ({model.recompute!r}) of a model with experts does not support "
             f"model.fp8_recipe ({model.fp8_recipe!r}): use another recipe, or 'full' or 'none'"
+        )
+
+
+def _check_fp8_layers(hf_config: Any, model: ModelConfig) -> None:
+    if model.precision == "fp8" and not architecture_of(hf_config).megatron_layers:
+        raise ConfigError(
+            f"model.precision ('fp8') is not supported for {hf_config.model_type} models: their "
+            "layers are not Transformer Engine's"
+        )
+
+
+def _check_window(hf_config: Any, parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Refuse what Transformer Engine refuses: its ring of keys and values has no windows."""
+    window, size = geometry_of(hf_config).window, parallel.context_parallel_size
+    has_ring = model.precision != "fp32" and architecture_of(hf_config).megatron_layers
+    if window and size > 1 and has_ring:
+        raise ConfigError(
+            f"parallel.context_parallel_size ({size}) must be 1 at model.precision "
+            f"({model.precision!r}) for a model with a sliding_window ({window})"
         )
 
 

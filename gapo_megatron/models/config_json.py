@@ -15,14 +15,15 @@ from typing import Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
+from gapo_megatron.models import parts
 from gapo_megatron.models.architecture import Architecture, FieldRule
-from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import architecture_of, rules_for
+from gapo_megatron.models.rope import Rope
+from gapo_megatron.models.tables import architecture_of, rope_of, rules_for
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that a weight may have; narrower ones would need a scale."""
 
-_ATTENTIONS = ("full_attention", "sliding_attention")
+_ATTENTIONS = (parts.FULL, parts.WINDOWED)
 # Largest accepted sizes, several times those of published models: some tables have an entry for
 # every layer and expert.
 _SIZES = {
@@ -38,6 +39,7 @@ _SIZES = {
     "num_experts_per_tok": 2**11,
     "moe_intermediate_size": 2**20,
     "decoder_sparse_step": 2**10,
+    "sliding_window_pattern": 2**10,
 }
 _SWITCHES = (
     "tie_word_embeddings",
@@ -116,21 +118,21 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     stated = _stated(fields, rules, source)
     for name, value in stated.items():
         _check(name, value, rules[name], architecture=architecture, source=source)
-    rope = read_rope(fields, source=source)
+    rope = rope_of(fields, source=source)
     for name, reason in architecture.refused_fields.items():
-        if name in stated:
+        if fields.get(name, False) is not False:
             raise ConfigError(
                 f"{source}: {name} is not supported for {architecture.model_type} models: {reason}"
             )
     layers = stated.pop("layer_types", None)
-    facts = {**architecture.defaults, **stated}
+    facts = {**architecture.defaults, **stated, "layer_types": layers}
     if layers is not None and len(layers) != facts["num_hidden_layers"]:
         raise ConfigError(
             f"{source}: layer_types has {len(layers)} entries; it must have as many as "
             f"num_hidden_layers ({facts['num_hidden_layers']})"
         )
-    _fill(facts, architecture=architecture, source=source)
-    facts["rope_parameters"] = {"rope_type": rope.kind, "rope_theta": rope.base, **rope.scaling}
+    _fill(facts, rope, architecture=architecture, source=source)
+    facts["rope_parameters"] = rope.fields
     facts["quantization_config"] = fields.get("quantization_config")
     found = ModelFacts(model_type=architecture.model_type, **facts)
     try:
@@ -162,6 +164,13 @@ def _check_loading(fields: Mapping[str, Any], source: str) -> None:
             raise ConfigError(
                 f"{source}: {name} ({json.dumps(value)[:80]}) must be false: models here are "
                 "decoders alone"
+            )
+    # vLLM reads them as other names of partial_rotary_factor and rope_theta, transformers does not.
+    for name, neutral in (("rotary_pct", 1), ("rotary_emb_fraction", 1), ("rotary_emb_base", None)):
+        if (value := fields.get(name)) not in (None, neutral):
+            raise ConfigError(
+                f"{source}: {name} ({json.dumps(value)[:80]}) is not read by transformers, but by "
+                "vLLM: remove it"
             )
     # transformers would read another file than this one.
     if others := fields.get("configuration_files"):
@@ -214,7 +223,7 @@ def _check(
         raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {words}")
 
 
-def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> None:
+def _fill(facts: dict[str, Any], rope: Rope, *, architecture: Architecture, source: str) -> None:
     """Set values that follow from others, as transformers does."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     if facts["num_key_value_heads"] is None:
@@ -228,4 +237,9 @@ def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> 
     if head_dim % 2:
         raise ConfigError(
             f"{source}: head_dim ({head_dim}) must be even: rotary positions rotate pairs"
+        )
+    if (rotated := rope.rotated(head_dim)) % 2 or not rotated:
+        raise ConfigError(
+            f"{source}: partial_rotary_factor ({rope.share}) of head_dim ({head_dim}) must be an "
+            f"even number of elements, not {rotated}"
         )

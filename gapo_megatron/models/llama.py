@@ -23,6 +23,11 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of Llama's config.json; also Mistral's, except for those that it sets itself."""
 
+VLLM_BIASES = dict.fromkeys(
+    ("bias", "qkv_bias"), "vLLM would add biases, which transformers' class does not have"
+)
+"""Fields that only vLLM's Llama reads, which also runs other architectures -> why refused."""
+
 
 def complete(facts: dict[str, Any]) -> None:
     """Heads share the hidden size unless head_dim is given."""
@@ -48,6 +53,7 @@ LLAMA = Architecture(
     }
     | {"SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"},
     defaults=DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+    refused_fields=VLLM_BIASES,
     complete=complete,
     check=_check,
 )

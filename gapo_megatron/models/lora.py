@@ -7,16 +7,20 @@ these share A, and B has their rows one below the other, as W has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gapo_megatron.config import AdapterConfig
+from gapo_megatron.config import AdapterConfig, ParallelConfig
+from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.models.rules import Rule
+from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.models.tables import rules_for
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gapo_megatron.config.adapter_section import Target
 
 _TARGETS: dict[str, Target] = {
@@ -24,13 +28,15 @@ _TARGETS: dict[str, Target] = {
     "self_attention.linear_proj": "proj",
     "mlp.linear_fc1": "fc1",
     "mlp.linear_fc2": "fc2",
+    "mlp.shared_experts.linear_fc1": "fc1",
+    "mlp.shared_experts.linear_fc2": "fc2",
     "mlp.experts.local_experts.{expert}.linear_fc1": "experts",
     "mlp.experts.local_experts.{expert}.linear_fc2": "experts",
 }
 _LAYER = "decoder.layers.{layer}."
 
 
-class Factors(NamedTuple):
+class FactorRules(NamedTuple):
     """Rules of a linear layer's weight and of the two factors beside it.
 
     The factors of a column-parallel weight (`tp_dim` 0): A is whole on every tensor parallel rank
@@ -44,7 +50,7 @@ class Factors(NamedTuple):
     b: Rule
 
 
-def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> list[Factors]:
+def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> list[FactorRules]:
     """The factors beside the named layers, in the order of the model.
 
     Args:
@@ -57,6 +63,8 @@ def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> l
         module = rule.megatron.removesuffix(".weight")
         target = _TARGETS.get(module.removeprefix(_LAYER))
         if target is None or target not in targets or module == rule.megatron:
+            continue
+        if rule.shape is not None:  # stored with its input dimension first
             continue
         is_column = rule.tp_dim == 0
         a = replace(
@@ -77,23 +85,61 @@ def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> l
             tp_dim=0 if is_column else None,
             te_name=None,
         )
-        found.append(Factors(target, rule, a, b))
+        found.append(FactorRules(target, rule, a, b))
     return found
 
 
-def check_adapter(hf_config: Any, adapter: AdapterConfig) -> dict[str, int]:
+def rules_of(factors: Sequence[FactorRules]) -> list[Rule]:
+    """The rules of the factors themselves."""
+    return [rule for one in factors for rule in (one.a, one.b)]
+
+
+def in_pairs(
+    factors: Sequence[FactorRules], whole: Iterable[tuple[Rule, Place, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Convert whole factors to those of the Hugging Face model's linear layers.
+
+    Args:
+        factors: what there is.
+        whole: every factor once, in any order.
+
+    Yields:
+        Module name, such as `model.layers.0.self_attn.q_proj`, then A [rank, in] and B [out, rank].
+        Query, key and value (gate and up projection) have the same A. Tensors may share memory with
+        `whole`.
+    """
+    by_name = {rule.megatron: one for one in factors for rule in (one.a, one.b)}
+    waiting: dict[tuple[str, Place], Tensor] = {}
+    for rule, place, tensor in whole:
+        one = by_name[rule.megatron]
+        key = (one.weight.megatron, place)
+        if key not in waiting:  # a layer's two factors may be in different buckets
+            waiting[key] = tensor
+            continue
+        other = waiting.pop(key)
+        a, b = (other, tensor) if rule.megatron == one.b.megatron else (tensor, other)
+        names = (name.removesuffix(".weight") for name in one.weight.hf_names(place))
+        for name, rows in zip(names, one.b.split(b, place), strict=True):
+            yield name, a, rows
+    assert not waiting, f"only one factor of {[*waiting]}"
+
+
+def check_adapter(
+    hf_config: Any, adapter: AdapterConfig, parallel: ParallelConfig | None = None
+) -> dict[str, int]:
     """Count the linear layers that get factors, by target; refuse a target that the model lacks.
 
     Args:
         hf_config: the model's Hugging Face config.
         adapter: section `adapter`.
+        parallel: also check that every stage of this layout has something to train.
 
     Returns:
         Megatron-core's linear layers in the whole model, every expert's counted; empty without an
         adapter.
 
     Raises:
-        ConfigError: names the target and those that the model has.
+        ConfigError: names the target and those that the model has, or the stage.
     """
     if adapter.kind == "none":
         return {}
@@ -107,5 +153,15 @@ def check_adapter(hf_config: Any, adapter: AdapterConfig) -> dict[str, int]:
             raise ConfigError(
                 f"adapter.targets ({target!r}) names no layer of the model "
                 f"({hf_config.model_type}): it has {', '.join(counts)}"
+            )
+    bound = [one for one in everywhere if one.target in adapter.targets]
+    stages = layers_of_stages(parallel, bound[0].weight.num_layers or 0) if parallel else []
+    for layers in itertools.chain(*stages):
+        if not any({*layers} & {*one.weight.layers} for one in bound):
+            raise ConfigError(
+                f"adapter.targets ({', '.join(adapter.targets)}) name nothing in layers "
+                f"{layers[0]} to {layers[-1]}, a pipeline stage of "
+                f"parallel.pipeline_model_parallel_size "
+                f"({parallel and parallel.pipeline_model_parallel_size}): it would train nothing"
             )
     return {target: counts[target] for target in adapter.targets}

@@ -23,7 +23,8 @@ MISTRAL = Architecture(
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
-    refused_fields={"layer_types": "transformers treats models that have it as ministral"},
+    refused_fields=llama.VLLM_BIASES
+    | {"layer_types": "transformers treats models that have it as ministral"},
     complete=llama.complete,
     check=_check,
 )

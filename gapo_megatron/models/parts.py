@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.models.rules import Rule, Shape, concatenate
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from gapo_megatron.models import latent_attention
+from gapo_megatron.models.fusions import fused_qkv, gated, same
+from gapo_megatron.models.latent_attention import Latent
+from gapo_megatron.models.rules import Rule
 
 _MCORE, _HF = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -39,6 +39,17 @@ MODEL_FIELDS = (
 )
 """Fields that every architecture has; see `Architecture.model_fields`."""
 
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Values of config.json's layer_types."""
+
+EXPERTS = {False: "num_experts", True: "n_routed_experts"}
+"""Field of config.json with the number of experts, by `Geometry.sigmoid_router`."""
+SCORES = {False: "softmax", True: "sigmoid"}
+"""What a router makes of its logits, by `Geometry.sigmoid_router`."""
+COUNT = ("a whole number of 1 or more", lambda value: type(value) is int and value > 0)
+WINDOW = ("null or a whole number of 1 or more", COUNT[1])
+"""Rule of config.json's sliding_window for an architecture that computes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -49,7 +60,7 @@ class Geometry:
     heads: int
     kv_heads: int
     head_dim: int
-    """Size of one attention head; not always hidden / heads."""
+    """Size of one attention head, of queries and keys; not always hidden / heads."""
     intermediate: int
     """Width of a dense layer's MLP."""
     vocab: int
@@ -57,13 +68,39 @@ class Geometry:
     """Whether the output layer is the embedding."""
     qkv_bias: bool = False
     """Whether query, key and value projections have biases."""
+    linear_biases: bool = False
+    """Whether every other linear layer has one too: output projection, experts, router."""
+    sinks: bool = False
+    """Whether a head's softmax has one score more, a parameter, whose share is lost."""
     head_norms: bool = False
     """Whether every query and key head is normalised."""
+    latent: Latent | None = None
+    """Sizes of latent attention; None: queries, keys and values are made from hidden states."""
+    joint_head_norms: bool = False
+    """Whether queries and keys are normalised over all heads of a token together."""
+    input_norms: bool = True
+    """Whether norms precede attention and MLP."""
+    output_norms: bool = False
+    """Whether norms follow attention and MLP, before the residual addition."""
+    window: int = 0
+    """Keys that a query of a windowed layer sees, its own included; 0: no layer has a window."""
+    windowed: tuple[bool, ...] = ()
+    """Of every layer, whether it has the window; empty: none has."""
+    embedding_scale: float = 1.0
+    """Factor of the embedding, not of an output layer that is tied to it."""
     num_experts: int = 0
-    """Experts in every layer; 0: a dense model."""
+    """Experts in every layer but the first `num_dense`; 0: a dense model."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
     """Width of one expert's MLP."""
+    shared_intermediate: int = 0
+    """Width of the MLP that every token uses beside its experts; 0: there is none."""
+    num_dense: int = 0
+    """First layers of a model with experts that have an MLP in place of experts."""
+    sigmoid_router: bool = False
+    """Whether the router is that of `sigmoid_experts`, with a correction bias."""
+    gate_limit: float = 0.0
+    """Largest value of gate and up projection before they are multiplied; 0: there is none."""
 
     @classmethod
     def of(cls, config: Any, **features: Any) -> Geometry:
@@ -71,20 +108,48 @@ class Geometry:
 
         Args:
             config: the model's config.
-            features: the other fields of `Geometry`.
+            features: the other fields of `Geometry`, and `head_dim` if config.json means another.
         """
         heads = config.num_attention_heads
+        features = {
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            **features,
+        }
         return cls(
             num_layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
             **features,
         )
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value head."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of the part of a head that has rotary positions, all of it or a share."""
+        return self.latent.rope if self.latent else self.head_dim
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Of every layer, whether it has experts."""
+        return tuple(bool(self.num_experts) and n >= self.num_dense for n in range(self.num_layers))
+
+
+def layer_types(windowed: Iterable[bool]) -> list[str]:
+    """The field layer_types of config.json, of whether each layer has the window."""
+    return [WINDOWED if has_window else FULL for has_window in windowed]
+
+
+def periodic_layer_types(period: int, num_layers: int) -> list[str]:
+    """The field layer_types if the last layer of each `period` sees all keys."""
+    return layer_types(number % period != 0 for number in range(1, num_layers + 1))
 
 
 def sizes_shown(g: Geometry) -> list[tuple[str, int, str]]:
@@ -98,16 +163,23 @@ def sizes_shown(g: Geometry) -> list[tuple[str, int, str]]:
     kv_heads = f"num_key_value_heads ({g.kv_heads}) x head_dim ({g.head_dim})"
     return [
         ("vocab_size", g.vocab, "model.embed_tokens.weight"),
-        ("hidden_size", g.hidden, f"{layer}.input_layernorm.weight"),
-        ("head_dim", g.head_dim, f"{attention}.q_norm.weight"),
+        ("hidden_size", g.hidden, f"{layer}.{next(filter(None, _norms(g)))}.weight"),
+        *([("head_dim", g.head_dim, f"{attention}.q_norm.weight")] if g.head_norms else []),
         (heads, g.heads * g.head_dim, f"{attention}.q_proj.weight"),
         (kv_heads, g.kv_heads * g.head_dim, f"{attention}.k_proj.weight"),
         ("intermediate_size", g.intermediate, f"{layer}.mlp.gate_proj.weight"),
-        ("num_experts", g.num_experts, f"{layer}.mlp.gate.weight"),
+        (EXPERTS[g.sigmoid_router], g.num_experts, f"{layer}.mlp.gate.weight"),
+        ("num_local_experts", g.num_experts, f"{layer}.mlp.router.weight"),
+        ("intermediate_size", g.expert_intermediate, f"{layer}.mlp.experts.*.down_proj"),
         (
             "moe_intermediate_size",
             g.expert_intermediate,
             f"{layer}.mlp.experts.*.gate_proj.weight",
+        ),
+        (
+            "moe_intermediate_size x n_shared_experts",
+            g.shared_intermediate,
+            f"{layer}.mlp.shared_experts.gate_proj.weight",
         ),
     ]
 
@@ -135,9 +207,12 @@ def transformer_fields(config: Any, g: Geometry) -> dict[str, Any]:
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": g.linear_biases,
         "add_qkv_bias": g.qkv_bias,
-        "qk_layernorm": g.head_norms,
+        "qk_layernorm": g.head_norms or g.joint_head_norms,
+        # Keys to the left and right of the query's own.
+        "window_size": (g.window - 1, 0) if g.window else None,
+        "window_attn_skip_freq": [int(is_windowed) for is_windowed in g.windowed] or None,
     }
 
 
@@ -153,17 +228,22 @@ def refuse_set(config: Any, *fields: str) -> None:
             )
 
 
-def check_computed(config: Any) -> None:
+def check_computed(config: Any, *, windows: bool = False, biases: tuple[str, ...] = ()) -> None:
     """Refuse what `transformer_fields` cannot express: biases, windows, other activations.
+
+    Args:
+        config: config.json's fields as attributes.
+        windows: whether the architecture's geometry has them.
+        biases: fields of biases that it has.
 
     Raises:
         ConfigError: names the field and its value.
     """
     for field in ("attention_bias", "mlp_bias"):
-        if getattr(config, field, False):
+        if field not in biases and getattr(config, field, False):
             raise ConfigError(f"the model's {field} (true) is not supported")
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    if window and not windows and getattr(config, "use_sliding_window", True):
         raise ConfigError(f"the model's sliding_window ({window}) is not supported: must be null")
     if config.hidden_act != "silu":
         raise ConfigError(f"the model's hidden_act ({config.hidden_act!r}) must be 'silu'")
@@ -172,10 +252,41 @@ def check_computed(config: Any) -> None:
 # --- conversion rules: the parts of a model ------------------------------------------------------
 
 
+def _norms(g: Geometry) -> tuple[str, str, str, str]:
+    """Hugging Face names of the norms before and behind attention, before and behind the MLP."""
+    before = "input_layernorm" if g.input_norms else ""
+    if not g.output_norms:
+        return before, "", "post_attention_layernorm", ""
+    middle = "pre_feedforward_layernorm" if g.input_norms else ""
+    return before, "post_attention_layernorm", middle, "post_feedforward_layernorm"
+
+
+def _norm(g: Geometry, name: str, megatron: str, te_name: str | None = None) -> list[Rule]:
+    """The rule of a layer's norm; none without a name."""
+    if not name:
+        return []
+    names = f"{_MCORE}.{megatron}.weight", f"{_HF}.{name}.weight"
+    return [same(*names, (g.hidden,), num_layers=g.num_layers, te_name=te_name)]
+
+
 def decoder(g: Geometry) -> list[Rule]:
     """All parameters of a decoder, dense or with experts, in the order of the model."""
-    layers = experts(g) if g.num_experts else mlp(g)
-    return [embedding(g), *attention(g), *layers, *output(g)]
+    if not g.num_dense:
+        layers = experts(g) if g.num_experts else mlp(g)
+        return [embedding(g), *attention(g), *layers, *output(g)]
+    first, others = range(g.num_dense), range(g.num_dense, g.num_layers)
+    return [
+        embedding(g),
+        *_only_in(range(g.num_layers), attention(g)),
+        *_only_in(first, mlp(g)),
+        *_only_in(others, experts(g)),
+        *output(g),
+    ]
+
+
+def _only_in(layers: range, rules: list[Rule]) -> list[Rule]:
+    """The rules for some layers of a model whose layers differ."""
+    return [replace(rule, in_layers=layers) for rule in rules]
 
 
 def embedding(g: Geometry) -> Rule:
@@ -190,13 +301,15 @@ def embedding(g: Geometry) -> Rule:
 
 
 def attention(g: Geometry) -> list[Rule]:
-    """Input norm, query, key, value (with optional biases and head norms), output projection."""
+    """Query, key, value (with optional biases and norms), output projection; norms around them."""
     mcore, hf, layers = f"{_MCORE}.self_attention", f"{_HF}.self_attn", g.num_layers
+    before, behind, *_ = _norms(g)
+    if g.latent:
+        return [*_norm(g, before, "input_layernorm"), *latent_attention.rules(g)]
     q, k, v = (f"{hf}.{name}_proj" for name in "qkv")
     # fmt: off
     rules = [
-        same(f"{_MCORE}.input_layernorm.weight", f"{_HF}.input_layernorm.weight", (g.hidden,),
-             num_layers=layers, te_name=f"{mcore}.linear_qkv.layer_norm_weight"),
+        *_norm(g, before, "input_layernorm", f"{mcore}.linear_qkv.layer_norm_weight"),
         fused_qkv(f"{mcore}.linear_qkv.weight", (f"{q}.weight", f"{k}.weight", f"{v}.weight"), g),
     ]
     if g.qkv_bias:
@@ -208,46 +321,77 @@ def attention(g: Geometry) -> list[Rule]:
                  num_layers=layers)
             for x in "qk"
         ]
+    if g.joint_head_norms:
+        rules += [
+            same(f"{mcore}.{x}_layernorm.weight", f"{hf}.{x}_norm.weight", (heads * g.head_dim,),
+                 num_layers=layers)
+            for x, heads in (("q", g.heads), ("k", g.kv_heads))
+        ]
+    if g.sinks:
+        rules.append(same(f"{mcore}.core_attention.softmax_offset", f"{hf}.sinks", (g.heads,),
+                          tp_dim=0, num_layers=layers))
+    rules.append(same(f"{mcore}.linear_proj.weight", f"{hf}.o_proj.weight",
+                      (g.hidden, g.heads * g.head_dim), tp_dim=1, num_layers=layers))
+    if g.linear_biases:
+        rules.append(same(f"{mcore}.linear_proj.bias", f"{hf}.o_proj.bias", (g.hidden,),
+                          num_layers=layers))
     return [
         *rules,
-        same(f"{mcore}.linear_proj.weight", f"{hf}.o_proj.weight",
-             (g.hidden, g.heads * g.head_dim), tp_dim=1, num_layers=layers),
+        *_norm(g, behind, "self_attn_bda.norm"),
     ]
     # fmt: on
 
 
 def mlp(g: Geometry) -> list[Rule]:
-    """Norm, gate and up projection, down projection."""
-    mcore, hf, layers = f"{_MCORE}.mlp", f"{_HF}.mlp", g.num_layers
+    """Gate and up projection, down projection; norms around them."""
+    *_, before, behind = _norms(g)
+    return [
+        *_norm(g, before, "pre_mlp_layernorm", f"{_MCORE}.mlp.linear_fc1.layer_norm_weight"),
+        *_projections(g, "mlp", g.intermediate),
+        *_norm(g, behind, "mlp_bda.norm"),
+    ]
+
+
+def _projections(g: Geometry, module: str, width: int) -> list[Rule]:
+    """Gate and up projection, down projection of an MLP that tensor parallelism cuts."""
+    mcore, hf, layers = f"{_MCORE}.{module}", f"{_HF}.{module}", g.num_layers
     # fmt: off
     return [
-        same(f"{_MCORE}.pre_mlp_layernorm.weight", f"{_HF}.post_attention_layernorm.weight",
-             (g.hidden,), num_layers=layers, te_name=f"{mcore}.linear_fc1.layer_norm_weight"),
         gated(f"{mcore}.linear_fc1.weight",
-              (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), (g.intermediate, g.hidden),
+              (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), (width, g.hidden),
               num_layers=layers),
         same(f"{mcore}.linear_fc2.weight", f"{hf}.down_proj.weight",
-             (g.hidden, g.intermediate), tp_dim=1, num_layers=layers),
+             (g.hidden, width), tp_dim=1, num_layers=layers),
     ]
     # fmt: on
 
 
 def experts(g: Geometry) -> list[Rule]:
-    """Norm, router, and every expert's gate, up and down projection."""
+    """Norm, router, every expert's gate, up and down projection, and those that tokens share."""
     mcore, hf = f"{_MCORE}.mlp.experts", f"{_HF}.mlp.experts.{{expert}}"
     local = f"{mcore}.local_experts.{{expert}}"
     size, number = g.expert_intermediate, g.num_experts
     repeats = {"num_layers": g.num_layers, "num_experts": number}
+    bias = same(
+        f"{_MCORE}.mlp.router.expert_bias",
+        f"{_HF}.mlp.gate.e_score_correction_bias",
+        (number,),
+        num_layers=g.num_layers,
+        is_buffer=True,
+    )
+    shared = _projections(g, "mlp.shared_experts", g.shared_intermediate)
     # fmt: off
     return [
         same(f"{_MCORE}.pre_mlp_layernorm.weight", f"{_HF}.post_attention_layernorm.weight",
              (g.hidden,), num_layers=g.num_layers),
         same(f"{_MCORE}.mlp.router.weight", f"{_HF}.mlp.gate.weight", (number, g.hidden),
              num_layers=g.num_layers),
+        *([bias] if g.sigmoid_router else []),
         gated(f"{local}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
               (size, g.hidden), te_name=f"{mcore}.linear_fc1.weight{{expert}}", **repeats),
         same(f"{local}.linear_fc2.weight", f"{hf}.down_proj.weight", (g.hidden, size),
              tp_dim=1, te_name=f"{mcore}.linear_fc2.weight{{expert}}", **repeats),
+        *(shared if g.shared_intermediate else []),
     ]
     # fmt: on
 
@@ -260,55 +404,3 @@ def output(g: Geometry) -> list[Rule]:
         same("decoder.final_layernorm.weight", "model.norm.weight", (g.hidden,)),
         same("output_layer.weight", hf, shape, tp_dim=0, vocab_padded=True, tied=g.tied),
     ]
-
-
-# --- conversion rules: the ways a parameter is made ----------------------------------------------
-
-
-def same(megatron: str, hf: str, shape: Shape, *, tp_dim: int | None = None, **flags: Any) -> Rule:
-    """The same tensor under two names."""
-    return Rule(
-        megatron, (hf,), (shape,), tp_dim, join=lambda t: t[0], part=lambda full: (full,), **flags
-    )
-
-
-def fused_qkv(megatron: str, hf: tuple[str, str, str], geometry: Geometry) -> Rule:
-    """Query, key, value -> linear_qkv, interleaved by key/value group.
-
-    Megatron stores, for each key/value head, its query heads, then the key head, then the value
-    head; tensor parallelism cuts between these groups. Weights are [heads * head_dim, hidden],
-    biases [heads * head_dim].
-    """
-    groups, head_dim = geometry.kv_heads, geometry.head_dim
-    if geometry.heads % groups:
-        raise ConfigError(
-            f"config.json: num_key_value_heads ({groups}) must divide "
-            f"num_attention_heads ({geometry.heads})"
-        )
-    rest = () if hf[0].endswith(".bias") else (geometry.hidden,)
-    # `join` and `part` do not ask for the columns: an adapter's factors have others.
-    sizes = [geometry.heads // groups * head_dim, head_dim, head_dim]
-
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        return concatenate([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
-
-    def part(full: Tensor) -> tuple[Tensor, ...]:
-        grouped = full.unflatten(0, (groups, -1))
-        return tuple(t.flatten(0, 1) for t in grouped.split(sizes, dim=1))
-
-    shapes = tuple((groups * size, *rest) for size in sizes)
-    return Rule(megatron, hf, shapes, 0, join=join, part=part, num_layers=geometry.num_layers)
-
-
-def gated(megatron: str, hf: tuple[str, str], shape: Shape, **flags: Any) -> Rule:
-    """Gate and up projection -> linear_fc1, concatenated in dimension 0."""
-    return Rule(
-        megatron,
-        hf,
-        (shape, shape),
-        0,
-        join=concatenate,
-        part=lambda full: full.chunk(2),
-        glu=True,
-        **flags,
-    )

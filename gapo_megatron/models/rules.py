@@ -59,7 +59,9 @@ class Rule:
     part: Callable[[Tensor], tuple[Tensor, ...]]
     """Inverse of `join`, bit for bit."""
     num_layers: int | None = None
-    """Number of layers that have the parameter; None: it is outside the layers."""
+    """Number of the model's layers; None: the parameter is outside the layers."""
+    in_layers: range | None = None
+    """In a model whose layers differ, those that have the parameter; None: they are all alike."""
     num_experts: int | None = None
     """Number of experts per layer that have it; None: it is outside the experts."""
     te_name: str | None = None
@@ -71,18 +73,37 @@ class Rule:
     """Rows are padded with zeros up to a multiple of the tensor parallel size."""
     tied: bool = False
     """A copy of another rule's tensor: filled on load, skipped on export."""
+    is_buffer: bool = False
+    """A buffer of the model, which is never trained and stays in float32 in every precision."""
+    shape: Shape | None = None
+    """Shape of `full`; None: the Hugging Face tensors one below the other."""
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the layers that have the parameter; empty outside the layers."""
+        return range(self.num_layers or 0) if self.in_layers is None else self.in_layers
+
+    def count_in(self, layers: range) -> int:
+        """How many of these layers have the parameter."""
+        first, stop = max(self.layers.start, layers.start), min(self.layers.stop, layers.stop)
+        return max(0, stop - first)
+
+    @property
+    def num_places(self) -> int:
+        """Number of all places of the rule."""
+        return (1 if self.num_layers is None else len(self.layers)) * (self.num_experts or 1)
 
     @property
     def places(self) -> list[Place]:
         """All places of the rule, in order."""
-        layers = [None] if self.num_layers is None else range(self.num_layers)
+        layers = [None] if self.num_layers is None else self.layers
         experts = [None] if self.num_experts is None else range(self.num_experts)
         return [Place(*numbers) for numbers in itertools.product(layers, experts)]
 
     def reaches(self, place: Place) -> bool:
         """Whether the rule applies to this layer and expert."""
-        limits = (self.num_layers or 1, self.num_experts or 1)
-        return all((number or 0) < limit for number, limit in zip(place, limits, strict=True))
+        has_layer = place.layer is None or place.layer in self.layers
+        return has_layer and (place.expert or 0) < (self.num_experts or 1)
 
     def megatron_name(self, place: Place) -> str:
         """Name of the parameter at a place."""
@@ -95,7 +116,12 @@ class Rule:
     @property
     def full_shape(self) -> Shape:
         """Shape of the whole Megatron parameter, without vocabulary padding."""
-        return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
+        return self.shape or (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
+
+    @property
+    def half_shape(self) -> Shape:
+        """Shape of gate or up, the halves of `full` if it has them (`glu`)."""
+        return (self.full_shape[0] // 2, *self.full_shape[1:])
 
     def shard_shape(self, size: int) -> Shape:
         """Shape of one tensor parallel rank's shard.
@@ -193,10 +219,18 @@ def concatenate(tensors: Sequence[Tensor], *, dim: int = 0) -> Tensor:
     return torch.cat(list(tensors), dim=dim)
 
 
-def find_rule(rules: Sequence[Rule], megatron_name: str) -> tuple[Rule, Place]:
+def find_rule(
+    rules: Sequence[Rule], megatron_name: str, *, numbers: Sequence[int] | None = None
+) -> tuple[Rule, Place]:
     """Find the rule and the place of a Megatron parameter.
 
     Accepts the names of our layer spec and of Transformer Engine's.
+
+    Args:
+        rules: of the model.
+        megatron_name: name of the parameter.
+        numbers: global numbers of a stage's layers, if the name has the stage's own; the returned
+            place has the global one.
 
     Raises:
         ConversionError: there is no rule for the name, or no such layer or expert.
@@ -206,6 +240,8 @@ def find_rule(rules: Sequence[Rule], megatron_name: str) -> tuple[Rule, Place]:
             found = template and _pattern(template).fullmatch(megatron_name)
             if found:
                 place = Place(**{key: int(number) for key, number in found.groupdict().items()})
+                if numbers is not None and place.layer is not None:
+                    place = place._replace(layer=numbers[place.layer])
                 if rule.reaches(place):
                     return rule, place
     raise ConversionError(f"no rule converts the Megatron parameter {megatron_name}")

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.architecture import Architecture
+from gapo_megatron.models.deepseek_v3 import DEEPSEEK_V3
+from gapo_megatron.models.gemma3_text import GEMMA3_TEXT
+from gapo_megatron.models.glm4_moe import GLM4_MOE
+from gapo_megatron.models.gpt_oss import GPT_OSS
 from gapo_megatron.models.llama import LLAMA
 from gapo_megatron.models.mistral import MISTRAL
+from gapo_megatron.models.olmo2 import OLMO2
 from gapo_megatron.models.parts import Geometry, refuse_set
+from gapo_megatron.models.phi3 import PHI3
 from gapo_megatron.models.qwen2 import QWEN2
 from gapo_megatron.models.qwen3 import QWEN3
 from gapo_megatron.models.qwen3_moe import QWEN3_MOE
+from gapo_megatron.models.rope import Rope
 from gapo_megatron.models.rules import Rule
+from gapo_megatron.models.seed_oss import SEED_OSS
 
 ARCHITECTURES: dict[str, Architecture] = {
-    one.model_type: one for one in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
+    one.model_type: one
+    for one in (
+        *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, PHI3),
+        *(SEED_OSS, OLMO2, GEMMA3_TEXT, GLM4_MOE, GPT_OSS, DEEPSEEK_V3),
+    )
 }
 """All supported architectures, by model_type."""
 
@@ -44,6 +58,58 @@ def geometry_of(config: Any) -> Geometry:
     return architecture_of(config).geometry(config)
 
 
+def left_out_layers(fields: Mapping[str, Any]) -> range:
+    """Numbers of the layers in a model folder that are not part of the model.
+
+    Args:
+        fields: the fields of config.json, not necessarily valid.
+    """
+    architecture = ARCHITECTURES.get(str(fields.get("model_type")))
+    if architecture is None or not architecture.left_out:
+        return range(0)
+    names = ("num_hidden_layers", architecture.left_out)
+    first, count = (fields.get(name, architecture.defaults[name]) for name in names)
+    is_valid = type(first) is int and type(count) is int
+    return range(first, first + count) if is_valid else range(0)
+
+
+def left_out_field(fields: Mapping[str, Any]) -> str:
+    """`Architecture.left_out` of a config.json; empty if its architecture has none."""
+    architecture = ARCHITECTURES.get(str(fields.get("model_type")))
+    return architecture.left_out if architecture else ""
+
+
+def rope_of(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope:
+    """Rotary settings of a model, if its architecture has them.
+
+    Args:
+        fields: the fields of config.json with its model_type, or `hf_config.to_dict()`.
+        source: their origin, for errors.
+
+    Raises:
+        ConfigError: see `rope.read_rope`; or the architecture has no such rotary positions.
+    """
+    architecture = architecture_of(SimpleNamespace(model_type=fields["model_type"]), source=source)
+    rope = architecture.read_rope(fields, source=source)
+    if rope.kind not in architecture.rope_kinds:
+        raise ConfigError(
+            f"{source}: rope_type ({rope.kind!r}) is not supported for {architecture.model_type} "
+            f"models: must be one of {', '.join(architecture.rope_kinds)}"
+        )
+    if rope.share != 1.0 and not architecture.partial_rotary:
+        raise ConfigError(f"{source}: partial_rotary_factor ({rope.share}) must be 1: whole heads")
+    return rope
+
+
+def quantization_of(config: Any) -> str | None:
+    """The quant_method of a model's weights on disk; None if it states none."""
+    stated = getattr(config, "quantization_config", None)
+    if stated is not None and not isinstance(stated, Mapping):
+        stated = vars(stated)  # transformers' own object
+    method = (stated or {}).get("quant_method")
+    return getattr(method, "value", method)
+
+
 def rules_for(config: Any) -> list[Rule]:
     """The conversion rules of a model: all its parameters, in the order of the model.
 
@@ -54,6 +120,7 @@ def rules_for(config: Any) -> list[Rule]:
         ConfigError: the architecture, or one of its settings, is not supported.
     """
     architecture = architecture_of(config)
-    refuse_set(config, "quantization_config")
+    if quantization_of(config) not in architecture.quantizations:
+        refuse_set(config, "quantization_config")
     architecture.check(config)
     return architecture.rules(architecture.geometry(config))

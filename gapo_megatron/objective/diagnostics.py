@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.losses import PolicyLoss
-from gapo_megatron.objective.segments import segment_sum
 from gapo_megatron.rollouts import Batch
 
 WINDOW = 200
@@ -45,23 +45,21 @@ def sum_shapes(group_size: int) -> dict[str, tuple[int, ...]]:
 def per_correct_sums(
     loss: PolicyLoss,
     *,
-    sequence_ids: torch.Tensor,
+    sequence_ids: torch.Tensor | Sequences,
     advantages: torch.Tensor,
     num_correct: torch.Tensor,
     group_size: int,
-    num_response_tokens: torch.Tensor,
     is_carried: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Sums of one micro-batch over its sequences with A != 0, by side and c.
 
     Args:
         loss: result of `policy_loss` on this micro-batch.
-        sequence_ids: [T] int64 in 0..B-1.
+        sequence_ids: [T] int64 in 0..B-1, in any order; or the `Sequences` of them.
         advantages: [B].
         num_correct: [B] int64.
         group_size: configured rollouts per prompt, which sets the shapes of the results (a group's
             own k may be smaller after unknown verdicts).
-        num_response_tokens: [B] int64.
         is_carried: [B] bool: whether earlier steps sampled the response's first tokens.
 
     Returns:
@@ -74,14 +72,15 @@ def per_correct_sums(
         synchronisation with the device.
     """
     assert isinstance(group_size, int), "group_size must be the configured rollouts per prompt"
-    values = _per_sequence(loss, sequence_ids, advantages, num_response_tokens)
+    sequences = Sequences.of(sequence_ids, len(advantages))
+    values = _per_sequence(loss, sequences, advantages)
     # Sequences with A = 0 go into an extra last cell, which is dropped.
     num_cells = 2 * (group_size + 1)
     side = torch.where(advantages > 0, _CORRECT, _WRONG)
     cells = torch.where(advantages == 0, num_cells, side * (group_size + 1) + num_correct)
     table = torch.stack([values[name] for name in SUMS], dim=1)
-    sums = segment_sum(table, cells, num_sequences=num_cells + 1)[:-1]
-    of_ratio = cells[sequence_ids] if loss.per_token else cells
+    sums = sequences.group(cells, num_cells + 1).sum(table)[:-1]
+    of_ratio = cells[sequences.ids] if loss.per_token else cells
     largest = torch.zeros(num_cells + 1, dtype=torch.float64, device=cells.device)
     largest = largest.scatter_reduce(0, of_ratio, (loss.ratio - 1).abs(), "amax")[:-1]
     shapes = sum_shapes(group_size)
@@ -90,24 +89,20 @@ def per_correct_sums(
     return {
         "per_c": sums.T.reshape(shapes["per_c"]),
         "per_c_max": largest.view(shapes["per_c_max"]),
-        "by_age": segment_sum(counted, age, num_sequences=3)[:-1],
+        "by_age": sequences.group(age, 3).sum(counted)[:-1],
     }
 
 
 def _per_sequence(
-    loss: PolicyLoss,
-    sequence_ids: torch.Tensor,
-    advantages: torch.Tensor,
-    num_response_tokens: torch.Tensor,
+    loss: PolicyLoss, sequences: Sequences, advantages: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """`SUMS` of each sequence, [B] float64; with token ratios, the mean over its tokens."""
-    num_sequences, counts = len(advantages), num_response_tokens.double()
+    counts = sequences.counts.double()
     deviation = loss.ratio - 1
     means = torch.stack([loss.clipped.double(), deviation, deviation.abs()], dim=1)
     masses = torch.stack([loss.gradient_mass, loss.gradient_mass_lost], dim=1)
     if loss.per_token:
-        totals = torch.cat([means, masses], dim=1)
-        totals = segment_sum(totals, sequence_ids, num_sequences=num_sequences)
+        totals = sequences.sum(torch.cat([means, masses], dim=1))
         means, masses = totals[:, :3] / counts.clamp(min=1)[:, None], totals[:, 3:]
     clipped, mean_deviation, mean_abs_deviation = means.unbind(dim=1)
     return {

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import torch
 
+from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.ratio import bounded_exp
-from gapo_megatron.objective.segments import segment_counts, segment_mean
 
 
 def importance_weights(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     *,
-    sequence_ids: torch.Tensor,
+    sequence_ids: torch.Tensor | Sequences,
     num_sequences: int,
     largest: float,
 ) -> torch.Tensor:
@@ -28,16 +28,15 @@ def importance_weights(
         old_log_probs: [T] the trainer's, at the weights that the step begins with; T = response
             tokens.
         rollout_log_probs: [T] the engine's own while it sampled.
-        sequence_ids: [T] int64 in 0..num_sequences-1.
+        sequence_ids: [T] int64 in 0..num_sequences-1, in any order; or the `Sequences` of them.
         num_sequences: B.
         largest: upper bound of a weight, 1 or more.
 
     Returns:
         [B] float64 in (0, largest], detached. Exactly 1 where both are equal.
     """
-    difference = old_log_probs.detach().double() - rollout_log_probs.double()
-    counts = segment_counts(sequence_ids, num_sequences=num_sequences)
-    means = segment_mean(difference, sequence_ids, num_sequences, counts)
+    sequences = Sequences.of(sequence_ids, num_sequences)
+    means = sequences.log_ratio(old_log_probs.detach(), rollout_log_probs)
     return bounded_exp(means).clamp(max=largest)
 
 

@@ -28,11 +28,11 @@ import torch
 from gapo_megatron.config.methods import Method
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.families import LossInputs, Terms, find_family
 from gapo_megatron.objective.off_policy_mask import is_off_policy
 from gapo_megatron.objective.ratio import bound
-from gapo_megatron.objective.segments import segment_counts, segment_mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ def policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     *,
-    sequence_ids: torch.Tensor,
+    sequence_ids: torch.Tensor | Sequences,
     advantages: torch.Tensor,
     num_correct: torch.Tensor,
     group_size: int | torch.Tensor,
@@ -75,7 +75,8 @@ def policy_loss(
     Args:
         log_probs: [T] current policy, with autograd; T = response tokens of B sequences.
         old_log_probs: [T] policy that the clip is around; no gradient flows into it.
-        sequence_ids: [T] int64 in 0..B-1.
+        sequence_ids: [T] int64 in 0..B-1, in any order; or the `Sequences` of them, which saves
+            sorting.
         advantages: [B].
         num_correct: [B] int64, c of each sequence's group.
         group_size: k, an int or [B] int64.
@@ -97,10 +98,12 @@ def policy_loss(
 
     Source: equations (gapo_objective), (gspo_ratio); aggregation in section 4.1, training details.
     """
-    _check_shapes(log_probs, old_log_probs, sequence_ids, advantages, num_correct)
-    _flag_not_finite(flags, log_probs, old_log_probs, sequence_ids, advantages)
+    sequences = Sequences.of(sequence_ids, len(advantages))
+    assert len(sequences.offsets) == len(advantages) + 1, "sequences and advantages differ"
+    _check_shapes(log_probs, old_log_probs, sequences.ids, advantages, num_correct)
+    _flag_not_finite(flags, log_probs, old_log_probs, sequences.ids, advantages)
     tokens = _tokens(
-        log_probs, old_log_probs, sequence_ids, advantages, num_correct, group_size, method
+        log_probs, old_log_probs, sequences, advantages, num_correct, group_size, method
     )
     if widths is not None:
         tokens = dataclasses.replace(tokens, lower=widths[0], upper=widths[1])
@@ -114,7 +117,7 @@ def decide(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     *,
-    sequence_ids: torch.Tensor,
+    sequence_ids: torch.Tensor | Sequences,
     advantages: torch.Tensor,
     num_correct: torch.Tensor,
     group_size: int | torch.Tensor,
@@ -145,7 +148,7 @@ def clipped_share(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     *,
-    sequence_ids: torch.Tensor,
+    sequence_ids: torch.Tensor | Sequences,
     advantages: torch.Tensor,
     num_correct: torch.Tensor,
     group_size: int | torch.Tensor,
@@ -172,27 +175,26 @@ def clipped_share(
     clipped = _terms(tokens).clipped.double()
     if not tokens.per_token:
         return clipped
-    return segment_mean(clipped, sequence_ids, len(advantages), tokens.counts)
+    return tokens.sequences.mean(clipped)
 
 
 def _tokens(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
-    sequence_ids: torch.Tensor,
+    sequence_ids: torch.Tensor | Sequences,
     advantages: torch.Tensor,
     num_correct: torch.Tensor,
     group_size: int | torch.Tensor,
     method: Method,
 ) -> LossInputs:
-    """Log-ratios and clip widths, in float64: what a family starts from."""
+    """Clip widths in float64, beside the log-probs: what a family starts from."""
     advantages = advantages.detach().double()
     if not isinstance(group_size, torch.Tensor):  # filled on the device: a copy would wait
         group_size = torch.full_like(num_correct, group_size)
     return LossInputs(
         log_probs,
-        log_ratio=log_probs.double() - old_log_probs.detach().double(),
-        sequence_ids=sequence_ids,
-        counts=segment_counts(sequence_ids, num_sequences=len(advantages)),
+        old_log_probs.detach(),
+        Sequences.of(sequence_ids, len(advantages)),
         advantages=advantages,
         num_correct=num_correct,
         group_size=group_size,

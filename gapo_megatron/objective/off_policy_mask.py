@@ -14,12 +14,10 @@ from __future__ import annotations
 import torch
 
 from gapo_megatron.objective.families import LossInputs
-from gapo_megatron.objective.segments import segment_mean
 
 
 def is_off_policy(tokens: LossInputs) -> torch.Tensor:
     """[B] bool: M_i = 0. Does not synchronise with the device."""
     assert tokens.method.off_policy_mask is not None
-    log_ratio, num_sequences = tokens.log_ratio.detach(), len(tokens.advantages)
-    drift = segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts)
+    drift = tokens.sequence_log_ratio().detach()
     return (tokens.advantages < 0) & (-drift > tokens.method.off_policy_mask)

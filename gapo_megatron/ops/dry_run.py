@@ -24,12 +24,13 @@ from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inp
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError, shown
+from gapo_megatron.hf.draft_folder import check_draft, describe_draft
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
-from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.models.lora import check_adapter
@@ -96,6 +97,7 @@ def print_dry_run(
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
+        check_replay(hf_config, config.objective)
         adapter = _adapter_note(hf_config, config)
         if not shipped:
             hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
@@ -164,10 +166,16 @@ def why_not_run(config: Config) -> list[str]:
     hf_dir = Path(config.model.hf_dir)
     facts, _ = find_model(config.model.hf_dir)
     if facts is not None and config.rollout.engine == VLLM:
-        try:
-            check_engine_here(facts, field="model.hf_dir", folder=config.model.hf_dir)
-        except ConfigError as error:
-            found.append(str(error))
+        serving = [
+            partial(check_engine_here, facts, field="model.hf_dir", folder=config.model.hf_dir)
+        ]
+        if Path(config.rollout.draft_hf_dir).exists():  # a missing one is in the list
+            serving.append(partial(check_draft, config.rollout, facts))
+        for check in serving:
+            try:
+                check()
+            except ConfigError as error:
+                found.append(str(error))
     if config.data.chat_template and hf_dir.is_dir() and not has_chat_template(hf_dir):
         found.append(
             f"data.chat_template (True): the tokenizer in model.hf_dir ({hf_dir}) has no chat "
@@ -189,6 +197,7 @@ def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
     # From the processes down to the micro-batch; rows that do not apply are left out.
     rows = {
         **_rows_of_processes(config, sides, is_assumed=is_assumed),
+        **({"draft tokens": draft} if (draft := describe_draft(config.rollout)) else {}),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
@@ -362,7 +371,7 @@ def _memory_table(rules: list[Rule], config: Config, layout: Layout) -> Table:
 
 def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
     """How many linear layers get factors; empty without an adapter."""
-    counts = check_adapter(hf_config, config.adapter)
+    counts = check_adapter(hf_config, config.adapter, config.parallel)
     if not counts:
         return ""
     shown = ", ".join(f"{target}: {count}" for target, count in counts.items())

@@ -82,12 +82,13 @@ def _span(what: str, first: int, last: int) -> str:
 
 def schedule(config: Config) -> str:
     """When a run with a generation side generates, as text for people."""
+    what = "the end of a batch" if config.batch.partial_rollouts else "a batch"
     if (most := config.rollout.max_staleness) == 0:
         return (
-            "on-policy: the sides take turns; a batch is sampled by the weights that learn from it"
+            f"on-policy: the sides take turns; {what} is sampled by the weights that learn from it"
         )
     every = "step" if most == 1 else f"{most} steps"
     return (
-        f"off-policy: generation runs ahead; a batch is sampled by weights at most {most} behind "
+        f"off-policy: generation runs ahead; {what} is sampled by weights at most {most} behind "
         f"those that learn from it, and weights are sent after every {every}"
     )

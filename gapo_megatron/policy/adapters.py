@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gapo_megatron.types import Factors
 
 if TYPE_CHECKING:
+    from gapo_megatron.policy.export import Exported
     from gapo_megatron.policy.model import PolicyModel
 
 
@@ -68,12 +69,20 @@ class LowRankAdapter(Protocol):
 
     scale: float
     """Factor of B A."""
+    exported: Exported
+    """The factors, and which rank holds them."""
 
     def whole_factors(self, stages: Sequence[PolicyModel]) -> Iterator[Factors]:
         """Yield the whole factors of every adapted layer, unrounded, on every rank.
 
         They may share memory with the policy. Collective.
         """
+
+    def factor_shards(self, stages: Sequence[PolicyModel]) -> Mapping[str, Tensor]:
+        """This rank's shards of all factors, by the names of `exported`. No collectives."""
+
+    def merge_rounding(self, stages: Sequence[PolicyModel]) -> float:
+        """Size of the rounding errors of `merge` relative to the update's. Collective."""
 
     def switched_off(self) -> AbstractContextManager[None]:
         """`Adapter.switched_off`, which such an adapter always has."""

@@ -1,4 +1,4 @@
-"""Attention over packed sequences, and RMSNorm, for use without Transformer Engine.
+"""Attention over packed sequences, for use without Transformer Engine.
 
 On CUDA in 16 bits, one call of torch's variable-length FlashAttention handles all sequences.
 Otherwise (CPU; fp32, which that kernel does not support; context parallelism) sequences of similar
@@ -6,19 +6,20 @@ length are padded and share a call of `scaled_dot_product_attention`.
 
 NOT YET RUN ON A GPU.
 
-T packed tokens, S sequences, L padded length, N query heads, G key/value heads, D head size.
+T packed tokens, S sequences, L padded length, N query heads, G key/value heads, D head size, of
+which R elements are rotated.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor, nn
 
 from gapo_megatron.compat.torch import (
@@ -26,138 +27,9 @@ from gapo_megatron.compat.torch import (
     flash_attention,
     flash_attention_backward,
 )
-from gapo_megatron.policy.context import GatherTokens, held_positions
-
-
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """Layout of a micro-batch, which every layer reads; computed once, before the first layer."""
-
-    cos: Tensor | None = None
-    """[T, 1, D] cosines of the rotary angles."""
-    sin: Tensor | None = None
-    """[T, 1, D] sines, the first half negated, so that rotating is `x cos + swapped(x) sin`."""
-    slots: Tensor | None = None
-    """[T] int64: slot of each token in the padded, concatenated buckets. None: the fused kernel
-    reads packed tokens, and there are no buckets."""
-    buckets: tuple[tuple[int, int], ...] = ()
-    """(S, L) of every bucket: sequences of similar length share one padded attention call."""
-    context: ContextShare | None = None
-    """Context parallel share; `cos`, `sin` and `slots` are then of this rank's tokens."""
-
-
-@dataclass
-class ContextShare:
-    """Layout for context parallelism: a rank's queries attend to the keys and values of all."""
-
-    group: dist.ProcessGroup
-    key_slots: Tensor
-    """[T] int64: slots of the gathered tokens, in rank order."""
-    masks: tuple[Tensor, ...]
-    """Per bucket [S, 1, L / cp, L] bool: True where a query attends to a key."""
-
-
-def pack_sequences(
-    cu_seqlens: Tensor,
-    *,
-    max_seqlen: int,
-    position_ids: Tensor,
-    inverse_frequencies: Tensor,
-    dtype: torch.dtype,
-    cp_group: dist.ProcessGroup,
-) -> PackedSequences:
-    """Prepare rotary tables and, for attention without the fused kernel, the padded layout.
-
-    For the fused kernel, nothing is read back from the device.
-
-    Args:
-        cu_seqlens: [S + 1] int32 boundaries of the sequences in the packed row.
-        max_seqlen: longest sequence, tokens.
-        position_ids: [1, T / cp] int64, of this rank's tokens.
-        inverse_frequencies: [D / 2] float32 rotary frequencies.
-        dtype: dtype of the activations; the angles are computed in float32.
-        cp_group: ranks that share the sequences.
-    """
-    angles = torch.outer(position_ids[0].float(), inverse_frequencies)[:, None, :]
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    cp_size = cp_group.size()
-    slots, context = None, None
-    buckets: tuple[tuple[int, int], ...] = ()
-    if not (cp_size == 1 and _has_fused_kernel(cu_seqlens.device, dtype)):
-        slots, buckets = _padded_layout(cu_seqlens.tolist(), num_shares=cp_size)
-        if cp_size > 1:
-            context = _context_share(cu_seqlens, position_ids[0], slots, buckets, cp_group)
-        slots = slots.to(cu_seqlens.device)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        cos=torch.cat([cos, cos], dim=-1),
-        sin=torch.cat([-sin, sin], dim=-1),
-        slots=slots,
-        buckets=buckets,
-        context=context,
-    )
-
-
-def _context_share(
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    query_slots: Tensor,
-    buckets: tuple[tuple[int, int], ...],
-    group: dist.ProcessGroup,
-) -> ContextShare:
-    cp_size = group.size()
-    slots, _ = _padded_layout(cu_seqlens.tolist())
-    device = cu_seqlens.device
-    held = [
-        held_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size).cpu() for rank in range(cp_size)
-    ]
-    # A padding slot attends to all keys: with none, softmax would give NaN.
-    num_queries = sum(rows * longest for rows, longest in buckets) // cp_size
-    last_key = torch.full((num_queries,), max(longest for _, longest in buckets), device=device)
-    last_key[query_slots.to(device)] = positions
-    masks = []
-    start = 0
-    for rows, longest in buckets:
-        end = start + rows * longest // cp_size
-        keys = torch.arange(longest, device=device)
-        masks.append((keys <= last_key[start:end, None]).view(rows, 1, -1, longest))
-        start = end
-    return ContextShare(group, slots[torch.cat(held)].to(device), tuple(masks))
-
-
-def _padded_layout(
-    boundaries: list[int], *, num_shares: int = 1
-) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """Group sequences whose lengths have the same power-of-two ceiling; pad to the group's longest.
-
-    Padding less than doubles a sequence, so attention costs less than four times the minimum, in a
-    few calls instead of one per sequence.
-
-    Args:
-        boundaries: boundaries of the whole sequences.
-        num_shares: number of equal shares of every sequence; the slots are those of one share.
-
-    Returns:
-        Slots [T / num_shares], and (S, L) of every bucket of whole sequences.
-    """
-    members: dict[int, list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(boundaries):
-        members.setdefault((end - start - 1).bit_length(), []).append((start, end))
-    slots = torch.empty(boundaries[-1] // num_shares, dtype=torch.int64)
-    buckets = []
-    offset = 0
-    for _, sequences in sorted(members.items()):
-        longest = max(end - start for start, end in sequences)
-        for start, end in sequences:
-            first, last = start // num_shares, end // num_shares
-            slots[first:last] = torch.arange(offset, offset + last - first)
-            offset += longest // num_shares
-        buckets.append((len(sequences), longest))
-    return slots, tuple(buckets)
+from gapo_megatron.policy.context import GatherTokens
+from gapo_megatron.policy.sequences import ContextShare, PackedSequences
+from gapo_megatron.policy.sinks import attend_with_sinks, gradient_of_sinks, with_sinks
 
 
 class _Rotate(torch.autograd.Function):
@@ -166,12 +38,22 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+        return _rotate(x, cos, sin, sign=1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return (grad * cos).addcmul_(grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+        return _rotate(grad, *ctx.saved_tensors, sign=-1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    """Rotate the first R elements of every head [T, N, D] by +-1 times the angles [T, 1, R].
+
+    Computed in the wider dtype of `x` and the tables; returns that of `x`.
+    """
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        rotated = _rotate(x[..., :size], cos, sin, sign=sign)
+        return torch.cat([rotated, x[..., size:]], dim=-1)
+    return (x * cos).addcmul_(x.roll(size // 2, -1), sin, value=sign).to(x.dtype)
 
 
 class _ToSlots(torch.autograd.Function):
@@ -205,10 +87,6 @@ class _FromSlots(torch.autograd.Function):
         return padded.index_copy_(0, slots, grad), None
 
 
-def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
 class _FusedAttention(torch.autograd.Function):
     """Causal attention of all packed sequences in one kernel, without a mask.
 
@@ -226,22 +104,28 @@ class _FusedAttention(torch.autograd.Function):
         value: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        scale: float,
+        sinks: Tensor | None,
+        options: dict[str, Any],
     ) -> Tensor:
         # With a longest length of 1, torch would treat heads as positions.
         ctx.shape = cu_seqlens, cu_seqlens, max(max_seqlen, 2), max(max_seqlen, 2)
-        ctx.scale = scale
-        out, *others = flash_attention(query, key, value, ctx.shape, scale=scale)
-        ctx.save_for_backward(query, key, value, out, *others)
+        ctx.options = options
+        out, log_sums, *others = flash_attention(query, key, value, ctx.shape, **options)
+        if sinks is not None:
+            out, log_sums = with_sinks(out, log_sums, sinks)
+        ctx.save_for_backward(sinks, query, key, value, out, log_sums, *others)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, *saved = ctx.saved_tensors
         with deterministic_algorithms():
-            gradients = flash_attention_backward(
-                grad, ctx.saved_tensors, ctx.shape, scale=ctx.scale
-            )
-        return *gradients, None, None, None
+            gradients = flash_attention_backward(grad, saved, ctx.shape, **ctx.options)
+        of_sinks = None
+        if sinks is not None:
+            out, log_sums = saved[3], saved[4]
+            of_sinks = gradient_of_sinks(grad, out, log_sums, sinks)
+        return *gradients, None, None, of_sinks, None
 
 
 class PackedAttention(nn.Module):
@@ -251,9 +135,22 @@ class PackedAttention(nn.Module):
     embedding, whose tables come with `PackedSequences` once per micro-batch.
     """
 
-    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        self.softmax_offset: nn.Parameter | None = None
+        """Sinks [N / tp], if the model has them; Megatron-core's name."""
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+        self.window = 0
+        """Keys that a query sees, its own included; 0: all before it."""
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0] + 1
 
     def forward(
         self,
@@ -270,24 +167,38 @@ class PackedAttention(nn.Module):
         Args:
             query: [T, N, D]; under context parallelism this rank's share, [T / cp, ...].
             key: [T, G, D], likewise.
-            value: [T, G, D], likewise.
+            value: [T, G, D] or smaller, likewise.
             attention_mask: unused; attention is causal within sequences.
             packed_seq_params: the micro-batch's layout.
 
         Returns:
-            [T, N * D] in the dtype of `query`, likewise.
+            [T, N * D], D of the values, in the dtype of `query`, likewise.
 
         Collectives: under context parallelism an all-gather of keys and one of values; backward
         an all-reduce of each.
         """
+        if (size := value.shape[-1]) < query.shape[-1]:
+            # The kernels without a matrix of scores take one size of heads.
+            value = F.pad(value, (0, query.shape[-1] - size))
+            attended = self.forward(
+                query, key, value, attention_mask, packed_seq_params=packed_seq_params
+            )
+            return attended.unflatten(1, (query.shape[1], -1))[..., :size].flatten(1)
         packed = packed_seq_params
-        query, key = (
-            _Rotate.apply(query, packed.cos, packed.sin),
-            _Rotate.apply(key, packed.cos, packed.sin),
-        )
+        tables = (packed.cos, packed.sin)
+        if self.window and packed.windowed_tables is not None:
+            tables = packed.windowed_tables
+        query, key = _Rotate.apply(query, *tables), _Rotate.apply(key, *tables)
         if packed.slots is None:
+            options = {"scale": self.softmax_scale, "window": self.window}
             output = _FusedAttention.apply(
-                query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale
+                query,
+                key,
+                value,
+                packed.cu_seqlens_q,
+                packed.max_seqlen_q,
+                self.softmax_offset,
+                options,
             )
             return output.flatten(1)
         if packed.context:
@@ -301,15 +212,42 @@ class PackedAttention(nn.Module):
             )
         outputs = []
         start = 0
-        for rows, longest in packed.buckets:
+        masks = packed.window_masks if self.window else (None,) * len(packed.buckets)
+        for (rows, longest), mask in zip(packed.buckets, masks, strict=True):
             bucket = slice(start, start := start + rows * longest)
             q, k, v = (
                 x[bucket].unflatten(0, (rows, longest)).transpose(1, 2) for x in (query, key, value)
             )
-            output = self._attend(q, k, v, is_causal=True)
+            output = self._attend_where(mask, q, k, v)
             outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _FromSlots.apply(joined, packed.slots) if is_padded else joined
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Megatron-core's description of the sinks on disk, as its own attention gives it."""
+        state = self.state_dict(keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return sharded
+
+    def _attend_where(
+        self, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attend where the mask says, with sinks if there are any; None: causally."""
+        if self.softmax_offset is None:
+            return self._attend(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return attend_with_sinks(
+            self._attend,
+            query,
+            key,
+            value,
+            self.softmax_offset,
+            scale=self.softmax_scale,
+            attn_mask=mask,
+        )
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attend in padded sequences: [S, N, L, D] from keys and values [S, G, L, D]."""
@@ -335,8 +273,9 @@ class PackedAttention(nn.Module):
         This shares the work but saves little memory: every rank holds all keys and values, and
         masks of its queries against them, unlike Transformer Engine's ring.
         """
+        masks = context.window_masks if self.window else context.masks
         num_keys = sum(rows * longest for rows, longest in packed.buckets)
-        num_queries = sum(mask.shape[0] * mask.shape[2] for mask in context.masks)
+        num_queries = sum(mask.shape[0] * mask.shape[2] for mask in masks)
         query = _ToSlots.apply(query, packed.slots, num_queries)
         key, value = (
             _ToSlots.apply(GatherTokens.apply(x, context.group), context.key_slots, num_keys)
@@ -344,30 +283,12 @@ class PackedAttention(nn.Module):
         )
         outputs = []
         for q, k, v, mask in zip(
-            query.split([mask.shape[0] * mask.shape[2] for mask in context.masks]),
+            query.split([mask.shape[0] * mask.shape[2] for mask in masks]),
             *(x.split([rows * longest for rows, longest in packed.buckets]) for x in (key, value)),
-            context.masks,
+            masks,
             strict=True,
         ):
             q, k, v = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))
-            output = self._attend(q, k, v, attn_mask=mask)
+            output = self._attend_where(mask, q, k, v)
             outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
         return _FromSlots.apply(torch.cat(outputs), packed.slots)
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm that supports sequence parallelism, unlike Megatron-core's own fallback.
-
-    Every rank normalises its part of the sequence. The weight is marked, so that Megatron-core sums
-    its gradient over the tensor parallel group.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H], same dtype; statistics in float32."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -62,6 +62,7 @@ def cut(whole: Microbatch, groups: ParallelGroups) -> Microbatch:
         whole,
         tokens=whole.tokens[:, held],
         position_ids=whole.position_ids[:, held],
+        is_padding=whole.is_padding[:, held],
         row_index=place[whole.row_index[rows]],
         labels=whole.labels[rows],
         rows=rows,

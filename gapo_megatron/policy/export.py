@@ -1,20 +1,28 @@
-"""Gather the policy's whole weights on every rank; sharded parameters are sent in buckets.
+"""Buckets of parameters, and how to gather the policy's whole weights on every rank that trains.
 
 A bucket holds parameters of a layer that are sharded over the same group. They are concatenated and
-need one broadcast over the pipeline and one all-gather together.
+need one broadcast over the pipeline and one all-gather together. Which parameters are in which
+bucket, and which ranks hold its shards, follows from names, shapes and parallel sizes alone:
+`rollout.transfer` sends the same buckets to ranks that have no part of the policy.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
+from gapo_megatron.config import DTYPES, Config
+from gapo_megatron.config.counts import layers_of_stages
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.models.rules import Place, Rule, Shape, find_rule, shard_size
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
@@ -57,45 +65,176 @@ def find_locations(
     num_experts = max((rule.num_experts or 0 for rule in rules), default=0)
     first_expert = groups.ep_rank * (num_experts // groups.ep_size)
     for stage, numbers in zip(stages, layers, strict=True):
-        for name, parameter in stage.named_parameters():
+        for name, parameter in stage.named_weights():
             if (base_name := adapter.base_name(name)) is None:
                 continue
-            rule, place = find_rule(rules, base_name)
-            if place.layer is not None:
-                place = place._replace(layer=numbers[place.layer])
+            rule, place = find_rule(rules, base_name, numbers=numbers)
             if place.expert is not None:
                 place = place._replace(expert=place.expert + first_expert)
             locations[rule.megatron_name(place)] = Location(stage, name, parameter)
     return locations
 
 
-class _Sharing(NamedTuple):
-    """How a parameter is distributed over ranks."""
+Group = Literal["none", "tensor", "expert"]
+"""Ranks that share a parameter. `tensor`: tensor parallel ranks; `expert`: each expert parallel
+rank has other experts; `none`: whole on every rank of the stage."""
 
-    layer: int | None
-    pipeline_rank: int
-    group: str
-    """`tensor`: sharded over tensor parallel ranks; `expert`: each expert parallel rank has other
-    experts; `none`: whole on every rank of the stage."""
+
+@dataclass(frozen=True)
+class Exported:
+    """Parameters that are spread over the ranks that train; the same on every rank of a job."""
+
+    rules: Sequence[Rule]
+    """The architecture's name rules, or those of an adapter's factors."""
+    layers: Layers
+    """The layers of all pipeline stages."""
+    tp_size: int
+    ep_size: int
+    num_ranks: int
+    """Ranks that train."""
+    dtype: torch.dtype
+    """Of all but buffers, which are float32."""
+
+    def dtype_of(self, rule: Rule) -> torch.dtype:
+        """Dtype of a rule's parameters."""
+        return torch.float32 if rule.is_buffer else self.dtype
+
+    def num_shards(self, group: Group) -> int:
+        """Number of different shards of a parameter."""
+        return {"none": 1, "tensor": self.tp_size, "expert": self.ep_size}[group]
+
+    def holders(self, stage: int, group: Group) -> list[list[int]]:
+        """Ranks that hold each shard of a stage's parameters, in ascending order, by shard.
+
+        Stages are consecutive ranks; tensor parallel ranks are neighbours, and so are expert
+        parallel ranks (the order in which Megatron-core deals ranks).
+        """
+        per_stage, size = self.num_ranks // len(self.layers), self.num_shards(group)
+        return [
+            [*range(stage * per_stage + shard, (stage + 1) * per_stage, size)]
+            for shard in range(size)
+        ]
+
+    def check(self, groups: ParallelGroups) -> None:
+        """Assert that this rank holds what `holders` says."""
+        shards: dict[Group, int] = {"tensor": groups.tp_rank, "expert": groups.ep_rank}
+        for group, shard in shards.items():
+            there = self.holders(groups.pp_rank, group)[shard]
+            assert groups.rank in there, f"rank {groups.rank} is no holder: {group} {shard} {there}"
+
+
+def exported_by(config: Config, hf_config: PretrainedConfig, *, num_ranks: int) -> Exported:
+    """The model's weights in a run.
+
+    Args:
+        config: the run's settings.
+        hf_config: the model's Hugging Face config.
+        num_ranks: ranks that train.
+    """
+    return Exported(
+        rules_for(hf_config),
+        layers_of_stages(config.parallel, hf_config.num_hidden_layers),
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.expert_model_parallel_size,
+        num_ranks,
+        getattr(torch, DTYPES[config.model.precision]),
+    )
+
+
+class Bucket(NamedTuple):
+    """Parameters that travel together."""
+
+    stage: int
+    """Pipeline rank that has them."""
+    group: Group
+    num_shards: int
+    dtype: torch.dtype
+    parts: list[tuple[Rule, Place]]
+    """Experts are the first expert parallel rank's."""
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Shapes of a shard of each part."""
+        size = self.num_shards if self.group == "tensor" else 1
+        return [rule.shard_shape(size) for rule, _ in self.parts]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard of all parts."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def pieces(
+        self, shard: int, merge: Callable[[str], Tensor], *, start: int = 0, stop: int | None = None
+    ) -> list[Tensor]:
+        """Elements of a shard of all parts, one after another: flat tensors, one for each part.
+
+        Args:
+            shard: number of the shard.
+            merge: see `whole_parameters`; called only for parts that have some of the elements.
+            start: first element.
+            stop: end; None: all.
+
+        Raises:
+            WeightSyncError: `merge` returns another dtype or number of elements.
+        """
+        stop, first, pieces = self.shard_numel if stop is None else stop, 0, []
+        for (rule, place), shape in zip(self.parts, self.shapes, strict=True):
+            numel = torch.Size(shape).numel()
+            low, high = max(start - first, 0), min(stop - first, numel)
+            if low < high:
+                name = rule.megatron_name(self._place(shard, rule, place))
+                tensor = merge(name)
+                if (tensor.dtype, tensor.numel()) != (self.dtype, numel):
+                    raise WeightSyncError(
+                        f"weights: the shard of {name} is {tensor.numel()} elements of "
+                        f"{tensor.dtype}; it must be {numel} of {self.dtype}"
+                    )
+                pieces.append(tensor.detach().reshape(-1)[low:high])
+            first += numel
+        return pieces
+
+    def whole(self, shards: Sequence[Tensor]) -> Iterator[tuple[Rule, Place, Tensor]]:
+        """Yield the whole parameters.
+
+        Args:
+            shards: [shard_numel] of every shard, in order.
+        """
+        shapes = self.shapes
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        by_shard = [
+            [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+            for flat in shards
+        ]
+        if self.group == "expert":
+            for shard, tensors in enumerate(by_shard):
+                for (rule, place), tensor in zip(self.parts, tensors, strict=True):
+                    yield rule, self._place(shard, rule, place), tensor
+        else:
+            for (rule, place), pieces in zip(self.parts, zip(*by_shard, strict=True), strict=True):
+                yield rule, place, rule.unshard(pieces)
+
+    def _place(self, shard: int, rule: Rule, place: Place) -> Place:
+        """Translate the place of the first expert parallel rank's parameter to a shard's."""
+        if self.group != "expert" or place.expert is None or rule.num_experts is None:
+            return place
+        return place._replace(expert=place.expert + shard * (rule.num_experts // self.num_shards))
 
 
 @torch.no_grad()
 def whole_parameters(
-    rules: Sequence[Rule],
+    exported: Exported,
     parameters: Mapping[str, Tensor],
     groups: ParallelGroups,
-    layers: Layers,
     *,
     merge: Callable[[str], Tensor],
 ) -> Iterator[tuple[Rule, Place, Tensor]]:
     """Yield every parameter once, whole, without tied copies.
 
     Args:
-        rules: the architecture's name rules.
+        exported: what there is.
         parameters: this rank's parameters, under the rules' names with global numbers.
         groups: this rank's parallel groups.
-        layers: the layers of all stages.
-        merge: returns the tensor to export for a name; see `adapters.Adapter.merge`.
+        merge: returns the shard to export for a name; see `adapters.Adapter.merge`.
 
     Yields:
         Rule, place and tensor, layer after layer. Tensors are on the parameters' device, and may
@@ -105,118 +244,103 @@ def whole_parameters(
     or expert parallel group; neither in a group of one rank. Every rank must consume the iterator
     to its end.
     """
-    element_bytes = next(iter(parameters.values())).element_size()
-    for sharing, parts in _buckets(rules, groups, layers, element_bytes=element_bytes):
-        by_rank = _exchange(sharing, parts, parameters, groups, merge)
-        if sharing.group == "expert":
-            for rank, tensors in enumerate(by_rank):
-                for (rule, place), tensor in zip(parts, tensors, strict=True):
-                    yield rule, _of_rank(rank, rule, place, groups), tensor
+    for bucket in buckets(exported, bucket_bytes=BUCKET_BYTES):
+        if groups.pp_size == 1 and bucket.num_shards == 1:
+            for rule, place in bucket.parts:  # nothing is copied
+                yield rule, place, merge(rule.megatron_name(place))
         else:
-            for (rule, place), shards in zip(parts, zip(*by_rank, strict=True), strict=True):
-                yield rule, place, rule.unshard(shards)
+            yield from bucket.whole([*_exchange(bucket, parameters, groups, merge)])
 
 
 def _exchange(
-    sharing: _Sharing,
-    parts: list[tuple[Rule, Place]],
+    bucket: Bucket,
     parameters: Mapping[str, Tensor],
     groups: ParallelGroups,
     merge: Callable[[str], Tensor],
-) -> list[list[Tensor]]:
-    """Gather the parts of a bucket from the ranks that share it, in rank order. Collective."""
-    group = {"tensor": groups.tp_group, "expert": groups.ep_group, "none": None}[sharing.group]
-    mine: list[Tensor] = []
-    if groups.pp_rank == sharing.pipeline_rank:
-        places = [_of_rank(groups.ep_rank, *part, groups) for part in parts]
-        names = [rule.megatron_name(place) for (rule, _), place in zip(parts, places, strict=True)]
-        mine = [merge(name) for name in names]
-        if groups.pp_size == 1 and group is None:
-            return [mine]
-    shapes = [rule.shard_shape(shard_size(rule, groups.tp_size)) for rule, _ in parts]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    if len(mine) == 1:
-        flat = mine[0].reshape(-1)
-    elif mine:
-        flat = torch.cat([tensor.reshape(-1) for tensor in mine])
+) -> Tensor:
+    """Gather a bucket: [shards, shard_numel]. Collective."""
+    group, shard = {
+        "tensor": (groups.tp_group, groups.tp_rank),
+        "expert": (groups.ep_group, groups.ep_rank),
+        "none": (None, 0),
+    }[bucket.group]
+    if groups.pp_rank == bucket.stage:
+        pieces = bucket.pieces(shard, merge)
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     else:  # receives from the stage that has the parameters
-        flat = next(iter(parameters.values())).new_empty(sum(sizes))
+        like = next(iter(parameters.values()))
+        flat = like.new_empty(bucket.shard_numel, dtype=bucket.dtype)
     if groups.pp_size > 1:
-        dist.broadcast(flat, group=groups.pp_group, group_src=sharing.pipeline_rank)
+        dist.broadcast(flat, group=groups.pp_group, group_src=bucket.stage)
     if group is None:
-        by_rank = flat[None]
-    else:
-        whole = flat.new_empty(group.size() * len(flat))
-        dist.all_gather_into_tensor(whole, flat, group=group)
-        by_rank = whole.view(group.size(), -1)
-    return [
-        [part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True)]
-        for row in by_rank
-    ]
+        return flat[None]
+    whole = flat.new_empty(group.size() * len(flat))
+    dist.all_gather_into_tensor(whole, flat, group=group)
+    return whole.view(group.size(), -1)
 
 
-def _buckets(
-    rules: Sequence[Rule], groups: ParallelGroups, layers: Layers, *, element_bytes: int
-) -> Iterator[tuple[_Sharing, list[tuple[Rule, Place]]]]:
-    """Put every parameter into a bucket, layer after layer; experts are the first rank's.
+def buckets(exported: Exported, *, bucket_bytes: int) -> Iterator[Bucket]:
+    """Put every parameter into a bucket, layer after layer.
 
-    Within a layer, only parameters of different `_Sharing` change their order, so those of one
-    engine module stay adjacent.
+    Within a layer, only parameters of different stages or groups change their order, so those of
+    one engine module stay adjacent.
+
+    Args:
+        exported: what there is.
+        bucket_bytes: largest size of a bucket in bytes of whole parameters; a larger parameter is
+            alone.
     """
-    # A parameter's distribution over ranks decides which buckets it can join.
-    num_ranks = {"none": 1, "tensor": groups.tp_size, "expert": groups.ep_size}
-    in_turn = list(num_ranks)
     owner = {
-        layer: rank for rank, stages in enumerate(layers) for layer in itertools.chain(*stages)
+        layer: rank
+        for rank, stages in enumerate(exported.layers)
+        for layer in itertools.chain(*stages)
     }
 
-    def sharing(part: tuple[Rule, Place]) -> _Sharing:
+    # A parameter's distribution over ranks decides which buckets it can join.
+    def sharing(part: tuple[Rule, Place]) -> tuple[int, Group, torch.dtype]:
         rule, place = part
-        group = "expert" if rule.num_experts else "none" if rule.tp_dim is None else "tensor"
-        if num_ranks[group] == 1:
+        group: Group = "expert" if rule.num_experts else "none" if rule.tp_dim is None else "tensor"
+        if exported.num_shards(group) == 1:
             group = "none"
-        if place.layer is None:
-            rank = 0 if rule.megatron.startswith("embedding.") else len(layers) - 1
-        else:
-            rank = owner[place.layer]
-        return _Sharing(place.layer, rank, group)
+        dtype = exported.dtype_of(rule)
+        if place.layer is not None:
+            return owner[place.layer], group, dtype
+        is_first = rule.megatron.startswith("embedding.")
+        return (0 if is_first else len(exported.layers) - 1), group, dtype
 
-    # Fill buckets in turn, up to their size.
-    for in_layer in _by_layer(rules, groups):
-        in_order = sorted(in_layer, key=lambda part: in_turn.index(sharing(part).group))
-        for key, parts in itertools.groupby(in_order, sharing):
-            bucket: list[tuple[Rule, Place]] = []
+    in_turn = ("none", "tensor", "expert")
+    for in_layer in _by_layer(exported):
+        in_order = sorted(
+            in_layer, key=lambda part: (in_turn.index(sharing(part)[1]), part[0].is_buffer)
+        )
+        for (stage, group, dtype), parts in itertools.groupby(in_order, sharing):
+            num_shards = exported.num_shards(group)
+            bucket = Bucket(stage, group, num_shards, dtype, [])
             num_bytes = 0
             for rule, place in parts:
-                shape = rule.shard_shape(shard_size(rule, groups.tp_size))
-                size = torch.Size(shape).numel() * num_ranks[key.group] * element_bytes
-                if bucket and num_bytes + size > BUCKET_BYTES:
-                    yield key, bucket
-                    bucket, num_bytes = [], 0
-                bucket.append((rule, place))
+                shape = rule.shard_shape(shard_size(rule, exported.tp_size))
+                size = torch.Size(shape).numel() * num_shards * dtype.itemsize
+                if bucket.parts and num_bytes + size > bucket_bytes:
+                    yield bucket
+                    bucket, num_bytes = Bucket(stage, group, num_shards, dtype, []), 0
+                bucket.parts.append((rule, place))
                 num_bytes += size
-            yield key, bucket
+            yield bucket
 
 
-def _by_layer(rules: Sequence[Rule], groups: ParallelGroups) -> Iterator[list[tuple[Rule, Place]]]:
+def _by_layer(exported: Exported) -> Iterator[list[tuple[Rule, Place]]]:
     """Parameters by layer, and single parameters outside layers; experts are the first rank's."""
-    own = [rule for rule in rules if not rule.tied]
+    own = [rule for rule in exported.rules if not rule.tied]
     for num_layers, in_layer in itertools.groupby(own, lambda rule: rule.num_layers):
         if num_layers is None:
             yield from ([(rule, Place())] for rule in in_layer)
             continue
         repeated = list(in_layer)
         for layer in range(num_layers):
-            dense = [(rule, Place(layer)) for rule in repeated if rule.num_experts is None]
-            experts = [rule for rule in repeated if rule.num_experts is not None]
-            num_experts = (experts[0].num_experts or 0) // groups.ep_size if experts else 0
+            here = [rule for rule in repeated if layer in rule.layers]
+            dense = [(rule, Place(layer)) for rule in here if rule.num_experts is None]
+            experts = [rule for rule in here if rule.num_experts is not None]
+            num_experts = (experts[0].num_experts or 0) // exported.ep_size if experts else 0
             yield dense + [
                 (rule, Place(layer, expert)) for expert in range(num_experts) for rule in experts
             ]
-
-
-def _of_rank(rank: int, rule: Rule, place: Place, groups: ParallelGroups) -> Place:
-    """Translate the place of the first expert parallel rank's parameter to that of `rank`."""
-    if place.expert is None or rule.num_experts is None:
-        return place
-    return place._replace(expert=place.expert + rank * (rule.num_experts // groups.ep_size))

@@ -7,25 +7,31 @@ import functools
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from gapo_megatron.compat.megatron import sharded_factor
+from gapo_megatron.compat.megatron_checkpoint import sharded_factor
 from gapo_megatron.compat.transformer_engine import (
     fuse_weight_gradients,
     return_normed_input,
     split_output,
 )
 from gapo_megatron.config import AdapterConfig, Config
-from gapo_megatron.config.counts import layers_of_stages
-from gapo_megatron.models.lora import Factors, check_adapter, factors_of
+from gapo_megatron.models.lora import FactorRules, check_adapter, factors_of, in_pairs, rules_of
 from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
-from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
-from gapo_megatron.policy.export import find_locations, whole_parameters
+from gapo_megatron.policy.export import (
+    Exported,
+    Group,
+    exported_by,
+    find_locations,
+    whole_parameters,
+)
 from gapo_megatron.policy.low_rank import LowRank, Parallel
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
@@ -45,13 +51,9 @@ def make_adapter(config: Config, hf_config: PretrainedConfig, groups: ParallelGr
     """
     if config.adapter.kind == "none":
         return FULL_WEIGHTS
-    return Lora(
-        config.adapter,
-        hf_config,
-        groups,
-        layers_of_stages(config.parallel, hf_config.num_hidden_layers),
-        seed=config.run.seed,
-    )
+    check_adapter(hf_config, config.adapter, config.parallel)
+    exported = exported_by(config, hf_config, num_ranks=groups.world_size)
+    return Lora(config.adapter, hf_config, groups, exported, seed=config.run.seed)
 
 
 class Lora:
@@ -66,7 +68,7 @@ class Lora:
         settings: AdapterConfig,
         hf_config: PretrainedConfig,
         groups: ParallelGroups,
-        layers: Sequence[Sequence[Sequence[int]]],
+        exported: Exported,
         *,
         seed: int,
     ) -> None:
@@ -76,7 +78,7 @@ class Lora:
             settings: section `adapter`.
             hf_config: the model's Hugging Face config.
             groups: this rank's parallel groups.
-            layers: global numbers of the layers of every virtual stage of every pipeline rank.
+            exported: the model's weights.
             seed: of the initial A.
 
         Raises:
@@ -84,11 +86,12 @@ class Lora:
         """
         counts = check_adapter(hf_config, settings)
         self.num_bound = sum(counts.values())
-        rules = rules_for(hf_config)
+        rules = exported.rules
         found = factors_of(rules, targets=settings.targets, rank=settings.rank)
         self._factors = {one.weight.megatron: one for one in found}
+        self.exported = replace(exported, rules=rules_of(found))
         self.scale = settings.scale
-        self._settings, self._groups, self._layers, self._seed = settings, groups, layers, seed
+        self._settings, self._groups, self._seed = settings, groups, seed
         self._num_experts = max((one.num_experts or 0 for one in rules), default=0)
         self._is_on = True
         if groups.rank == 0:
@@ -114,7 +117,7 @@ class Lora:
             fuse_weight_gradients(stage, fuse=False)
         bound = _Bound(self._groups)
         by_module: dict[str, list[LowRank]] = {}
-        numbers = self._layers[self._groups.pp_rank][stage.vp_stage or 0]
+        numbers = self.exported.layers[self._groups.pp_rank][stage.vp_stage or 0]
         experts_per_rank = self._num_experts // self._groups.ep_size
         locations = find_locations([stage], [numbers], self._groups)
         for name, location in locations.items():
@@ -123,8 +126,10 @@ class Lora:
                 low_rank = self._factors_at(factors, place, location.parameter, stage)
                 bound.add(location.name, factors, place, low_rank)
                 by_module.setdefault(location.name.rpartition(".")[0], []).append(low_rank)
-        expected = len(numbers) * sum(
-            experts_per_rank if one.weight.num_experts else 1 for one in self._factors.values()
+        expected = sum(
+            len({*numbers} & {*one.weight.layers})
+            * (experts_per_rank if one.weight.num_experts else 1)
+            for one in self._factors.values()
         )
         assert len(bound) == expected > 0, f"{len(bound)} of {expected} linear layers are bound"
         for module_name, parts in by_module.items():
@@ -138,7 +143,7 @@ class Lora:
             stage.embedding.register_forward_hook(_ask_for_gradient)
 
     def _factors_at(
-        self, factors: Factors, place: Place, weight: Tensor, stage: PolicyModel
+        self, factors: FactorRules, place: Place, weight: Tensor, stage: PolicyModel
     ) -> LowRank:
         groups = self._groups
         size = shard_size(factors.weight, groups.tp_size)
@@ -203,36 +208,50 @@ class Lora:
             stages: this rank's virtual stages.
 
         Yields:
-            Module name, such as `model.layers.0.self_attn.q_proj`, then A [rank, in] and B
-            [out, rank] as whole matrices in the dtype that is trained, on the factors' device, on
-            every rank. Query, key and value (gate and up projection) have the same A. Tensors may
-            share memory with the factors and with each other: use or copy them before the next
-            update.
+            As `models.lora.in_pairs`, in the dtype that is trained, on the factors' device, on
+            every rank. Tensors may share memory with the factors and with each other: use or copy
+            them before the next update.
 
         Collectives: those of `export.whole_parameters`. Every rank must consume the iterator.
         """
-        parameters = {
-            name: tensor.detach() for stage in stages for name, tensor in _bound(stage).named()
-        }
-        rules = [rule for one in self._factors.values() for rule in (one.a, one.b)]
-        by_a = {one.a.megatron: one for one in self._factors.values()}
-        by_b = {one.b.megatron: one for one in self._factors.values()}
-        waiting: dict[tuple[str, Place], Tensor] = {}
-        whole = whole_parameters(
-            rules, parameters, self._groups, self._layers, merge=parameters.__getitem__
-        )
-        for rule, place, tensor in whole:
-            one = by_a.get(rule.megatron) or by_b[rule.megatron]
-            key = (one.weight.megatron, place)
-            if key not in waiting:  # a layer's two factors may be in different buckets
-                waiting[key] = tensor
-                continue
-            other = waiting.pop(key)
-            a, b = (other, tensor) if rule is one.b else (tensor, other)
-            names = (name.removesuffix(".weight") for name in one.weight.hf_names(place))
-            for name, rows in zip(names, one.b.split(b, place), strict=True):
-                yield name, a, rows
-        assert not waiting, f"only one factor of {[*waiting]}"
+        shards = self.factor_shards(stages)
+        whole = whole_parameters(self.exported, shards, self._groups, merge=shards.__getitem__)
+        yield from in_pairs([*self._factors.values()], whole)
+
+    def factor_shards(self, stages: Sequence[PolicyModel]) -> dict[str, Tensor]:
+        """This rank's shards of all factors, by the rules' names; they are the factors' memory."""
+        return {name: tensor.detach() for stage in stages for name, tensor in _bound(stage).named()}
+
+    def merge_rounding(self, stages: Sequence[PolicyModel]) -> float:
+        """Size of the rounding errors of merged weights relative to the update's, over all ranks.
+
+        The root of sum (round(W + scale * B A) - (W + scale * B A)) ** 2 / sum (scale * B A) ** 2;
+        0 without an update. At 1 the rounding is as large as the update.
+
+        Args:
+            stages: this rank's virtual stages.
+
+        Collectives: a sum over all ranks.
+        """
+        device = next(stages[0].parameters()).device
+        squares = torch.zeros(2, dtype=torch.float64, device=device)
+        for stage in stages:
+            bound = _bound(stage)
+            pairs = zip(bound.by_weight.items(), bound.weight_rules(), strict=True)
+            for (name, low_rank), rule in pairs:
+                if self._is_first_holder(rule):  # the others have the same shard
+                    squares += low_rank.merge_squares(stage.get_parameter(name))
+        dist.all_reduce(squares)
+        update, rounding = squares.tolist()
+        return (rounding / update) ** 0.5 if update else 0.0
+
+    def _is_first_holder(self, weight: Rule) -> bool:
+        """Whether this rank is the first of those with its shard of an adapted weight."""
+        groups = self._groups
+        group: Group = "expert" if weight.num_experts else "tensor"
+        assert group == "expert" or weight.tp_dim is not None, weight
+        shard = groups.ep_rank if group == "expert" else groups.tp_rank
+        return self.exported.holders(groups.pp_rank, group)[shard][0] == groups.rank
 
 
 class _Bound(nn.ModuleList):
@@ -245,10 +264,10 @@ class _Bound(nn.ModuleList):
     def __init__(self, groups: ParallelGroups) -> None:
         super().__init__()
         self._groups = groups
-        self._places: list[tuple[Factors, Place]] = []
+        self._places: list[tuple[FactorRules, Place]] = []
         self.by_weight: dict[str, LowRank] = {}
 
-    def add(self, weight_name: str, factors: Factors, place: Place, low_rank: LowRank) -> None:
+    def add(self, weight_name: str, factors: FactorRules, place: Place, low_rank: LowRank) -> None:
         """Append the factors beside a weight of the stage; `place` has global numbers."""
         self.append(low_rank)
         self._places.append((factors, place))
@@ -260,6 +279,10 @@ class _Bound(nn.ModuleList):
         for (factors, place), low_rank in pairs:
             yield factors.a.megatron_name(place), low_rank.lora_a
             yield factors.b.megatron_name(place), low_rank.lora_b
+
+    def weight_rules(self) -> list[Rule]:
+        """The rule of each weight of `by_weight`."""
+        return [factors.weight for factors, _ in self._places]
 
     def sharded_state_dict(self, prefix: str, *_: Any, **__: Any) -> dict[str, Any]:
         """Megatron-core's description of the shards on disk, the same in every parallel layout.

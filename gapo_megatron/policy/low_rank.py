@@ -111,3 +111,21 @@ class LowRank(nn.Module):
         wide = torch.promote_types(weight.dtype, torch.float32)
         a, b = self.lora_a.to(wide), self.lora_b.to(wide)
         return torch.addmm(weight.to(wide), b, a, alpha=self.scale).to(weight.dtype)
+
+    @torch.no_grad()
+    def merge_squares(self, weight: Tensor) -> Tensor:
+        """Sums of squares over this rank's shard: of the update, and of what rounding changes.
+
+        Args:
+            weight: the shard of W.
+
+        Returns:
+            [2] float64 on the weight's device: sum (scale * B A) ** 2, and the sum of the squared
+            differences of `merged_into` from the exact W + scale * B A.
+        """
+        # Wide enough that the sum's own rounding is small beside that of the result.
+        wide = torch.float32 if weight.dtype.itemsize == 2 else torch.float64
+        update = self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))
+        lost = self.merged_into(weight).to(wide) - (weight.to(wide) + update)
+        sums = [one.square().sum(dtype=torch.float64) for one in (update, lost)]
+        return torch.stack(sums)

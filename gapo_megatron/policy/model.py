@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -20,11 +19,18 @@ from gapo_megatron.compat.megatron import (
     HiddenStatesModel,
     combine_experts_in_order,
     fill_gaps,
+    leave_grad_mode,
     leave_undefined,
-    local_layers,
     set_rotary_frequencies,
     share_rotary_tables,
 )
+from gapo_megatron.compat.megatron_experts import repair_expert_biases, uncompiled
+from gapo_megatron.compat.megatron_layers import (
+    LayerModules,
+    local_layers,
+    transformer_engine_layers,
+)
+from gapo_megatron.compat.megatron_router import open_routers, set_choice
 from gapo_megatron.compat.transformer_engine import (
     forbid_unfused_attention,
     fuse_weight_gradients,
@@ -34,11 +40,16 @@ from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.config_check import read_config
-from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
-from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
+from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
+from gapo_megatron.policy.attention import PackedAttention
+from gapo_megatron.policy.latent import LatentAttention
+from gapo_megatron.policy.norms import HeadsNorm, KeyNorm, NormedAdd, QueryNorm, RMSNorm
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
+from gapo_megatron.policy.rotary import Rotary
+from gapo_megatron.policy.sequences import has_fused_kernel, pack_sequences
+from gapo_megatron.policy.sinks import mark_sinks
 from gapo_megatron.types import Microbatch
 
 
@@ -91,7 +102,7 @@ def build_model(
     model_parallel_cuda_manual_seed(0)
     mine = layers_of_stages(parallel, hf_config.num_hidden_layers)[groups.pp_rank]
     return [
-        PolicyModel(config, hf_config, groups, device, virtual_stage=i, num_layers=len(layers))
+        PolicyModel(config, hf_config, groups, device, virtual_stage=i, layers=layers)
         for i, layers in enumerate(mine)
     ]
 
@@ -108,15 +119,27 @@ def transformer_config(
     """Megatron-core's config: fields of architecture, layout, precision and recomputation."""
     architecture = architecture_of(hf_config)
     geometry = architecture.geometry(hf_config)
-    fused = has_transformer_engine(device, number_format["params_dtype"])
+    dtype = number_format["params_dtype"]
+    fused = uses_transformer_engine(hf_config, device, dtype)
+    flash = fused or (groups.cp_size == 1 and has_fused_kernel(device, dtype))
     settings = {
         **architecture.transformer_fields(hf_config, geometry),
         **_layout_settings(groups, parallel),
         **number_format,
-        **_recompute_settings(recompute, fused=fused, has_experts=geometry.num_experts > 0),
+        **_recompute_settings(
+            recompute, fused=fused, flash=flash, kinds=frozenset(geometry.has_experts)
+        ),
         **(_expert_settings(fused=fused) if geometry.num_experts else {}),
     }
-    return TransformerConfig(
+    magnitude = rope_of(hf_config.to_dict()).magnitude
+    if fused and not geometry.latent and magnitude != 1.0:
+        # Transformer Engine's kernel takes angles, not cosines and sines.
+        scale = settings.get("softmax_scale") or geometry.head_dim**-0.5
+        settings["softmax_scale"] = scale * magnitude**2
+    if not fused:
+        settings["activation_func"] = uncompiled(settings["activation_func"])
+    kind = MLATransformerConfig if geometry.latent else TransformerConfig
+    return kind(
         **settings,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -130,7 +153,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,
         persist_layer_norm=fused,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and geometry.latent is None,
     )
 
 
@@ -158,8 +181,17 @@ def _layout_settings(groups: ParallelGroups, parallel: ParallelConfig) -> dict[s
     }
 
 
-def _recompute_settings(recompute: str, *, fused: bool, has_experts: bool) -> dict[str, Any]:
-    """TransformerConfig fields of `model.recompute`; `fused`: with Transformer Engine."""
+def _recompute_settings(
+    recompute: str, *, fused: bool, flash: bool, kinds: frozenset[bool]
+) -> dict[str, Any]:
+    """TransformerConfig fields of `model.recompute`.
+
+    Args:
+        recompute: the setting.
+        fused: layers are Transformer Engine's.
+        flash: attention reads packed sequences as they are, and stores no matrix of scores.
+        kinds: whether layers have experts; both if they differ.
+    """
     if recompute == "none":
         return {}
     if recompute == "full":
@@ -168,17 +200,18 @@ def _recompute_settings(recompute: str, *, fused: bool, has_experts: bool) -> di
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    if not fused:
-        modules = ["core_attn"]  # it stores a matrix of scores, and Transformer Engine's does not
-    elif has_experts:
-        # Recomputing the MLP would dispatch every token again. These take only elementwise kernels,
-        # and free the input of the experts' second product (a third of the inner widths) and the
-        # norm's output.
-        modules = ["layernorm", "moe_act"]
+    if not flash or (True in kinds and not fused):
+        # Attention stores padded copies and masks. (For experts Megatron-core recomputes what the
+        # other branches name in Transformer Engine's layers only.)
+        modules = ["core_attn"]
     else:
-        # The MLP stores most: twice its inner width after the first product, once after the
-        # activation, and the norm's output. Recomputing it stores only [T, H].
-        modules = ["mlp"]
+        # An MLP stores most: twice its inner width after the first product, once after the
+        # activation, and the norm's output. Recomputing it stores only [T, H]. Where there are
+        # experts, that would dispatch every token again. "layernorm" and "moe_act" take only
+        # elementwise kernels, and free the input of the experts' second product (a third of the
+        # inner widths) and the norm's output.
+        modules = ["layernorm", "moe_act"] if True in kinds else []
+        modules += ["mlp"] if False in kinds else []
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
@@ -194,6 +227,13 @@ def _expert_settings(*, fused: bool) -> dict[str, Any]:
         # uses atomics in bf16: see `combine_experts_in_order`.
         "moe_permute_fusion": fused,
     }
+
+
+def uses_transformer_engine(
+    hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether a model's layers are Transformer Engine's; otherwise they are ours."""
+    return architecture_of(hf_config).megatron_layers and has_transformer_engine(device, dtype)
 
 
 def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
@@ -215,16 +255,21 @@ class PolicyModel(HiddenStatesModel):
         device: torch.device,
         *,
         virtual_stage: int,
-        num_layers: int,
+        layers: Sequence[int],
     ) -> None:
-        self.uses_transformer_engine = has_transformer_engine(device, config.params_dtype)
+        self.uses_transformer_engine = uses_transformer_engine(
+            hf_config, device, config.params_dtype
+        )
         self.hf_config = hf_config
         self.rules = rules_for(hf_config)
         self.unpadded_vocab_size = vocab_size = hf_config.vocab_size
         super().__init__(
             config=config,
             transformer_layer_spec=_layer_spec(
-                config, num_layers, transformer_engine=self.uses_transformer_engine
+                config,
+                geometry_of(hf_config),
+                layers,
+                transformer_engine=self.uses_transformer_engine,
             ),
             vocab_size=vocab_size + -vocab_size % groups.tp_size,
             max_sequence_length=hf_config.max_position_embeddings,
@@ -235,13 +280,25 @@ class PolicyModel(HiddenStatesModel):
             # Without Transformer Engine, `PackedAttention` rotates.
             position_embedding_type="rope" if self.uses_transformer_engine else "none",
         )
-        self.inverse_frequencies = inverse_frequencies(hf_config).to(device)
+        self.rotary = Rotary.of(hf_config, device, config.params_dtype)
         if self.uses_transformer_engine:
-            set_rotary_frequencies(self, self.inverse_frequencies)
+            if geometry_of(hf_config).latent is None:  # else the layers have their own
+                set_rotary_frequencies(self, self.rotary.frequencies)
+                share_rotary_tables(self.rotary_pos_emb)
             fuse_weight_gradients(self)
-            share_rotary_tables(self.rotary_pos_emb)
         else:
             combine_experts_in_order(self)
+            leave_grad_mode(self)
+        repair_expert_biases(self)
+        mark_sinks(self)
+        open_routers(self)
+        for module in self.modules():
+            if isinstance(module, HeadsNorm):
+                module.tp_group = groups.tp_group
+        if self.pre_process and (scale := geometry_of(hf_config).embedding_scale) != 1.0:
+            # Rounded as the weights are, as in transformers and vLLM.
+            factor = torch.tensor(scale, dtype=config.params_dtype, device=device)
+            self.embedding.register_forward_hook(lambda _, __, hidden: hidden * factor)
         self.to(device)
 
     def choose_attention(self) -> None:
@@ -261,6 +318,13 @@ class PolicyModel(HiddenStatesModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The stage's parameters, and its buffers that the rules name (`Rule.is_buffer`)."""
+        yield from self.named_parameters()
+        for name, buffer in self.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield name, buffer
+
     @torch.no_grad()
     def clear_padding(self) -> None:
         """Set this rank's rows of vocabulary padding to zero."""
@@ -270,7 +334,12 @@ class PolicyModel(HiddenStatesModel):
                 parameter[max(self.unpadded_vocab_size - first_row, 0) :].zero_()
 
     def packing(self, microbatch: Microbatch) -> PackedSeqParams:
-        """The layout of a micro-batch, in the form that this model's attention expects."""
+        """The layout of a micro-batch in the form that this model's layers expect."""
+        packed = self._packed(microbatch)
+        set_choice(packed, microbatch.choose_experts)
+        return packed
+
+    def _packed(self, microbatch: Microbatch) -> PackedSeqParams:
         if self.uses_transformer_engine:
             return PackedSeqParams(
                 qkv_format="thd",
@@ -283,40 +352,27 @@ class PolicyModel(HiddenStatesModel):
             microbatch.cu_seqlens,
             max_seqlen=microbatch.max_seqlen,
             position_ids=microbatch.position_ids,
-            inverse_frequencies=self.inverse_frequencies,
+            rotary=self.rotary,
             dtype=self.config.params_dtype,
             cp_group=self.cp_group,
+            window=geometry_of(self.hf_config).window,
         )
 
 
 def _layer_spec(
-    config: TransformerConfig, num_layers: int, *, transformer_engine: bool
+    config: TransformerConfig, g: Geometry, layers: Sequence[int], *, transformer_engine: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of a stage; `layers`: their global numbers."""
+    has_experts = [g.has_experts[number] for number in layers]
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-    return local_layers(config, num_layers, norm=RMSNorm, attention=PackedAttention)
-
-
-def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
-    """Rotary frequencies [head_dim / 2] float32, with Llama 3's scaling if the model has it.
-
-    Megatron-core's own version of the scaling has fixed wavelength limits.
-
-    Raises:
-        ConfigError: the model has another kind of rope scaling.
-    """
-    rope = read_rope(hf_config.to_dict())
-    head_dim = geometry_of(hf_config).head_dim
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope.base**exponents)
-    if rope.kind == "default":
-        return frequencies
-    factor, low, high = (rope.scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = rope.scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    # Turns over the original context: many -> unchanged, few -> divided by `factor`, else between.
-    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies
+        return transformer_engine_layers(config, has_experts)
+    modules = LayerModules(
+        norm=RMSNorm,
+        attention=PackedAttention,
+        query_norm=QueryNorm if g.joint_head_norms else RMSNorm,
+        key_norm=KeyNorm if g.joint_head_norms else RMSNorm,
+        has_input_norms=g.input_norms,
+        latent_attention=LatentAttention if g.latent else None,
+        normed_add=NormedAdd if g.output_norms else None,
+    )
+    return local_layers(config, has_experts, modules)

@@ -17,6 +17,7 @@ from gapo_megatron.compat.megatron_optimizer import (
     clip_and_step,
     create_state,
     gather_in_pieces,
+    gather_state,
     inner_optimizers,
     set_weight_decay,
 )
@@ -28,6 +29,7 @@ from gapo_megatron.policy.parallel import ParallelGroups
 __all__ = [
     "CHECKPOINT_METADATA",
     "build_optimizer",
+    "gather_state",
     "inner_optimizers",
     "learning_rate",
     "load_state",

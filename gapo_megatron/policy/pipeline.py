@@ -106,15 +106,18 @@ def travelling(
     }
 
 
-class ZeroGradient(torch.autograd.Function):
-    """Returns `value`; the gradient of `received` is zero, whatever it holds."""
+class WithGradients(torch.autograd.Function):
+    """Returns `value`; its gradients at `inputs` are the given ones, None meaning zeros."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, received: Tensor) -> Tensor:
-        ctx.save_for_backward(received)
+    def forward(
+        ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(*inputs)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
-        (received,) = ctx.saved_tensors
-        return None, torch.zeros_like(received)
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.gradients, ctx.saved_tensors, strict=True)
+        return None, None, *(torch.zeros_like(x) if g is None else g * upstream for g, x in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,6 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron_checkpoint import without_frozen
 from gapo_megatron.compat.transformer_engine import free_fp8_copies
 from gapo_megatron.config import Config
-from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.hf.weights import finite_extremes, read_hf
 from gapo_megatron.logprob import Resolved
 from gapo_megatron.models.checks import check_shapes
@@ -29,7 +28,7 @@ from gapo_megatron.policy.adapters import Adapter, LowRankAdapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.digest import weights_sha256
-from gapo_megatron.policy.export import find_locations, whole_parameters
+from gapo_megatron.policy.export import exported_by, find_locations, whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights, resume_weights
 from gapo_megatron.policy.lora import make_adapter
 from gapo_megatron.policy.loss_scale import LossScale
@@ -38,6 +37,7 @@ from gapo_megatron.policy.offload import Offload, WeightOffload
 from gapo_megatron.policy.optimizer import (
     CHECKPOINT_METADATA,
     build_optimizer,
+    gather_state,
     inner_optimizers,
     load_state,
     wrap_model,
@@ -67,6 +67,7 @@ class Policy:
         stages: this rank's virtual stages without their wrappers; one if there are none.
         adapter: decides which weights are trained.
         optimizer: AdamW, with fp32 master weights for 16-bit parameters.
+        exported: what is exported, and which rank holds it.
         head: implementation of the output layer's log-probs, the same on every rank.
         num_updates: optimizer steps since the initial weights were loaded.
         loss_scale: factor of the loss in fp16; None in other precisions.
@@ -101,10 +102,10 @@ class Policy:
         align = fp8_multiple(config.model) * num_chunks(groups.cp_size)
         self.sequence_multiple = self._num_shards * align
         self._model_settings = config.model
-        self._rules = model[0].module.rules
-        self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
+        self.exported = exported_by(config, self.hf_config, num_ranks=groups.world_size)
+        self.exported.check(groups)
         self.adapter = adapter
-        layers = self._layers[groups.pp_rank]
+        layers = self.exported.layers[groups.pp_rank]
         self._locations = find_locations(self.stages, layers, groups, adapter=adapter)
         self._parameters = {name: location.parameter for name, location in self._locations.items()}
         weights = [weight for stage in self.stages for weight in stage.parameters()]
@@ -218,10 +219,10 @@ class Policy:
         """
         groups = self.groups
         self._weight_offload.to_device()
-        for name, full in to_megatron(self._rules, tensors):
+        for name, full in to_megatron(self.exported.rules, tensors):
             if name not in self._parameters:
                 continue  # it belongs to another pipeline stage
-            rule, _ = find_rule(self._rules, name)
+            rule, _ = find_rule(self.exported.rules, name)
             size = shard_size(rule, groups.tp_size)
             self._parameters[name].copy_(rule.shard(full, groups.tp_rank % size, size))
         self._start_from_weights()
@@ -269,23 +270,45 @@ class Policy:
         before the next update. Needs memory for one bucket (`policy.export`).
 
         Args:
-            dtype: cast to; None keeps the policy's.
+            dtype: cast to, except buffers; None keeps the policy's.
 
         Collectives: those of `export.whole_parameters`. Every rank must consume the iterator
         completely.
         """
+        whole = whole_parameters(self.exported, self._parameters, self.groups, merge=self.shard)
+        if dtype is not None:
+            whole = (
+                (rule, place, full if rule.is_buffer else full.to(dtype))
+                for rule, place, full in whole
+            )
+        yield from split_all(self.exported.rules, whole)
+
+    def shard(self, name: str) -> Tensor:
+        """This rank's shard to export of a parameter, by the rules' name with global numbers.
+
+        It may share memory with the policy. No collectives.
+        """
         self._weight_offload.to_device()
-        whole = whole_parameters(
-            self._rules, self._parameters, self.groups, self._layers, merge=self._merged
-        )
-        for name, tensor in split_all(self._rules, whole):
-            yield name, tensor if dtype is None else tensor.to(dtype)
+        stage, own_name, parameter = self._locations[name]
+        return self.adapter.merge(stage, own_name, parameter.detach())
 
     def iterate_factors(self) -> Iterator[Factors]:
         """Yield an adapter's whole factors: `LowRankAdapter.whole_factors`. Collective."""
+        yield from self._low_rank().whole_factors(self.stages)
+
+    def factor_shards(self) -> Mapping[str, Tensor]:
+        """This rank's shards of an adapter's factors: `LowRankAdapter.factor_shards`."""
+        return self._low_rank().factor_shards(self.stages)
+
+    def merge_rounding(self) -> float:
+        """Rounding of an adapter's merged weights: `LowRankAdapter.merge_rounding`. Collective."""
+        return self._low_rank().merge_rounding(self.stages)
+
+    def _low_rank(self) -> LowRankAdapter:
+        """The adapter, its factors on the device."""
         self._weight_offload.to_device()
         assert isinstance(self.adapter, LowRankAdapter)
-        yield from self.adapter.whole_factors(self.stages)
+        return self.adapter
 
     def base_sha256(self) -> str | None:
         """Digest of an adapter's frozen base, the same in every layout; None if there is none.
@@ -304,7 +327,9 @@ class Policy:
         """Model, optimizer, update count and loss scale for `megatron.core.dist_checkpointing`.
 
         An adapter's frozen base is left out: every start loads it, `base_sha256` identifies it.
-        Offloaded state is its copy in host memory. Collectives: the optimizer's when saving.
+        Offloaded state is its copy in host memory. Tensors of the optimizer are always new ones in
+        host memory, without content: a load fills them, and for a save `gather_optimizer_state`
+        brings what is wanted.
         """
         with cpu.device_scope():
             model = {
@@ -322,6 +347,17 @@ class Policy:
         if self.loss_scale is not None:
             state["loss_scale"] = asdict(self.loss_scale)
         return state
+
+    def gather_optimizer_state(self, wanted: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy master weights and moments, as they are now, to tensors in host memory.
+
+        Args:
+            wanted: tensors of the last `sharded_state_dict`, each with the contiguous float32
+                tensor that gets its content. Ranks may want different ones.
+
+        Collectives: all-gathers over the ranks that shard the optimizer's state.
+        """
+        gather_state(self.optimizer, wanted)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `dist_checkpointing.load` on `sharded_state_dict(is_loading=True)`."""
@@ -385,14 +421,9 @@ class Policy:
     def fill(self, stages: Sequence[PolicyModel]) -> None:
         """Copy this rank's shards, adapters merged, to other stages of the layout, of any dtype."""
         self._weight_offload.to_device()
-        layers = self._layers[self.groups.pp_rank]
+        layers = self.exported.layers[self.groups.pp_rank]
         for name, location in find_locations(stages, layers, self.groups).items():
             stage, own_name, parameter = self._locations[name]
             target = location.parameter.detach().copy_(parameter.detach())
             if (merged := self.adapter.merge(stage, own_name, target)) is not target:
                 target.copy_(merged)
-
-    def _merged(self, name: str) -> Tensor:
-        """The shard to export for a parameter, by the rules' name."""
-        stage, own_name, parameter = self._locations[name]
-        return self.adapter.merge(stage, own_name, parameter.detach())

@@ -9,7 +9,7 @@ its share is measured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.adapters import LowRankAdapter
+from gapo_megatron.policy.export import Exported
 from gapo_megatron.rollout.engine import AdapterEngine, Engine, Needs
 from gapo_megatron.types import Factors
-
-_A, _B = ".lora_A", ".lora_B"
 
 
 def low_rank_adapter(policy: Policy) -> LowRankAdapter | None:
@@ -54,7 +53,7 @@ class Sending:
 
     Attributes:
         brings_weights, brings_factors: which parts there are.
-        rounding: `Merged.rounding` once merged weights have been sent; otherwise None.
+        rounding: `Merged.rounding` once merged weights are sent; otherwise None.
         scale: factor of B A; None without an adapter.
     """
 
@@ -91,6 +90,31 @@ class Sending:
         if self._kept is not None:
             return self._kept
         return self._policy.iterate_factors()
+
+    def weight_shards(self) -> Callable[[str], Tensor]:
+        """The weights to send, for `transfer.send`: a function that returns this rank's shards.
+
+        Sets `rounding` if the adapter is merged in.
+
+        Collectives: if the adapter is merged in, those of `Policy.merge_rounding`.
+        """
+        policy, adapter = self._policy, self._adapter
+        if adapter is None:
+            return policy.shard
+        if not self.brings_factors:
+            self.rounding = policy.merge_rounding()
+            return policy.shard
+
+        def base(name: str) -> Tensor:
+            with adapter.switched_off():
+                return policy.shard(name)
+
+        return base
+
+    def factor_shards(self) -> tuple[Exported, Callable[[str], Tensor]]:
+        """The factors to send, for `transfer.send`; they share memory with the policy."""
+        assert self._adapter is not None, "a policy without an adapter has no factors"
+        return self._adapter.exported, self._policy.factor_shards().__getitem__
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -172,29 +196,3 @@ class Merged:
         self.squared_update += float(update.square().sum(dtype=torch.float64))
         self.squared_rounding += float((rounded - exact).square().sum(dtype=torch.float64))
         return rounded
-
-
-def as_tensors(factors: Iterable[Factors]) -> Iterator[tuple[str, Tensor]]:
-    """Factors as named tensors, for a transport of weights."""
-    for module, a, b in factors:
-        yield module + _A, a
-        yield module + _B, b
-
-
-def from_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Factors]:
-    """What `as_tensors` was given.
-
-    Raises:
-        WeightSyncError: A and B of a layer do not follow each other.
-    """
-    pending: Mapping[str, Tensor] = {}
-    for name, tensor in tensors:
-        if name.endswith(_A) and not pending:
-            pending = {name.removesuffix(_A): tensor}
-        elif [*pending] == [module := name.removesuffix(_B)] and name != module:
-            yield module, pending[module], tensor
-            pending = {}
-        else:
-            raise WeightSyncError(f"factors: {name} follows {[*pending] or 'a whole pair'}")
-    if pending:
-        raise WeightSyncError(f"factors: {next(iter(pending))} has no B")

@@ -33,10 +33,7 @@ def sum_calls(
     """
     sums: dict[int, dict[str, float]] = {}
     for group, judged in zip(groups, verdicts, strict=True):
-        num_correct = sum(
-            verdict.outcome is Outcome.CORRECT and (judges_truncated or not one.truncated)
-            for one, verdict in zip(group, judged, strict=True)
-        )
+        num_correct = count_correct(group, judged, judges_truncated=judges_truncated)
         for one in group:
             cost = counts.get((one.prompt.id, one.sample), CallCounts())
             found = {
@@ -46,8 +43,18 @@ def sum_calls(
                 "errors": cost.num_errors,
                 "seconds": cost.seconds,
             }
-            sums[num_correct] = _added(sums.get(num_correct, {}), found)
+            sums[num_correct] = added(sums.get(num_correct, {}), found)
     return sums
+
+
+def count_correct(
+    group: Sequence[Episode], judged: Sequence[Verdict], *, judges_truncated: bool
+) -> int:
+    """Number of correct responses of a group, its c; see `sum_calls`."""
+    return sum(
+        verdict.outcome is Outcome.CORRECT and (judges_truncated or not one.truncated)
+        for one, verdict in zip(group, judged, strict=True)
+    )
 
 
 def num_turns(episode: Episode) -> int:
@@ -61,11 +68,12 @@ def join_sums(parts: Iterable[Sums]) -> Sums:
     joined: dict[int, dict[str, float]] = {}
     for part in parts:
         for num_correct, sums in part.items():
-            joined[num_correct] = _added(joined.get(num_correct, {}), sums)
+            joined[num_correct] = added(joined.get(num_correct, {}), sums)
     return joined
 
 
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """Sums of two parts, by name."""
     return {name: one.get(name, 0) + value for name, value in other.items()}
 
 

@@ -60,6 +60,10 @@ class Completion:
     reason: Literal["stop", "length", "abort"]
     """Why it ended: at EOS or a stop token, at `max_tokens`, or aborted after any number of tokens.
     """
+    num_drafted: int = 0
+    """Tokens that a draft proposed (`rollout.draft`); 0 if the request was aborted: not known."""
+    num_accepted: int = 0
+    """Those of them that were accepted, the few after EOS or a stop token included."""
 
 
 class Engine(Protocol):

@@ -5,6 +5,7 @@ All ranks generate at the same time, each replica for its own prompts (`Replicas
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.process_state import trainer_restored
-from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
+from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy, Tally
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
 from gapo_megatron.user_code import contained
@@ -82,7 +83,7 @@ def generate(
     *,
     calls: Calls | None = None,
     begun: Mapping[str, tuple[Episode, ...]] | None = None,
-    num_groups: int | None = None,
+    num_groups: int | Tally | None = None,
     hooks: Hooks | None = None,
 ) -> list[tuple[Episode, ...]] | None:
     """Sample responses for this replica's prompts.
@@ -100,7 +101,8 @@ def generate(
             episodes continue from prompt + tokens so far, with a new seed.
         num_groups: stop once this many prompts of this replica are complete; by default all. Which
             prompts these are depends on response lengths and batching: on the number of replicas
-            and the size of their KV caches.
+            and the size of their KV caches. With a `Tally` all replicas stop at the same decoding
+            step, soon after as many prompts as it wants are complete on all of them together.
         hooks: callbacks; one of them may abort the generation.
 
     Returns:
@@ -108,8 +110,8 @@ def generate(
         prompts may be unfinished. None on every rank if any replica aborted.
 
     Collectives: the engine's own; with `should_abort` also periodic broadcasts within the replica,
-    a sum of one integer each second over all ranks (`Heartbeat`), and one gather over all ranks;
-        with `calls` those of `Calls.replies`.
+    a sum of one integer each second over all ranks (`Heartbeat`; with a `Tally` its own, and this
+    one at the end alone), and one gather over all ranks; with `calls` those of `Calls.replies`.
 
     Raises:
         DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
@@ -124,6 +126,7 @@ def generate(
     hooks = hooks or Hooks()
     responses = Responses(prompts, begun or {}, settings, calls=calls)
     wanted = len(prompts) if num_groups is None else num_groups
+    assert not (is_called and isinstance(wanted, Tally)), "calls end when they do, not at a step"
     with trainer_restored() if is_called else nullcontext():
         hooks.on_ended([one for group in responses.groups for one in group if one.finished])
         run = _Run(engine, responses, wanted, hooks, calls)
@@ -171,7 +174,7 @@ class _Run:
         self,
         engine: Engine,
         responses: Responses,
-        wanted: int,
+        wanted: int | Tally,
         hooks: Hooks,
         calls: Calls | None,
     ) -> None:
@@ -180,12 +183,14 @@ class _Run:
         self._timing = calls.timing if calls else None
         self._responses = responses
         self.num_tokens = 0
-        self._wanted = wanted
+        self._tally = wanted if isinstance(wanted, Tally) else None
+        self._wanted = wanted if isinstance(wanted, int) else math.inf
         self._hooks = hooks
         self._occupancy = hooks.occupancy or Occupancy()
         self._heart = engine.replicas.heartbeat()
         self._start = time.monotonic()
         self._end = Ending(aborted=False, taken_s=0.0, seconds=0.0)
+        self._is_aborted = False
 
     def decode(self) -> None:
         """Take decoding steps until enough groups are complete or the generation is aborted.
@@ -225,13 +230,13 @@ class _Run:
     def _take_steps(self, num_open: int, bar: GenerationProgress) -> Ending:
         engine, responses = self._engine, self._responses
         last, taken_s, num_steps = self._start, 0.0, 0
-        while num_open and responses.num_whole < self._wanted:
+        while self._tally or (num_open and responses.num_whole < self._wanted):
             num_in_engine = num_open - (self._calls.num_open if self._calls else 0)
-            is_question = num_steps % _STEPS_PER_QUESTION == 0 or not num_in_engine
-            if is_question and self._must_abort():
-                return Ending(True, taken_s, last - self._start)
+            if self._stops(num_steps, num_in_engine):
+                return Ending(self._is_aborted, taken_s, last - self._start)
             num_steps += 1
-            # Without requests: every open episode waits for its environment.
+            # Without requests: every open episode waits for its environment, or there is none, and
+            # the other engines go on.
             completions = engine.poll() if num_in_engine else ()
             if self._timing is not None:
                 for one in completions:
@@ -242,7 +247,7 @@ class _Run:
                 raise RolloutError(f"the engine has lost {num_in_engine} of its requests")
             share = self._occupancy.share_taken(num_running + len(completions), num_waiting)
             ended = self._advance(map(responses.take, completions))
-            if self._calls and (not num_in_engine or self._calls.is_due(num_steps)):
+            if self._calls and num_open and (not num_in_engine or self._calls.is_due(num_steps)):
                 replies = self._calls.replies(wait=not num_in_engine)
                 ended += self._advance(map(responses.answer, replies))
             num_open -= len(ended)
@@ -271,9 +276,27 @@ class _Run:
                 self._calls.ask(one)
         return ended
 
+    def _stops(self, num_steps: int, num_in_engine: int) -> bool:
+        """Whether to stop before the next decoding step: aborted, or together with all engines."""
+        is_question = num_steps % _STEPS_PER_QUESTION == 0
+        if self._tally is None:
+            self._is_aborted = (is_question or not num_in_engine) and self._must_abort()
+            return self._is_aborted
+        if not is_question:
+            return False
+        counts_here = self._engine.replicas.is_first_of_replica
+        is_over = self._tally.is_over(
+            self._responses.num_whole if counts_here else 0,
+            must_abort=self._must_abort(),
+            meanwhile=lambda: self._hooks.on_ended(()),
+        )
+        self._is_aborted = self._tally.is_aborted
+        return is_over
+
     def _must_abort(self) -> bool:
         ask = self._hooks.should_abort
         if ask is None:
             return False
-        self._heart.beat(ended=False)
+        if self._tally is None:  # otherwise its sums are the beats: one kind at a time in a group
+            self._heart.beat(ended=False)
         return self._engine.replicas.agree(ask(time.monotonic() - self._start))

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _REFRESH_S = 0.2
 _BEAT_EVERY_S = 1.0
 """Seconds between beats of a rank that still generates; ranks that have ended wait for these."""
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S, _PAUSE_S = 0.02, 0.001
 
 
 class Heartbeat:
@@ -76,6 +76,63 @@ class Heartbeat:
                 on_beat()
             meanwhile()
             time.sleep(_LOOK_EVERY_S)
+
+
+class Tally:
+    """Lets engines end together, once they have enough finished groups between them.
+
+    Every rank reports at the same numbers of its decoding steps, and learns the sum at its next
+    report, so that no engine waits for another unless it is a whole interval ahead. So the step at
+    which all of them stop follows from what each has sampled, never from the clock.
+
+    Attributes:
+        is_aborted: whether they end because a replica was asked to abort.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, wanted: int) -> None:
+        """No collective.
+
+        Args:
+            group: a gloo group of all ranks, used for nothing else until `is_over`.
+            wanted: finished groups of all replicas.
+        """
+        self.is_aborted = False
+        self._group = group
+        self._wanted = wanted
+        self._sums: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def is_over(self, num_whole: int, *, must_abort: bool, meanwhile: Callable[[], object]) -> bool:
+        """Report, and return whether all engines end now, by the reports of an interval ago.
+
+        Args:
+            num_whole: finished groups of this rank's replica; 0 except on its first rank.
+            must_abort: whether this replica was asked to abort: all then end at the next report.
+            meanwhile: called repeatedly while the slowest engine is an interval behind.
+
+        Collectives: a sum of two integers over all ranks, asynchronous; none in the last call.
+        """
+        if self._sums is not None:
+            sum_whole, num_aborts = self._finish(meanwhile)
+            self.is_aborted = num_aborts > 0
+            if self.is_aborted or sum_whole >= self._wanted:
+                return True
+        self._sums = torch.tensor([num_whole, int(must_abort)])
+        self._begin(self._sums)
+        return False
+
+    def _begin(self, sums: torch.Tensor) -> None:
+        self._work = dist.all_reduce(sums, group=self._group, async_op=True)
+
+    def _finish(self, meanwhile: Callable[[], object]) -> tuple[int, int]:
+        """The sums of the last report. Frozen ranks end this wait: no watch is restarted here."""
+        assert self._sums is not None and self._work is not None
+        while not self._work.is_completed():
+            meanwhile()
+            time.sleep(_PAUSE_S)
+        self._work.wait()  # raises an error of the collective
+        sum_whole, num_aborts = self._sums.tolist()
+        return sum_whole, num_aborts
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from gapo_megatron.exchange import Channel, GroupChannel, gather_tables
-from gapo_megatron.rollout.progress import Heartbeat
+from gapo_megatron.rollout.progress import Heartbeat, Tally
 
 T = TypeVar("T")
 
@@ -147,6 +147,35 @@ class Replicas:
         """A new `Heartbeat` over all ranks, for one generation. No collective yet."""
         return Heartbeat(self.gloo_group)
 
+    def tally(self, wanted: int) -> Tally:
+        """A new `Tally` over all ranks, for one generation. No collective yet."""
+        return Tally(self.gloo_group, wanted=wanted)
+
 
 def _slice(items: Sequence[T], index: int, count: int) -> list[T]:
     return list(items[index * len(items) // count : (index + 1) * len(items) // count])
+
+
+def assign(
+    num_new: int, num_open: int, wanted: int, replicas: Replicas, *, rank: int | None = None
+) -> tuple[list[int], list[int], int]:
+    """Split the groups of a round over replicas: contiguous slices of new prompts and open groups.
+
+    Open groups are numbered after the new prompts, so that every replica gets some.
+
+    Args:
+        num_new: prompts to begin.
+        num_open: groups to continue.
+        wanted: groups to complete, new and open together.
+        replicas: replicas of the run.
+        rank: a rank of the replica; None: this one.
+
+    Returns:
+        Numbers of the prompts that the replica begins, numbers of the open groups that it
+        continues, and how many groups it has to complete.
+    """
+    everything = range(num_new + num_open)
+    first = replicas.share(everything[:wanted], rank=rank)
+    spare = replicas.share(everything[wanted:], rank=rank)
+    new = [i for i in first + spare if i < num_new]
+    return new, [i - num_new for i in first + spare if i >= num_new], len(first)

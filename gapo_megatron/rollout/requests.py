@@ -232,4 +232,6 @@ def _extend(episode: Episode, completion: Completion) -> Episode:
         truncated=completion.reason == "length",
         finished=completion.reason != "abort",
         response_mask=mask,
+        num_drafted=episode.num_drafted + completion.num_drafted,
+        num_accepted=episode.num_accepted + completion.num_accepted,
     )

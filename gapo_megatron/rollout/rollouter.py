@@ -5,7 +5,7 @@ Also dynamic sampling, and for the long tail of responses over-sampling and part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,14 +18,22 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
 from gapo_megatron.rollout.call_metrics import Sums, call_metrics, join_sums, sum_calls
 from gapo_megatron.rollout.calls import Acting, Calls
+from gapo_megatron.rollout.draft_metrics import draft_metrics, sum_drafts
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.journal import evaluation_name, step_name
 from gapo_megatron.rollout.progress import Occupancy
-from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.replicas import assign
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.samples import Samples
-from gapo_megatron.rollout.selection import choose, informative, rollout_metrics, source_metrics
+from gapo_megatron.rollout.selection import (
+    choose,
+    count_versions,
+    informative,
+    rollout_metrics,
+    source_metrics,
+    version_metrics,
+)
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Prompt, Verdict
@@ -44,15 +52,18 @@ class Rollouter:
 
     With `batch.oversampling` more prompts are begun than are needed. Each engine stops once its
     share of groups is complete; the problems of aborted groups are returned to the source. With
-    `batch.partial_rollouts` these groups stay open instead: the next `collect` continues them, and
-    draws that many fewer problems.
+    `batch.partial_rollouts` all engines stop together (`progress.Tally`) once they have enough
+    groups between them, of which the oldest are taken. The others stay open: the next `collect`
+    continues them, and draws that many fewer problems.
 
     Attributes:
         open_groups: groups that the next `collect` continues; each rank has some of the tokens.
-            `collect` puts its aborted groups here; before the next update, `learn.carry` must
-            store old log-probs of their new tokens, and set the attribute.
+            `collect` puts its aborted groups here. Before the next `collect` their tokens must
+            become carried ones, and the attribute be set: by `learn.carry`, before the next update,
+            with old log-probs; or, on ranks that only generate, by `Rollouts.carried`.
         environment: the episodes' environment.
         samples: takes some responses of each step as text; None (the default): none.
+        counts_drafts: whether the metrics have the acceptance of draft tokens; False by default.
         num_discarded_tokens: tokens sampled in the last `collect`, if it was aborted; counted on
             the first rank of a replica.
     """
@@ -82,6 +93,7 @@ class Rollouter:
         self.open_groups = Rollouts.join([])
         self.environment = acting.environment
         self.samples: Samples | None = None
+        self.counts_drafts = False
         self.num_discarded_tokens = 0
         self._engine = engine
         self._source = source
@@ -107,7 +119,7 @@ class Rollouter:
 
         Collectives: per round those of `rollout.generate`, of `rewards.score`, and two
         `Replicas.gather_tables`; messages with the tokens of open groups between ranks; at the end
-        that of `Samples.take`.
+        that of `Samples.take`, and gathers of counts of versions, calls and draft tokens.
         """
         wanted, rounds = self._batch.rollout_prompts, self._batch.dynamic_sampling_rounds
         groups, opened = Rollouts.join([]), self.open_groups
@@ -147,11 +159,16 @@ class Rollouter:
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
+        if self._batch.partial_rollouts:
+            counts = self._engine.replicas.gather([count_versions(groups)])
+            metrics |= version_metrics(counts, step)
         if self._acting.config.is_called:
             sums = join_sums(self._engine.replicas.gather(now.call_sums))
             by_c, timings = call_metrics(sums)
             metrics |= by_c
             stopwatch.notes |= timings
+        if self.counts_drafts:
+            metrics |= draft_metrics(join_sums(self._engine.replicas.gather(now.draft_sums)))
         batch = groups.take_groups(choose(groups, wanted))
         batch = replace(batch, metrics=metrics | self._source_metrics(groups, batch))
         if self.samples is None:
@@ -182,14 +199,7 @@ class Rollouter:
         """Continue the open groups of a checkpoint; every rank must pass all of them."""
         replicas = self._engine.replicas
         rollouts = self._to_rollouts(groups)
-        # Every rank has all rows: each keeps its own part.
-        holder = np.arange(len(rollouts)) % replicas.world_size
-        mine = {*np.flatnonzero(holder == replicas.rank).tolist()}
-        tokens = {
-            name: {row: array for row, array in held.items() if row in mine}
-            for name, held in rollouts.tokens.items()
-        }
-        self.open_groups = rollouts.changed(holder=holder).with_tokens(tokens)
+        self.open_groups = rollouts.spread(rank=replicas.rank, size=replicas.world_size)
 
     def gather_open_groups(self) -> list[tuple[Episode, ...]]:
         """The open groups with their tokens, on rank 0; empty on other ranks.
@@ -222,7 +232,8 @@ class Rollouter:
         """
         engine, replicas, stopwatch = self._engine, self._engine.replicas, now.stopwatch
         with stopwatch("rollout"):
-            new, _, num_wanted = assign(len(prompts), opened.num_groups, wanted, replicas)
+            new, old, num_wanted = assign(len(prompts), opened.num_groups, wanted, replicas)
+            together = self._batch.partial_rollouts and replicas.count > 1
             resumed = self._resume(opened, len(prompts), wanted)
             calls = self._acting.calls(step_name(now.step), replicas)
             mine = [group[0].prompt for group in resumed]
@@ -239,7 +250,7 @@ class Rollouter:
                 replace(self._sampling, step=now.step),
                 calls=calls,
                 begun={group[0].prompt.id: group for group in resumed},
-                num_groups=num_wanted,
+                num_groups=replicas.tally(wanted) if together else num_wanted,
                 hooks=Hooks(
                     on_ended=judging.add,
                     should_abort=now.attempt.patience(stopwatch.expect("rollout")),
@@ -253,10 +264,31 @@ class Rollouter:
         with stopwatch("reward"):
             complete = [i for i, group in enumerate(groups) if all(one.finished for one in group)]
             # Surplus groups that finish in the same step stay open.
-            kept = {*complete[:num_wanted]}
+            if together:
+                numbers = [*old, *(opened.num_groups + i for i in new)]
+                ages = {i: self._age(groups[i], numbers[i]) for i in complete}
+                kept = self._oldest(ages, wanted)
+            else:
+                kept = {*complete[:num_wanted]}
             here = [groups[i] for i in judged_here if i in kept]
             left = [groups[i] for i in judged_here if i not in kept]
             return self._judge(judging, here, left, now, calls)
+
+    def _age(self, group: tuple[Episode, ...], number: int) -> tuple[int, int]:
+        """Oldest version of a group's tokens, and its number in the round: no two have the same."""
+        carried = [one.carried_versions for one in group if one.carried_versions is not None]
+        newest = self._engine.policy_version
+        return min([newest, *(int(versions[0]) for versions in carried)]), number
+
+    def _oldest(self, ages: Mapping[int, tuple[int, int]], wanted: int) -> set[int]:
+        """Those of this replica's complete groups that are among the `wanted` oldest of all.
+
+        Collectives: a gather of two numbers for each complete group.
+        """
+        replicas = self._engine.replicas
+        ours = [*ages.values()] if replicas.is_first_of_replica else []
+        oldest = {*sorted(replicas.gather(ours))[:wanted]}
+        return {i for i, age in ages.items() if age in oldest}
 
     def _resume(self, opened: Rollouts, num_new: int, wanted: int) -> list[tuple[Episode, ...]]:
         """Open groups that this replica continues, with their tokens fetched from other ranks."""
@@ -301,6 +333,7 @@ class Rollouter:
         now.call_sums.append(
             sum_calls(kept, verdicts, calls.counts, judges_truncated=judges_truncated)
         )
+        now.draft_sums.append(sum_drafts(kept, verdicts, judges_truncated=judges_truncated))
         complete = self._join_ranks(self._to_rollouts(kept, verdicts))
         return complete, self._join_ranks(self._to_rollouts(left))
 
@@ -336,31 +369,6 @@ class Rollouter:
         return to_episodes(groups, [self._source.problems[i] for i in groups.problems])
 
 
-def assign(
-    num_new: int, num_open: int, wanted: int, replicas: Replicas, *, rank: int | None = None
-) -> tuple[list[int], list[int], int]:
-    """Split the groups of a round over replicas: contiguous slices of new prompts and open groups.
-
-    Open groups are numbered after the new prompts, so that every replica gets some.
-
-    Args:
-        num_new: prompts to begin.
-        num_open: groups to continue.
-        wanted: groups to complete, new and open together.
-        replicas: replicas of the run.
-        rank: a rank of the replica; None: this one.
-
-    Returns:
-        Numbers of the prompts that the replica begins, numbers of the open groups that it
-        continues, and how many groups it has to complete.
-    """
-    everything = range(num_new + num_open)
-    first = replicas.share(everything[:wanted], rank=rank)
-    spare = replicas.share(everything[wanted:], rank=rank)
-    new = [i for i in first + spare if i < num_new]
-    return new, [i - num_new for i in first + spare if i >= num_new], len(first)
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Values shared by the rounds of one step."""
@@ -371,6 +379,8 @@ class _Step:
     occupancy: Occupancy
     call_sums: list[Sums] = field(default_factory=list)
     """Costs of the environment's calls for the groups that this rank has judged, by round."""
+    draft_sums: list[Sums] = field(default_factory=list)
+    """Numbers of draft tokens of the same groups, by round."""
 
 
 def _num_sampled_here(groups: Rollouts) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -88,9 +89,32 @@ def _carried_metrics(rollouts: Rollouts, step: int) -> dict[str, float]:
     """Share of the batch's tokens that earlier steps have sampled, and the age of the oldest."""
     table = rollouts.table
     num_carried = int(table["num_carried_sampled"].sum(dtype=np.int64))
-    versions = table["oldest_version"][table["num_carried_tokens"] > 0]
-    oldest = int(versions.min()) if len(versions) else step
     return {
         "rollout/carried_token_share": num_carried / max(rollouts.num_sampled, 1),
-        "rollout/oldest_version_gap": float(step - oldest),
+        "rollout/oldest_version_gap": float(step - int(table["oldest_version"].min())),
+    }
+
+
+def count_versions(rollouts: Rollouts) -> Counter[int]:
+    """Sampled tokens of the rows on this rank, by the version of the weights that sampled them."""
+    counts: Counter[int] = Counter()
+    for row in rollouts.rows_here:
+        counts.update(rollouts.versions(row)[rollouts.is_sampled(row)].tolist())
+    return counts
+
+
+def version_metrics(parts: Iterable[Mapping[int, int]], step: int) -> dict[str, float]:
+    """Share of the step's tokens that the weights of each earlier step have sampled.
+
+    Args:
+        parts: `count_versions` of every rank.
+        step: index of the step.
+    """
+    counts: Counter[int] = Counter()
+    for part in parts:
+        counts.update(part)
+    total = max(counts.total(), 1)
+    return {
+        f"rollout/token_share/{step - version}": counts[version] / total
+        for version in sorted(counts, reverse=True)
     }

@@ -31,7 +31,7 @@ def to_rollouts(
         groups: k episodes each, judged or open.
         verdicts: verdict of each episode; None: the groups are open, their outcomes unknown.
         problems: number of each group's problem in the data; None: 0, 1, ...
-        policy_version: version of the weights that sampled the tokens of this step.
+        policy_version: version of the weights that sampled the tokens that are not carried.
         holder: this rank.
         judges_truncated: False: a truncated response is unknown, regardless of its verdict
             (`reward.truncated`).
@@ -48,14 +48,19 @@ def to_rollouts(
         for group, judged in zip(groups, verdicts, strict=True):
             _check_judged(group, judged)
         outcomes = [verdict.outcome for judged in verdicts for verdict in judged]
-    nothing = np.empty(0, dtype=np.float32)
+    no_log_probs, no_versions = np.empty(0, np.float32), np.empty(0, np.int32)
+    carried = [
+        no_versions if one.carried_versions is None else one.carried_versions for one in episodes
+    ]
     rollouts = Rollouts.of(
         [np.asarray(one.prompt.token_ids, dtype=np.int32) for one in episodes],
         [np.asarray(one.token_ids, dtype=np.int32) for one in episodes],
         [np.asarray(one.log_probs, dtype=np.float32) for one in episodes],
         carried_log_probs=[
-            nothing if one.carried_log_probs is None else one.carried_log_probs for one in episodes
+            no_log_probs if one.carried_log_probs is None else one.carried_log_probs
+            for one in episodes
         ],
+        carried_versions=carried,
         response_masks=[one.response_mask for one in episodes],
     )
     if not judges_truncated:
@@ -68,10 +73,8 @@ def to_rollouts(
     return rollouts.changed(
         problem=[number for number, group in pairs for _ in group],
         sample=[one.sample for one in episodes],
-        oldest_version=[
-            policy_version if one.carried_log_probs is None else one.oldest_version
-            for one in episodes
-        ],
+        oldest_version=[int(one[0]) if len(one) else policy_version for one in carried],
+        newest_version=policy_version,
         is_truncated=[one.truncated for one in episodes],
         is_finished=[one.finished for one in episodes],
         outcome=[OUTCOMES.index(outcome) for outcome in outcomes],
@@ -105,7 +108,7 @@ def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Epi
 
 def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
     facts = rollouts.table[row]
-    is_carried = facts["num_carried_tokens"] > 0
+    is_carried, is_scored = facts["num_carried_tokens"] > 0, facts["num_scored_tokens"] > 0
     return Episode(
         prompt,
         int(facts["sample"]),
@@ -114,8 +117,8 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
         truncated=bool(facts["is_truncated"]),
         finished=bool(facts["is_finished"]),
         response_mask=rollouts.response_masks.get(row),
-        carried_log_probs=rollouts.carried_log_probs[row] if is_carried else None,
-        oldest_version=int(facts["oldest_version"]) if is_carried else 0,
+        carried_log_probs=rollouts.carried_log_probs[row] if is_scored else None,
+        carried_versions=rollouts.carried_versions[row] if is_carried else None,
     )
 
 

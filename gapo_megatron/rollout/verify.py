@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollouts import Rollouts
@@ -21,9 +22,25 @@ class WeightCheck:
     """Mean difference per token in the sequence where it is largest."""
     max_abs_diff: float
     """Difference at the worst token."""
+    ratio_deviation: float = 0.0
+    """Mean of |s - 1| over the sequences, on the rank where it is largest: s = exp of the mean over
+    a sequence's tokens of the trainer's log-prob less the engine's, the ratio that rounding alone
+    would give it against the engine."""
     merge_rounding: float | None = None
     """Rounding errors of weights sent with an adapter merged in, relative to the adapter's own size
     (Frobenius norms); None if the engine computes with factors, and without an adapter."""
+
+    def metrics(self, method: Method) -> dict[str, float]:
+        """Metrics of the sync; the deviation also as a share of the clip, for a clip around 1."""
+        metrics = {
+            "sync/max_abs_log_prob_diff": self.max_abs_diff,
+            "sync/ratio_deviation": self.ratio_deviation,
+        }
+        if method.is_band:
+            metrics["sync/ratio_deviation_share"] = self.ratio_deviation / method.eps_low
+        if self.merge_rounding is not None:
+            metrics["sync/merge_rounding"] = self.merge_rounding
+        return metrics
 
 
 def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarray]) -> WeightCheck:
@@ -55,7 +72,11 @@ def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarr
             f"above rollout.verify_bound ({engine.verify_bound:g}); worst at response token "
             f"{result.position}: trainer {result.trainer:.6f}, engine {result.engine:.6f}"
         )
-    return WeightCheck(result.mean_abs_diff, max(item.max_abs_diff for item in found))
+    return WeightCheck(
+        result.mean_abs_diff,
+        max(item.max_abs_diff for item in found),
+        max(item.ratio_deviation for item in found),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +89,23 @@ class _Worst:
     position: int
     trainer: float
     engine: float
+    ratio_deviation: float = 0.0
+    """See `WeightCheck`; of all sequences."""
 
 
 def _compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> _Worst:
     worst = _Worst(0.0, 0.0, 0, 0, 0.0, 0.0)
-    largest = 0.0
+    largest, deviations = 0.0, []
     for i, (ours, theirs) in enumerate(zip(trainer, engine, strict=True)):
         if len(ours) == 0:
             continue
         # NaN compares false with everything; infinity makes it the worst value.
-        diff = np.nan_to_num(np.abs(ours.astype(np.float64) - theirs), nan=np.inf, posinf=np.inf)
+        signed = ours.astype(np.float64) - theirs
+        diff = np.nan_to_num(np.abs(signed), nan=np.inf, posinf=np.inf)
+        deviations.append(abs(float(np.expm1(signed.mean()))))
         at = int(diff.argmax())
         largest = max(largest, float(diff[at]))
         if (mean := float(diff.mean())) >= worst.mean_abs_diff:
             worst = _Worst(mean, 0.0, i, at, float(ours[at]), float(theirs[at]))
-    return dataclasses.replace(worst, max_abs_diff=largest)
+    mean = sum(deviations) / max(len(deviations), 1)
+    return dataclasses.replace(worst, max_abs_diff=largest, ratio_deviation=mean)

@@ -7,16 +7,18 @@ file. The bridge only transports; `generation_ranks.py` and `generation_side.py`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.compat.torch import OutsideGroup
-from gapo_megatron.rollout import broadcast
-from gapo_megatron.rollout.broadcast import Route
+from gapo_megatron.compat.torch_groups import OutsideGroup
+from gapo_megatron.models.rules import Place, Rule
+from gapo_megatron.policy.export import Exported
+from gapo_megatron.rollout import transfer
+from gapo_megatron.rollout.transfer import TRANSFER_BYTES, Route
 from gapo_megatron.run.mailbox import Mailbox
 from gapo_megatron.run.presence import Presence
 
@@ -34,8 +36,8 @@ class Bridge:
     Job ranks 0 to T - 1 train; the G ranks after them only generate.
 
     It has three channels: a mailbox in the job's rendezvous store, for orders and answers;
-    `messages`, for tokens from rank to rank; and a broadcast from trainer 0 to all ranks that
-    generate, for weights.
+    `messages`, for tokens from rank to rank; and one for weights, from every trainer to the ranks
+    that generate (`rollout.transfer`).
 
     **A frozen rank is noticed by the other side.** A rank's watch (`run.attempt.Attempt`) ends the
     process unless it is restarted in time. Waiting for the other side is not progress, so:
@@ -79,8 +81,7 @@ class Bridge:
             timeout_s: longest that an operation of the groups may wait.
             secret: this launch's secret, the same on every rank; authenticates the messages.
 
-        Collectives: creation of three groups: all ranks of the job; twice trainer 0 and all ranks
-        that generate.
+        Collectives: creation of three groups: twice all ranks of the job; the ranks that generate.
         """
         self.num_training, self.num_generation = num_training, num_generation
         self.is_generation = rank >= num_training
@@ -88,27 +89,24 @@ class Bridge:
         self._beats = dist.PrefixStore("gapo_megatron_beats", store)
         self._is_first = rank in (0, num_training)
         self._next_beat_s = 0.0
-        host = torch.device("cpu")
-        self.messages = OutsideGroup(
-            dist.PrefixStore("gapo_megatron_messages", store),
-            rank=rank,
-            size=num_training + num_generation,
-            device=host,
-            timeout_s=timeout_s,
-        )
-        self._route: Route | None = None
-        if rank == 0 or self.is_generation:
-            headers, payload = (
-                OutsideGroup(
-                    dist.PrefixStore(f"gapo_megatron_{name}", store),
-                    rank=rank - num_training + 1 if self.is_generation else 0,
-                    size=num_generation + 1,
-                    device=where,
-                    timeout_s=timeout_s,
-                )
-                for name, where in (("headers", host), ("weights", device))
+        size = num_training + num_generation
+
+        def group(name: str, where: torch.device, *, first: int = 0) -> OutsideGroup:
+            """A group of all ranks from `first` on."""
+            own = dist.PrefixStore(f"gapo_megatron_{name}", store)
+            return OutsideGroup(
+                own, rank=rank - first, size=size - first, device=where, timeout_s=timeout_s
             )
-            self._route = Route(headers, payload)
+
+        self.messages = group("messages", torch.device("cpu"))
+        self._route = Route(
+            texts=self.messages,
+            pieces=group("weights", device),
+            receivers=group("receivers", device, first=num_training)
+            if self.is_generation
+            else None,
+            bucket_bytes=TRANSFER_BYTES[device.type],
+        )
         self._presence: Presence | None = None
 
     # --- progress ---------------------------------------------------------------------------------
@@ -150,37 +148,20 @@ class Bridge:
 
     # --- weights ---------------------------------------------------------------------------------
 
-    def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send weights to every rank that generates. On every trainer; rank 0 sends.
+    def send_shards(self, exported: Exported, shard_of: Callable[[str], Tensor]) -> None:
+        """Send the trainers' shards of parameters to every rank that generates. On every trainer.
 
-        Waits for the receivers, at most `parallel.timeout_s`.
-
-        Args:
-            weights: `Policy.iterate_hf_weights`, consumed completely on every trainer.
-
-        Collectives: those of `weights`, over the trainers; on rank 0 those of `broadcast.send`.
-
-        Raises:
-            WeightSyncError: see `broadcast.send`.
+        Waits for the receivers, at most `parallel.timeout_s`. Arguments, collectives and errors:
+        see `transfer.send`.
         """
-        if self._route is None:
-            for _ in weights:
-                pass
-        else:
-            broadcast.send(weights, self._route)
+        transfer.send(exported, shard_of, self._route)
 
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that the trainers send. On every rank that generates.
+    def receive_whole(self, exported: Exported) -> Iterator[tuple[Rule, Place, Tensor]]:
+        """Yield the whole parameters that the trainers send. On every rank that generates.
 
-        Consume it completely. Tensors may be held (`broadcast.receive`).
-
-        Collectives: those of `broadcast.receive`.
-
-        Raises:
-            WeightSyncError: see `broadcast.receive`.
+        Consume it completely. Argument, collectives and errors: see `transfer.receive`.
         """
-        assert self._route is not None, "a trainer receives no weights"
-        return broadcast.receive(self._route)
+        return transfer.receive(exported, self._route)
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -205,6 +186,6 @@ class Bridge:
         if self._presence is not None:
             self._presence.leave()
             self._presence = None
-        groups = [self._route.headers, self._route.payload] if self._route else []
-        for group in (self.messages, *groups):
-            group.close()
+        for group in (self.messages, self._route.pieces, self._route.receivers):
+            if group is not None:
+                group.close()

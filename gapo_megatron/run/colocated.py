@@ -83,7 +83,6 @@ class Colocated:
                     self.policy,
                     self.rollouter.open_groups,
                     max_tokens_per_microbatch=self.config.batch.max_tokens_per_microbatch,
-                    policy_version=step,
                     ranks=self.dp_ranks,
                     channel=self.rollouter.channel,
                 )
@@ -98,12 +97,11 @@ class Colocated:
         with self.stopwatch("sync"):
             return sync(self.policy, self.engine, probe, policy_version=policy_version)
 
-    def resume(self, open_groups: Sequence[tuple[Episode, ...]]) -> None:
-        """Continue groups of a checkpoint: `Generation.resume`."""
-        self.rollouter.resume(open_groups)
+    def gather_open_groups(self, *, before_batch: bool = False) -> Sequence[tuple[Episode, ...]]:
+        """Groups with unfinished responses, on rank 0: `Generation.gather_open_groups`.
 
-    def gather_open_groups(self) -> Sequence[tuple[Episode, ...]]:
-        """Groups with unfinished responses, on rank 0: `Generation.gather_open_groups`."""
+        Never those before a batch, as nothing is sampled ahead.
+        """
         return self.rollouter.gather_open_groups()
 
     def sample_ahead(self) -> None:

@@ -9,10 +9,11 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
 from gapo_megatron.config.schema import VLLM
+from gapo_megatron.hf.draft_folder import check_draft
 from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
-from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.rollout import environments
@@ -42,9 +43,11 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     model = config.model
     facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
     check_shapes(facts, config.parallel, model)
-    check_adapter(facts, config.adapter)
+    check_replay(facts, config.objective)
+    check_adapter(facts, config.adapter, config.parallel)
     if config.rollout.engine == VLLM:
         check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
+        check_draft(config.rollout, facts)
     if is_first() and (note := inert_clip_note(config)):
         logger.warning(note)
 

@@ -56,11 +56,12 @@ class Generation(Protocol):
             WeightSyncError: an engine does not compute what the policy computes.
         """
 
-    def resume(self, open_groups: Sequence[tuple[Episode, ...]]) -> None:
-        """Continue groups of a checkpoint at the next `collect`; all tokens are on every rank."""
+    def gather_open_groups(self, *, before_batch: bool = False) -> Sequence[tuple[Episode, ...]]:
+        """Groups with unfinished responses, for a checkpoint: with all tokens, on rank 0 alone.
 
-    def gather_open_groups(self) -> Sequence[tuple[Episode, ...]]:
-        """Groups with unfinished responses, for a checkpoint: with all tokens, on rank 0 alone."""
+        Those after the batch that was collected last; with `before_batch`, which only a batch that
+        was sampled ahead needs, those before it.
+        """
 
     def sample_ahead(self) -> None:
         """Order the next batches if `rollout.max_staleness` allows it. Never waits."""

@@ -22,16 +22,21 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.adapter_sync import Sending, as_tensors, low_rank_adapter
+from gapo_megatron.rollout.adapter_sync import Sending, low_rank_adapter
 from gapo_megatron.rollout.sync import score_probe
+from gapo_megatron.rollout.table import to_episodes
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import ROW, Batch, Rollouts
+from gapo_megatron.run import open_groups
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.orders import STOP, Order, pack_probe, unpack
-from gapo_megatron.types import Episode, Sample, Timeline
+from gapo_megatron.types import Episode, Prompt, Sample, Timeline
 
 logger = logging.getLogger(__name__)
+
+_TAG = 1
+"""Tag of messages with the tokens of open groups, between trainers."""
 
 TIMELINES = TypeAdapter(list[Timeline])
 
@@ -55,6 +60,11 @@ class GenerationRanks:
     """Data position of the next batch that is not collected yet; see `Generation`."""
     next_step: int
     """First step whose batch is neither ordered nor collected yet."""
+    problems: Sequence[Prompt]
+    """Problems of the data, by the table's numbers."""
+    open_groups: Rollouts
+    """Groups with unfinished responses after the batch that was collected last; each rank has some
+    of their tokens (`run.open_groups`). The generation side continues its own copy."""
     stages: Sequence[str] = ("wait",)
     version: int = -1
     """Version of the weights that were sent last."""
@@ -69,13 +79,28 @@ class GenerationRanks:
     """Number of tokens of aborted batches."""
     _collected: int = -1
     """Number of the order of the batch that was collected last."""
+    _open_table: bytes = b""
+    """Table of the groups that stay open after that batch."""
+    _open_before: Rollouts | None = None
+    """Like `open_groups`, before that batch; None: this attempt has collected none."""
+    _posted: exchange.Posted | None = None
+    """Pending sends of open groups to the generation side."""
 
     def __post_init__(self) -> None:
-        """Send the generation side its first data position. Collective."""
+        """Send the generation side its first data position, and open groups. Collective."""
         self._ranks = DataParallelRanks.gather(self.policy.groups, self.gloo_group)
-        dp_ranks, scorers = self._ranks.dp_ranks, self._ranks.scorers
-        begin = Order("begin", source_state=self.source_state, dp_ranks=dp_ranks, scorers=scorers)
-        self._order(begin)
+        begin = Order(
+            "begin",
+            source_state=self.source_state,
+            dp_ranks=self._ranks.dp_ranks,
+            scorers=self._ranks.scorers,
+            has_open_groups=len(self.open_groups) > 0,
+        )
+        number = self._order(begin)
+        if begin.has_open_groups:
+            if self.attempt.leads:
+                self.bridge.mail.post(f"open/{number}", self.open_groups.table.tobytes())
+            self._posted = open_groups.post(self.open_groups, self.bridge, tag=number)
 
     @property
     def samples_ahead(self) -> bool:
@@ -99,7 +124,10 @@ class GenerationRanks:
             if answer["is_aborted"]:
                 self._num_given_back += answer["num_tokens"]
                 return None
-            about, rows = self._from_first(f"batch/{number}", f"table/{number}")
+            names = [f"batch/{number}", f"table/{number}"]
+            names += [f"open/{number}"] if self.config.batch.partial_rollouts else []
+            about, rows, *opened = self._from_first(*names)
+        self._open_table = opened[0] if opened else b""
         batch = unpack(about)
         self._collected, self.source_state = number, batch["source_state"]
         self.stopwatch.notes |= batch["clocks"]
@@ -114,10 +142,10 @@ class GenerationRanks:
         )
 
     def carry(self, step: int) -> None:
-        """Nothing: no group stays open."""
+        """Nothing: open groups keep the engine's log-probs alone (docs/objective.md)."""
 
     def bring_tokens(self, batch: Batch) -> Batch:
-        """Receive this rank's share: `Generation.bring_tokens`."""
+        """Receive this rank's share, and its part of the open groups: `Generation.bring_tokens`."""
         table = batch.table
         with self.stopwatch("exchange"):
             wanted = self._ranks.wanted(batch, every=True)
@@ -127,6 +155,10 @@ class GenerationRanks:
                 wanted[self.policy.groups.rank],
                 channel=self.bridge.messages,
                 tag=self._collected,
+            )
+            self._open_before = self.open_groups
+            self.open_groups = open_groups.receive(
+                self._open_table, self.bridge, tag=self._collected
             )
         # A checkpoint gathers a sequence from the lowest rank that receives it.
         holder = table["holder"].copy()
@@ -147,23 +179,26 @@ class GenerationRanks:
                 self.bridge.mail.post(f"probe/{number}", pack_probe(probe, log_probs))
             sending = Sending(self.policy, unpack(self._wait(f"ready/{number}")))
             if sending.brings_weights:
-                with sending.weights() as weights:
-                    self.bridge.send_weights(weights)
+                self.bridge.send_shards(self.policy.exported, sending.weight_shards())
             if sending.brings_factors:
-                self.bridge.send_weights(as_tensors(sending.factors()))
+                self.bridge.send_shards(*sending.factor_shards())
             check = WeightCheck(**unpack(self._wait(f"answer/{number}")))
             check = replace(check, merge_rounding=sending.rounding)
         self._erase(before=self._num_synced)
         self.version, self._num_synced = policy_version, number
         return check
 
-    def resume(self, open_groups: Sequence[tuple[Episode, ...]]) -> None:
-        """Nothing: no group stays open."""
-        assert not open_groups, "partial rollouts are refused with ranks that only generate"
-
-    def gather_open_groups(self) -> Sequence[tuple[Episode, ...]]:
-        """None."""
-        return ()
+    def gather_open_groups(self, *, before_batch: bool = False) -> Sequence[tuple[Episode, ...]]:
+        """Groups with unfinished responses, on rank 0: `Generation.gather_open_groups`."""
+        groups = self._open_before if before_batch else self.open_groups
+        assert groups is not None, "a batch that a checkpoint held is not saved again"
+        if not len(groups):
+            return ()
+        channel = exchange.GroupChannel(self.gloo_group)
+        gathered = exchange.gather_tokens(groups, channel=channel, tag=_TAG)
+        if channel.rank != 0:
+            return ()
+        return to_episodes(gathered, [self.problems[i] for i in gathered.problems])
 
     def sample_ahead(self) -> None:
         """Order every batch that the weights sent last may sample: `Generation.sample_ahead`."""
@@ -246,6 +281,6 @@ class GenerationRanks:
         """
         if self.attempt.leads:
             for number in range(self._num_erased, before):
-                for kind in ("order", "ready", "probe", "answer"):
+                for kind in ("order", "ready", "probe", "answer", "open"):
                     self.bridge.mail.erase(f"{kind}/{number}")
         self._num_erased = max(self._num_erased, before)

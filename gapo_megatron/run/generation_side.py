@@ -20,12 +20,16 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.models.lora import FactorRules, in_pairs, rules_of
+from gapo_megatron.models.rules import split_all
 from gapo_megatron.objective import make_batch
-from gapo_megatron.rollout.adapter_sync import from_tensors, needs_of, update_adapter
+from gapo_megatron.policy.export import Exported
+from gapo_megatron.rollout.adapter_sync import needs_of, update_adapter
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.run import open_groups
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.generation import evaluation_path
@@ -77,6 +81,10 @@ class GenerationSide:
     rollouter: Rollouter
     pool: rewards.Pool
     is_first: bool
+    exported: Exported
+    """The weights that the trainers send."""
+    factors: Sequence[FactorRules] = ()
+    """The factors of section `adapter`."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _ranks: DataParallelRanks | None = None
     """Data-parallel ranks of the trainers, by which sequences are dealt."""
@@ -89,7 +97,7 @@ class GenerationSide:
     def serve(self) -> None:
         """Execute orders until the trainer ends the run, then return.
 
-        Collectives: over this side those of each order; with the trainers the broadcast of weights
+        Collectives: over this side those of each order; with the trainers the transfer of weights
         and `Bridge.close`.
 
         Raises:
@@ -116,6 +124,9 @@ class GenerationSide:
         assert order.source_state is not None
         self.source.load_state_dict(dict(order.source_state))
         self._ranks = DataParallelRanks(tuple(order.dp_ranks), tuple(order.scorers))
+        if order.has_open_groups:
+            table = self._wait(f"open/{number}")
+            self.rollouter.open_groups = open_groups.receive(table, self.bridge, tag=number)
 
     def _receive_weights(self, number: int, order: Order) -> None:
         with self.stopwatch("sync"):
@@ -124,18 +135,18 @@ class GenerationSide:
             self._post(f"ready/{number}", pack(needs))
             engine.wake()
             if needs != "factors":
-                engine.update_weights(self.bridge.receive_weights(), policy_version=version)
+                whole = self.bridge.receive_whole(self.exported)
+                weights = split_all(self.exported.rules, whole)
+                engine.update_weights(weights, policy_version=version)
             if needs != "merged":
-                factors = from_tensors(self.bridge.receive_weights())
+                exported = replace(self.exported, rules=rules_of(self.factors))
+                factors = in_pairs(self.factors, self.bridge.receive_whole(exported))
                 update_adapter(engine, factors, scale=order.scale, policy_version=version)
             probe, log_probs = unpack_probe(self._wait(f"probe/{number}"))
             check = verify_weights(self.engine, probe, log_probs)
         if number == _FIRST_WEIGHTS:
             self.stopwatch.lap(num_tokens=0)  # discard the time of the start
-        self._post(
-            f"answer/{number}",
-            pack({"mean_abs_diff": check.mean_abs_diff, "max_abs_diff": check.max_abs_diff}),
-        )
+        self._post(f"answer/{number}", pack(asdict(check)))
 
     def _evaluate(self, number: int, order: Order) -> None:
         with self.stopwatch("evaluate"):
@@ -164,6 +175,8 @@ class GenerationSide:
         else:
             answer = {"is_aborted": False, "num_tokens": rollouts.num_sampled}
             self._post(f"table/{number}", self._send(rollouts, tag=number))
+            if self.config.batch.partial_rollouts:
+                self._post(f"open/{number}", self._send_open_groups(tag=number))
             about = {
                 "policy_version": self.engine.policy_version,
                 "metrics": rollouts.metrics,
@@ -198,6 +211,15 @@ class GenerationSide:
         )
         self._posted = [one for one in self._posted if not one.is_done()] + [posted]
         return rollouts.table.tobytes()
+
+    def _send_open_groups(self, *, tag: int) -> bytes:
+        """Start sending the groups that stay open, for checkpoints; returns their table, encoded.
+
+        Their tokens keep the engine's log-probs, and the versions that sampled them.
+        """
+        opened = self.rollouter.open_groups = self.rollouter.open_groups.carried()
+        self._posted.append(open_groups.post(opened, self.bridge, tag=tag))
+        return opened.table.tobytes()
 
     def _lap(self) -> dict[str, float]:
         """Stage times of this side since the last batch, and the occupancy of its engines."""

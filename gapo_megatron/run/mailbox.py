@@ -114,8 +114,9 @@ class Mailbox:
         if len(sealed) > _MAX_STORED_BYTES:
             raise ConfigError(
                 f"message {name} ({len(sealed)} bytes) must be at most {_MAX_STORED_BYTES} bytes, "
-                "the limit of torch's store; it grows with the responses of a step "
-                "(batch.rollout_prompts, batch.rollouts_per_prompt)"
+                "the limit of torch's store; it grows with the responses of a step, and with those "
+                "that stay open after it (batch.rollout_prompts, batch.rollouts_per_prompt, "
+                "batch.oversampling)"
             )
         self._store.set(name, sealed)  # type: ignore[arg-type]  # its stub accepts str only
         # `set` does not wait for the store, which may serve another connection first.

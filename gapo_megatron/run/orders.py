@@ -10,6 +10,9 @@ Orders are numbered and executed in sequence. Messages are JSON, except the tabl
     answer/N   by generation 0    the order is executed; its result
     batch/N    by generation 0    metrics, samples, times, data position; before the answer
     table/N    by generation 0    the same batch's table, as bytes of `rollouts.ROW`
+    open/N     by generation 0    with partial rollouts: such a table of the groups that stay open
+                                  after the batch; or, with `begin` and by trainer 0, of those that
+                                  a checkpoint has
     run        by trainer 0       before all others: the run `begins`, or is already `finished`
     stop       by trainer 0       abort batches being sampled ahead
 """
@@ -41,6 +44,8 @@ class Order:
     dp_ranks: Sequence[int] = ()
     """Of `begin`, with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
     scorers: Sequence[int] = ()
+    has_open_groups: bool = False
+    """Of `begin`: whether groups of a checkpoint follow (`run.open_groups`)."""
     scale: float | None = None
     """Of `weights`: factor of B A of the policy's adapter; None if it has none."""
 

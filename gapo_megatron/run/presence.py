@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.compat.torch import OutsideGroup
+from gapo_megatron.compat.torch_groups import OutsideGroup
 from gapo_megatron.errors import MachineError
 from gapo_megatron.run.fail_fast import WATCH_THREAD, fail_fast
 

@@ -119,8 +119,6 @@ class Run:
             config, policy, generation, channel, attempt, stopwatch, keep_weights
         )
         if resumed is not None:
-            generation.resume(resumed.open_groups)
-            resumed.open_groups = ()  # generation keeps them from here on
             checkpoints.note_resumed(resumed)
         return cls(
             config=config,
@@ -264,7 +262,7 @@ class Run:
         measures = rounding.is_due(
             self.state.step, self.policy, config.objective, config.rollout, config.metrics
         )
-        stages = ("old_log_probs", "update", "rounding")[: 2 + measures]
+        last = ("rounding",) * measures
         learned = learn(
             self.policy,
             batch,
@@ -273,7 +271,10 @@ class Run:
             self.stopwatch,
             progress=open_step.progress,
             measures_rounding=measures,
-            must_stop=lambda: self._is_stopping or self._must_stop(*stages),
+            must_stop=lambda num_updates=1: (
+                self._is_stopping
+                or self._must_stop("old_log_probs", *("update",) * num_updates, *last)
+            ),
         )
         if learned is None:
             raise Stopped
@@ -319,9 +320,7 @@ class Run:
         self.stopwatch.notes |= self.memory.lap(self.gloo_group)
         metrics = open_step.metrics | learned | self.state.window.add(learned)
         if synced is not None:
-            metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
-            if synced.merge_rounding is not None:
-                metrics["sync/merge_rounding"] = synced.merge_rounding
+            metrics |= synced.metrics(self.config.objective.resolve())
         num_tokens = int(batch.num_sampled_tokens.sum())
         self.writer.log(step, metrics, self.stopwatch.lap(num_tokens=num_tokens))
         self.state.finish_step()
@@ -329,10 +328,10 @@ class Run:
     def save_if_due(self) -> None:
         """Save a finished step; if batches are sampled ahead, `save_ahead_if_due` does it later.
 
-        Collectives: those of `Checkpoints.save`.
+        Also publishes one written during the step. Collectives: those of `Checkpoints`.
         """
-        step = self.state.step
-        if self.checkpoints.is_due(step):
+        self.checkpoints.finish_if_written()
+        if self.checkpoints.is_due(step := self.state.step):
             self._save_waits = self.generation.samples_ahead and step < self.config.run.num_steps
             if not self._save_waits:
                 self.checkpoints.save(self.state)
@@ -386,7 +385,7 @@ class Run:
 
     def _must_stop(self, *stages: str) -> bool:
         """Whether to stop: asked to, or too little time for `stages` and a save. Collective."""
-        return self.attempt.must_stop(self.stopwatch.expect(*stages, "checkpoint"))
+        return self.attempt.must_stop(self.stopwatch.expect(*stages, *self.checkpoints.stages))
 
     def _planned(self, batch: Batch) -> Batch:
         """The batch with its packing plan."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gapo_megatron import checkpoint
-from gapo_megatron.checkpoint import State
+from gapo_megatron.checkpoint import Room, Saving, State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.exchange import Channel
@@ -35,10 +35,18 @@ class Checkpoints:
     attempt: Attempt
     """A checkpoint is written only while this attempt owns the run."""
     stopwatch: Stopwatch
-    """Times the stage `checkpoint`."""
+    """Times the stage `checkpoint`: while training waits for a save."""
     keep_weights: bool = True
     _saved: tuple[int, int | None] | None = None
     """Step, and updates of an open step, at the last save or load."""
+    _writing: Saving | None = None
+    """The checkpoint that is written while training continues; the same on every rank."""
+    _room: Room | None = None
+    """With `checkpoint.background`: host memory that is kept from save to save."""
+
+    def __post_init__(self) -> None:
+        if self.config.checkpoint.background:
+            self._room = Room()
 
     def note_resumed(self, state: State) -> None:
         """Remember the state that the run was resumed from."""
@@ -48,39 +56,93 @@ class Checkpoints:
         """Whether the config asks for a checkpoint after `step` steps."""
         return step == self.config.run.num_steps or self.config.checkpoint.is_due(step)
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Stages that a stop still has to wait for: a save, after the one under way, if any."""
+        return ("checkpoint",) * (1 if self._writing is None else 2)
+
     def save_if_moved(self, state: State) -> None:
-        """Save, unless nothing has changed since the last save or load. Collective."""
+        """Save and wait, unless nothing has changed since the last save or load. Collective."""
+        self._finish()
         if self._saved != (state.step, state.num_open_updates):
-            self.save(state)
+            self.save(state, wait=True)
 
-    def save(self, state: State) -> None:
-        """Write a checkpoint, and the times of stages for the next attempt.
+    def save(self, state: State, *, wait: bool = False) -> None:
+        """Write a checkpoint: with `checkpoint.background` while training continues.
 
-        Collectives: those of `checkpoint.save`; messages with tokens from all ranks to rank 0.
+        Args:
+            state: state of the run.
+            wait: return when the checkpoint is whole. The last one always is then, and the first
+                one of a run: until one is whole, the check of the time limit does not know how long
+                a save takes.
+
+        Collectives: those of `checkpoint.begin_save` and `Saving.finish`; messages with tokens from
+        all ranks to rank 0; a broadcast with `checkpoint.background`.
 
         Raises:
-            CheckpointError, FencedError: see `checkpoint.save`.
+            CheckpointError, FencedError: see `checkpoint.begin_save` and `Saving.finish`.
         """
         if not self.keep_weights:
             return
-        with self.stopwatch("checkpoint"):
+        self._finish()
+        with self.stopwatch("checkpoint", is_part=True):
             open_step = state.open_step
             whole = replace(
                 state,
                 open_step=open_step and open_step.gathered(self.channel),
                 open_groups=self.generation.gather_open_groups(),
+                open_groups_before=self.generation.gather_open_groups(before_batch=True)
+                if state.is_ahead
+                else (),
             )
-            checkpoint.save(
+            self._writing = checkpoint.begin_save(
                 self.config.run.output_dir,
                 whole,
                 policy=self.policy,
                 config=self.config,
                 attempt=self.attempt,
+                in_background=not wait and self._may_continue(state),
+                room=self._room,
             )
-            if self.attempt.leads:
-                self._remove_journals(state.step)
-        self.attempt.keep_stage_seconds(self.stopwatch.recent)
         self._saved = (state.step, state.num_open_updates)
+        if not self._writing.in_background:
+            self._finish()
+
+    def _may_continue(self, state: State) -> bool:
+        """Whether training may continue while a state is written. Collective: see `save`."""
+        return (
+            self.config.checkpoint.background
+            and state.step != self.config.run.num_steps
+            # A rank may have failed to read the times of an earlier attempt.
+            and self.attempt.agree("checkpoint" in self.stopwatch.recent)
+        )
+
+    def finish_if_written(self) -> None:
+        """Publish the checkpoint under way, if every rank has written its files.
+
+        Collectives, only with a checkpoint under way: those of `Saving.is_written` and `finish`.
+
+        Raises:
+            CheckpointError, FencedError: see `Saving.finish`.
+        """
+        if self._writing is not None and self._writing.is_written():
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait until the checkpoint under way, if any, is whole; keep the times of stages.
+
+        Those are for the next attempt.
+        """
+        if self._writing is None:
+            return
+        saving, self._writing = self._writing, None
+        with self.stopwatch("checkpoint", is_part=True):
+            saving.finish()
+            if self.attempt.leads:
+                self._remove_journals(saving.document.step)
+        self.stopwatch.remember("checkpoint", saving.work_s)
+        self.stopwatch.notes["perf/checkpoint_whole_s"] = saving.whole_s
+        self.attempt.keep_stage_seconds(self.stopwatch.recent)
 
     def _remove_journals(self, step: int) -> None:
         """Remove those of steps that no resume repeats, should newer checkpoints be damaged."""

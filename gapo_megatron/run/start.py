@@ -29,7 +29,9 @@ from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.models.lora import factors_of
 from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.policy.export import exported_by
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.engine import Engine
@@ -37,6 +39,7 @@ from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
+from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
@@ -173,11 +176,13 @@ def start_generation(
         with startup("model"):
             probe = prompts_as_sequences(trainer.inputs.problems, VERIFIED_SEQUENCES)
             check_range(trainer.policy, probe)
-    return (
+    generation = (
         order_generation(trainer, startup)
         if pool is None
         else start_colocated(trainer, pool, startup)
     )
+    trainer.state.open_groups = ()  # all tokens on every rank: generation keeps a part from here on
+    return generation
 
 
 def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) -> Colocated:
@@ -199,10 +204,12 @@ def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) ->
         check = sync(policy, engine, probe, policy_version=trainer.state.step)
         _say_if_merged(check, trainer.attempt)
     pool.wait_until_ready()
+    rollouter = build_rollouter(config, inputs, engine, pool)
+    rollouter.resume(trainer.state.open_groups)
     return Colocated(
         config=config,
         engine=engine,
-        rollouter=build_rollouter(config, inputs, engine, pool),
+        rollouter=rollouter,
         policy=policy,
         pool=pool,
         source=inputs.source,
@@ -223,17 +230,22 @@ def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
     Raises:
         WeightSyncError: an engine does not compute what the policy computes; raised on its ranks.
     """
-    state, inputs, bridge = trainer.state, trainer.inputs, trainer.world.bridge
+    state, inputs, world = trainer.state, trainer.inputs, trainer.world
+    bridge = world.bridge
     assert bridge is not None
+    numbers = [inputs.source.number_of(group[0].prompt.id) for group in state.open_groups]
+    opened = to_rollouts(state.open_groups, problems=numbers)
     generation = GenerationRanks(
         config=trainer.config,
         bridge=bridge,
         policy=trainer.policy,
         attempt=trainer.attempt,
         stopwatch=startup,
-        gloo_group=trainer.world.gloo_group,
+        gloo_group=world.gloo_group,
         source_state=inputs.source.state_dict(),
         next_step=state.step + (state.open_step is not None),
+        problems=inputs.source.problems,
+        open_groups=opened.spread(rank=world.rank, size=world.world_size),
     )
     if not state.num_open_updates:
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
@@ -266,6 +278,8 @@ def start_side(
         RolloutError: vLLM refuses, for want of memory for instance.
     """
     assert world.bridge is not None
+    adapter, num_ranks = config.adapter, world.bridge.num_training
+    exported = exported_by(config, inputs.hf_config, num_ranks=num_ranks)
     pool = start_pool(config)
     with startup("vllm"):
         engine = build_engine(config, inputs.hf_config, world)
@@ -280,6 +294,10 @@ def start_side(
         rollouter=build_rollouter(config, inputs, engine, pool),
         pool=pool,
         is_first=world.rank == 0,
+        exported=exported,
+        factors=[]
+        if adapter.kind == "none"
+        else factors_of(exported.rules, targets=adapter.targets, rank=adapter.rank),
     )
 
 
@@ -313,6 +331,7 @@ def build_rollouter(
         ),
         reward=config.reward,
     )
+    rollouter.counts_drafts = config.rollout.draft != "none"
     rollouter.samples = Samples(inputs.tokenizer, num_per_step=config.metrics.samples_per_step)
     return rollouter
 

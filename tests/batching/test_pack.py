@@ -171,7 +171,7 @@ def test_a_microbatch_has_what_its_loss_reads(is_carried: bool) -> None:
     assert packed.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1]
     assert packed.advantages.tolist() == [-0.5, 0.5]
     assert packed.num_correct.tolist() == [2, 1] and packed.group_size.tolist() == [3, 4]
-    assert packed.num_sampled_tokens.tolist() == [3, 3]
+    assert packed.row_offsets.tolist() == [0, 3, 6]
     assert packed.is_carried.tolist() == [False, is_carried]
     assert packed.rollout_log_probs.tolist() == [-1, -2, -3, -1, -3, -4]
     if is_carried:

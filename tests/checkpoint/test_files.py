@@ -29,7 +29,8 @@ WINDOW = [[[1, 8.0, 0.5, -1]], []]
 def write_state(folder: Path) -> None:
     state = State(step=3, source=SOURCE, num_given_back=7)
     state.window.load_state_dict(WINDOW)
-    state.write_shared(folder)
+    for name, content in state.serialised().items():
+        files.write(folder / name, content)
 
 
 def test_the_trainer_state_comes_back_as_it_was(tmp_path):
@@ -77,7 +78,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
         for pages in range(10):
             fill(tmp_path / "disk/filler", leave=4096 * pages)
             with pytest.raises(OSError, match="No space left on device"):
-                files.write(tmp_path / "disk/rng.pt", content)
+                files.write(tmp_path / "disk/rng.pt", files.serialise(content))
             (tmp_path / "disk/rng.pt").unlink()
             (tmp_path / "disk/filler").unlink()
 
@@ -120,11 +121,44 @@ PROMPT, ROLLOUT = ("groups", 0, "prompt"), ("groups", 0, "rollouts", 0)
 )
 def test_misshapen_open_groups_are_damage(tmp_path, change):
     path, content = tmp_path / "open_groups.pt", saved_groups()
-    files.write(path, content)
+    files.write(path, files.serialise(content))
     (group,) = load_open_groups(tmp_path)
     assert group[0].prompt.token_ids == (1, 2) and group[0].carried_log_probs is not None
     change(content)
-    files.write(path, content)
+    files.write(path, files.serialise(content))
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        load_open_groups(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(*ROLLOUT, "versions", value=None),
+        put(*ROLLOUT, "versions", value="34"),
+        put(*ROLLOUT, "versions", value=torch.tensor([3, 4])),
+        put(*ROLLOUT, "versions", value=torch.tensor([3], dtype=torch.int32)),
+        put(*ROLLOUT, "versions", value=torch.tensor([3, -1], dtype=torch.int32)),
+        put(*ROLLOUT, "old_log_probs", value=torch.zeros(0)),
+        put(*ROLLOUT, "old_log_probs", value=torch.zeros(3)),
+        put(*ROLLOUT, "old_log_probs", value=torch.zeros(1).double()),
+    ],
+)
+def test_misshapen_versions_of_tokens_are_damage(tmp_path, change):
+    """Of those tokens some, all or none have the trainer's log-probs."""
+    path, content = tmp_path / "open_groups.pt", saved_groups()
+    (rollout,) = content["groups"][0]["rollouts"]
+    del rollout["oldest_version"]
+    rollout["versions"] = torch.tensor([3, 4], dtype=torch.int32)
+    for old in (None, torch.tensor([-0.5]), torch.tensor([-0.5, -0.25])):
+        rollout["old_log_probs"] = old
+        files.write(path, files.serialise(content))
+        ((episode,),) = load_open_groups(tmp_path)
+        assert episode.carried_versions is not None
+        assert episode.carried_versions.tolist() == [3, 4]
+        read = episode.carried_log_probs
+        assert (read is None) == (old is None) and (read is None or read.tolist() == old.tolist())
+    change(content)
+    files.write(path, files.serialise(content))
     with pytest.raises(CheckpointError, match=mentions(path)):
         load_open_groups(tmp_path)
 
@@ -199,8 +233,8 @@ def test_a_misshapen_open_step_is_damage(tmp_path, name, change):
     shared, progress = saved_step()
 
     def write_and_load() -> OpenStep:
-        files.write(tmp_path / "batch.pt", shared)
-        files.write(tmp_path / "progress_00000.pt", progress)
+        files.write(tmp_path / "batch.pt", files.serialise(shared))
+        files.write(tmp_path / "progress_00000.pt", files.serialise(progress))
         return OpenStep.load(tmp_path, torch.device("cpu"), num_updates=1)
 
     with single_rank():
@@ -224,10 +258,10 @@ def test_a_misshapen_open_step_is_damage(tmp_path, name, change):
 )
 def test_a_misshapen_random_state_is_damage_and_sets_nothing(tmp_path, change):
     path = tmp_path / "rng.pt"
-    rng.save(path)
+    files.write(path, files.serialise(rng.current()))
     state = torch.load(path, weights_only=True)
     change(state)
-    files.write(path, state)
+    files.write(path, files.serialise(state))
     before = random.getstate()
     with pytest.raises(CheckpointError, match=mentions(path)):
         rng.read(path)
@@ -247,7 +281,7 @@ def test_a_file_that_torch_cannot_read_is_damage(tmp_path, content):
     with pytest.raises(CheckpointError, match=mentions(path)):
         rng.read(path)
     path.unlink()
-    files.write(path, {"python": 1})
+    files.write(path, files.serialise({"python": 1}))
     torch.save([1], path)
     with pytest.raises(CheckpointError, match=mentions(path, "list")):
         rng.read(path)
@@ -258,7 +292,7 @@ def test_rng_continues_every_sequence(tmp_path):
         return random.random(), float(np.random.normal()), float(torch.rand(()))
 
     draw()  # NumPy now holds the second half of a Gaussian pair
-    rng.save(tmp_path / "rng.pt")
+    files.write(tmp_path / "rng.pt", files.serialise(rng.current()))
     first = draw()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert draw() != first

@@ -245,8 +245,16 @@ def test_what_was_refused_gives_way_and_what_a_link_leads_to_stays(tmp_path, exi
 def test_prune_keeps_the_newest_and_clears_what_was_refused(tmp_path):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)
+    make_checkpoint(tmp_path, 1)
+    manifest.set_aside(tmp_path / "step_00000001")
+    make_checkpoint(tmp_path, 1)
     manifest.set_aside(tmp_path / "step_00000002")
-    manifest.prune(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
+    hidden = manifest.prune(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
+    names = ("step_00000001", ".damaged_step_00000001", ".damaged_step_00000002")
+    assert [*hidden] == [tmp_path / name for name in names]
+    assert all(damage_of(path) is None for path in hidden.values())
+    assert [p.name for p in manifest.list_steps(tmp_path)] == ["step_00000004", "step_00000003"]
+    assert all(map(manifest.remove, hidden.values()))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
     manifest.prune(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     assert len(manifest.list_steps(tmp_path)) == 2
@@ -351,5 +359,6 @@ def test_what_has_a_checkpoints_name_and_is_none_counts_as_a_damaged_one(tmp_pat
 def test_half_written_checkpoints_go_whoever_writes_them(tmp_path):
     make_checkpoint(tmp_path, 4)
     (tmp_path / ".tmp_step_00000009.17.0" / "sub").mkdir(parents=True)
+    (tmp_path / ".tmp_step_00000001.old").touch()
     manifest.remove_half_written(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]

@@ -238,6 +238,9 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("batch.rollout_prompts=true", "integer"),
         ("rollout.temperature=0", "equal to 0.01"),
         ("rollout.quantization=int8", "'' or 'fp8'"),
+        ("rollout.draft=eagle", "'none', 'ngram' or 'eagle3'"),
+        ("rollout.draft_tokens=16", "equal to 15"),
+        ("rollout.draft_ngram=0", "equal to 1"),
         ("rollout.top_p=1.5", "less than or equal to 1"),
         ("rollout.memory_fraction=1.0", "less than 1"),
         ("reward.kind=maths", "did you mean 'math'"),
@@ -336,10 +339,6 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
             ["rollout.generation_ranks (16)", "rollout.generation_nodes (2)", "must be 0"],
         ),
         (
-            [*GENERATION, "batch.partial_rollouts=true", "batch.oversampling=1.5"],
-            ["batch.partial_rollouts (true)", "false", "rollout.generation_nodes"],
-        ),
-        (
             [*GENERATION, "optimizer.offload=all"],
             ["optimizer.offload ('all')", "'none'", "rollout.generation_nodes (1)"],
         ),
@@ -368,6 +367,10 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
             ["importance_weight_max (3.0)", "importance_weights 'none'"],
         ),
         (
+            ["objective.routing_replay=true", "objective.old_log_probs=rollout"],
+            ["routing_replay (true)", "old_log_probs 'trainer'"],
+        ),
+        (
             [*AHEAD, "data.eval_path=e.jsonl", "evaluation.every_steps=3"],
             ["evaluation.every_steps (3)", "multiple", "rollout.max_staleness (2)"],
         ),
@@ -379,6 +382,20 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
         (
             ["environment.kind=tools", "batch.oversampling=1.5"],
             ["batch.oversampling (1.5)", "environment.kind ('tools')"],
+        ),
+        (["rollout.draft_tokens=2"], ["draft_tokens (2)", "'ngram' or 'eagle3'", "'none'"]),
+        (
+            ["rollout.draft=eagle3", "rollout.draft_hf_dir=d", "rollout.draft_ngram=2"],
+            ["draft_ngram (2)", "'ngram'", "'eagle3'"],
+        ),
+        (
+            ["rollout.draft=ngram", "rollout.draft_hf_dir=d"],
+            ["draft_hf_dir ('d')", "'eagle3'", "'ngram'"],
+        ),
+        (["rollout.draft=eagle3"], ["draft ('eagle3')", "draft_hf_dir"]),
+        (
+            ["rollout.draft=ngram", "rollout.engine=json:loads"],
+            ["draft ('ngram')", "'vllm'", "'json:loads'"],
         ),
         (
             [*AHEAD, "checkpoint.keep_steps=[4, 7]"],

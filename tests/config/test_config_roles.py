@@ -143,6 +143,7 @@ def test_input_paths_are_those_that_runs_read() -> None:
         "model.megatron_dir": "",
         "data.train_path": "train.jsonl",
         "data.eval_path": "",
+        "rollout.draft_hf_dir": "",
         "checkpoint.branch_from": "runs/y",
         "supervised.initial_hf_dir": "initial",
         "supervised.train_path": "examples.jsonl",

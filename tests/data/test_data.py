@@ -277,8 +277,8 @@ def test_chat_template_is_applied_once_and_needs_one(tmp_path, hf_dir):
 
 def test_a_template_that_makes_a_book_of_a_prompt_is_refused(tmp_path, hf_dir):
     tokenizer = load_tokenizer(hf_dir)
-    tokenizer.chat_template = "{{ messages[0].content }}{{ '=' * 1000000000 }}"
-    with pytest.raises(ConfigError, match=f"chat template.*{10**9 + 4}.*{2**20}"):
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '=' * 100000000 }}"
+    with pytest.raises(ConfigError, match=f"chat template.*{10**8 + 4}.*{2**20}"):
         _read(_write(tmp_path / "p.jsonl", _row()), tokenizer, chat_template=True)
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron import checkpoint
-from gapo_megatron.checkpoint import State
+from gapo_megatron.checkpoint import Room, Saving, State, shards
+from gapo_megatron.checkpoint.shards import Shards
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config
 from gapo_megatron.learn.update import update
-from gapo_megatron.policy import Policy
+from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.rollouts import Rollouts
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
+from tests.waiting import HANG_S
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -101,6 +108,52 @@ def save(
         config=config.model_copy(update={"checkpoint": settings}),
         attempt=make_attempt(run_dir),
     )
+
+
+def begin(
+    run_dir: Path, policy: Policy, config: Config, state: State, room: Room | None = None
+) -> Saving:
+    of_run: dict[str, Any] = {"policy": policy, "config": config}
+    attempt = make_attempt(run_dir)
+    return checkpoint.begin_save(
+        run_dir, state, **of_run, attempt=attempt, in_background=True, room=room
+    )
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Threads begin to write when the event is set."""
+    released, write = threading.Event(), Shards.write
+
+    def late(self: Shards) -> Any:
+        assert released.wait(HANG_S)
+        return write(self)
+
+    with patch.object(Shards, "write", late):
+        try:
+            yield released
+        finally:
+            released.set()  # after a failure, too: a process waits for its threads
+
+
+def gather_nothing(wanted: list[Any]) -> None:
+    assert not wanted, "an optimizer's state"
+
+
+def write_state(
+    state: dict[str, Any],
+    folder: Path,
+    groups: ParallelGroups,
+    *,
+    gather: shards.Gather = gather_nothing,
+) -> None:
+    """Write a sharded state dict into an existing, empty folder, without a manifest. Collective."""
+    held = shards.hold(state, folder, groups, gather=gather, copied=False, room=Room())
+    results: Any = [None] * dist.get_world_size()
+    dist.all_gather_object(results, held.write())
+    if dist.get_rank() == 0:
+        held.write_metadata(results)
+    dist.barrier()
 
 
 def tensors_on_disk(folder: Path) -> dict[str, torch.Tensor]:

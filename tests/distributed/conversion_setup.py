@@ -27,6 +27,9 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Defaults that are no tokens of this vocabulary; and transformers has no gradient for an embedding
+# of padding, which is a token like others here.
+_NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
 _MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
@@ -37,6 +40,91 @@ _MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
+    },
+    # A window that most sequences here exceed; 12 of 16 elements are rotated.
+    "phi3": {
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+        **_NO_TOKENS,
+    },
+    "seed_oss": {"attention_bias": True, **_NO_TOKENS},
+    "olmo2": _NO_TOKENS,
+    # The third of four layers sees all keys.
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **_NO_TOKENS,
+    },
+    # An MLP of 56 in the first layer; eight experts of 24 in four groups, of which two are chosen;
+    # a shared expert of 72.
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 3,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        **_NO_TOKENS,
+    },
+    # Sequences reach all frequency bands; activations the clamp.
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 6.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        **_NO_TOKENS,
+    },
+    # Queries and keys of 10 + 6 elements, values of 14; YaRN over 32 positions.
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "head_dim": 6,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 3,
+        "routed_scaling_factor": 1.5,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+        **_NO_TOKENS,
     },
 }
 ARCHITECTURES = tuple(_MODELS)
@@ -67,6 +155,9 @@ def save_model(folder: Path, name: str, **changes: Any) -> None:
             # Norm weights and biases differ from each other; attention is far from uniform.
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # sigmoids differ by as much
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
 
 

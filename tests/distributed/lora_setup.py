@@ -68,24 +68,31 @@ EXPERTS: dict[str, Layout] = {
     "context, expert": ({CP: 2, EP: 2}, {}, TOGETHER),
     "virtual stages": ({PP: 2, VPP: 2}, {}, TOGETHER),
 }
-LAYOUTS = {"dense": DENSE, "experts": EXPERTS}
-TARGETS = {"dense": ["qkv", "proj", "fc1", "fc2"], "experts": ["qkv", "proj", "experts"]}
+# gpt-oss: biases beside all that is adapted, and beside experts that are not.
+SINKS = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "context, expert")}
+LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "sinks": SINKS}
+TARGETS = {
+    "dense": ["qkv", "proj", "fc1", "fc2"],
+    "experts": ["qkv", "proj", "experts"],
+    "sinks": ["qkv", "proj"],
+}
 NUM_UPDATES = 2
 RANK, ALPHA = 3, 5.0
 BATCHES = {
     "dense": make_batch(),
     "experts": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
+    "sinks": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
 }
 Factors = dict[str, tuple[Tensor, Tensor]]
 """A [r, in] and B [out, r] by Hugging Face module name."""
 
 
 def save_model(folder: Path, kind: str) -> None:
-    """A model of four layers: with tied embeddings and biases, or with experts."""
+    """A model of four layers: with tied embeddings and biases, with experts, or with sinks too."""
     if kind == "dense":
         policy_setup.save_model(folder, "qwen2_tied", num_layers=4)
     else:
-        conversion_setup.save_model(folder, "qwen3_moe")
+        conversion_setup.save_model(folder, "qwen3_moe" if kind == "experts" else "gpt_oss")
 
 
 def lora_config(folder: Path, kind: str, **sections: Any) -> Config:
@@ -243,7 +250,7 @@ class Expected:
 def expected(kind: str, hf_dir: Path, start: Factors, *, scale: float) -> Expected:
     """The same updates of W + scale * B A by torch's AdamW; what is fused shares its A."""
     # The one implementation of the experts that takes float64.
-    options = {"experts_implementation": "eager"} if kind == "experts" else {}
+    options = {"experts_implementation": "eager"} if kind != "dense" else {}
     model = AutoModelForCausalLM.from_pretrained(hf_dir, **options).double().eval()
     model.requires_grad_(False)
     shared = {_fused(name): a.double() for name, (a, _) in start.items()}
@@ -294,6 +301,8 @@ def _merged(parameters: dict[str, Tensor], product: dict[str, Tensor]) -> dict[s
             names = [
                 [f"{prefix}{is_expert}{e}.{p}" for p in projections] for e in range(len(weight))
             ]
+            if names[0][0] not in product:
+                continue
             parts = [torch.cat([product[one] for one in row]) for row in names]
             merged[name] = weight + torch.stack(parts)
         elif name.removesuffix(".weight") in product:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -22,6 +21,7 @@ from transformers import (
 
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
+from gapo_megatron.hf.weights import read_hf
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import ParallelGroups, Policy, initialize
@@ -81,7 +81,7 @@ def save_model(folder: Path, name: str, *, num_layers: int = 2) -> PreTrainedMod
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    return iter(load_file(folder / "model.safetensors").items())
+    return read_hf(folder)
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:

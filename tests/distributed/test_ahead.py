@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from gapo_megatron.checkpoint.state import AHEAD_NAME
 from gapo_megatron.config import Config
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Episode, Prompt
 from tests.attempt_setup import make_attempt
 from tests.damage import Trap, sign
 from tests.dist import run_distributed
@@ -46,9 +50,35 @@ def make_batch() -> Batch:
     )
 
 
+def open_group(name: str, *, version: int) -> tuple[Episode, ...]:
+    """A response of two tokens that nobody has scored, and one that has not begun."""
+    prompt, ids = Prompt(name, (1, 2), "3"), np.array([4, 5], np.int32)
+    versions, log_probs = np.array([0, version], np.int32), np.array([-1, -2], np.float32)
+    begun = Episode(prompt, 0, ids, log_probs, finished=False, carried_versions=versions)
+    return begun, Episode(prompt, 1, ids[:0], log_probs[:0], finished=False)
+
+
+def shown(groups: Sequence[Sequence[Episode]]) -> list[tuple[Any, ...]]:
+    """Open groups, to be compared."""
+    return [
+        (
+            *(one.prompt, one.sample, one.finished, one.token_ids.tolist()),
+            *(one.log_probs.tolist(), one.carried_log_probs),
+            None if one.carried_versions is None else one.carried_versions.tolist(),
+        )
+        for group in groups
+        for one in group
+    ]
+
+
+BEFORE_BATCH, AFTER_BATCH = [open_group("a", version=1)], [open_group(i, version=2) for i in "bc"]
+"""Groups that are open before the batch that was sampled ahead, and after it."""
+
+
 def save_ahead(run_dir: Path, policy: Policy, config: Config) -> Path:
     open_step = OpenStep(make_batch(), {"reward/mean": 0.1}, {"eval/pass@1": 1 / 3}, is_ahead=True)
-    state = make_state(2, open_step=open_step, source=AFTER)
+    groups = {"open_groups_before": BEFORE_BATCH, "open_groups": AFTER_BATCH}
+    state = make_state(2, open_step=open_step, source=AFTER, **groups)
     attempt = make_attempt(run_dir)
     return checkpoint.save(run_dir, state, policy=policy, config=config, attempt=attempt)
 
@@ -65,6 +95,7 @@ def require_ahead(state: State | None) -> None:
             assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
     assert read.batch.advantages.equal(expected.advantages)
     assert read.batch.valid.equal(expected.valid)
+    assert shown(state.open_groups) == shown(AFTER_BATCH)
 
 
 def keep(hf_dir: str, root: Path, layouts: list[str]) -> None:
@@ -98,6 +129,8 @@ def refuse(hf_dir: str, run_dir: Path) -> None:
         {**batch, "source": "["},
         {**batch, "source": Trap(trace)},
         {"source": '{"epoch": 1, "remaining": [], "dataset": "d"}'},
+        {**batch, "source": json.dumps(AFTER), "groups": 3},
+        {**batch, "source": json.dumps(AFTER), "groups": [{"rollouts": []}]},
         b"torn",
     ):
         path = save_ahead(run_dir, policy, config) / AHEAD_NAME

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron.checkpoint.save import write_state
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.hf.torch_dist import MegatronFolder
 from gapo_megatron.hf.weights import in_model_order
@@ -25,7 +24,9 @@ from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.logits import logits
 from gapo_megatron.policy.model import read_hf_config
+from tests.convert_setup import one_by_one
 from tests.dist import run_distributed
+from tests.distributed.checkpoint_setup import write_state
 from tests.distributed.conversion_setup import (
     ARCHITECTURES,
     VOCAB_SIZE,
@@ -45,6 +46,7 @@ from tests.distributed.policy_setup import (
 )
 
 WORLD_SIZE = 4
+EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
 # What is left of the four ranks is data parallel.
 LAYOUTS: dict[str, dict[str, int]] = {
     "data": {},
@@ -63,6 +65,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 # Four tensor parallel ranks need four groups of heads. The other kind of output layer, too.
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4}
+NEVER_TIED = ("gpt_oss",)
+# Queries from hidden states, keys and values for every head, no scaling.
+WIDE_LATENT = {
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 BATCH = make_batch(3, vocab_size=VOCAB_SIZE)
 NUM_TOKENS = int(BATCH.num_fed_tokens.sum())
 
@@ -73,7 +81,7 @@ def models_of(layout: str) -> list[str]:
     names = [
         name
         for name in ARCHITECTURES
-        if (EP in parallel or TP not in parallel if name == "qwen3_moe" else EP not in parallel)
+        if (EP in parallel or TP not in parallel if name in EXPERTS else EP not in parallel)
     ]
     wide = [f"{name}-wide" for name in names]
     if layout == "data":
@@ -89,6 +97,8 @@ SOME = [
     ("qwen3", "tensor 2, pipeline 2"),
     ("mistral", "pipeline 4"),
     ("qwen3_moe", "expert 2, tensor 2"),
+    ("glm4_moe", "expert 2, tensor 2, pipeline 2"),
+    ("deepseek_v3", "expert 2, tensor 2, pipeline 2"),
     ("qwen2", "tensor 2, pipeline 2"),
 ]
 Found = dict[tuple[str, str], Tensor | None]
@@ -122,7 +132,7 @@ def run(
 ) -> Tensor | None:
     """Check that all folders load the same weights; return logits; write `saved`."""
     policy = Policy.build(make_config(hf_dir, parallel=parallel), groups, "cpu")
-    parameters = [parameter.detach() for parameter in policy.stages[0].parameters()]
+    parameters = [parameter.detach() for _, parameter in policy.stages[0].named_weights()]
     policy.load_hf_weights(read_weights(hf_dir))
     expected = [parameter.clone() for parameter in parameters]
     for folder in megatron_dirs:
@@ -162,15 +172,17 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     root: Path = tmp_path_factory.mktemp("conversion")
     for model in {model for model, _ in cases}:
         name = model.removesuffix("-wide")
-        changed = {} if model == name else {**WIDE, "tie_word_embeddings": not tied(name)}
+        wide = WIDE_LATENT if name == "deepseek_v3" else WIDE
+        changed = {} if model == name else {**wide, "tie_word_embeddings": other_output(name)}
         save_model(root / model, name, **changed)
         convert(root / model, root / f"{model}-megatron")
     # One start for all cases, because ranks take far longer to start than to compute.
     return Ran(cases, root, run_distributed(run_all, WORLD_SIZE, root, cases))
 
 
-def tied(name: str) -> bool:
-    return bool(hf_config(name).tie_word_embeddings)
+def other_output(name: str) -> bool:
+    """Whether the output layer is tied where it usually is not, and the reverse."""
+    return not hf_config(name).tie_word_embeddings and name not in NEVER_TIED
 
 
 @torch.no_grad()
@@ -199,7 +211,7 @@ def test_logits_are_those_of_transformers(ran: Ran) -> None:
 
 def test_what_every_layout_saves_is_the_same_hugging_face_folder(ran: Ran) -> None:
     for model, layout in ran.cases:
-        expected = load_file(ran.root / model / "model.safetensors")
+        expected = one_by_one(load_file(ran.root / model / "model.safetensors"))
         rules = rules_for(read_hf_config(str(ran.root / model)))
         folder = MegatronFolder(ran.root / f"{model}-{layout}", rules)
         for rule, place in in_model_order(rules):

@@ -22,7 +22,7 @@ from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.config import Config, counts
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.layout import Layout, checkpoint_bytes, state_bytes
+from gapo_megatron.ops.plan.layout import Layout, loaded_bytes, state_bytes
 from gapo_megatron.policy import Policy, destroy, initialize, optimizer
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
@@ -51,7 +51,7 @@ def build(folder: Path, name: str) -> tuple[Config, Policy]:
 
 
 def host_bytes(policy: Policy) -> int:
-    """Optimizer state kept on this rank's host during a save."""
+    """Optimizer state on this rank's host during a load."""
     return sum(
         tensor.nbytes
         for part in megatron_optimizer.parts(policy.optimizer)
@@ -65,7 +65,7 @@ def predicted_bytes(config: Config, policy: Policy) -> int:
     layout = Layout.of(config, world_size=policy.groups.world_size)
     of_stages = state_bytes(rules_for(policy.hf_config), config, layout)
     _, gradients, _ = of_stages[policy.groups.pp_rank]
-    return checkpoint_bytes(gradients, config.model.precision)
+    return loaded_bytes(gradients, config.model.precision)
 
 
 def write(folder: Path, run_dir: Path) -> list[int]:

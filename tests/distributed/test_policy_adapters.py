@@ -10,12 +10,12 @@ import torch
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from gapo_megatron.checkpoint.save import write_state
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.policy.load import load_sharded
 from gapo_megatron.policy.optimizer import inner_optimizers
+from tests.distributed.checkpoint_setup import write_state
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import (
     WeightedLoss,
@@ -165,7 +165,8 @@ def test_a_checkpoint_resumes_with_the_same_bits(
     policy, resumed = loaded(folder, groups), loaded(folder, groups)
     train(policy)
     (tmp_path / "saved").mkdir()
-    write_state(policy.sharded_state_dict(), tmp_path / "saved", groups)
+    saved, gather = policy.sharded_state_dict(), policy.gather_optimizer_state
+    write_state(saved, tmp_path / "saved", groups, gather=gather)
     state = load_sharded(resumed.sharded_state_dict(is_loading=True), tmp_path / "saved")
     resumed.load_state_dict(state)
     assert changed(copies(policy), copies(resumed)) == set()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron import share_rotary_tables
+from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
 from gapo_megatron.learn.forward import Scored
@@ -48,6 +49,8 @@ from tests.messages import mentions
 
 BATCH = make_batch()
 TWO_MICROBATCHES = ((0, 1, 2, 3, 4), (5, 6, 7))
+# Multiples of 16.
+FP8_SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
 
 
 def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -> Policy:
@@ -79,6 +82,8 @@ def optimizer_state(policy: Policy) -> dict[str, list[Tensor]]:
 def saved_state(policy: Policy) -> list[Tensor]:
     """Every tensor that a checkpoint would hold now."""
     state = policy.sharded_state_dict()
+    of_optimizer = [x.data for x in sharded_tensors(state["optimizer"])]
+    policy.gather_optimizer_state([(one, one) for one in of_optimizer])
     return [x.data.clone() for x in nested_values(state) if isinstance(x, ShardedTensor)]
 
 
@@ -167,6 +172,16 @@ def test_segments_expand_in_passes_and_not_while_the_engine_allocates(
         policy.make_room_of_weights()
         policy.sharded_state_dict()
     assert used == 2 * [True, True, True, False]
+
+
+def test_what_is_not_the_optimizers_cannot_be_gathered(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    """It would be written with any content."""
+    policy = build(folder, groups)
+    policy.sharded_state_dict()
+    with pytest.raises(AssertionError, match="optimizer"):
+        policy.gather_optimizer_state([(torch.zeros(3), torch.zeros(3))])
 
 
 def test_rotary_tables_are_few_whatever_the_lengths(groups: ParallelGroups) -> None:
@@ -462,6 +477,12 @@ def test_user_mistakes_are_config_errors(
         ("qwen3_moe", {"num_experts_per_tok": 1}, {}, ["num_experts_per_tok (1)"]),
         ("mistral", {"sliding_window": 4096}, {}, ["sliding_window (4096)"]),
         ("qwen3", {"attention_bias": True}, {}, ["attention_bias (true)"]),
+        ("seed_oss", {"hidden_act": "gelu"}, {}, ["hidden_act ('gelu')"]),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, {}, ["final_logit_softcapping (30.0)"]),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, {}, ["attn_logit_softcapping (50.0)"]),
+        ("gemma3_text", {"use_bidirectional_attention": True}, {}, ["use_bidirectional_attention"]),
+        ("gemma3_text", {"hidden_activation": "silu"}, {}, ["hidden_activation ('silu')"]),
+        ("phi3", {"mlp_bias": True}, {}, ["mlp_bias (true)"]),
         ("llama", {"hidden_act": "gelu"}, {}, ["hidden_act ('gelu')"]),
     ],
 )
@@ -470,6 +491,23 @@ def test_what_cannot_be_computed_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=mentions(*named)):
         check_shapes(hf_config(name, **changes), ParallelConfig(**parallel))
+
+
+def test_fp8_needs_layers_of_transformer_engine() -> None:
+    model = make_config(Path("unused"), model={"precision": "fp8"}).model
+    with pytest.raises(ConfigError, match=mentions("model.precision ('fp8')", "olmo2")):
+        check_shapes(hf_config("olmo2", **FP8_SIZES), ParallelConfig(), model)
+    check_shapes(hf_config("phi3", **FP8_SIZES), ParallelConfig(), model)
+
+
+def test_a_window_excludes_transformer_engines_ring() -> None:
+    config = make_config(Path("unused"), model={"precision": "bf16"})
+    parallel = ParallelConfig(context_parallel_size=2)
+    named = ["context_parallel_size (2)", "'bf16'", "sliding_window (16)"]
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        check_shapes(hf_config("phi3"), parallel, config.model)
+    check_shapes(hf_config("phi3", sliding_window=None), parallel, config.model)
+    check_shapes(hf_config("phi3"), parallel, make_config(Path("unused")).model)  # fp32
 
 
 def test_experts_whose_shares_are_not_normalised(tmp_path: Path, groups: ParallelGroups) -> None:

@@ -224,7 +224,6 @@ def count_carry(folder: Path) -> list[Waits]:
                 policy,
                 opened,
                 max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-                policy_version=0,
                 ranks=DataParallelRanks((0,), (0,)),
                 channel=channel,
             )

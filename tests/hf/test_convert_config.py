@@ -1,6 +1,7 @@
 """A wrong config is named by field, value, and the tensor that says otherwise."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
 from gapo_megatron.hf.config_check import check_config, compare_configs
 from gapo_megatron.hf.megatron_record import from_args, to_args
 from gapo_megatron.hf.weights import Entry
 from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import hf_shapes
-from gapo_megatron.models.tables import ARCHITECTURES, rules_for
+from gapo_megatron.models.tables import ARCHITECTURES, rope_of, rules_for
 from tests.convert_setup import make_config
 
 LLAMA3 = {
@@ -25,6 +27,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 V4 = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
 V5 = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **LLAMA3}}
 CONFIGS = {
@@ -33,6 +36,13 @@ CONFIGS = {
     "qwen3_moe": make_config("qwen3_moe"),
     "llama": make_config("llama", max_position_embeddings=131072, **V5),
     "mistral": make_config("mistral", sliding_window=None),
+    "phi3": make_config("phi3", sliding_window=16),
+    "seed_oss": make_config("seed_oss", attention_bias=False),
+    "olmo2": make_config("olmo2"),
+    "gemma3_text": make_config("gemma3_text", sliding_window=16),
+    "glm4_moe": make_config("glm4_moe"),
+    "gpt_oss": make_config("gpt_oss", sliding_window=16),
+    "deepseek_v3": make_config("deepseek_v3"),
 }
 
 
@@ -86,6 +96,16 @@ def test_a_right_config_passes(tmp_path, model_type):
             r"num_experts is 8, .*mlp.gate.weight .* \[4, 48\]",
         ),
         ("qwen3_moe", {"moe_intermediate_size": 64}, r"is 64, .*experts.0.gate_proj.* \[20, 48\]"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 8},
+            r"num_local_experts is 8, .*mlp.router.weight .* \[4, 48\]",
+        ),
+        (
+            "gpt_oss",
+            {"intermediate_size": 96},
+            r"intermediate_size is 96, .*experts.0.down_proj .* \[64, 48\]",
+        ),
         ("qwen2", {"tie_word_embeddings": False}, r"tie_word_embeddings is false, .* lm_head"),
     ],
 )
@@ -170,6 +190,20 @@ def test_rope_of_either_version_of_transformers():
     assert read_rope({}) == Rope(10000.0, "default", {})
 
 
+def test_yarn_is_read_with_every_readers_defaults():
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    numbers = {name: value for name, value in YARN.items() if name != "rope_type"}
+    plain = read_rope({"rope_scaling": YARN})
+    assert plain == Rope(10000.0, "yarn", {**numbers, **defaults})
+    assert plain.magnitude == pytest.approx(0.1 * math.log(4) + 1)
+    # DeepSeek-V3's: the weights cancel out, and its attention has a factor of its own.
+    weights = {"mscale": 0.7, "mscale_all_dim": 0.7}
+    weighted = read_rope({"rope_scaling": {**YARN, **weights}})
+    assert weighted.scaling == {**numbers, **defaults, **weights} and weighted.magnitude == 1.0
+    assert read_rope({"rope_scaling": {**YARN, "attention_factor": 3.0}}).magnitude == 3.0
+    assert read_rope({"rope_parameters": weighted.fields}) == weighted
+
+
 def without(name: str) -> dict[str, Any]:
     scaling = {key: value for key, value in V4["rope_scaling"].items() if key != name}
     return {**V4, "rope_scaling": scaling}
@@ -191,7 +225,12 @@ def replaced(**changes: Any) -> dict[str, Any]:
             {"rope_scaling": {"type": "linear", "rope_type": "llama3", **LLAMA3}},
             r"rope_scaling.type is 'linear', but rope_scaling.rope_type is 'llama3'",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope_type \('yarn'\) must be one of"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, r"rope_type \('ntk'\) must be one of"),
+        ({"rope_scaling": YARN}, r"rope_type \('yarn'\) .* llama"),
+        ({"rope_scaling": {**YARN, "truncate": 0}}, r"truncate \(0\) must be true or false"),
+        ({"rope_scaling": {**YARN, "mscale": "1"}}, r"mscale \('1'\) must be a positive number"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, r"rope_theta \(1.0\) must be above 1"),
+        (replaced(truncate=True), r"'llama3' does not have truncate"),
         ({"rope_parameters": {"full_attention": V5}}, "full_attention"),
         (without("low_freq_factor"), "'llama3' needs low_freq_factor"),
         (without("rope_type"), "'default' does not have factor, low_freq_factor"),
@@ -201,11 +240,15 @@ def replaced(**changes: Any) -> dict[str, Any]:
         ({"rope_scaling": "llama3"}, r"rope_scaling \('llama3'\) must be a table"),
         ({"rope_theta": 0}, r"rope_theta \(0\) must be a positive number"),
         ({"rope_theta": 1e6, "partial_rotary_factor": 0.5}, r"partial_rotary_factor \(0.5\)"),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\)"),
+        ({"rope_scaling": {"type": "longrope"}}, r"rope_type \('longrope'\) is not supported: "),
+        ({"rope_scaling": {"type": "su"}}, r"rope_type \('su'\) is not supported: .* longrope"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_type \('linear'\) .* llama"),
     ],
 )
 def test_rope_that_would_be_guessed_is_refused(tmp_path, fields, said):
     with pytest.raises(ConfigError, match=f"^here: .*{said}"):
-        read_rope(fields, source="here")
+        rope_of({"model_type": "llama", **fields}, source="here")
     root = write_config(tmp_path, CONFIGS["llama"], **{"rope_parameters": None, **fields})
     with pytest.raises(ConfigError, match=said):
         check_config(root, headers(CONFIGS["llama"]))
@@ -251,6 +294,8 @@ def test_another_spelling_is_no_difference(model_type, record):
             V5,
             "rope_type is 'llama3' there and 'default' here; factor is 32.0 there and not",
         ),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0 there and 7.0 here"),
+        ("qwen3_moe", {"swiglu_limit": 7.0}, "swiglu_limit is 7.0 there and"),
         ("qwen2", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 there and 1e-06 here"),
         ("qwen2", {"tie_word_embeddings": False}, "tie_word_embeddings is False there and True"),
         ("qwen2", {"num_hidden_layers": 2, "vocab_size": 64}, "layers is 2 .*; vocab_size is 64"),
@@ -283,12 +328,24 @@ def test_a_record_with_unusable_rope_names_its_side():
     [
         ({"apply_layernorm_1p": True}, r"apply_layernorm_1p \(True\) .* must be False"),
         ({"rotary_interleaved": True}, r"rotary_interleaved \(True\) .* must be False"),
-        ({"rotary_percent": 0.5}, r"rotary_percent \(0.5\) .* must be 1.0"),
         ({"rotary_seq_len_interpolation_factor": 4}, r"factor \(4\) .* must be None"),
         ({"swiglu": False}, r"swiglu \(False\) .* must be True"),
+        ({"swiglu": True, "activation_func_clamp_value": 7.0}, r"swiglu \(True\) .* must be False"),
+        ({"softmax_type": "off-by-one"}, r"softmax_type \('off-by-one'\) .* 'learnable'"),
         ({"normalization": "LayerNorm"}, r"normalization \('LayerNorm'\) .* must be 'RMSNorm'"),
-        ({"window_size": (4096, 0)}, r"window_size \(\(4096, 0\)\) .* must be None"),
-        ({"moe_router_score_function": "sigmoid"}, r"'sigmoid'\) .* must be 'softmax'"),
+        ({"window_size": (4096, -1)}, r"window_size \(\(4096, -1\)\) .* must be \(N, 0\)"),
+        (
+            {"window_size": (15, 0), "window_attn_skip_freq": [1, 0]},
+            r"window_attn_skip_freq \(\[1, 0\]\) .* each of 3 layers",
+        ),
+        (
+            {"window_size": (15, 0), "window_attn_skip_freq": "all"},
+            r"window_attn_skip_freq \('all'\)",
+        ),
+        (
+            {"moe_router_score_function": "sigmoid"},
+            r"moe_router_enable_expert_bias \(False\) .* must be True for .* \('sigmoid'\)",
+        ),
     ],
 )
 def test_arguments_that_no_name_or_shape_shows_are_refused(changes, said):
@@ -297,9 +354,110 @@ def test_arguments_that_no_name_or_shape_shows_are_refused(changes, said):
         from_args(args | changes, source="common.pt")
 
 
+def test_arguments_say_what_is_rotated_and_seen():
+    config = CONFIGS["phi3"]
+    args = vars(to_args(config))
+    assert (args["window_size"], args["rotary_percent"]) == ((15, 0), 1.0)
+    compare_configs(config, from_args(args))
+    with pytest.raises(ConversionError, match="sliding_window is 17 there and 16 here"):
+        compare_configs(config, from_args(args | {"window_size": [16, 0]}))
+    with pytest.raises(ConversionError, match=r"factor is 0\.5 there and not stated"):
+        compare_configs(config, from_args(args | {"rotary_percent": 0.5}))
+    with pytest.raises(ConversionError, match="sliding_window is 16 there and not stated here"):
+        compare_configs(CONFIGS["llama"], {"sliding_window": from_args(args)["sliding_window"]})
+    with pytest.raises(ConversionError, match="sliding_window is 0 there and 16 here"):
+        compare_configs(config, from_args(args | {"window_size": None}))
+    del args["window_size"]  # of a version that does not state it
+    compare_configs(config, from_args(args))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "equal", "other"),
+    [("phi3", None, 2), ("gemma3_text", 3, None), ("gemma3_text", [1, 1, 0], [1, 0, 1])],
+)
+def test_arguments_say_which_layers_have_the_window(model_type, equal, other):
+    layers = {"sliding_window_pattern": 3} if model_type == "gemma3_text" else {}
+    config = make_config(model_type, sliding_window=16, **layers)
+    args = vars(to_args(config))
+    compare_configs(config, from_args(args | {"window_attn_skip_freq": equal}))
+    with pytest.raises(ConversionError, match="layer_types is "):
+        compare_configs(config, from_args(args | {"window_attn_skip_freq": other}))
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
+def test_a_window_that_is_only_converted_is_not_in_arguments(model_type):
+    config = make_config(model_type, sliding_window=16, use_sliding_window=True)
+    compare_configs(config, from_args(vars(to_args(config))))
+
+
+def test_arguments_leave_out_a_rotary_base_beside_another():
+    """They have one base; config.json beside them says both."""
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    config = make_config("gemma3_text", rope_parameters=ropes)
+    compare_configs(config, from_args(vars(to_args(config))))
+    with pytest.raises(ConversionError, match=r"sliding_attention is .* 10000\.0.* 20000\.0"):
+        compare_configs(config, {"rope_theta": 1e6})
+
+
+def test_a_period_of_windows_is_another_spelling_of_the_layers():
+    config = make_config("gemma3_text", sliding_window_pattern=3)
+    older = {"sliding_window": 4096, "sliding_window_pattern": 3}
+    newer = {"sliding_window": 4096, "layer_types": config.layer_types}
+    without_period = make_config("gemma3_text", layer_types=config.layer_types)
+    for one in (config, without_period):
+        compare_configs(one, older)
+        compare_configs(one, newer)
+        assert model_identity(one) == model_identity(config)
+        with pytest.raises(ConversionError, match="layer_types is "):
+            compare_configs(one, {"sliding_window_pattern": 2})
+
+
 def test_arguments_say_how_experts_are_weighted():
     config = CONFIGS["qwen3_moe"]
     args = vars(to_args(config))
     compare_configs(config, from_args(args))
     with pytest.raises(ConversionError, match="norm_topk_prob is True there and False here"):
         compare_configs(config, from_args(args | {"moe_router_pre_softmax": False}))
+
+
+SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.7}
+ROTARY = {
+    "gpt_oss": (CONFIGS["gpt_oss"], {"yarn_rotary_scaling_factor": 9.0}),
+    "latent": (CONFIGS["deepseek_v3"], {"rope_type": "yarn", "rotary_scaling_factor": 40}),
+    "latent, scaled": (
+        make_config("deepseek_v3", rope_parameters=SCALED),
+        {"mscale_all_dim": 0.5},
+    ),
+    "latent, of YaRN's own magnitude": (
+        make_config(
+            "deepseek_v3",
+            rope_parameters={k: v for k, v in SCALED.items() if not k.startswith("mscale")},
+        ),
+        {"original_max_position_embeddings": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_arguments_say_how_positions_are_scaled(name: str) -> None:
+    """Also where Megatron-core's default is another kind, or config.json's."""
+    config, change = ROTARY[name]
+    args = vars(to_args(config))
+    compare_configs(config, from_args(args))
+    with pytest.raises((ConfigError, ConversionError)):
+        compare_configs(config, from_args(args | change))
+    of_kind = "position_embedding_type" if name == "gpt_oss" else "rope_type"
+    other = "rope" if args[of_kind] == "yarn" else "yarn"
+    with pytest.raises((ConfigError, ConversionError), match="rope_type"):
+        compare_configs(config, from_args(args | {of_kind: other}))
+
+
+@pytest.mark.parametrize(("name", "other"), [("gpt_oss", "vanilla"), ("glm4_moe", "learnable")])
+def test_arguments_say_whether_there_are_sinks(name: str, other: str) -> None:
+    args = vars(to_args(CONFIGS[name]))
+    with pytest.raises(ConversionError, match=f"softmax_type is '{other}' there"):
+        compare_configs(CONFIGS[name], from_args(args | {"softmax_type": other}))

@@ -12,8 +12,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.config_check import read_config
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import find_model, shipped_fields, shipped_names
-from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import ARCHITECTURES, geometry_of, rules_for
+from gapo_megatron.models.tables import ARCHITECTURES, geometry_of, rope_of, rules_for
 from tests.hf.test_convert_models import CONFIGS
 from tests.messages import mentions
 
@@ -65,9 +64,29 @@ def write(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
     return folder
 
 
+# Of COMPLETE, what an architecture refuses.
+REFUSED = {
+    "mistral": ("layer_types",),
+    "phi3": ("layer_types", "rope_scaling"),
+    "gemma3_text": ("rope_scaling", "rope_parameters", "sliding_window"),
+    "gpt_oss": (
+        *("rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
+        *("attention_bias", "tie_word_embeddings"),
+    ),
+    "deepseek_v3": ("rope_scaling", "head_dim", "num_key_value_heads"),
+}
+
+
+# Of GLM's default sizes half of a head is an odd number; DeepSeek's are of many heads and layers.
+NEEDED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v3": {"num_key_value_heads": None, "first_k_dense_replace": 1},
+}
+
+
 def of_type(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Without what would make a mistral model a ministral one."""
-    return {n: fields[n] for n in fields if (model_type, n) != ("mistral", "layer_types")}
+    own = {n: fields[n] for n in fields if n not in REFUSED.get(model_type, ())}
+    return NEEDED.get(model_type, {}) | own
 
 
 def agree(folder: Path) -> None:
@@ -77,7 +96,7 @@ def agree(folder: Path) -> None:
         ours, theirs = getattr(facts, name, None), getattr(full, name, None)
         # An attribute that an architecture does not have, and one that is null, are the same to us.
         assert (ours, type(ours)) == (theirs, type(theirs)), name
-    assert read_rope(facts.to_dict()) == read_rope(full.to_dict())
+    assert rope_of(facts.to_dict()) == rope_of(full.to_dict())
     assert geometry_of(facts) == geometry_of(full)
     table, expected = rules_for(facts), rules_for(full)
     assert [(one.megatron, one.hf_shapes) for one in table] == [
@@ -134,7 +153,8 @@ def test_what_transformers_refuses_is_refused(model_type: str, tmp_path: Path) -
     num_accepted = num_refused = 0
     for name in (*COMPLETE, "num_local_experts", "rope_parameters"):
         for value in DAMAGE:
-            folder = write(tmp_path, model_type, SMALL | {name: value})
+            usual = of_type(model_type, SMALL) if model_type in NEEDED else SMALL
+            folder = write(tmp_path, model_type, usual | {name: value})
             try:
                 read_facts(folder)
             except ConfigError as error:
@@ -178,12 +198,26 @@ def test_what_transformers_refuses_is_refused(model_type: str, tmp_path: Path) -
         ({"rope_scaling": False}, ["rope_scaling (False)"]),
         ({"model_type": "qwen9"}, ["model_type", "qwen9", *ARCHITECTURES]),
         ({"quantization_config": {"a": 1}}, ["quantization_config"]),
+        *(
+            ({"model_type": name, "architectures": [ARCHITECTURES[name].hf_class], **bias}, [*bias])
+            for name in ("llama", "mistral", "phi3")
+            for bias in ({"bias": True}, {"qkv_bias": True})
+        ),
+        ({"rotary_pct": 0.5}, ["rotary_pct (0.5)"]),
+        ({"rotary_emb_fraction": 0.5}, ["rotary_emb_fraction (0.5)"]),
+        ({"rotary_emb_base": 5e5}, ["rotary_emb_base (500000.0)"]),
     ],
 )
 def test_errors_name_file_field_and_value(fields: dict[str, Any], named: list[object]) -> None:
     whole = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SMALL | fields
     with pytest.raises(ConfigError, match=mentions("config.json", *named)):
         facts_of(whole, source="config.json")
+
+
+def test_what_only_vllm_reads_may_change_nothing() -> None:
+    harmless = {"bias": False, "qkv_bias": False, "rotary_pct": 1.0, "rotary_emb_base": None}
+    named = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert facts_of(named | SMALL | harmless, source="config.json").hidden_size == 64
 
 
 def test_shipped_shapes_are_used_where_the_folder_is_not_there(tmp_path: Path) -> None:

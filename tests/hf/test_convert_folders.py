@@ -37,7 +37,13 @@ def save(tmp_path: Path, model_type: str = "qwen2", tied: bool = True) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("model_type", "tied"), [(name, tied) for name in ARCHITECTURES for tied in (False, True)]
+    ("model_type", "tied"),
+    [
+        (name, tied)
+        for name in ARCHITECTURES
+        for tied in (False, True)
+        if not (name == "gpt_oss" and tied)  # which is refused
+    ],
 )
 @pytest.mark.parametrize("shard_bytes", [2**30, 20_000])
 def test_written_folder_loads_in_transformers(tmp_path, model_type, tied, shard_bytes):

@@ -15,9 +15,9 @@ from gapo_megatron.hf.config_check import check_config, compare_configs
 from gapo_megatron.hf.megatron_record import from_args, to_args
 from gapo_megatron.hf.weights import Entry
 from gapo_megatron.models.published import shipped_fields
-from gapo_megatron.models.rope import Rope, read_rope
+from gapo_megatron.models.rope import Rope
 from gapo_megatron.models.rules import hf_shapes
-from gapo_megatron.models.tables import ARCHITECTURES, rules_for
+from gapo_megatron.models.tables import ARCHITECTURES, rope_of, rules_for
 
 # As published in config.json, less what decides neither a shape nor what is computed.
 QWEN2_5 = {
@@ -80,6 +80,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "Llama-3.1-8B": "Llama-3.1-8B-Instruct",
             "Llama-3.1-70B": "Llama-3.1-70B-Instruct",
             "Qwen3-30B-A3B": "Qwen3-30B-A3B",
+            "Phi-3-mini-4k": "Phi-3-mini-4k-instruct",
+            "phi-4": "phi-4",
+            "Seed-OSS-36B": "Seed-OSS-36B-Instruct",
+            "Gemma-3-270M": "gemma-3-270m-it",
+            "Gemma-3-1B": "gemma-3-1b-it",
+            "OLMo-2-1B": "OLMo-2-0425-1B",
+            "OLMo-2-7B": "OLMo-2-1124-7B",
+            "GLM-4.5": "GLM-4.5",
+            "GLM-4.5-Air": "GLM-4.5-Air",
+            "DeepSeek-V3": "DeepSeek-V3",
+            "Moonlight-16B-A3B": "Moonlight-16B-A3B",
         }.items()
     },
     "Qwen3-8B": {
@@ -100,12 +111,42 @@ NUM_PARAMETERS = {
     "Llama-3.1-70B": 70_553_706_496,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Phi-3-mini-4k": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "Seed-OSS-36B": 36_151_104_512,
+    "Gemma-3-270M": 268_098_176,
+    "Gemma-3-1B": 999_885_952,
+    "OLMo-2-1B": 1_484_916_736,
+    "OLMo-2-7B": 7_298_617_344,
+    # Without the layer that predicts further tokens.
+    "GLM-4.5": 352_797_829_024,
+    "GLM-4.5-Air": 106_852_251_264,
+    "DeepSeek-V3": 671_026_419_200,
+    "Moonlight-16B-A3B": 15_960_110_208,
 }
 ROPES = {
     "DeepSeek-R1-Distill-Qwen-1.5B": Rope(10_000.0, "default", {}),
     "Llama-3.2-3B": Rope(500_000.0, "llama3", {"factor": 32.0, **LLAMA3_SCALING}),
     "Llama-3.1-8B": Rope(500_000.0, "llama3", {"factor": 8.0, **LLAMA3_SCALING}),
     "Llama-3.1-70B": Rope(500_000.0, "llama3", {"factor": 8.0, **LLAMA3_SCALING}),
+    "Phi-3-mini-4k": Rope(10_000.0, "default", {}),
+    "phi-4": Rope(250_000.0, "default", {}),
+    "Seed-OSS-36B": Rope(10_000_000.0, "default", {}),
+    "Gemma-3-270M": Rope(1_000_000.0, "default", {}, windowed_base=10_000.0),
+    "Gemma-3-1B": Rope(1_000_000.0, "default", {}, windowed_base=10_000.0),
+    "OLMo-2-1B": Rope(500_000.0, "default", {}),
+    "OLMo-2-7B": Rope(500_000.0, "default", {}),
+    "GLM-4.5": Rope(1_000_000.0, "default", {}, share=0.5),
+    "GLM-4.5-Air": Rope(1_000_000.0, "default", {}, share=0.5),
+    "DeepSeek-V3": Rope(
+        10_000.0,
+        "yarn",
+        {
+            **{"factor": 40, "original_max_position_embeddings": 4096, "truncate": True},
+            **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "Moonlight-16B-A3B": Rope(50_000.0, "default", {}),
 }
 
 
@@ -127,7 +168,8 @@ def real(request, tmp_path_factory) -> SimpleNamespace:
 
 def written_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """What transformers writes of a model: of experts one by one, of tied tensors one."""
-    written = revert_weight_conversion(model, dict(model.named_parameters()))
+    buffers = {name: one for name, one in model.named_buffers() if name in model.state_dict()}
+    written = revert_weight_conversion(model, dict(model.named_parameters()) | buffers)
     return {name: tuple(tensor.shape) for name, tensor in written.items()}
 
 
@@ -143,7 +185,7 @@ def test_config_is_taken_as_it_is(real):
         for name, shape in real.expected.items()
     }
     config = check_config(real.folder, entries)
-    rope = read_rope(config.to_dict())
+    rope = rope_of(config.to_dict())
     assert rope == ROPES.get(real.name, Rope(1_000_000.0, "default", {}))
     # Megatron-LM's arguments state the same model.
     compare_configs(config, from_args(vars(to_args(config))))

@@ -39,6 +39,7 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron_checkpoint import InProcessSave
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf import torch_dist, workers
+from gapo_megatron.hf.disk_keys import extra_states
 from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.hf.unpickle import check_extra_state, read_common, read_metadata
 from gapo_megatron.hf.weights import in_model_order, write_hf_weights
@@ -185,7 +186,7 @@ def save(model: GPTModel, folder: Path, *, others: dict[str, Any] | None = None,
     """Save as megatron-core does, except that no process is forked for each file."""
     folder.mkdir(parents=True)
     state = {"model": model.sharded_state_dict(metadata=metadata), **(others or {})}
-    strategy = InProcessSave(FileSystemWriter)
+    strategy = InProcessSave(FileSystemWriter(folder))
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
@@ -442,3 +443,10 @@ def test_nobody_waits_for_what_is_no_file(tmp_path, llama, name):
     os.mkfifo(path)
     with pytest.raises(ConversionError, match=mentions(path)):
         MegatronFolder(path.parent, llama.rules)
+
+
+def test_every_core_attention_has_an_extra_state() -> None:
+    """Also where query, key and value come from latent vectors."""
+    for name in ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"):
+        keys = extra_states(rules_for(make_config(name)))
+        assert any(".core_attention._extra_state/" in key for key in keys), name

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron import checkpoint
+from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_groups import (
     OPEN_GROUPS_NAME,
     load_open_groups,
-    save_open_groups,
+    serialised_groups,
 )
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
@@ -42,6 +43,12 @@ from tests.learn_setup import spread
 from tests.messages import mentions
 
 Group = tuple[Episode, ...]
+
+
+def save_open_groups(folder: Path, groups: Sequence[Group]) -> None:
+    for name, content in serialised_groups(groups).items():
+        files.write(folder / name, content)
+
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -75,7 +82,9 @@ def make_open_groups() -> list[Group]:
                 log_probs(num_tokens),
                 finished=sample >= 3,
                 carried_log_probs=log_probs(num_carried) if num_carried else None,
-                oldest_version=1 if num_carried else 0,
+                carried_versions=np.arange(num_carried, dtype=np.int32) // 9 + 1
+                if num_carried
+                else None,
             )
             for sample, (num_tokens, num_carried) in enumerate(lengths)
         )
@@ -117,13 +126,12 @@ def carry(
 ) -> list[Group]:
     """`learn.carry` of groups whose tokens are spread over all ranks; gathered on each."""
     world_size, channel = dist.get_world_size(), GroupChannel(dist.group.WORLD)
-    rollouts = to_rollouts(groups)
+    rollouts = to_rollouts(groups, policy_version=policy_version)
     held = spread(rollouts, np.arange(len(rollouts)) % world_size)
     carried = carry_module.carry(
         policy,
         held,
         max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-        policy_version=policy_version,
         ranks=DataParallelRanks.gather(policy.groups, None),
         channel=channel,
     )
@@ -133,14 +141,12 @@ def carry(
     return to_episodes(everything, [group[0].prompt for group in groups])
 
 
-def carried_of(groups: Sequence[Group]) -> list[list[tuple[int, list[float]] | None]]:
+def carried_of(groups: Sequence[Group]) -> list[list[tuple[Any, Any]]]:
+    def listed(array: np.ndarray | None) -> list[float] | None:
+        return None if array is None else array.tolist()
+
     return [
-        [
-            None
-            if one.carried_log_probs is None
-            else (one.oldest_version, one.carried_log_probs.tolist())
-            for one in group
-        ]
+        [(listed(one.carried_versions), listed(one.carried_log_probs)) for one in group]
         for group in groups
     ]
 
@@ -158,7 +164,7 @@ def assert_scored(groups: list[Group], model: Any) -> None:
         assert one.token_ids.tolist() == old.token_ids.tolist()
         assert one.log_probs.tolist() == old.log_probs.tolist()
         if not len(old.token_ids):
-            assert one.carried_log_probs is None
+            assert one.carried_log_probs is None and one.carried_versions is None
             continue
         log_probs, before = one.carried_log_probs, old.carried_log_probs
         assert log_probs is not None
@@ -166,7 +172,8 @@ def assert_scored(groups: list[Group], model: Any) -> None:
         first = 0 if before is None else len(before)
         if before is not None:
             assert log_probs[:first].tolist() == before.tolist()
-        assert one.oldest_version == (5 if before is None else 1)
+        versions = [1] * min(first, 9) + [2] * (first - 9) + [5] * (len(log_probs) - first)
+        assert one.carried_versions is not None and one.carried_versions.tolist() == versions
         prompt_ids = np.array(one.prompt.token_ids, np.int32)
         with torch.no_grad():
             (expected,) = reference_log_probs(model, Rollouts.of([prompt_ids], [old.token_ids]))
@@ -185,6 +192,29 @@ def test_new_tokens_alone_are_scored_at_the_weights_that_sampled_them(
     monkeypatch.setattr(carry_module, "score", lambda *_, **__: pytest.fail("scored again"))
     again = carry(policy, groups, config, policy_version=6)
     assert carried_of(again) == carried_of(groups)
+
+
+def test_what_other_ranks_have_begun_is_not_scored_too_late(policy: Policy, folder: Path) -> None:
+    """A run that goes on without ranks that only generate: older weights, whose log-probs are lost.
+
+    Those of these weights would be taken for the ones that sampled the tokens.
+    """
+    first = [replace(one, carried_log_probs=None) if one.sample != 2 else one for one in GROUPS[0]]
+    groups = [tuple(first), GROUPS[1]]
+    found = carried_of(carry(policy, groups, config_of(folder), policy_version=5))
+    alone = carried_of(carry(policy, GROUPS[:2], config_of(folder), policy_version=5))
+    versions = [[versions for versions, _ in group] for group in found]
+    assert versions == [[versions for versions, _ in group] for group in alone]
+    assert [log_probs for _, log_probs in found[0][3:]] == [None, None]
+    scored = [log_probs for group in (found[0][:3], found[1]) for _, log_probs in group]
+    expected = [log_probs for group in (alone[0][:3], alone[1]) for _, log_probs in group]
+    for ours, theirs in zip(scored, expected, strict=True):  # packed with others, to about 1e-6
+        assert (ours is None) == (theirs is None) and (
+            theirs is None or ours == pytest.approx(theirs, abs=1e-5)
+        )
+    # Nothing but such responses: their new tokens are carried all the same.
+    late = carry(policy, [(replace(first[3], sample=0),)], config_of(folder), policy_version=5)
+    assert carried_of(late) == [[found[0][3]]]
 
 
 def over_layouts(folder: Path) -> dict[str, Any]:
@@ -212,7 +242,8 @@ def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
         assert carried == second[name][1], name
         assert alone == second[name][2], name
         ((nothing, (version, log_probs)),) = alone
-        assert nothing is None and version == carried[0][1][0] == 5, name
+        assert nothing == (None, None), name
+        assert version == carried[0][1][0] == [5] * len(log_probs), name
         assert log_probs == pytest.approx(carried[0][1][1], abs=1e-5), name
 
 

@@ -18,9 +18,10 @@ from gapo_megatron.learn import update as update_module
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
-from gapo_megatron.logprob import token_log_probs
+from gapo_megatron.logprob import Sequences, token_log_probs
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.loss_scale import LossScale
+from gapo_megatron.policy.pipeline import WithGradients
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     ClippedLoss,
@@ -141,6 +142,38 @@ def test_nobody_has_to_ask(folder: Path, groups: ParallelGroups, clipped: Collec
     assert (result.grad_norm == 0) == (expected.grad_norm == 0) == (clipped is ALL)
     if not clipped:
         assert equal(state(policy), state(other))
+
+
+@pytest.mark.parametrize("skip_inactive", [False, True])
+def test_the_loss_is_differentiated_once(
+    folder: Path, groups: ParallelGroups, skip_inactive: bool
+) -> None:
+    """To find the rows with a gradient, and the backward pass starts from what was found."""
+    times: list[int] = []
+
+    class Watched(ClippedLoss):
+        def __call__(self, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+            value, outputs = super().__call__(scored)
+            value.register_hook(lambda _: times.append(scored.index))
+            return value + 0, outputs
+
+    policy = build(folder, groups)
+    passes = count_backward(policy)
+    loss = Watched(BATCH, MICROBATCHES, (3, 4))
+    update(policy, MICROBATCHES, loss, skip_inactive=skip_inactive)
+    assert sorted(times) == [0, 1, 2, 3]
+    assert len(passes) == (2 if skip_inactive else 3)
+
+
+def test_given_gradients_are_scaled_as_the_loss_is() -> None:
+    first, second, unused = (torch.ones(3, requires_grad=True) for _ in range(3))
+    gradients = [torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.0, 3.0, 0.0]), None]
+    loss = WithGradients.apply(torch.tensor(5.0).double(), gradients, first, second, unused)
+    (8 * loss).backward()
+    assert loss.item() == 5 and loss.dtype == torch.float64
+    found = [leaf.grad.tolist() for leaf in (first, second, unused)]
+    assert found == [[8, 0, -16], [0, 24, 0], [0, 0, 0]]
+    assert first.grad.dtype == torch.float32
 
 
 def test_an_update_without_gradient_never_was(folder: Path, groups: ParallelGroups) -> None:
@@ -277,9 +310,18 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
         seen.append((options["main_grad"], options["implementation"]))
         return token_log_probs(*args, **options)
 
+    def sums(*args: Tensor, implementation: str) -> Sequences:
+        summed_by.append(implementation)
+        return Sequences(*args)
+
+    summed_by: list[str] = []
     policy = build(folder, groups, model={"precision": "bf16", "head": head})
-    with patch.object(forward, "token_log_probs", watched):
+    with (
+        patch.object(forward, "token_log_probs", watched),
+        patch.object(forward, "Sequences", sums),
+    ):
         train(policy, ())
+    assert summed_by == [policy.head] * len(MICROBATCHES)
     weight = policy.stages[0].head_weight
     assert len(seen) == len(MICROBATCHES)
     for main_grad, implementation in seen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gapo_megatron.device.flags import Flags
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.loss import MinibatchLoss, may_lose_gradients
-from gapo_megatron.logprob import RowPlan
+from gapo_megatron.logprob import RowPlan, Sequences
 from gapo_megatron.objective import METHODS, upper_clip
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Microbatch, Minibatch
@@ -50,7 +51,9 @@ NUM_TOKENS = 100
 # --- one micro-batch against loops in float64 -----------------------------------------------------
 
 
-def make_inputs(*, noise: float = 0.05) -> tuple[Microbatch, Tensor, Tensor]:
+def make_inputs(
+    *, noise: float = 0.05, versions: Sequence[np.ndarray] = ()
+) -> tuple[Microbatch, Tensor, Tensor]:
     """Nine sequences of 1 to 9 tokens, with current and initial log-probs. One has A = 0."""
     random = np.random.default_rng(3)
     lengths = list(range(1, 10))
@@ -67,6 +70,7 @@ def make_inputs(*, noise: float = 0.05) -> tuple[Microbatch, Tensor, Tensor]:
         [np.zeros(1, np.int32)] * 9,
         [np.zeros(length, np.int32) for length in lengths],
         np.split(rollout, np.cumsum(lengths)[:-1]),
+        carried_versions=versions,
     )
     batch = Batch(
         sampled.table,
@@ -97,7 +101,26 @@ def microbatch_loss(
         measures_staleness=config.rollout.max_staleness > 0,
     )
     flags = Flags()
-    return loss(Scored(0, now, None, flags, None, RowPlan(flags, (0, len(now)))))
+    sequences = Sequences(given.sequence_ids, given.row_offsets)
+    return loss(Scored(0, now, None, flags, None, RowPlan(flags, (0, len(now))), sequences))
+
+
+def test_rows_are_summed_by_offsets_and_not_sorted() -> None:
+    """Sorted are the nine sequences alone, by c and by age."""
+    sizes: list[int] = []
+    argsort = torch.argsort
+
+    def watched(values: Tensor, **options: Any) -> Tensor:
+        sizes.append(len(values))
+        return argsort(values, **options)
+
+    given, begin, now = make_inputs()
+    for method in ("gapo", "dapo"):
+        objective = {"method": method, "importance_weight_max": LARGEST}
+        config = make_config(Path("unused"), objective=objective, **STALE)
+        with patch.object(torch, "argsort", watched):
+            microbatch_loss(given, begin, now, config)
+    assert set(sizes) == {9} and len(now) == 45
 
 
 def of_sequences(given: Microbatch, values: Tensor) -> list[list[float]]:
@@ -148,13 +171,22 @@ def expected_loss(
     return total, gradient, weights
 
 
+SEVERAL_VERSIONS = [np.arange(length // 2, dtype=np.int32) for length in range(1, 10)]
+"""The first half of every response is of several earlier steps; the trainer has not scored it."""
+
+
+@pytest.mark.parametrize("versions", [(), SEVERAL_VERSIONS], ids=["one", "several"])
 @pytest.mark.parametrize("method", ["gapo", "gspo", "gapo_token"])
-def test_the_decoupled_objective_is_that_of_loops_in_float64(method: str) -> None:
+def test_the_decoupled_objective_is_that_of_loops_in_float64(
+    method: str, versions: Sequence[np.ndarray]
+) -> None:
+    """Whether one version of the weights sampled a response, or its tokens are of several."""
     objective = {"method": method, "importance_weight_max": LARGEST} | WIDTHS
     if method == "gspo":
         objective["eps_high_max"] = WIDTHS["eps_low"]
     config = make_config(Path("unused"), objective=objective, **STALE)
-    given, begin, now = make_inputs()
+    given, begin, now = make_inputs(versions=versions)
+    assert given.is_carried.any() == bool(versions)
     loss, sums = microbatch_loss(given, begin, now, config)
     (gradient,) = torch.autograd.grad(loss, now)
     total, expected, weights = expected_loss(given, begin, now, config)
@@ -326,6 +358,26 @@ def test_a_stale_batch_is_clipped_around_the_step_and_weighted(
     plain = run_learn(make_config(folder, objective=objective), rollouts)
     assert plain.metrics.keys() == metrics.keys() - {"mismatch/outside_clip"}
     assert all(metrics[key] == value for key, value in plain.metrics.items())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_tokens_of_several_versions_are_learned_as_those_of_a_stale_batch(
+    folder: Path, rollouts: Rollouts, max_staleness: int
+) -> None:
+    """The same bits; but what a clip around the sampling weights would cut is counted always."""
+    objective = {"importance_weights": "token", "importance_weight_max": 1.005}
+    ahead = {"generation_ranks": 1, "max_staleness": max_staleness}
+    config = make_config(folder, objective=objective, rollout=ahead)
+    versions = [np.arange(len(ids) // 2, dtype=np.int32) for ids in rollouts.response_ids.values()]
+    several = run_learn(config, with_columns(rollouts, carried_versions=versions))
+    stale = run_learn(make_config(folder, objective=objective, **STALE), rollouts)
+    assert set(several.updates[0].ratios.values()) == {1.0}
+    assert all(torch.equal(several.after[name], weight) for name, weight in stale.after.items())
+    by_age = {"clip/fraction_sequences_carried", "clip/fraction_sequences_new"}
+    assert several.metrics.keys() - by_age == stale.metrics.keys() - by_age
+    assert "mismatch/outside_clip" in several.metrics and by_age & several.metrics.keys()
+    for name in stale.metrics.keys() - by_age:
+        assert several.metrics[name] == stale.metrics[name], name
 
 
 def test_a_clip_around_the_engine_needs_no_old_pass(

@@ -25,6 +25,7 @@ from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.loss import MinibatchLoss
 from gapo_megatron.learn.metrics import Sums, add
+from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective import PolicyLoss, make_batch
 from gapo_megatron.objective.diagnostics import SUMS
 from gapo_megatron.rollout.engine import Request
@@ -240,7 +241,8 @@ def microbatch_losses(
             with patch.object(loss_module, "policy_loss", watched):
                 for number, indices in enumerate(indices_of_rank):
                     plan: Any = None  # of the head, which is not run
-                    scored = Scored(number, joined(new, indices), None, Flags(), None, plan)
+                    rows = Sequences(packed[number].sequence_ids, packed[number].row_offsets)
+                    scored = Scored(number, joined(new, indices), None, Flags(), None, plan, rows)
                     loss, more = head(scored)
                     total = total + loss
                     add(found, more)

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapo_megatron.logprob import tiles, token_log_probs
-from gapo_megatron.objective.segments import segment_mean
+from gapo_megatron.logprob import Sequences, tiles, token_log_probs
 from tests.logprob_setup import (
     BOUNDS,
     EDGE_CASES,
@@ -232,12 +231,11 @@ def test_statistics_of_any_shards_merge_to_the_whole(edges: list[int], seed: int
 def test_the_log_ratio_of_a_sequence_is_as_exact_as_its_clip_is_narrow() -> None:
     hidden, weight, labels = problem(900, 3000, kind="peaked", dtype=torch.bfloat16)
     sequence_ids = torch.tensor([0] * 300 + [2] * 599 + [3])  # sequence 1 has no tokens
-    counts = torch.tensor([300, 0, 599, 1])
     moved = (hidden.float() + 0.01).bfloat16()
     log_probs = token_log_probs(hidden, weight, labels)
     old = token_log_probs(moved, weight, labels)
     assert isinstance(log_probs, torch.Tensor) and isinstance(old, torch.Tensor)
-    means = segment_mean(log_probs.double() - old.double(), sequence_ids, 4, counts)
+    means = Sequences.of(sequence_ids, 4).log_ratio(log_probs, old)
     difference = reference(hidden, weight, labels)[0] - reference(moved, weight, labels)[0]
     expected = [difference[:300].mean(), 0.0, difference[300:899].mean(), difference[899]]
     # The bound the clip widths need (1e-5): errors of a token average out over a sequence.

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gapo_megatron.logprob import token_log_probs
-from gapo_megatron.objective.segments import segment_mean
+from gapo_megatron.logprob import Sequences, token_log_probs
 from tests.logprob_setup import many_blocks, problem
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -75,8 +74,8 @@ def test_a_sequence_keeps_the_bits_of_its_ratio_in_any_packing(
         log_probs = token_log_probs(hidden[rows], weight, labels[rows])
         assert isinstance(log_probs, torch.Tensor)
         ids = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
-        difference = log_probs.double() - old[rows].double()
-        return segment_mean(difference, ids, len(sequences), lengths)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return Sequences(ids, offsets).log_ratio(log_probs, old[rows])
 
     together = log_ratios(list(range(len(LENGTHS))))
     for sequences in (*([i] for i in range(len(LENGTHS))), [8, 0, 5], [3, 2, 1, 0], [6, 4]):

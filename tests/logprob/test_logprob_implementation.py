@@ -18,7 +18,7 @@ from triton.compiler.errors import CompilationError
 
 from gapo_megatron.logprob import implementation, tiles, triton_kernels
 from gapo_megatron.logprob.implementation import _choose, choose_implementation, choose_together
-from gapo_megatron.logprob.self_check import find_fault
+from gapo_megatron.logprob.self_check import find_fault, find_reduction_fault
 from tests.dist import run_distributed
 from tests.messages import mentions
 
@@ -57,6 +57,7 @@ def test_code_by_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(implementation, "find_fault", lambda *_: "")
+    monkeypatch.setattr(implementation, "find_reduction_fault", lambda *_: "")
     _choose.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -84,6 +85,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     )
     monkeypatch.setattr(
         implementation, "find_fault", lambda code, _, dtype: find_fault(code, CPU, dtype)
+    )
+    monkeypatch.setattr(
+        implementation, "find_reduction_fault", lambda *_: find_reduction_fault("torch", CPU)
     )
     _choose.cache_clear()
     return found
@@ -131,6 +135,29 @@ def test_auto_leaves_kernels_that_are_wrong(
     assert what in warning.getMessage()
 
 
+@pytest.mark.parametrize("where", ["temperature 1", "another temperature", "tiles without labels"])
+def test_auto_leaves_kernels_that_are_wrong_on_one_of_their_ways(
+    where: str, on_a_gpu: dict[str, Any]
+) -> None:
+    """Branches of the Triton kernels: the check takes both sides."""
+
+    def grad_logits(
+        hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, **options: Any
+    ) -> Any:
+        dz, lost = tiles.grad_logits(hidden, weight, columns, **options)
+        if where == "tiles without labels":
+            tile = slice(256, 384), slice(1536, 1792)
+            has_label = ((columns >= 1536) & (columns < 1792))[tile[0]].any()
+            if not has_label and options["grad_log_probs"][tile[0]].all():
+                dz[tile] *= 2
+        elif (options["inverse_temperature"] == 1) == (where == "temperature 1"):
+            dz *= 2
+        return dz, lost
+
+    on_a_gpu["code"] = SimpleNamespace(softmax_stats=tiles.softmax_stats, grad_logits=grad_logits)
+    assert chosen("cuda", torch.bfloat16, HOPPER, "auto") is tiles
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -175,6 +202,7 @@ def choose_where_one_may_fail(failing: int | None) -> tuple[str, list[str]]:
     with (
         patch.object(implementation, "_capability", lambda _: HOPPER),
         patch.object(implementation, "find_fault", lambda *_: fault),
+        patch.object(implementation, "find_reduction_fault", lambda *_: ""),
         patch.object(implementation.logger, "warning", lambda *words: records.append(str(words))),
     ):
         return choose_together(CPU, torch.bfloat16, "auto"), records

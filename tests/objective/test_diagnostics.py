@@ -70,7 +70,6 @@ def sums_of(sequences, method, members=None):
         advantages=advantages,
         num_correct=num_correct,
         group_size=K,
-        num_response_tokens=counts,
         is_carried=is_carried,
     )
     return loss, sums
@@ -202,10 +201,7 @@ def test_one_token_per_sequence_is_no_special_case():
     loss = policy_loss(
         log_probs, old, group_size=K, num_tokens_global=2, method=METHODS["dapo"], **arguments
     )
-    counts = torch.tensor([0, 2])
-    sums = per_correct_sums(
-        loss, group_size=K, num_response_tokens=counts, is_carried=carried(2), **arguments
-    )
+    sums = per_correct_sums(loss, group_size=K, is_carried=carried(2), **arguments)
     assert float(sums["per_c"][SUMS.index("clipped_sequences")].sum()) == 0.5
     assert float(sums["per_c"][SUMS.index("clipped_tokens")].sum()) == 1.0
 
@@ -220,7 +216,6 @@ def test_group_size_must_be_the_configured_one():
             advantages=sequences[3],
             num_correct=sequences[4],
             group_size=torch.full((3,), K),
-            num_response_tokens=sequences[5],
             is_carried=carried(3),
         )
 

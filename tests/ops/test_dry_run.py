@@ -31,6 +31,7 @@ from gapo_megatron.ops.plan.search import Search
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
 from gapo_megatron.run.early_checks import check_before_imports
+from tests.draft_setup import write_draft
 from tests.messages import mentions
 
 TINY = {
@@ -249,6 +250,23 @@ def test_over_sampling_is_said() -> None:
     assert re.search(r"384 prompts \(batch\.oversampling 1\.5\).* 256 .* 128 ", text)
 
 
+def test_it_says_what_drafts_take(tmp_path: Path) -> None:
+    assert "draft tokens" not in text_of(make_config())
+    text = text_of(make_config(rollout={"draft": "ngram", "draft_tokens": 3}))
+    assert re.search(r"draft tokens\W+ngram, at most 3 ", text)
+    folder = write_draft(tmp_path / "draft", vocab_size=5)
+    rollout = {"draft": "eagle3", "draft_hf_dir": str(folder)}
+    size = (folder / "model.safetensors").stat().st_size / 2**20
+    assert re.search(rf"eagle3, at most 4 .*{size:,.1f} MiB", text_of(make_config(rollout=rollout)))
+    config = make_config(model={"hf_dir": write_model(tmp_path)}, rollout=rollout)
+    assert any(
+        "rollout.draft_hf_dir" in line and "vocab_size" in line for line in why_not_run(config)
+    )
+    missing = {"draft": "eagle3", "draft_hf_dir": str(tmp_path / "none")}
+    found = why_not_run(make_config(rollout=missing))
+    assert sum("rollout.draft_hf_dir" in line for line in found) == 1
+
+
 def test_it_says_when_the_engine_gets_merged_weights(tmp_path: Path) -> None:
     model = {"hf_dir": write_model(tmp_path)}
     adapter = {"kind": "lora"}
@@ -329,6 +347,13 @@ def test_every_input_that_the_run_reads_is_looked_for(tmp_path: Path) -> None:
         ({"objective": {"method": "m2po"}}, True),
         ({"batch": {"rollout_prompts": 16}}, False),
         ({"batch": {"partial_rollouts": True, "oversampling": 1.5}}, False),
+        (
+            {
+                "batch": {"partial_rollouts": True, "oversampling": 1.5},
+                "rollout": {"generation_ranks": 1},
+            },
+            True,
+        ),
         ({"objective": {"old_log_probs": "rollout"}}, False),
     ],
 )
@@ -354,7 +379,8 @@ def test_a_clip_that_cannot_act_is_said(
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"megatron_dir": ""})}
     )
-    assert bool(named.search(" ".join(text_of(config).split()))) == is_inert
+    text = text_of(config, world_size=1 + config.rollout.generation_ranks)
+    assert bool(named.search(" ".join(text.split()))) == is_inert
 
 
 def test_the_sandbox_is_said() -> None:

@@ -40,6 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": 16},
 }
 # Of one architecture in the first stage, of one with tied embeddings in the second.
 MARKS = {("qwen2", False): [], ("qwen2", True): [pytest.mark.system]}

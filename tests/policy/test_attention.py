@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gapo_megatron.policy import attention
-from gapo_megatron.policy.attention import PackedAttention, PackedSequences, pack_sequences
+from gapo_megatron.policy import sequences
+from gapo_megatron.policy.attention import PackedAttention, _Rotate
+from gapo_megatron.policy.rotary import Rotary
+from gapo_megatron.policy.sequences import PackedSequences, pack_sequences
 
 NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 16
 ALONE: Any = SimpleNamespace(size=lambda: 1)
@@ -38,29 +40,43 @@ class Kernels:
         self.was_deterministic: list[bool] = []
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        scale: float,
+        *,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
     ) -> Any:
+        assert window_size_right == (-1 if window_size_left < 0 else 0)
         parts = []
         for start, end in itertools.pairwise(bounds.tolist()):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+            mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+            if window_size_left >= 0:
+                mask = mask.triu(-window_size_left)
             output = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
             )
             parts.append(output[0].transpose(0, 1))
         return torch.cat(parts)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float) -> Any:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float, **window: int
+    ) -> Any:
         self.forward_calls.append(args)
-        output = self.attend(query, key, value, args[0], scale)
+        output = self.attend(query, key, value, args[0], scale, **window)
         log_sum_exp, state = torch.zeros(query.shape[1], len(query)), torch.zeros(2)
         return output, log_sum_exp, state, torch.zeros(()), torch.zeros(0)
 
-    def backward(self, grad: Tensor, *args: Any, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, grad: Tensor, *args: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
         self.backward_calls.append(args)
         self.was_deterministic.append(torch.are_deterministic_algorithms_enabled())
         inputs = [x.detach().requires_grad_() for x in args[:3]]
         with torch.enable_grad():
-            output = self.attend(*inputs, args[5], scale)
+            output = self.attend(*inputs, args[5], scale, **window)
         return torch.autograd.grad(output, inputs, grad)
 
 
@@ -68,25 +84,104 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """As on a GPU in bf16, but in float32."""
     found = Kernels()
-    monkeypatch.setattr(attention, "_has_fused_kernel", lambda *_: True)
+    monkeypatch.setattr(sequences, "has_fused_kernel", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", found.forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", found.backward)
     yield found
 
 
-def layer() -> PackedAttention:
-    return PackedAttention(SimpleNamespace(kv_channels=HEAD_DIM))
+class ExactKernels(Kernels):
+    """With the log-sum-exp, and a backward pass from it and the output, as torch's have it."""
+
+    def scores(self, query: Tensor, key: Tensor, bounds: Tensor, scale: float) -> Tensor:
+        """[N, T, T], of pairs that do not attend minus infinity."""
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        numbers = torch.arange(len(query))
+        starts = torch.bucketize(numbers, bounds[1:], right=True)
+        sees = (starts[:, None] == starts) & (numbers[:, None] >= numbers)
+        scores = torch.einsum("tnd,snd->nts", query, key) * scale
+        return scores.masked_fill(~sees, -torch.inf)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float) -> Any:
+        scores = self.scores(query, key, args[0], scale)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        output = torch.einsum("nts,snd->tnd", scores.softmax(-1), value)
+        return output, scores.logsumexp(-1), torch.zeros(2), torch.zeros(()), torch.zeros(0)
+
+    def backward(self, grad: Tensor, *args: Any, scale: float) -> tuple[Tensor, ...]:
+        query, key, value, output, log_sums, bounds = args[:6]
+        repeats = query.shape[1] // key.shape[1]
+        shares = (self.scores(query, key, bounds, scale) - log_sums[..., None]).exp()
+        of_values = torch.einsum("nts,tnd->snd", shares, grad)
+        of_shares = torch.einsum("tnd,snd->nts", grad, value.repeat_interleave(repeats, dim=1))
+        lost = (grad * output).sum(-1).T[..., None]
+        of_scores = shares * (of_shares - lost) * scale
+        of_queries = torch.einsum("nts,snd->tnd", of_scores, key.repeat_interleave(repeats, dim=1))
+        of_keys = torch.einsum("nts,tnd->snd", of_scores, query)
+        grouped = (x.unflatten(1, (-1, repeats)).sum(2) for x in (of_keys, of_values))
+        return of_queries, *grouped
+
+
+@pytest.mark.parametrize("lengths", PACKINGS, ids=str)
+def test_sinks_are_those_of_a_plain_softmax(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the fused kernel, which has none, and by padded attention: outputs and gradients."""
+    kernels = ExactKernels()
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernels.forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", kernels.backward)
+    given = inputs(sum(lengths))
+    attention = layer(sinks=torch.tensor([-1.0, 0.0, 0.5, 3.0]))
+    sinks = attention.softmax_offset
+    assert sinks is not None
+    results = []
+    for is_fused in (True, False):
+        monkeypatch.setattr(sequences, "has_fused_kernel", lambda *_, fused=is_fused: fused)
+        packed = layout(lengths)
+        assert (packed.slots is None) == is_fused
+        output = attention(*given, None, packed_seq_params=packed)
+        weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+        results.append([output, *torch.autograd.grad((output * weights).sum(), [*given, sinks])])
+    query, key = (_Rotate.apply(x, packed.cos, packed.sin) for x in given[:2])
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    scores = kernels.scores(query, key, bounds, HEAD_DIM**-0.5)
+    with_sink = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    value = given[2].repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=1)
+    plain = torch.einsum("nts,snd->tnd", with_sink.softmax(-1)[..., :-1], value).flatten(1)
+    expected = [plain, *torch.autograd.grad((plain * weights).sum(), [*given, sinks])]
+    for found in results:
+        for part, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, whole, rtol=1e-5, atol=2e-6)
+
+
+def layer(window: int = 0, sinks: Tensor | None = None) -> PackedAttention:
+    """The second of two layers, of which it alone has a window."""
+    config = SimpleNamespace(
+        kv_channels=HEAD_DIM,
+        window_size=(window - 1, 0) if window else None,
+        window_attn_skip_freq=[0, 1],
+        softmax_type="vanilla" if sinks is None else "learnable",
+        num_attention_heads=NUM_HEADS,
+        tensor_model_parallel_size=1,
+        params_dtype=torch.float32,
+    )
+    assert PackedAttention(config, layer_number=1).window == 0
+    made = PackedAttention(config, layer_number=2)
+    if sinks is not None:
+        made.load_state_dict({"softmax_offset": sinks})
+    return made
 
 
 def layout(lengths: tuple[int, ...], device: str = "cpu", **options: Any) -> PackedSequences:
     bounds = [0, *itertools.accumulate(lengths)]
     positions = [position for length in lengths for position in range(length)]
     settings = {"dtype": torch.float32, "cp_group": ALONE} | options
+    frequencies = 0.1 ** torch.arange(HEAD_DIM // 2, device=device)
     return pack_sequences(
         torch.tensor(bounds, dtype=torch.int32, device=device),
         max_seqlen=max(lengths),
         position_ids=torch.tensor([positions], device=device),
-        inverse_frequencies=0.1 ** torch.arange(HEAD_DIM // 2, device=device),
+        rotary=Rotary(frequencies, dtype=settings["dtype"]),
         **settings,
     )
 
@@ -98,9 +193,9 @@ def inputs(num_tokens: int, **options: Any) -> list[Tensor]:
     return [x.to(**options).requires_grad_() for x in made]
 
 
-def attend(packed: PackedSequences, given: list[Tensor]) -> list[Tensor]:
+def attend(packed: PackedSequences, given: list[Tensor], window: int = 0) -> list[Tensor]:
     """Output, and the gradients of query, key and value."""
-    output = layer()(*given, None, packed_seq_params=packed)
+    output = layer(window)(*given, None, packed_seq_params=packed)
     weights = torch.linspace(-1, 1, output.numel()).view_as(output).to(output)
     return [output, *torch.autograd.grad((output * weights).sum(), given)]
 
@@ -124,10 +219,53 @@ def test_the_fused_kernel_is_handed_the_sequences(
     assert [x.shape for x in backward[5:7]] == [bounds[0].shape] * 2
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_has_fused_kernel", lambda *_: False)
+        patch.setattr(sequences, "has_fused_kernel", lambda *_: False)
         expected = attend(layout(lengths), given)
     for part, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 4, 16, 17])
+@pytest.mark.parametrize("lengths", PACKINGS, ids=str)
+def test_a_window_hides_older_keys(lengths: tuple[int, ...], window: int, kernels: Kernels) -> None:
+    """Padded attention, the fused kernel, and a plain softmax, one query at a time."""
+    given = inputs(sum(lengths))
+    fused = attend(layout(lengths, window=window), given, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "has_fused_kernel", lambda *_: False)
+        packed = layout(lengths, window=window)
+        padded = attend(packed, given, window)
+        assert [mask is None for mask in packed.window_masks] == [
+            longest <= window for _, longest in packed.buckets
+        ]
+        if max(lengths) > window:
+            assert not torch.allclose(padded[0], attend(packed, given)[0])
+    for part, whole in zip(fused, padded, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
+    query, key, value = (x.detach() for x in given)
+    query, key = (_Rotate.apply(x, packed.cos, packed.sin) for x in (query, key))
+    start = 0
+    for length in lengths:
+        for i in range(start, start + length):
+            seen = slice(max(start, i - window + 1), i + 1)
+            k, v = (x[seen].repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=1) for x in (key, value))
+            shares = (torch.einsum("nd,tnd->nt", query[i], k) * HEAD_DIM**-0.5).softmax(-1)
+            expected = torch.einsum("nt,tnd->nd", shares, v).flatten()
+            torch.testing.assert_close(padded[0][i], expected, rtol=1e-5, atol=1e-5)
+        start += length
+
+
+def test_the_rest_of_a_head_is_not_rotated() -> None:
+    x = inputs(5)[0]
+    size = HEAD_DIM // 2
+    angles = torch.outer(torch.arange(5.0), 0.1 ** torch.arange(size // 2))[:, None]
+    cos = torch.cat([angles.cos()] * 2, dim=-1)
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    output = _Rotate.apply(x, cos, sin)
+    assert torch.equal(output[..., size:], x[..., size:])
+    assert torch.equal(output[..., :size], _Rotate.apply(x[..., :size], cos, sin))
+    (back,) = torch.autograd.grad(output.square().sum() / 2, x)
+    torch.testing.assert_close(back, x)  # a rotation: its adjoint is its inverse
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True)], ids=str)
@@ -150,7 +288,7 @@ def test_the_backward_pass_is_deterministic_and_leaves_the_flag(
 def test_torch_takes_these_arguments_and_nothing_is_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "_has_fused_kernel", lambda *_: True)
+    monkeypatch.setattr(sequences, "has_fused_kernel", lambda *_: True)
     # On this device whatever asks for a value fails.
     packed = layout((4, 3), device="meta", dtype=torch.bfloat16)
     given = inputs(7, device="meta", dtype=torch.bfloat16)
@@ -168,7 +306,7 @@ def test_torch_takes_these_arguments_and_nothing_is_read_back(
     ],
 )
 def test_where_the_fused_kernel_serves(device: str, dtype: torch.dtype, is_fused: bool) -> None:
-    assert attention._has_fused_kernel(torch.device(device), dtype) == is_fused
+    assert sequences.has_fused_kernel(torch.device(device), dtype) == is_fused
 
 
 def test_fp32_on_a_gpu_gets_a_head_of_keys_for_each_of_queries(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import moe_utils
@@ -29,6 +31,7 @@ from gapo_megatron.learn.update import update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
 from gapo_megatron.policy import destroy, initialize, model
+from gapo_megatron.policy.export import Exported
 from gapo_megatron.policy.load import _is_extra_state
 from gapo_megatron.policy.lora import Lora
 from gapo_megatron.policy.parallel import ParallelGroups
@@ -95,6 +98,19 @@ def test_experts_are_added_up_by_transformer_engine(tmp_path: Path) -> None:
     assert config.moe_permute_fusion and config.moe_grouped_gemm
 
 
+@pytest.mark.usefixtures("fused")
+def test_yarn_scales_the_scores_where_no_cosines_are_given(tmp_path: Path) -> None:
+    """Its factor is one of queries and of keys; our layers have it in their cosines and sines."""
+    config = fused_config(tmp_path, "gpt_oss")
+    magnitude = 0.1 * math.log(8.0) + 1
+    assert config.softmax_scale == pytest.approx(16**-0.5 * magnitude**2)
+    assert config.softmax_type == "learnable" and config.add_bias_linear
+    # Megatron-core knows its fused kernel of the clamped gate by this function.
+    assert config.activation_func is quick_gelu and config.bias_activation_fusion
+    assert (config.glu_linear_offset, config.activation_func_clamp_value) == (1.0, 7.0)
+    assert fused_config(tmp_path, "qwen2").softmax_scale is None
+
+
 class Scatters(TorchDispatchMode):
     """Sums of hidden states at places that an index gives: by which kernel, and whether in order.
 
@@ -150,6 +166,47 @@ def test_selective_recomputes_what_fused_attention_leaves(
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_without_it_selective_recomputes_attention(tmp_path: Path, name: str) -> None:
     assert fused_config(tmp_path, name, "selective").recompute_modules == ["core_attn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "cp_size", "module"),
+    [
+        ("gemma3_text", "cuda", 1, "mlp"),
+        ("olmo2", "cuda", 1, "mlp"),
+        ("olmo2", "cuda", 2, "core_attn"),
+        ("olmo2", "cpu", 1, "core_attn"),
+    ],
+)
+def test_our_layers_recompute_what_their_attention_leaves(
+    tmp_path: Path, name: str, device: str, cp_size: int, module: str
+) -> None:
+    config = model.transformer_config(
+        conversion_setup.hf_config(name),
+        SimpleNamespace(**{**vars(ONE_RANK), "cp_size": cp_size}),
+        torch.device(device),
+        number_format=precision_settings("bf16", fp8_recipe=""),
+        recompute="selective",
+        parallel=ParallelConfig(),
+    )
+    assert config.recompute_modules == [module]
+
+
+def test_a_recomputed_mlp_of_our_layers_has_the_same_gradients(
+    tmp_path: Path, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "has_fused_kernel", lambda *_: True)
+    conversion_setup.save_model(tmp_path, "gemma3_text")
+    found = []
+    for recompute in ("none", "selective"):
+        policy = load_policy(make_config(tmp_path, model={"recompute": recompute}), groups)
+        batch = make_batch(4, vocab_size=policy.hf_config.vocab_size)
+        microbatches = pack_all(batch, ((0, 1), (2, 3)))
+        layers = policy.stages[0].decoder.layers
+        assert [layer.recompute_mlp for layer in layers] == [recompute == "selective"] * 4
+        update(policy, microbatches, WeightedLoss(batch, microbatches))
+        found.append([one.main_grad.clone() for one in policy.stages[0].parameters()])
+    assert any(grad.any() for grad in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -304,7 +361,9 @@ def test_factors_beside_a_frozen_fp8_layer_multiply_its_input_in_bf16(
     settings = config_of({"model": {"precision": "fp8"}, "adapter": {"kind": "lora"}}).adapter
     monkeypatch.setattr(ColumnParallelLinear, "return_layernorm_output", False, raising=False)
     stage = stage_of_stand_ins()
-    lora = Lora(settings, stage.hf_config, groups, [[range(len(stage.decoder.layers))]], seed=1)
+    layers = [[range(len(stage.decoder.layers))]]
+    exported = Exported(stage.rules, layers, 1, 1, 1, torch.bfloat16)
+    lora = Lora(settings, stage.hf_config, groups, exported, seed=1)
     lora.attach(stage)
     assert not any(getattr(one, "fuse_wgrad_accumulation", False) for one in stage.modules())
     monkeypatch.setattr(ColumnParallelLinear, "forward", forward_with_norm)

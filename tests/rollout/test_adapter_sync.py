@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout import sync as sync_module
-from gapo_megatron.rollout.adapter_sync import Merged, Sending, as_tensors, from_tensors, needs_of
+from gapo_megatron.rollout.adapter_sync import Merged, Sending, needs_of
 from gapo_megatron.rollout.engine import Needs
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.types import Prompt
@@ -101,16 +101,6 @@ def test_the_rounding_is_that_of_the_sums() -> None:
     strays = Merged(weights, [("gone", a, b)], scale=1.0)
     with pytest.raises(WeightSyncError, match=mentions("gone.weight")):
         list(strays.tensors())
-
-
-def test_factors_travel_as_tensors() -> None:
-    factors = make_factors(make_model(tied=True), rank=2, seed=0)
-    sent = list(as_tensors(factors))
-    for (name, *ours), (expected, *theirs) in zip(from_tensors(sent), factors, strict=True):
-        assert name == expected and all(map(torch.equal, ours, theirs))
-    for damaged in (sent[1:], sent[:-1], [sent[0], sent[3]], [sent[0], *sent], [("x", sent[0][1])]):
-        with pytest.raises(WeightSyncError):
-            list(from_tensors(damaged))
 
 
 def test_a_policy_without_an_adapter_sends_its_weights() -> None:

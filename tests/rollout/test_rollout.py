@@ -115,6 +115,12 @@ def test_the_cache_is_as_large_as_the_config_says(built):
     assert cache.num_gpu_blocks == num_bytes // (token_bytes * cache.block_size)
 
 
+def test_an_eager_engine_compiles_nothing(fresh):
+    torch.compiler.reset()  # forgets what other tests of this process have compiled
+    with torch.compiler.set_stance("fail_on_recompile"):
+        fresh.engine.score(Rollouts.of(*sequences(fresh.engine)))
+
+
 def test_log_probs_are_those_of_the_distribution_sampled_from(fresh):
     prompts = make_prompts(4)
     for temperature in (1.0, 0.6):

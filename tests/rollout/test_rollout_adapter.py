@@ -225,7 +225,25 @@ def test_factors_need_weights_beneath_them(built: SimpleNamespace) -> None:
         ({"slots": Slots(8, frozenset({"q_proj", "experts"}))}, "experts"),
         ({"device": torch.device("cuda")}, "float32"),
         ({"device": torch.device("cuda"), "dtype": torch.bfloat16}, ""),
+        ({"slots": Slots(8, SLOTS.layers, has_experts=True)}, "Triton"),
+        (
+            {
+                "slots": Slots(8, frozenset({"o_proj"}), has_latent=True),
+                "device": torch.device("cuda"),
+                "dtype": torch.bfloat16,
+            },
+            "latent",
+        ),
         ({"quantized": True}, "quantised"),
+        ({"slots": Slots(8, frozenset({"q_proj"}), has_experts=True)}, "Triton"),
+        (
+            {
+                "slots": Slots(8, frozenset({"q_proj"}), has_experts=True),
+                "device": torch.device("cuda"),
+                "dtype": torch.bfloat16,
+            },
+            "",
+        ),
     ],
 )
 def test_what_vllm_cannot_compute_is_known_before(change: dict, word: str) -> None:

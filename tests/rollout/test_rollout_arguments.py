@@ -170,3 +170,34 @@ def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch)
         named = mentions("rollout.quantization", "'fp8'", "CPU", reason)
         with pytest.raises(ConfigError, match=named):
             check_engine(config, of_model, CPU, world_size=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_drafts_are_verified_by_rejection_sampling(tmp_path, device):
+    """EAGLE-3 weights are read from their own folder, and survive a sleep that drops the model's:
+    a sync brings the model's alone. Not yet run on a GPU."""
+    hf_config = LlamaConfig(**SIZES)
+    plain = make_args(make_config(tmp_path), hf_config, torch.device(device))
+    assert plain.speculative_config is None and not plain.sleep_preserve_parameter_names
+    rollout = {"draft": "ngram", "draft_ngram": 2, "draft_tokens": 5}
+    args = make_args(make_config(tmp_path, **rollout), hf_config, torch.device(device))
+    assert args.speculative_config == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "rejection_sample_method": "standard",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 2,
+    }
+    assert args.per_request_spec_decode_metrics == "summary"
+    rollout = {"draft": "eagle3", "draft_hf_dir": str(tmp_path / "draft")}
+    args = make_args(make_config(tmp_path, **rollout), hf_config, torch.device(device))
+    assert args.load_format == "dummy"
+    assert args.speculative_config == {
+        "method": "eagle3",
+        "model": str(tmp_path / "draft"),
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "standard",
+        "draft_sample_method": "greedy",
+        "draft_load_config": {"load_format": "safetensors"},
+    }
+    assert args.sleep_preserve_parameter_names == ["draft.*"]

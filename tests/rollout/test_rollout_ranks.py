@@ -144,7 +144,7 @@ def test_two_ranks(tmp_path, tp_size, shares):
         assert all(re.match(r"gapo_megatron-[0-9a-f]{32}-tp:\d+-0-1_[01]$", name) for name in names)
 
 
-def sync_experts(folder: str):
+def sync_experts(folder: str) -> tuple[list[float], dict[str, bool]]:
     os.environ.update(vllm_environment(0, 1))
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Qwen3MoeConfig(**sizes, head_dim=32, norm_topk_prob=True, tie_word_embeddings=False)
@@ -165,12 +165,26 @@ def sync_experts(folder: str):
         expected = trainer_log_probs(model, prompt_ids, response_ids)
         check = verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
         differences.append(check.max_abs_diff)
-    return differences
+    found = {}
+    for name in tensors:
+        if experts := re.fullmatch(r"(.*\.experts\.)(\d)(\..*)", name):
+            before, number, behind = experts.groups()
+            neighbour = f"{before}{(int(number) + 1) % config.num_experts}{behind}"
+            damaged = tensors | {name: tensors[neighbour]}
+            in_place(engine, damaged.items(), policy_version=3)
+            try:
+                verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
+                found[name] = False
+            except WeightSyncError:
+                found[name] = True
+    return differences, found
 
 
 @pytest.mark.system
 def test_synced_experts_are_the_ones_generated_with(tmp_path):
     """Experts are packed for the CPU's kernel when the engine is built, and by every sync."""
-    (differences,) = run_distributed(sync_experts, 1, str(tmp_path))
+    ((differences, found),) = run_distributed(sync_experts, 1, str(tmp_path))
     assert len(differences) == 2
     assert all(0.0 < difference < TOLERANCE for difference in differences)
+    # One matrix of one expert in the place of another's, in turn: two layers, four experts.
+    assert len(found) == 2 * 4 * 3 and all(found.values()), found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,8 +26,8 @@ from gapo_megatron.rollout import rollouter as rollouter_module
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.progress import Occupancy
-from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.rollouter import Rollouter, assign
+from gapo_megatron.rollout.replicas import Replicas, assign
+from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.selection import choose, informative
 from gapo_megatron.rollout.table import to_episodes
 from gapo_megatron.rollouts import ROW, Rollouts
@@ -222,7 +223,7 @@ class Setup:
         return build_rollouter(config, inputs, self.engine, pool)
 
     def collect(self, step: int, stopwatch: Stopwatch | None = None) -> Rollouts:
-        self.step = step
+        self.step = self.engine.policy_version = step
         stopwatch = stopwatch or Stopwatch()
         sampled = self.rollouter.collect(step, attempt=ATTEMPT, stopwatch=stopwatch)
         assert sampled is not None
@@ -268,6 +269,7 @@ def open_group(prompt: Prompt, *, num_tokens: int = 0, num_finished: int = 0) ->
             np.zeros(num_tokens, np.float32),
             finished=sample < num_finished,
             carried_log_probs=np.ones(num_tokens, np.float32) if num_tokens else None,
+            carried_versions=np.zeros(num_tokens, np.int32) if num_tokens else None,
         )
         for sample in range(GROUP_SIZE)
     )
@@ -621,7 +623,7 @@ def carried_over(one: Episode) -> Episode:
     """Like `learn.carry`; a token's version is the token itself."""
     if not len(one.token_ids):
         return one
-    return replace(one, carried_log_probs=one.log_probs, oldest_version=int(one.token_ids[0]))
+    return replace(one, carried_log_probs=one.log_probs, carried_versions=one.token_ids)
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
@@ -671,6 +673,10 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
             assert sampled.metrics["rollout/carried_token_share"] == pytest.approx(share)
             gap = step - min(int(one.token_ids[0]) for one in episodes)
             assert sampled.metrics["rollout/oldest_version_gap"] == gap
+            ages = Counter(step - token for one in episodes for token in one.token_ids.tolist())
+            shares = {f"rollout/token_share/{n}": ages[n] / ages.total() for n in ages}
+            named = [name for name in sampled.metrics if name.startswith("rollout/token_share/")]
+            assert {name: sampled.metrics[name] for name in named} == pytest.approx(shares)
             gaps.append(gap)
         setup.rollouter.resume([tuple(map(carried_over, group)) for group in opened])
     if not rounds:

@@ -9,6 +9,7 @@ import pytest
 
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_rollouts, random_rollouts
 
@@ -70,11 +71,11 @@ def test_an_open_group_comes_back_as_it_was() -> None:
     mask = np.array([True, False, True])
     done = Episode(prompt, 0, ids, log_probs, truncated=True)
     unfinished = Episode(prompt, 1, ids, log_probs, finished=False, response_mask=mask)
-    both = replace(
-        unfinished, sample=2, carried_log_probs=np.array([-0.5, 0], np.float32), oldest_version=3
-    )
+    old, versions = np.array([-0.5, 0], np.float32), np.array([3, 4], np.int32)
+    both = replace(unfinished, sample=2, carried_log_probs=old, carried_versions=versions)
     not_begun = Episode(prompt, 3, ids[:0], log_probs[:0], finished=False)
-    group = (done, unfinished, both, not_begun)
+    unscored = replace(both, sample=4, carried_log_probs=None)
+    group = (done, unfinished, both, not_begun, unscored)
     rollouts = to_rollouts([group], policy_version=7)
     assert np.isnan(rollouts.rewards).all()
     # The data has the problem, and what the model has read first may be other tokens.
@@ -86,7 +87,29 @@ def test_an_open_group_comes_back_as_it_was() -> None:
         assert (one.truncated, one.finished) == (expected.truncated, expected.finished)
         assert (one.response_mask is None) == (expected.response_mask is None)
         assert one.is_sampled.tolist() == expected.is_sampled.tolist()
-        assert one.oldest_version == expected.oldest_version
-        assert (one.carried_log_probs is None) == (expected.carried_log_probs is None)
-    assert found[2].carried_log_probs is not None
-    assert found[2].carried_log_probs.tolist() == [-0.5, 0]
+        for name in ("carried_log_probs", "carried_versions"):
+            ours, theirs = getattr(one, name), getattr(expected, name)
+            assert (ours is None) == (theirs is None)
+            assert ours is None or ours.tolist() == theirs.tolist()
+
+
+def test_every_token_has_the_version_that_sampled_it() -> None:
+    """Over three steps, the trainer's log-probs kept or not."""
+    ids, prompt = np.arange(6, dtype=np.int32), Prompt("p", (1, 2, 3), "")
+    log_probs, mask = -np.ones(6, np.float32), np.array([1, 0, 1, 1, 1, 1], bool)
+    rollouts, one = Rollouts.join([]), Episode(prompt, 0, ids[:0], log_probs[:0], finished=False)
+    for version, length in ((3, 2), (4, 2), (6, 5)):
+        more = replace(
+            one, token_ids=ids[:length], log_probs=log_probs[:length], response_mask=mask[:length]
+        )
+        rollouts = to_rollouts([(more,)], policy_version=version)
+        rollouts = rollouts.carried()
+        ((one,),) = to_episodes(rollouts, [prompt])
+    assert rollouts.carried_versions[0].tolist() == [3, 3, 6, 6, 6]
+    facts = rollouts.table[0]
+    assert (facts["oldest_version"], facts["num_scored_tokens"]) == (3, 0)
+    assert (facts["num_carried_tokens"], facts["num_carried_sampled"]) == (5, 4)
+    end = replace(one, token_ids=ids, log_probs=log_probs, response_mask=mask, finished=True)
+    found = to_rollouts([(end,)], policy_version=9)
+    assert found.versions(0).tolist() == [3, 3, 6, 6, 6, 9]
+    assert (found.table[0]["oldest_version"], found.table[0]["newest_version"]) == (3, 9)

@@ -12,7 +12,6 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.rollout.engine import Request
-from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.acting import one_turn_inputs
@@ -86,16 +85,8 @@ class Found:
 
     seconds: list[float]
     lengths: list[int]
-
-
-def carried(groups: Rollouts, step: int) -> Rollouts:
-    """Like `learn.carry`, but with the engine's log-probs."""
-    table = groups.table
-    lengths = table["num_response_tokens"]
-    versions = np.where(table["num_carried_tokens"] > 0, table["oldest_version"], step)
-    return groups.changed(
-        num_carried_tokens=lengths, num_carried_sampled=lengths, oldest_version=versions
-    ).with_tokens({**groups.tokens, "carried_log_probs": groups.rollout_log_probs})
+    num_steps: list[int]
+    """Decoding steps of each batch."""
 
 
 def sample(oversampling: float, *, partial: bool) -> list[Found]:
@@ -123,13 +114,15 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
         source = PromptSource([Prompt(str(i), (1,), "") for i in range(500)], seed=0)
         inputs = one_turn_inputs(source, Tokenizer())
         rollouter = build_rollouter(config, inputs, engine, pool)
-        found = Found([], [])
+        found = Found([], [], [])
         for step in range(NUM_STEPS):
-            begin = pace.seconds
+            begin, num_before = pace.seconds, engine._num_steps
             sampled = rollouter.collect(step, attempt=NeverStopped(), stopwatch=Stopwatch())
             found.seconds.append(pace.seconds - begin)
+            found.num_steps.append(engine._num_steps - num_before)
             found.lengths += sampled.table["num_sampled_tokens"].tolist()
-            rollouter.open_groups = carried(rollouter.open_groups, step)
+            rollouter.open_groups = rollouter.open_groups.carried()
+            engine.policy_version = step + 1
         return found
 
     all_replicas = ThreadReplicas.of(NUM_ENGINES, size=1)
@@ -140,6 +133,26 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
     finally:
         for pool in pools:
             pool.close()
+
+
+@pytest.mark.parametrize(("stopped", "num_reports"), [(None, 4), (1, 2)])
+def test_engines_end_together_or_are_aborted_together(
+    stopped: int | None, num_reports: int
+) -> None:
+    """By the reports of an interval ago; an engine that has nothing left reports on."""
+
+    def run(replicas: ThreadReplicas) -> tuple[int, bool]:
+        tally, count = replicas.tally(wanted=5), 0
+        while not tally.is_over(
+            (replicas.rank + 1) * count, must_abort=replicas.rank == stopped, meanwhile=print
+        ):
+            count += 1
+        return count, tally.is_aborted
+
+    # Reports add up to 0, 3, 6 groups: 6 are enough, and known a report later.
+    with ThreadPoolExecutor(2) as executor:
+        found = [*executor.map(run, ThreadReplicas.of(2, size=1))]
+    assert found == [(num_reports - 1, stopped is not None)] * 2
 
 
 def test_partial_rollouts_do_not_wait_for_the_tail() -> None:
@@ -155,6 +168,9 @@ def test_partial_rollouts_do_not_wait_for_the_tail() -> None:
         return float(steps.max(axis=0).mean())
 
     assert slowest(partial) < 0.75 * slowest(plain)
+    # All engines stop at the same decoding step; with a share of each they would not.
+    assert all(one.num_steps == partial[0].num_steps for one in partial)
+    assert all(one.num_steps != over[0].num_steps for one in over[1:])
     # What over-sampling throws away is the long ones; partial rollouts learn from them all.
     assert np.mean(over[0].lengths) < 0.9 * np.mean(plain[0].lengths)
     late = len(partial[0].lengths) // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
 from gapo_megatron.rollout.transport import in_place
-from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.rollout.verify import WeightCheck, verify_weights
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Prompt
 from tests.broadcast_transport import broadcast
 from tests.dist import run_distributed, single_rank
@@ -30,6 +33,7 @@ from tests.distributed.policy_setup import (
     save_model,
 )
 from tests.factors_engine import FactorsEngine
+from tests.scripted_engine import ScriptedEngine
 from tests.transformers_engine import TransformersEngine
 
 
@@ -107,6 +111,28 @@ def check(checks: Sequence[WeightCheck]) -> None:
     # Temperature 1 on both sides; fp32 rounding in another order, as in test_policy_one_rank.
     assert 0 < first.mean_abs_diff <= first.max_abs_diff < 1e-5
     assert (nothing.mean_abs_diff, nothing.max_abs_diff) == (0, 0)
+
+
+def test_the_ratio_that_rounding_gives_is_a_mean_over_sequences() -> None:
+    """Of |exp(D) - 1|: opposite differences of a sequence's tokens cancel, those of two do not."""
+
+    class Scores(ScriptedEngine):
+        def score(self, rollouts: Rollouts) -> list[np.ndarray]:
+            return [np.array(values, np.float32) for values in ([-1, -2], [-1], [-3, -1])]
+
+    ids = [np.array([4, 5], np.int32), np.array([4], np.int32), np.array([4, 5], np.int32)]
+    trainer = [np.array(values) for values in ([-0.9, -2.1], [-0.98], [-3.05, -1.01])]
+    engine = Scores(lambda request: [])
+    engine.verify_bound = 0.2
+    check = verify_weights(engine, Rollouts.of(ids, ids), trainer)
+    deviation = (0 + math.expm1(0.02) + abs(math.expm1(-0.03))) / 3
+    assert check.ratio_deviation == pytest.approx(deviation)
+    gapo, cispo = METHODS["gapo"], METHODS["cispo"]
+    assert check.metrics(gapo)["sync/ratio_deviation_share"] == pytest.approx(
+        deviation / gapo.eps_low
+    )
+    assert not cispo.is_band and "sync/ratio_deviation_share" not in check.metrics(cispo)
+    assert check.metrics(cispo)["sync/ratio_deviation"] == check.ratio_deviation
 
 
 def test_the_engine_must_agree_with_the_model_at_temperature_one(tmp_path: Path) -> None:

@@ -13,13 +13,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine
 from gapo_megatron.config import DTYPES
 from gapo_megatron.errors import WeightSyncError
-from gapo_megatron.rollout import broadcast
+from gapo_megatron.models.rules import split_all, to_megatron
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm.digests import Digests, differing, digest, hashes, module_of
@@ -36,10 +44,11 @@ from tests.rollout_setup import (
     perturb,
     vllm_environment,
 )
+from tests.transfer_setup import exported_of
 
-KINDS = ("dense", "tied", "experts")
+KINDS = ("dense", "tied", "experts", pytest.param("sigmoid", marks=pytest.mark.system))
 BUCKETS = (1, 2**20, 2**30)
-"""Every tensor by itself; several buckets; one for all."""
+"""Every parameter by itself; a layer in several buckets; a layer in one."""
 EXPERTS = {
     "head_dim": 64,
     "num_key_value_heads": 1,  # fewer than ranks: each has a copy
@@ -48,13 +57,23 @@ EXPERTS = {
     "moe_intermediate_size": 512,
     "tie_word_embeddings": False,
 }
+# Routers with a correction bias, behind a dense layer.
+SIGMOID = {
+    "head_dim": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+}
+BIAS = "e_score_correction_bias"
 
 
 def model_of(kind: str) -> PreTrainedModel:
     """Its layers are larger than a bucket of 1 MiB, a layer's experts many times that."""
-    if kind != "experts":
+    if kind in ("dense", "tied"):
         return make_model(tied=kind == "tied")
     torch.manual_seed(0)
+    if kind == "sigmoid":
+        return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | SIGMOID))
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS))
 
 
@@ -63,7 +82,11 @@ def save_versions(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32
     for version in (0, 1):
         model = model_of(kind)
         perturb(model, seed=version)
-        model.to(dtype).save_pretrained(folder / kind / str(version))
+        model.to(dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS):
+                buffer.data = buffer.data.float().normal_(0, 0.1)
+        model.save_pretrained(folder / kind / str(version))
     return folder / kind
 
 
@@ -86,19 +109,25 @@ def probe() -> Rollouts:
 
 def _transfer(world: World, folder: Path) -> list[float]:
     """Mean difference of log-probs from in-place weights, for every bucket size."""
-    assert world.bridge is not None and world.bridge._route is not None
-    route = world.bridge._route
-    if not world.bridge.is_generation:
+    assert world.bridge is not None
+    bridge = world.bridge
+    rules = rules_for(AutoConfig.from_pretrained(folder / "0"))
+    exported = exported_of(rules, num_ranks=1)
+    if not bridge.is_generation:
+        shards = dict(to_megatron(rules, weights_of(folder, 1)))
         for size in BUCKETS:
-            broadcast.send(iter(weights_of(folder, 1)), route, bucket_bytes=size)
+            bridge._route.bucket_bytes = size
+            bridge.send_shards(exported, shards.__getitem__)
         return []
     engine, differences = engine_for(folder), []
     engine.update_weights(weights_of(folder, 1), policy_version=0)
     expected = np.concatenate(engine.score(probe()))
-    for version, _ in enumerate(BUCKETS, 1):
+    for version, size in enumerate(BUCKETS, 1):
+        bridge._route.bucket_bytes = size
         engine.update_weights(weights_of(folder, 0), policy_version=version)
         assert np.abs(np.concatenate(engine.score(probe())) - expected).mean() > 0.1
-        engine.update_weights(broadcast.receive(route), policy_version=version)
+        received = split_all(rules, bridge.receive_whole(exported))
+        engine.update_weights(received, policy_version=version)
         found = np.concatenate(engine.score(probe()))
         differences.append(float(np.abs(found - expected).mean()))
     return differences

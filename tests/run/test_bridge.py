@@ -14,6 +14,7 @@ from gapo_megatron.run import process_group, processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.process_group import World
 from tests.dist import run_sides
+from tests.transfer_setup import exported_of, rule_of
 
 
 def _launched() -> list[list[str]]:
@@ -116,16 +117,18 @@ def test_messages_go_from_any_rank_to_any() -> None:
 
 def _weights(world: World) -> list[tuple[str, list[float]]]:
     bridge = _bridge(world)
+    exported = exported_of([rule_of("a", (4,), tp_dim=0), rule_of("b", (2,))], num_ranks=2)
     if bridge.is_generation:
-        return [(name, tensor.tolist()) for name, tensor in bridge.receive_weights()]
-    ended = iter([("a", torch.tensor([1.0, 2.0, 0.0])), ("b", torch.tensor([1.0, 2.0, 1.0]))])
-    bridge.send_weights(ended)
-    return [(name, tensor.tolist()) for name, tensor in ended]
+        whole = bridge.receive_whole(exported)
+        return [(rule.megatron, tensor.tolist()) for rule, _, tensor in whole]
+    shards = {"a": torch.tensor([1.0, 2.0]) + 2 * world.rank, "b": torch.tensor([5.0, 6.0])}
+    bridge.send_shards(exported, shards.__getitem__)
+    return []
 
 
-def test_weights_come_from_trainer_0_and_every_trainer_runs_through_them() -> None:
-    sent = [("a", [1.0, 2.0, 0.0]), ("b", [1.0, 2.0, 1.0])]
-    assert run_sides(_weights, 2, 2) == [[], [], sent, sent]
+def test_weights_come_from_all_trainers() -> None:
+    whole = [("a", [1.0, 2.0, 3.0, 4.0]), ("b", [5.0, 6.0])]
+    assert run_sides(_weights, 2, 2) == [[], [], whole, whole]
 
 
 def _wait_for_the_other(world: World) -> list[object]:

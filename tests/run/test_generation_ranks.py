@@ -16,6 +16,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy.adapters import FULL_WEIGHTS
+from gapo_megatron.policy.export import Exported
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
@@ -23,6 +24,7 @@ from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.orders import STOP, Order, pack, pack_probe, unpack_probe
 from tests.adapter_setup import FakeAdapter
 from tests.configs import config_of
+from tests.transfer_setup import exported_of, rule_of
 
 T = TypeVar("T")
 NO_PROBE = Rollouts.join([])
@@ -70,7 +72,7 @@ class Side:
         self.messages = object()
         self.needs = "merged"
         self.received: list[list[str]] = []
-        """Names of the tensors of every broadcast."""
+        """Names of the parameters of every transfer."""
 
     def beat(self) -> None: ...
 
@@ -109,8 +111,9 @@ class Side:
                 self.mail.post(f"table/{number}", Rollouts.join([]).table.tobytes())
         self.mail.post(f"answer/{number}", pack(answer))
 
-    def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.received.append([name for name, _ in weights])
+    def send_shards(self, exported: Exported, shard_of: Callable[[str], Tensor]) -> None:
+        names = [rule.megatron for rule in exported.rules]
+        self.received.append([name for name in names if bool(shard_of(name).any())])
 
     def close(self) -> None:
         while f"order/{self.done}" in self.mail:
@@ -132,8 +135,10 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
         policy = SimpleNamespace(
             groups=SimpleNamespace(rank=0),
             adapter=adapter,
-            iterate_factors=lambda: adapter.whole_factors(()),
-            iterate_hf_weights=lambda: iter([("layer.weight", torch.ones(2, 2))]),
+            exported=exported_of([rule_of("layer.weight", (2, 2))], num_ranks=1),
+            shard=lambda name: torch.ones(2, 2),
+            factor_shards=lambda: cast(Any, adapter).factor_shards(()),
+            merge_rounding=lambda: cast(Any, adapter).merge_rounding(()),
         )
         return GenerationRanks(
             config=config,
@@ -144,6 +149,8 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
             gloo_group=cast(Any, None),
             source_state={"after": next_step - 1},
             next_step=next_step,
+            problems=(),
+            open_groups=NO_PROBE,
         )
 
     return make
@@ -300,11 +307,11 @@ def test_an_adapter_is_sent_as_the_engines_need_it(begin: Any) -> None:
     factors = [("layer", torch.ones(1, 2), torch.ones(2, 1))]
     side = Side()
     generation = begin(side, make_config(max_staleness=0), adapter=FakeAdapter(factors, scale=0.5))
-    weights, both = ["layer.weight"], ["layer.lora_A", "layer.lora_B"]
+    weights, both = ["layer.weight"], ["layer.lora_a", "layer.lora_b"]
     for version, (needs, expected) in enumerate(
         [("base", [weights, both]), ("factors", [both]), ("merged", [weights])]
     ):
         side.needs, side.received = needs, []
         check = generation.sync(NO_PROBE, policy_version=version)
         assert side.received == expected
-        assert (check.merge_rounding == 0) if needs == "merged" else check.merge_rounding is None
+        assert check.merge_rounding == (0.25 if needs == "merged" else None)

@@ -16,7 +16,7 @@ import torch
 from gapo_megatron import train as program
 from gapo_megatron.checkpoint import OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
-from gapo_megatron.config import Config, load_config
+from gapo_megatron.config import CheckpointConfig, Config, load_config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.share import DataParallelRanks
@@ -70,6 +70,7 @@ class Script:
         events: what the run did, in order.
         stop: event after which a stop is asked for; empty for none.
         stages: names of the stages that were entered.
+        is_written: whether files that are written while training continues are written.
     """
 
     def __init__(self, stop: str = "") -> None:
@@ -78,6 +79,7 @@ class Script:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.stages: list[str] = []
         self.stop = stop
+        self.is_written = True
 
     @property
     def asked(self) -> bool:
@@ -105,6 +107,9 @@ class ScriptedAttempt:
         self.expected.append(needed)
         return self.script.asked
 
+    def agree(self, value: bool) -> bool:
+        return value
+
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
         return lambda elapsed_s: self.script.asked
 
@@ -116,6 +121,23 @@ class ScriptedAttempt:
 
     def end(self, outcome: str) -> None:
         self.script.did(outcome)
+
+
+class ScriptedSaving:
+    """Written when the script says so."""
+
+    work_s, whole_s = 7.0, 9.0
+
+    def __init__(self, script: Script, step: int, in_background: bool) -> None:
+        self.script, self.in_background = script, in_background
+        self.document = SimpleNamespace(step=step)
+
+    def is_written(self) -> bool:
+        return self.script.is_written
+
+    def finish(self) -> None:
+        if self.in_background:
+            self.script.did(f"whole {self.document.step}")
 
 
 class ScriptedRollouter:
@@ -222,17 +244,20 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
                 script.did(f"update {i}")
             return {"loss/policy": 0.25}
 
-        def save(run_dir: object, state: State, **_: object) -> None:
+        def begin_save(
+            run_dir: object, state: State, *, in_background: bool, **_: object
+        ) -> ScriptedSaving:
             script.saved.append(copy.deepcopy(state))  # later changes are not on disk
             kind = " ahead" if state.is_ahead else " open" if state.open_step else ""
             script.did(f"save {state.step}{kind}")
+            return ScriptedSaving(script, state.step, in_background)
 
         monkeypatch.setattr(colocated, "evaluate", evaluate)
         monkeypatch.setattr(module, "learn", learn)
         monkeypatch.setattr(colocated, "sync", lambda *_, **__: WeightCheck(0.0, 0.0))
         monkeypatch.setattr(colocated, "carry", lambda *_, **__: ["carried"])
         monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
-        monkeypatch.setattr(saving.checkpoint, "save", save)
+        monkeypatch.setattr(saving.checkpoint, "begin_save", begin_save)
         return Run(
             config=config,
             attempt=attempt,
@@ -303,6 +328,7 @@ def test_metrics_of_a_step_are_those_of_its_stages(play: Any) -> None:
     metrics = dict(script.logged)[1]
     assert metrics["from"] == 1 and metrics["loss/policy"] == 0.25
     assert metrics["per_c/groups/c1"] == 2 and metrics["sync/max_abs_log_prob_diff"] == 0
+    assert metrics["sync/ratio_deviation"] == metrics["sync/ratio_deviation_share"] == 0
 
 
 def test_stages_are_named_by_their_step_and_a_save_by_the_step_it_follows(play: Any) -> None:
@@ -517,13 +543,15 @@ def test_open_groups_of_a_checkpoint_are_held_by_generation_alone(
         "join": (world, attempt),
         "is_finished_everywhere": False,
         "begin_branch": None,
-        "start_pool": None,
+        "start_pool": SimpleNamespace(),
         "build_policy": None,
         "resume": State(step=1, open_groups=opened),
-        "start_generation": SimpleNamespace(resume=resumed.extend),
         "sizes": {},
     }.items():
         monkeypatch.setattr(start, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(
+        start, "start_colocated", lambda trainer, *_: resumed.extend(trainer.state.open_groups)
+    )
     monkeypatch.setattr(module, "check_inputs", lambda _: SimpleNamespace(source=None))
     writer = SimpleNamespace(log_startup=lambda *_, **__: None)
     monkeypatch.setattr(module, "MetricsWriter", lambda *_, **__: writer)
@@ -598,3 +626,93 @@ def test_time_is_asked_for_until_the_next_question_and_a_save(timed: Any) -> Non
     timed.stopwatch.recent |= {"old_log_probs": [1e4], "update": [1e5], "evaluate": [1.0]}
     timed.learn(timed.make_batch(timed.collect(step)))
     assert expected[-1].longest_s == 1e4 + 1e5 + 1e6
+
+
+EVERY_STEP_BEHIND = CheckpointConfig(every_steps=1, background=True)
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Config:
+    """Saves after every step, while training continues."""
+    config = make_config(
+        tmp_path,
+        run={"output_dir": str(tmp_path), "num_steps": 3},
+        evaluation={"every_steps": 0},
+    )
+    return config.model_copy(update={"checkpoint": EVERY_STEP_BEHIND})
+
+
+def with_timed_save(run: Run) -> Run:
+    """A run whose earlier attempt has timed a save."""
+    run.stopwatch.recent = {"checkpoint": [1.0]}
+    return run
+
+
+def saves(script: Script) -> list[str]:
+    words = ("collect", "save", "whole", "stopped", "export")
+    return [event for event in script.events if event.startswith(words)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(behind: Config, play: Any) -> None:
+    """It is published after the next step; the last one is whole before the export."""
+    script = play("", behind)
+    assert saves(script) == [
+        *("collect 0", "save 1"),  # whole at once: no save has been timed yet
+        *("collect 1", "save 2"),
+        *("collect 2", "whole 2", "save 3", "export"),
+    ]
+    sparse = behind.model_copy(update={"checkpoint": CheckpointConfig(every_steps=0)})
+    assert saves(play("", sparse)) == [*map("collect {}".format, range(3)), "save 3", "export"]
+
+
+def test_a_save_waits_for_the_one_before_it(behind: Config, make_run: Any, train: Any) -> None:
+    script = Script()
+    script.is_written = False
+    settings = behind.checkpoint.model_copy(update={"every_steps": 2})
+    train(with_timed_save(make_run(script, behind.model_copy(update={"checkpoint": settings}))))
+    assert saves(script)[2:] == ["save 2", "collect 2", "whole 2", "save 3", "export"]
+
+
+class StoppedInStepOne(Script):
+    """Asked to stop in the first update of the second step."""
+
+    @property
+    def asked(self) -> bool:
+        return self.events.count("update 0") == 2
+
+
+def test_a_stop_finishes_what_is_under_way_and_waits_for_its_own(
+    behind: Config, make_run: Any, train: Any
+) -> None:
+    first = ["collect 0", "save 1"]
+    for script, events in (
+        (Script("save 1"), ["whole 1", "stopped"]),  # nothing has changed since
+        (StoppedInStepOne(), ["collect 1", "whole 1", "save 1 open", "stopped"]),
+    ):
+        script.is_written = False
+        train(with_timed_save(make_run(script, behind)))
+        assert saves(script) == [*first, *events]
+
+
+def save_behind(run: Run) -> None:
+    config = run.config.model_copy(update={"checkpoint": EVERY_STEP_BEHIND})
+    run.checkpoints.config = config
+    run.checkpoints.save(run.state)
+
+
+def test_a_save_under_way_counts_twice_until_a_stop(timed: Any) -> None:
+    """A stop finishes it, and then writes its own."""
+    save_behind(timed)
+    steps = timed.steps()
+    next(steps)
+    assert timed.attempt.expected[-1].longest_s == 1 + 2 * (10 + 100) + 1000 + 2e6
+
+
+def test_what_is_expected_of_a_save_is_all_its_work(timed: Any) -> None:
+    """Training waits for less, which is what its time says."""
+    save_behind(with_timed_save(timed))
+    assert timed.stopwatch.recent["checkpoint"] == [1.0]
+    timed.checkpoints.finish_if_written()
+    assert timed.stopwatch.recent["checkpoint"] == [1.0, 7.0]
+    lap = timed.stopwatch.lap(num_tokens=1)
+    assert lap["time/checkpoint_s"] < 7 and lap["perf/checkpoint_whole_s"] == 9

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron.checkpoint import State
+from gapo_megatron.checkpoint import Room, State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CheckpointConfig
 from gapo_megatron.hf import manifest
@@ -26,18 +26,23 @@ def test_journals_stay_while_a_resume_may_need_them(
     """A damaged newest checkpoint must not let the calls after the one before be made twice."""
     settings = CheckpointConfig(every_steps=2, keep_last=keep_last, keep_steps=keep_steps)
     config: Any = SimpleNamespace(
-        run=SimpleNamespace(output_dir=str(tmp_path)), checkpoint=settings
+        run=SimpleNamespace(output_dir=str(tmp_path), num_steps=8), checkpoint=settings
     )
     attempt: Any = SimpleNamespace(leads=True, keep_stage_seconds=lambda _: None)
     generation: Any = SimpleNamespace(gather_open_groups=list)
     none: Any = None
     checkpoints = Checkpoints(config, none, generation, none, attempt, Stopwatch())
 
-    def save(_: object, state: State, **__: object) -> None:
-        manifest.step_dir(checkpoints_dir(tmp_path), state.step).mkdir(parents=True)
-        manifest.prune(checkpoints_dir(tmp_path), settings)
+    def begin(_: object, state: State, **__: object) -> Any:
+        def finish() -> None:
+            manifest.step_dir(checkpoints_dir(tmp_path), state.step).mkdir(parents=True)
+            manifest.prune(checkpoints_dir(tmp_path), settings)
 
-    monkeypatch.setattr(saving.checkpoint, "save", save)
+        document = SimpleNamespace(step=state.step)
+        seconds = {"work_s": 0.0, "whole_s": 0.0}
+        return SimpleNamespace(finish=finish, in_background=False, document=document, **seconds)
+
+    monkeypatch.setattr(saving.checkpoint, "begin_save", begin)
     folder = tmp_path / JOURNAL_FOLDER
     folder.mkdir()
     for step in range(8):
@@ -46,3 +51,35 @@ def test_journals_stay_while_a_resume_may_need_them(
             checkpoints.save(State(step=step + 1))
     left = {path.name for path in folder.iterdir()}
     assert left == {f"step_{step}_0.jsonl" for step in range(first, 8)}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_memory_is_kept_from_save_to_save_if_training_continues_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Also for saves that training waits for: the first one of a run fills it."""
+    settings = CheckpointConfig(every_steps=1, background=background)
+    config: Any = SimpleNamespace(
+        run=SimpleNamespace(output_dir=str(tmp_path), num_steps=3), checkpoint=settings
+    )
+    attempt: Any = SimpleNamespace(
+        leads=False, keep_stage_seconds=lambda _: None, agree=lambda mine: mine
+    )
+    generation: Any = SimpleNamespace(gather_open_groups=list)
+    none: Any = None
+    checkpoints = Checkpoints(config, none, generation, none, attempt, Stopwatch())
+    rooms: list[Any] = []
+    waited: list[bool] = []
+
+    def begin(*_: object, room: Room | None, in_background: bool, **__: object) -> Any:
+        rooms.append(room)
+        waited.append(not in_background)
+        written = {"finish": lambda: None, "work_s": 0.0, "whole_s": 0.0}
+        return SimpleNamespace(**written, in_background=in_background)
+
+    monkeypatch.setattr(saving.checkpoint, "begin_save", begin)
+    for step in (1, 2, 3):
+        checkpoints.save(State(step=step))
+    assert waited == [True, not background, True]
+    assert all(room is rooms[0] for room in rooms)
+    assert isinstance(rooms[0], Room) == background

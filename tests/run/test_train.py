@@ -225,6 +225,26 @@ def run_given_back(root: Path) -> Path:
 
 
 @pytest.mark.system
+def test_a_kill_while_a_checkpoint_is_written_repeats_the_run_bitwise(
+    root: Path, run_of_two: Path
+) -> None:
+    """Step 3's is not whole before the end of the step; a stop then finishes what is under way."""
+    behind = ("behind", "checkpoint.background=true", "checkpoint.every_steps=1")
+    checkpoints = root / "behind/checkpoints"
+    interrupt(root, *behind, stage="step 3: update", by="SIGKILL", ranks=2)
+    (hidden, *whole) = sorted(path.name for path in checkpoints.iterdir())
+    assert hidden.startswith(".tmp_step_00000003.")
+    assert whole == ["step_00000001", "step_00000002"]
+    first, second = (root / "behind/attempts" / name for name in ("7.0", "7.1"))
+    stop = {"stage": "step 4: update", "by": "SIGUSR1"}
+    interrupt(root, *behind, **stop, ranks=2, env=launched(first))
+    named = {path.name for path in checkpoints.iterdir()}
+    assert named == {"step_00000003", "step_00000004", "step_00000004_1"}
+    run(root, *behind, ranks=2, env=launched(second))
+    assert_same_run(root / "behind", run_of_two)
+
+
+@pytest.mark.system
 def test_what_a_stop_gives_back_is_counted_and_sampled_again(run_given_back: Path) -> None:
     metrics = steps_of(run_given_back)
     assert [line["step"] for line in metrics] == [*range(6)]
@@ -492,6 +512,79 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
     assert_same_run(stopped, partial_run, f"{last}/open_groups.pt", f"{last}/trainer_state.json")
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_weights_arrive_within_responses_on_ranks_that_only_generate(
+    root: Path, max_staleness: int
+) -> None:
+    """Each token is compared with the step's own weights; a killed run is resumed bitwise."""
+    sides = ("rollout.generation_ranks=1", f"rollout.max_staleness={max_staleness}")
+    command, name = (*PARTIAL, *sides, "objective.importance_weights=token"), f"parted_{sides[1]}"
+    run(root, name, *command, ranks=2)
+    lines = steps_of(root / name)
+    gaps = [line["rollout/oldest_version_gap"] for line in lines]
+    assert gaps[0] == 0 and gaps[1] == 1 and max(gaps) > max_staleness
+    for line in lines[1:]:
+        assert 0 < line["rollout/carried_token_share"] < 1
+        # Older weights sampled some tokens, and the engine's log-probs are kept from then.
+        assert line["mismatch/max_abs_log_prob_diff"] > 1e-3
+        assert "mismatch/outside_clip" in line and line["mismatch/importance_weight"] != 1
+    killed = f"{name}_killed"
+    interrupt(root, killed, *command, stage="step 3: update", by="SIGKILL", ranks=2)
+    folder = root / killed / "checkpoints/step_00000002"
+    assert (folder / "open_groups.pt").is_file()
+    assert (folder / "ahead.pt").is_file() == bool(max_staleness)
+    assert "step_00000002" in run(root, killed, *command, ranks=2)
+    last = "checkpoints/step_00000004"
+    assert_same_run(root / killed, root / name, f"{last}/open_groups.pt")
+
+
+@pytest.mark.system
+def test_a_stop_within_a_step_keeps_the_groups_that_generation_ranks_have_open(
+    root: Path,
+) -> None:
+    command = (*PARTIAL, "rollout.generation_ranks=1")
+    run(root, "parted", *command, ranks=2)
+    attempts = [root / f"parted_stopped/attempts/7.{restart}" for restart in range(2)]
+    stop = {"stage": "step 2: update", "by": "SIGUSR1"}
+    interrupt(root, "parted_stopped", *command, **stop, ranks=2, env=launched(attempts[0]))
+    written = root / "parted_stopped/checkpoints/step_00000002_1"
+    assert (written / "open_groups.pt").is_file()
+    run(root, "parted_stopped", *command, ranks=2, env=launched(attempts[1]))
+    last = "checkpoints/step_00000004"
+    assert_same_run(root / "parted_stopped", root / "parted", f"{last}/open_groups.pt")
+
+
+DRAFTED = (*PARTIAL, "rollout.draft=ngram", "rollout.draft_ngram=1")
+
+
+@pytest.fixture(scope="module")
+def drafted_run(root: Path) -> Path:
+    run(root, "drafted", *DRAFTED)
+    return root / "drafted"
+
+
+@pytest.mark.system
+def test_runs_with_draft_tokens_are_resumed_bitwise(root: Path, drafted_run: Path) -> None:
+    """Invariant 6 with proposed tokens, some of them in responses that the next step continues."""
+    lines = steps_of(drafted_run)
+    assert len(lines) == 4
+    # Of some hundred tokens that are about as likely, few follow a proposal.
+    for key in ("rollout/draft_acceptance", "rollout/draft_share"):
+        assert 0 < max(line[key] for line in lines) < 1
+    for line in lines:
+        shares = {key for key in line if key.startswith("per_c/draft_share/c")}
+        # A group may have no token of this step.
+        groups = {f"per_c/draft_share/c{c}" for c in range(5) if line[f"per_c/groups/c{c}"]}
+        assert shares and shares <= groups
+        # Log-probs of accepted tokens are those of the trainer's weights, like all others.
+        assert line["mismatch/max_abs_log_prob_diff"] < 2e-4
+    stopped = root / "drafted_stopped"
+    interrupt(root, stopped.name, *DRAFTED, stage="step 2: update", by="SIGTERM")
+    run(root, stopped.name, *DRAFTED)
+    assert_same_run(stopped, drafted_run, "checkpoints/step_00000004/open_groups.pt")
+
+
 ROOM = """
 import sys
 from gapo_megatron import train
@@ -575,11 +668,12 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
     fp16_run: Path,
     mixed_run: Path,
     acting_run: Path,
+    drafted_run: Path,
 ) -> None:
     runs = (
         *(whole_run, branched_run, balanced_run, dynamic_run),
         *(oversampled_run, partial_run, run_given_back, fp16_run),
-        *(mixed_run, acting_run),
+        *(mixed_run, acting_run, drafted_run),
     )
     logged = {
         key
@@ -591,16 +685,20 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
     parts = {
         "c": r"\d+",
         "k": r"\d+",
+        "n": r"\d+",
         "side": "(correct|wrong)",
         "level": "[^/]+",
         "source": "[^/]+",
     }
     # Of a device, which there is none of here (`tests/run/test_memory.py` compares them), and of
-    # an adapter that an engine gets merged (`tests/run/test_user_engine.py` trains one).
+    # an adapter that an engine gets merged (`tests/run/test_user_engine.py` trains one), and of
+    # experts (`tests/learn/test_routes.py` compares them).
     documented = [
         name
         for name in documented_names()
-        if "{moment}" not in name and name != "sync/merge_rounding"
+        if "{moment}" not in name
+        and name != "sync/merge_rounding"
+        and not name.startswith("experts/")
     ]
     forms = {
         name: re.sub(r"\\{(\w+)\\}", lambda part: parts[part[1]], re.escape(name))

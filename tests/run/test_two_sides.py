@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
@@ -47,29 +46,31 @@ from gapo_megatron.run.process_group import World
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.acting import one_turn_inputs
-from tests.adapter_setup import FakeAdapter
+from tests.adapter_setup import FakeAdapter, factor_rules
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
 from tests.dist import rank_context, run_sides
 from tests.scripted_engine import ScriptedEngine, place_of
+from tests.transfer_setup import exported_of, rule_of
 from tests.waiting import HANG_S, wait_until
 
 NUM_STEPS, EOS = 4, 1
+FACTORS = ("layer", torch.ones(2, 3), torch.ones(4, 2))
 NUM_RESPONSES = 4
 """Responses of a generating rank in a step."""
 PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "") for i in range(20)]
 
 
-def make_config(folder: Path, *, max_staleness: int) -> Config:
+def make_config(folder: Path, *, max_staleness: int, **sections: dict[str, Any]) -> Config:
     ahead = {"generation_ranks": 2, "max_staleness": max_staleness}
-    sections = {
+    defaults = {
         "run": {"output_dir": str(folder), "num_steps": NUM_STEPS},
         "batch": {"rollout_prompts": 4, "minibatch_prompts": 2, "rollouts_per_prompt": 2},
         "rollout": ahead,
         "objective": {"importance_weight_max": 2.0},
         "metrics": {"rounding_every_steps": 0},
     }
-    return config_of(sections)
+    return config_of(defaults, sections)
 
 
 def response(problem: str, sample: int, *, version: int) -> list[int]:
@@ -93,12 +94,14 @@ def serve(
     attempt: Attempt,
     before_step: Callable[[ScriptedEngine], object],
     make_engine: Callable[..., ScriptedEngine] = ScriptedEngine,
+    say: Callable[..., list[int]] = response,
 ) -> tuple[list[str], int]:
     """A rank that only generates; returns its orders and sampled tokens."""
     assert world.bridge is not None
 
     def script(request: Request) -> list[int]:
-        return response(*place_of(request), version=engine.policy_version)
+        said = say(*place_of(request), version=engine.policy_version)
+        return said[len(request.response_ids) :]
 
     replicas = Replicas.create(1, gloo_group=world.gloo_group)
     engine = make_engine(script, replicas=replicas, before_step=lambda: before_step(engine))
@@ -115,22 +118,21 @@ def serve(
         rollouter=build_rollouter(config, inputs, engine, pool),
         pool=pool,
         is_first=world.rank == 0,
+        exported=exported_of([rule_of("w", (3,))], num_ranks=world.bridge.num_training),
+        factors=factor_rules([FACTORS]),
     )
     side.serve()
     return [request.name for request in engine.asked], engine.num_tokens
 
 
 def order(
-    world: World, config: Config, attempt: Attempt, adapter: Any = FULL_WEIGHTS
+    world: World, config: Config, attempt: Attempt, adapter: Any = FULL_WEIGHTS, **start: Any
 ) -> GenerationRanks:
     """Trainer end with the log-probs of the scripted engine."""
     assert world.bridge is not None
     cast(Any, module).score_probe = lambda policy, probe, group: [
         np.full(len(ids), -1.0, np.float32) for ids in probe.response_ids.values()
     ]
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        yield "w", torch.ones(3)
 
     groups = SimpleNamespace(
         rank=world.rank,
@@ -147,16 +149,23 @@ def order(
             Any,
             SimpleNamespace(
                 groups=groups,
-                iterate_hf_weights=weights,
+                exported=exported_of([rule_of("w", (3,))], num_ranks=world.world_size),
+                shard=lambda name: torch.ones(3),
+                factor_shards=lambda: cast(Any, adapter).factor_shards(()),
+                merge_rounding=lambda: cast(Any, adapter).merge_rounding(()),
                 adapter=adapter,
-                iterate_factors=lambda: adapter.whole_factors(()),
             ),
         ),
         attempt=attempt,
         stopwatch=Stopwatch(),
         gloo_group=world.gloo_group,
-        source_state=PromptSource(PROBLEMS, seed=0).state_dict(),
-        next_step=0,
+        problems=PROBLEMS,
+        **{
+            "source_state": PromptSource(PROBLEMS, seed=0).state_dict(),
+            "next_step": 0,
+            "open_groups": Rollouts.join([]),
+        }
+        | start,
     )
 
 
@@ -192,7 +201,7 @@ def send_an_adapter(world: World, folder: Path) -> Any:
     if world.bridge.is_generation:
         serve(world, config, attempt, lambda engine: None, FactorsEngine)
     else:
-        factors = [("layer", torch.ones(2, 3), torch.ones(4, 2))]
+        factors = [FACTORS]
         generation = order(world, config, attempt, FakeAdapter(factors, scale=0.5))
         for version in range(3):
             generation.sync(probe(), policy_version=version)

@@ -173,10 +173,11 @@ def test_a_requeue_leaves_no_result_and_a_cancelled_job_an_error(
     done(submit(str(study)))
     (job,) = jobs_of(run_dir)
     until_step(run_dir, 3)
-    cluster.run("scontrol", "requeue", job)
+    cluster.run("scontrol", "requeuehold", job)  # or it might start before the status is read
     cluster.wait(job, "PENDING")
     assert result_of(job, folder) is None
     assert rows(done(submit("--status", "runs")))["seed_0"][:3] == [job, "pending", "1"]
+    cluster.run("scontrol", "release", job)
 
     cluster.wait(job, "RUNNING")
     until((run_dir / "attempts" / f"{job}.1" / "rank_0.log").exists, "its second start")

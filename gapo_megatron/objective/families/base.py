@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from gapo_megatron.config.methods import Method
+from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.ratio import bounded_exp
-from gapo_megatron.objective.segments import segment_mean, segment_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,12 +18,10 @@ class LossInputs:
 
     log_probs: torch.Tensor
     """[T] current policy, with autograd."""
-    log_ratio: torch.Tensor
-    """[T] float64 with autograd: log_probs - old_log_probs."""
-    sequence_ids: torch.Tensor
-    """[T] int64 in 0..B-1."""
-    counts: torch.Tensor
-    """[B] int64: response tokens of each sequence."""
+    old_log_probs: torch.Tensor
+    """[T] policy that the clip is around, without autograd."""
+    sequences: Sequences
+    """The tokens of each sequence."""
     advantages: torch.Tensor
     """[B] float64."""
     num_correct: torch.Tensor
@@ -37,6 +35,21 @@ class LossInputs:
     method: Method
 
     @property
+    def sequence_ids(self) -> torch.Tensor:
+        """[T] int64 in 0..B-1."""
+        return self.sequences.ids
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[B] int64: response tokens of each sequence."""
+        return self.sequences.counts
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """[T] float64 with autograd: log_probs - old_log_probs."""
+        return self.log_probs.double() - self.old_log_probs.double()
+
+    @property
     def per_token(self) -> bool:
         """Whether each token has a ratio of its own, [T]; else each sequence has one, [B]."""
         return self.method.ratio == "token"
@@ -48,12 +61,11 @@ class LossInputs:
         """
         if self.per_token:
             return bounded_exp(self.log_ratio)
-        if self.method.ratio == "product":
-            return bounded_exp(self.sum_tokens(self.log_ratio))
-        num_sequences = len(self.advantages)
-        return bounded_exp(
-            segment_mean(self.log_ratio, self.sequence_ids, num_sequences, self.counts)
-        )
+        return bounded_exp(self.sequence_log_ratio(mean=self.method.ratio != "product"))
+
+    def sequence_log_ratio(self, *, mean: bool = True) -> torch.Tensor:
+        """[B] float64 with autograd: mean (or sum) of `log_ratio` over each sequence's tokens."""
+        return self.sequences.log_ratio(self.log_probs, self.old_log_probs, mean=mean)
 
     def per_ratio(self, values: torch.Tensor) -> torch.Tensor:
         """Expand values of sequences [B] to the shape of `ratio`."""
@@ -61,7 +73,7 @@ class LossInputs:
 
     def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """[B] float64 with autograd: sums of `values` [T] over the tokens of each sequence."""
-        return segment_sum(values, self.sequence_ids, num_sequences=len(self.advantages))
+        return self.sequences.sum(values)
 
     def sum_losses(self, losses: torch.Tensor) -> torch.Tensor:
         """[B] float64 with autograd: `losses`, shaped like `ratio`, summed over each sequence.

@@ -51,7 +51,7 @@ def _terms(tokens: LossInputs) -> Terms:
 def _bounds(tokens: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """[T] float64 each, detached: lo in 1/2..1 and hi in 1..ratio_max, also if q is 0."""
     assert tokens.per_token, "DCPO's bounds depend on the probability of a token"
-    old = (tokens.log_probs.double() - tokens.log_ratio).detach().exp()
+    old = tokens.old_log_probs.double().exp()
     lower, upper = tokens.per_ratio(tokens.lower), tokens.per_ratio(tokens.upper)
     low = 0.5 + 0.5 * (1 - 4 * lower / old).clamp(min=0).sqrt()
     high = 0.5 + 0.5 * (1 + 4 * upper / old).sqrt()

@@ -45,8 +45,7 @@ def _terms(tokens: LossInputs) -> Terms:
 def _growth(tokens: LossInputs) -> torch.Tensor:
     """[T] float64, detached: p - q, exactly 0 at equal log-probs."""
     assert tokens.per_token, "DPPO compares the probabilities of single tokens"
-    log_probs = tokens.log_probs.detach().double()
-    return log_probs.exp() - (log_probs - tokens.log_ratio.detach()).exp()
+    return tokens.log_probs.detach().double().exp() - tokens.old_log_probs.double().exp()
 
 
 DPPO = Family(_terms, clip_stops_gradient=True)

@@ -27,7 +27,7 @@ from gapo_megatron.objective.ratio import bounded_exp
 def _terms(tokens: LossInputs) -> Terms:
     assert not tokens.per_token, "FSPO clips whole responses"
     ratio, advantages = tokens.ratio(), tokens.advantages
-    total = tokens.sum_tokens(tokens.log_ratio.detach())
+    total = tokens.sequence_log_ratio(mean=False).detach()
     root = tokens.counts.clamp(min=1).double().sqrt()  # 1 for a response without tokens
     high, low = tokens.upper * root, -tokens.lower * root
     too_high = (advantages > 0) & (total > high)

@@ -25,7 +25,6 @@ import torch
 
 from gapo_megatron.objective.families.base import Family, LossInputs, Terms
 from gapo_megatron.objective.ratio import bounded_exp
-from gapo_megatron.objective.segments import segment_mean
 
 
 def _terms(tokens: LossInputs) -> Terms:
@@ -56,8 +55,7 @@ def _terms(tokens: LossInputs) -> Terms:
 
 def _geometric_mean(log_ratio: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
     """[B] float64 with autograd: exp(mean_t log_ratio)."""
-    num_sequences = len(tokens.advantages)
-    return bounded_exp(segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts))
+    return bounded_exp(tokens.sequences.mean(log_ratio))
 
 
 GMPO = Family(_terms, clip_stops_gradient=True)

@@ -84,8 +84,9 @@ def convert_adapter(
     base, digests = HfFolder(base_dir), dict[str, str]()
 
     def weights() -> Iterator[tuple[str, Tensor]]:
+        buffers = hf_shapes([rule for rule in rules if rule.is_buffer])
         for name in hf_shapes(rules):
-            weight = base.read(name).to(adapter.dtype)
+            weight = base.read(name).to(torch.float32 if name in buffers else adapter.dtype)
             digests[name] = tensor_sha256(weight)
             yield name, weight
         # Before the output is complete: an error here leaves none.

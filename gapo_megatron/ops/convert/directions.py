@@ -27,12 +27,17 @@ from gapo_megatron.hf.manifest import MANIFEST_NAME, find_damage
 from gapo_megatron.hf.megatron_record import TRACKER, Found, find_megatron
 from gapo_megatron.hf.model_folder import check_dtypes, check_model_folder
 from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.hf.weights import MAX_SHARD_BYTES, HfFolder, carry_over, write_hf_weights
+from gapo_megatron.hf.weights import (
+    MAX_SHARD_BYTES,
+    HfFolder,
+    carry_over,
+    describe_left_out,
+    write_hf_weights,
+)
 from gapo_megatron.hf.workers import worker_pool
 from gapo_megatron.io.files import real
-from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.rules import Place, Rule
-from gapo_megatron.models.tables import geometry_of, rules_for
+from gapo_megatron.models.tables import geometry_of, quantization_of, rope_of, rules_for
 from gapo_megatron.ops.convert.report import Result, progress, write_report
 from gapo_megatron.ops.convert.verify import (
     Mode,
@@ -43,6 +48,7 @@ from gapo_megatron.ops.convert.verify import (
     kept_dtypes,
     num_bytes_to_read,
     verify,
+    wanted_dtype,
 )
 
 OVERWRITE = "; --overwrite replaces the result of a conversion"
@@ -80,14 +86,20 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
     left_out = check_tensors(hf, rules)
     dtypes = _all(rules, options.dtype) or kept_dtypes(hf, rules)
     checks = {"config": f"agrees with the weights: {_describe(hf_config)}"}
+    if method := quantization_of(hf_config):
+        checks["quantization"] = (
+            f"{method} weights read as bfloat16; the copied config.json states no quantization"
+        )
     if left_out:
         checks["left out"] = f"{', '.join(left_out)}: determined by the config and other weights"
+    if hf.left_out:
+        checks["predicting layers"] = describe_left_out(hf)
 
     def read(rule: Rule, place: Place) -> Tensor:
         tensors = []
         for name in rule.hf_names(place):
             where = f"{hf.root / hf.entries[name].file}: {name}"
-            tensors.append(cast(hf.read(name), options.dtype, name=where))
+            tensors.append(cast(hf.read(name), wanted_dtype(rule, options.dtype), name=where))
         return rule.merge(tensors, place)
 
     # Write to a temporary folder, and publish it after all checks.
@@ -113,7 +125,7 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
             )
         (folder / TRACKER).write_text("release", encoding="utf-8")
         side_files.mkdir()
-        carry_over(hf_dir, side_files, dtype=_new_dtype(hf_config, dtypes))
+        carry_over(hf_dir, side_files, dtype=_new_dtype(hf_config, rules, dtypes))
         parts, more = _gate(hf, MegatronFolder(folder, rules), rules, options, written="megatron")
         checks |= more
         write_report(folder, source=hf_dir, dtypes=dtypes.values(), checks=checks)
@@ -162,7 +174,7 @@ def megatron_to_hf(
 
     def read(rule: Rule, place: Place) -> Tensor:
         where = f"{found.root}: {rule.megatron_name(place)}"
-        return cast(megatron.read(rule, place), options.dtype, name=where)
+        return cast(megatron.read(rule, place), wanted_dtype(rule, options.dtype), name=where)
 
     # Write to a temporary folder, and publish it after all checks.
     num_bytes = _num_bytes(rules, dtypes)
@@ -183,7 +195,7 @@ def megatron_to_hf(
                 num_threads=options.num_threads,
                 on_bytes=on_bytes,
             )
-        carry_over(side_files, folder, dtype=_new_dtype(hf_config, dtypes))
+        carry_over(side_files, folder, dtype=_new_dtype(hf_config, rules, dtypes))
         hf = HfFolder(folder)
         check_config(hf.root, hf.entries)
         parts, more = _gate(hf, megatron, rules, options, written="hf")
@@ -298,7 +310,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _all(rules: Sequence[Rule], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    return {rule.megatron: dtype for rule in rules} if dtype else {}
+    return {rule.megatron: wanted_dtype(rule, dtype) or dtype for rule in rules} if dtype else {}
 
 
 def _check_apart(output: Path, *sources: Path) -> None:
@@ -309,10 +321,10 @@ def _check_apart(output: Path, *sources: Path) -> None:
 
 
 def _new_dtype(
-    hf_config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
+    hf_config: PretrainedConfig, rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype]
 ) -> torch.dtype | None:
     """The dtype to write to config.json; None if it has it already, or the weights have several."""
-    stored = set(dtypes.values())
+    stored = {dtypes[one.megatron] for one in rules if not (one.tied or one.is_buffer)}
     return stored.pop() if len(stored) == 1 and stored != {hf_config.dtype} else None
 
 
@@ -333,7 +345,7 @@ def _num_bytes(rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> int:
 
 
 def _describe(hf_config: PretrainedConfig) -> str:
-    g, rope = geometry_of(hf_config), read_rope(hf_config.to_dict())
+    g, rope = geometry_of(hf_config), rope_of(hf_config.to_dict())
     scaled = f", {rope.kind} scaling by {rope.scaling['factor']:g}" if rope.scaling else ""
     return (
         f"{hf_config.model_type}, {g.num_layers} layers of {g.hidden}, {g.heads} query and "

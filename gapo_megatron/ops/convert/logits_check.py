@@ -25,6 +25,7 @@ from gapo_megatron.config import ParallelConfig
 from gapo_megatron.data.tokenizer import open_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.model_folder import VOCABULARY_FILES
+from gapo_megatron.io.host_memory import available_bytes
 from gapo_megatron.models.checks import check_shapes, num_experts
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
@@ -168,7 +169,8 @@ def _transformers_logits(
         local_files_only=True,
         trust_remote_code=False,
     )
-    model = model.to(_device()).eval()
+    # transformers makes bfloat16 of quantized weights, whatever it is asked for.
+    model = model.to(_device(), torch.float32).eval()
     _round(model, dtype)
     return [model(ids[None].to(model.device)).logits[0].cpu() for ids in sequences]
 
@@ -229,16 +231,7 @@ def _device() -> torch.device:
 
 
 def _free_bytes() -> int:
-    """Free bytes of the GPU; without one, of host memory within the limits of the control group."""
+    """Free bytes of the GPU; without one, of host memory."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    free = next(int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable"))
-    # A job's limit is set on its control group or one above.
-    own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[-1].split(":")[2]
-    group = Path("/sys/fs/cgroup") / own.lstrip("/")
-    for folder in (group, *group.parents):
-        limit = folder / "memory.max"
-        if limit.is_file() and (text := limit.read_text().strip()) != "max":
-            free = min(free, int(text))
-    return free
+    return available_bytes()

@@ -29,7 +29,7 @@ _PARTS = {
     "norms": r"norm",
     "embedding": r"\bembedding",
     "attention": r"\bself_attention\.",
-    "experts": r"\bmlp\.(experts|router)\.",
+    "experts": r"\bmlp\.(experts|router|shared_experts)\.",
     "mlp": r"\bmlp\.",
     "output": r"\boutput_layer\.",
 }
@@ -128,6 +128,11 @@ def kept_dtypes(source: HfFolder | MegatronFolder, rules: Sequence[Rule]) -> dic
                     f"{first}; Megatron stores both in one tensor: set --dtype"
                 )
     return dtypes
+
+
+def wanted_dtype(rule: Rule, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What a parameter is cast to if all weights are cast to `dtype`; None: it is not cast."""
+    return torch.float32 if dtype is not None and rule.is_buffer else dtype
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None, *, name: str) -> Tensor:
@@ -279,8 +284,8 @@ def _choose(
 
 
 def _is_sampled(rule: Rule, place: Place) -> bool:
-    layers, experts = rule.num_layers or 1, rule.num_experts or 1
-    is_layer = (place.layer or 0) in (0, layers // 2, layers - 1)
+    layers, experts = rule.layers, rule.num_experts or 1
+    is_layer = not layers or place.layer in (layers[0], layers[len(layers) // 2], layers[-1])
     return is_layer and (place.expert or 0) in (0, experts - 1)
 
 
@@ -301,7 +306,7 @@ def _compare(
     made, source = [(there, full)], tensors
     if written == "hf":
         made, source = list(zip(here, tensors, strict=True)), [full]
-    expected = dtype or source[0].dtype
+    expected = wanted_dtype(rule, dtype) or source[0].dtype
     for where, tensor in made:
         if tensor.dtype != expected:
             raise ConversionError(f"{where} is {tensor.dtype}; it should be {expected}")

@@ -40,7 +40,7 @@ def look_at_settings(
 def _look_at_model(settings: Config) -> Finding:
     """Open config, tokenizer and weights as the trainer does; of the weights, only headers."""
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.models.checks import check_shapes
+    from gapo_megatron.models.checks import check_replay, check_shapes
     from gapo_megatron.policy.load import check_megatron_dir
     from gapo_megatron.policy.model import read_hf_config
 
@@ -49,6 +49,7 @@ def _look_at_model(settings: Config) -> Finding:
         facts = check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
         hf_config = read_hf_config(hf_dir)
         check_shapes(hf_config, settings.parallel, settings.model)
+        check_replay(hf_config, settings.objective)
         load_tokenizer(hf_dir, facts=facts)
         if megatron_dir:
             check_megatron_dir(settings, hf_config)

@@ -1,8 +1,8 @@
 """Bytes of activations that the layers keep for their backward pass.
 
 The formulas follow the tensors that each module saves. For layers without Transformer Engine
-("local") they are checked on a CPU against torch's saved-tensor hooks; for Transformer Engine's
-("fused") they follow from its sources and have not been measured.
+they are checked on a CPU against torch's saved-tensor hooks; for Transformer Engine's they follow
+from its sources and have not been measured.
 
 Assumptions: no dropout; attention never stores a matrix of scores (flash attention); micro-batches
 need no padding; experts get equal shares of the tokens.
@@ -15,20 +15,44 @@ and values, at most one neighbour's in addition.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Self
 
 from gapo_megatron.config import Config
+from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.models.parts import Geometry
-from gapo_megatron.models.tables import geometry_of
+from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of
 from gapo_megatron.ops.plan.flops import element_bytes
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 
 _INDEX = 8  # int64
+_SINK_ELEMENTS = 8
+"""Elements that a head grows by for a sink: a copy of `policy.sinks`, which imports torch."""
 _TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
 _TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
 """Tile and block sizes of the head on a GPU: a copy of those in `logprob.tiles.block_shape`, which
 imports torch."""
+
+
+class Kernels(Enum):
+    """What computes the layers."""
+
+    TRANSFORMER_ENGINE = auto()
+    FLASH = auto()
+    """Our layers; attention is one kernel, which reads packed sequences as they are."""
+    PADDED = auto()
+    """Our layers; attention pads the sequences, and has masks."""
+
+    @classmethod
+    def of(cls, hf_config: Any, config: Config, layout: Layout) -> Self:
+        """Those of a run on GPUs with Transformer Engine, which fp32 runs do not use."""
+        if config.model.precision == "fp32":
+            return cls.PADDED
+        if architecture_of(hf_config).megatron_layers:
+            return cls.TRANSFORMER_ENGINE
+        return cls.PADDED if layout.cp_size > 1 else cls.FLASH
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +83,27 @@ class LayerBytes:
         return self.all
 
     @classmethod
-    def of(cls, hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> Self:
-        """Bytes per token of one layer on one rank of a layout."""
+    def of(
+        cls,
+        hf_config: Any,
+        config: Config,
+        layout: Layout,
+        *,
+        kernels: Kernels,
+        has_experts: bool | None = None,
+    ) -> Self:
+        """Bytes per token of one layer on one rank of a layout.
+
+        Args:
+            hf_config: the model's config.
+            config: the run's settings.
+            layout: how the run is divided.
+            kernels: what computes the layers.
+            has_experts: whether it is a layer with experts; None: it is the last layer.
+        """
         g, tp = geometry_of(hf_config), layout.tp_size
+        has_experts = g.has_experts[-1] if has_experts is None else has_experts
+        fused = kernels is Kernels.TRANSFORMER_ENGINE
         sp = tp if layout.sequence_parallel else 1
         e, of_norm = element_bytes(config), _norm_element_bytes(config, fused)
         hidden = e * g.hidden // sp
@@ -70,11 +112,17 @@ class LayerBytes:
         # Attention. Its output is also the projection's input; norms keep queries and keys.
         attention = mixed + rotated + out + log_sums
         recomputed = mixed + out + (e * q if g.heads > g.kv_heads else 0)  # grouped: copies
-        if g.head_norms:
-            attention += _norm(q, n, of_norm) + _norm(k, k // g.head_dim, of_norm)
-            attention += e * (q + k) if fused else 0
-            recomputed = mixed + rotated + out
-            recomputed += _norm(q, n, of_norm) + _norm(k, k // g.head_dim, of_norm)
+        if g.latent:
+            attention, recomputed = _latent_attention(g, layout, e, of_norm, fused)
+        elif g.head_norms or g.joint_head_norms:
+            counts = (n, k // g.head_dim) if g.head_norms else (1, 1)
+            kept = sum(_norm(w, c, of_norm) for w, c in zip((q, k), counts, strict=True))
+            attention += kept + (e * (q + k) if fused else 0)
+            recomputed = mixed + rotated + out + kept
+        if g.sinks and kernels is Kernels.PADDED:
+            # Grown copies of queries, keys and values, and the output before it is cut.
+            grown = e * (2 * q + 2 * k) * (g.head_dim + _SINK_ELEMENTS) // g.head_dim
+            attention = grown + out + log_sums
         if layout.cp_size > 1 and not fused:
             # All keys and values, the mask, and the output before and after it is rearranged; the
             # same again if attention is recomputed.
@@ -85,21 +133,46 @@ class LayerBytes:
         # Norms and MLP or experts, and what selective recomputation repeats.
         norms = 2 * (_norm(g.hidden, 1, of_norm) // sp + hidden)
         norms += 2 * hidden if fused else 0
+        if g.input_norms and g.output_norms:
+            norms += 2 * _norm(g.hidden, 1, of_norm) // sp
         # Transformer Engine's layers recompute the norm before the MLP and, in a dense layer, the
-        # whole MLP; with experts only their activation, the input of their second product.
-        again = hidden + _norm(g.hidden, 1, of_norm) // sp
-        if g.num_experts:
-            mlp = _experts(g, e, fused) // sp
+        # whole MLP; with experts only their activation, the input of their second product. Ours
+        # recompute the MLP alone.
+        again = hidden + _norm(g.hidden, 1, of_norm) // sp if fused else 0
+        per_width = e * (3 if fused else 5)
+        if has_experts:
+            mlp = _experts(g, e, fused) // sp + per_width * (g.shared_intermediate // tp)
             again += e * g.experts_per_token * g.expert_intermediate // sp
         else:
-            mlp = e * (g.intermediate // tp) * (3 if fused else 5)
+            mlp = per_width * (g.intermediate // tp)
             again += mlp
         factors = _factors(config, g)
         attention += factors["qkv"] + factors["proj"]
-        mlp += factors["fc1"] + factors["fc2"] + factors["experts"] // sp
-        if not fused:
+        if has_experts:
+            mlp += factors["experts"] // sp
+        if g.shared_intermediate or not has_experts:
+            mlp += factors["fc1"] + factors["fc2"]
+        # What is recomputed is one setting for all layers.
+        if kernels is Kernels.PADDED or (g.num_experts and not fused):
             return cls(hidden, norms, attention, mlp, norms + recomputed + mlp, 0)
         return cls(hidden, norms, attention, mlp, norms + attention + mlp - again, again)
+
+
+def _latent_attention(
+    g: Geometry, layout: Layout, e: int, of_norm: int, fused: bool
+) -> tuple[int, int]:
+    """Bytes per token kept by latent attention, and those if its core is recomputed."""
+    assert g.latent is not None
+    tp, sp = layout.tp_size, layout.tp_size if layout.sequence_parallel else 1
+    q, v, n = (size // tp for size in (g.heads * g.head_dim, g.heads * g.latent.value, g.heads))
+    up = n * (g.latent.nope + g.latent.value)
+    # Latent vectors, and their norms: the inputs of the projections out of them.
+    latents = [size for size in (g.latent.query, g.latent.key_value) if size]
+    kept = sum(_norm(size, 1, of_norm) + e * size * (1 + fused) for size in latents) // sp
+    if fused:
+        return kept + e * (2 * q + 2 * v) + 4 * n, kept + e * (2 * q + 2 * v)
+    # Queries, keys, values as large as those, the output as large; the projection's input.
+    return kept + e * (4 * q + v) + 4 * n, kept + e * (2 * q + up + v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +198,7 @@ def kept_activations(
     *,
     stage: int,
     num_microbatches: int,
-    fused: bool,
+    kernels: Kernels,
 ) -> KeptActivations:
     """Predict what is kept for micro-batches of `batch.max_tokens_per_microbatch` tokens.
 
@@ -135,18 +208,36 @@ def kept_activations(
         layout: how the run is divided.
         stage: pipeline rank.
         num_microbatches: micro-batches of an update.
-        fused: whether layers are Transformer Engine's.
+        kernels: what computes the layers.
     """
-    layer = LayerBytes.of(hf_config, config, layout, fused=fused)
-    num_layers = layout.layers_of_ranks(hf_config.num_hidden_layers)[stage] // layout.vpp_size
+    fused = kernels is Kernels.TRANSFORMER_ENGINE
+    layers_here = layers_of_stages(layout.parallel, hf_config.num_hidden_layers)[stage]
+    has_experts = geometry_of(hf_config).has_experts
+    kinds = Counter(has_experts[number] for part in layers_here for number in part)
+    layers = {
+        kind: LayerBytes.of(hf_config, config, layout, kernels=kernels, has_experts=kind)
+        for kind in kinds
+    }
+    layer = next(iter(layers.values()))  # what follows is alike in all
     tokens = tokens_per_rank(config, layout)
     in_flight = num_in_flight(layout, stage=stage, num_microbatches=num_microbatches)
     sp = layout.tp_size if layout.sequence_parallel else 1
-    e, kept, head = element_bytes(config), num_layers * layer.kept(layout.recompute), 0
+    e, head = element_bytes(config), 0
+    # Virtual stages count as alike.
+    kept = sum(kinds[kind] * one.kept(layout.recompute) for kind, one in layers.items())
+    kept = -(-kept // layout.vpp_size)
     if stage == 0:
         kept += _INDEX  # tokens (strictly: of the first virtual stage only)
+    masks = 0
     if not fused:  # rotary tables
-        kept += 2 * e * geometry_of(hf_config).head_dim
+        g, rope = geometry_of(hf_config), rope_of(hf_config.to_dict())
+        of_table = max(e, 4) if architecture_of(hf_config).rotates_in_float32 else e
+        kept += 2 * of_table * rope.rotated(g.rotary_dim) * (1 if rope.windowed_base is None else 2)
+        longest = min(config.max_sequence_tokens, config.batch.max_tokens_per_microbatch)
+        if kernels is Kernels.PADDED and 0 < g.window < longest:
+            # Of windowed layers, for every sequence of a context parallel rank; otherwise one for
+            # all sequences of similar length (shorter ones add at most a third).
+            masks = tokens * longest if layout.cp_size > 1 else longest**2
     if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
         of_norm = _norm_element_bytes(config, fused)
         head = _norm(hf_config.hidden_size, 1, of_norm) // sp + layer.hidden * (1 + fused)
@@ -154,10 +245,11 @@ def kept_activations(
     recomputed = 0
     if layout.recompute == "full":
         # The layer's input is kept anyway; norms in float32 keep their own copy of it.
-        recomputed = layer.all - layer.hidden * (fused or e == 4)
+        most = max(one.all for one in layers.values())
+        recomputed = most - layer.hidden * (fused or e == 4)
     elif layout.recompute == "selective":
-        recomputed = layer.selective_again
-    return KeptActivations(tokens * in_flight * kept, tokens * recomputed, tokens * head)
+        recomputed = max(one.selective_again for one in layers.values())
+    return KeptActivations((tokens * kept + masks) * in_flight, tokens * recomputed, tokens * head)
 
 
 def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
@@ -202,7 +294,7 @@ def neighbour_bytes(
     return tokens_per_rank(config, layout) * hidden * (inputs + outputs)
 
 
-def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:
+def working_bytes(hf_config: Any, config: Config, layout: Layout, *, kernels: Kernels) -> int:
     """Workspace of one layer's backward pass in addition to kept activations: an estimate.
 
     Gradients of the MLP's two widest tensors and of two hidden states, and the largest weight's
@@ -210,16 +302,35 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
     gradient comes after the layers' backward passes and is smaller than what they have freed.)
     """
     g, e = geometry_of(hf_config), element_bytes(config)
-    wide = g.intermediate // layout.tp_size
-    if g.num_experts:
-        sp = layout.tp_size if layout.sequence_parallel else 1
-        wide = g.expert_intermediate * g.experts_per_token // sp
+    sp = layout.tp_size if layout.sequence_parallel else 1
+    routed = g.expert_intermediate * g.experts_per_token // sp
+    wide = max(g.shared_intermediate // layout.tp_size, routed)
+    if not all(g.has_experts):
+        wide = max(wide, g.intermediate // layout.tp_size)
     # Sequence parallelism gathers whole hidden states before a product.
-    elements = (3 if fused else 4) * wide + 2 * g.hidden
+    elements = (3 if kernels is Kernels.TRANSFORMER_ENGINE else 4) * wide + 2 * g.hidden
     if layout.cp_size > 1:  # a neighbour's keys and values, and gradients of both
         elements += 4 * g.kv_heads * g.head_dim // layout.tp_size
     activations = tokens_per_rank(config, layout) * e * elements
     return activations + e * g.hidden * 2 * wide * (config.adapter.kind == "none")
+
+
+def routes_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
+    """Bytes of the routes that a rank records with the old log-probs: `learn.routes`.
+
+    At the beginning of the first update it has those of all other mini-batches. Every sequence is
+    taken to have the maximum length.
+    """
+    g = geometry_of(hf_config)
+    if not g.num_experts or config.objective.old_log_probs == "rollout":
+        return 0
+    num_microbatches = (config.batch.num_minibatches - 1) * most_microbatches(config, layout)
+    tokens = num_microbatches * tokens_per_rank(config, layout)
+    layers_here = layers_of_stages(layout.parallel, g.num_layers)[stage]
+    num_layers = sum(g.has_experts[number] for part in layers_here for number in part)
+    of_id = 1 if g.num_experts <= 256 else 2
+    sp = layout.tp_size if layout.sequence_parallel else 1
+    return tokens // sp * num_layers * g.experts_per_token * of_id
 
 
 def tokens_per_rank(config: Config, layout: Layout) -> int:
@@ -259,7 +370,8 @@ def _experts(g: Geometry, e: int, fused: bool) -> int:
     chosen = g.experts_per_token
     # Per chosen expert: id, weight, position. Per expert: probability and choice.
     router = chosen * (2 * _INDEX + 4) + 5 * g.num_experts
-    wide = g.expert_intermediate * (4 if fused else 6)
+    # Without a fused kernel a limit keeps both clamped halves too.
+    wide = g.expert_intermediate * (4 if fused else 8 if g.gate_limit else 6)
     states = (
         g.hidden if fused else 2 * g.hidden
     )  # torch's sum of them keeps the experts' outputs too

@@ -27,7 +27,7 @@ from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.activations import kept_activations
+from gapo_megatron.ops.plan.activations import Kernels, kept_activations
 from gapo_megatron.ops.plan.hardware import GIB
 from gapo_megatron.ops.plan.layout import Layout, state_bytes
 from gapo_megatron.ops.plan.memory import step_bytes
@@ -267,7 +267,7 @@ def _predict(
     of_rank: dict[str, Any] = {
         "stage": rank // layout.ranks_per_stage,
         "num_microbatches": num_microbatches,
-        "fused": False,
+        "kernels": Kernels.PADDED,
     }
     kept = kept_activations(hf_config, config, layout, **of_rank)
     step = step_bytes(hf_config, config, layout, **of_rank)

@@ -37,16 +37,16 @@ def engine_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int
     left out.
     """
     size = shape.num_parameters * element_bytes(config) / rollout_tp_size
-    if sends_factors(config, gpu):
+    if sends_factors(shape, config, gpu):
         return size + factor_room_bytes(shape, config, rollout_tp_size=rollout_tp_size)
     if not config.rollout.quantization:
         return size
-    others = (shape.layer_weights - shape.num_experts * shape.hidden) / rollout_tp_size
-    experts = shape.num_experts * shape.expert_weights / rollout_tp_size
+    routed = shape.num_sparse * shape.num_experts
+    others = (shape.common_weights - routed * shape.hidden) / rollout_tp_size
+    experts = routed * shape.expert_weights / rollout_tp_size
     blocks = math.ceil(shape.expert_weights / (3 * shape.hidden) / rollout_tp_size / 128)
-    filled_up = shape.num_experts * 3 * shape.hidden * 128 * blocks
-    before, after = (others + experts) * element_bytes(config), others + filled_up
-    return size - shape.num_layers * (before - after)
+    filled_up = routed * 3 * shape.hidden * 128 * blocks
+    return size - (others + experts) * element_bytes(config) + others + filled_up
 
 
 def factor_room_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> int:
@@ -65,7 +65,7 @@ def factor_room_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> 
             rows, columns = num_rows * copies // tp_size, num_columns
             if one.weight.tp_dim == 1:
                 rows, columns = num_rows, num_columns // tp_size
-            width += (rows + columns) * shape.num_layers
+            width += (rows + columns) * len(one.weight.layers)
     rank = min(rank for rank in ADAPTER_RANKS if rank >= adapter.rank)
     return width * rank * element_bytes(config)
 
@@ -77,18 +77,30 @@ class Shape:
     num_layers: int
     hidden: int
     heads_width: int
-    """Query heads x head_dim."""
+    """Query heads x head_dim; of values that are smaller than queries, the mean of both."""
     kv_heads: int
     head_dim: int
+    latent_width: int
+    """Elements of a token in a layer's KV cache under latent attention; 0: keys and values."""
     vocab: int
     tied: bool
     """Whether the output layer shares the embedding's weights."""
     layer_weights: int
-    """Weights of one layer that every token uses: attention, and the MLP or the router."""
+    """Weights of the last layer that every token uses: attention, and the MLP, or the router and
+    a shared expert."""
+    first_weights: int
+    """The same of the first layer, which differs from the last if `num_dense` > 0."""
+    num_dense: int
+    """First layers that have an MLP in a model with experts."""
     expert_weights: int
     """Weights of one expert of one layer; 0 in a dense model."""
     num_experts: int
     experts_per_token: int
+    has_shared_expert: bool
+    window: int
+    """Keys that a query of a windowed layer sees."""
+    num_windowed: int
+    """Layers with the window."""
     num_tensors: int
     """Tensors of the Hugging Face checkpoint."""
     num_parameters: int
@@ -105,36 +117,59 @@ class Shape:
         """
         g, rules = geometry_of(hf_config), rules_for(hf_config)
         own = [rule for rule in rules if not rule.tied]
-        counts = {rule.megatron: (rule.num_layers or 1) * (rule.num_experts or 1) for rule in own}
-        in_layer = [rule for rule in own if rule.num_layers]
+        first, last = ([one for one in own if at in one.layers] for at in (0, g.num_layers - 1))
         return cls(
             num_layers=g.num_layers,
             hidden=g.hidden,
-            heads_width=g.heads * g.head_dim,
+            heads_width=g.heads * (g.head_dim + g.value_dim) // 2,
             kv_heads=g.kv_heads,
             head_dim=g.head_dim,
+            latent_width=g.latent.key_value + g.latent.rope if g.latent else 0,
             vocab=g.vocab,
             tied=g.tied,
-            layer_weights=_matrix_elements(rule for rule in in_layer if not rule.num_experts),
-            expert_weights=_matrix_elements(rule for rule in in_layer if rule.num_experts),
+            layer_weights=_matrix_elements(rule for rule in last if not rule.num_experts),
+            first_weights=_matrix_elements(rule for rule in first if not rule.num_experts),
+            num_dense=g.num_dense,
+            expert_weights=_matrix_elements(rule for rule in last if rule.num_experts),
             num_experts=g.num_experts,
             experts_per_token=g.experts_per_token,
-            num_tensors=sum(len(rule.hf) * counts[rule.megatron] for rule in own),
+            has_shared_expert=g.shared_intermediate > 0,
+            window=g.window,
+            num_windowed=sum(g.windowed),
+            num_tensors=sum(len(rule.hf) * rule.num_places for rule in own),
             num_parameters=sum(per_rank_parameters(rules, ParallelConfig())),
             rules=tuple(rules),
         )
 
     @property
-    def active_layer_weights(self) -> int:
-        """Weights of one layer that multiply one token."""
-        return self.layer_weights + self.experts_per_token * self.expert_weights
+    def num_sparse(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.num_dense if self.num_experts else 0
+
+    @property
+    def common_weights(self) -> int:
+        """Weights of all layers that every token uses."""
+        others = (self.num_layers - self.num_dense) * self.layer_weights
+        return others + self.num_dense * self.first_weights
+
+    @property
+    def active_weights(self) -> int:
+        """Weights of all layers that multiply one token."""
+        chosen = self.num_sparse * self.experts_per_token * self.expert_weights
+        return self.common_weights + chosen
 
     @property
     def head_weights(self) -> int:
         return self.vocab * self.hidden
 
     def kv_bytes_per_token(self, *, element_bytes: int, tp_size: int = 1) -> int:
-        """Bytes of one token's keys and values on one rank; ranks beyond the KV heads copy one."""
+        """Bytes of one token's keys and values on one rank; ranks beyond the KV heads copy one.
+
+        Of windowed layers vLLM frees what lies behind the window; that is not counted on. Latent
+        vectors are whole on every rank.
+        """
+        if self.latent_width:
+            return self.num_layers * self.latent_width * element_bytes
         heads = max(1, -(-self.kv_heads // tp_size))
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
 
@@ -159,14 +194,15 @@ def kv_cache_tokens(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: 
     return kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size) / token_bytes
 
 
-def sends_factors(config: Config, gpu: Gpu) -> bool:
+def sends_factors(shape: Shape, config: Config, gpu: Gpu) -> bool:
     """Whether a weight sync brings vLLM an adapter's factors alone.
 
     Otherwise it brings whole weights, merged with the adapter if there is one
     (`rollout.vllm.adapter.why_merged`).
     """
-    adapter, is_wide = config.adapter, config.model.precision == "fp32" and gpu.name != CPU_NAME
-    is_merged = "experts" in adapter.targets or is_wide or bool(config.rollout.quantization)
+    adapter, on_cpu = config.adapter, gpu.name == CPU_NAME
+    is_merged = shape.num_experts > 0 if on_cpu else config.model.precision == "fp32"
+    is_merged |= "experts" in adapter.targets or bool(config.rollout.quantization)
     return adapter.kind != "none" and not is_merged
 
 
@@ -175,7 +211,8 @@ def kept_asleep_bytes(shape: Shape, config: Config, layout: Layout, gpu: Gpu) ->
 
     0 if a sync brings whole weights, on generation ranks, which never sleep, and on a CPU.
     """
-    if layout.num_generation or gpu.name == CPU_NAME or not sends_factors(config, gpu):
+    is_asleep = not layout.num_generation and gpu.name != CPU_NAME
+    if not is_asleep or not sends_factors(shape, config, gpu):
         return 0.0
     return engine_bytes(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
 
@@ -214,11 +251,12 @@ def forward_flops(
 ) -> ForwardFlops:
     """Operations of a forward pass over packed sequences.
 
-        layers    = 2 x num_tokens x num_layers x active_layer_weights
+        layers    = 2 x num_tokens x active_weights
         attention = 2 x num_sequences x mean_squared_length x num_layers x heads_width
         head      = 2 x num_scored x vocab x hidden
 
     Attention is causal: a sequence of L tokens has L^2 / 2 pairs, each used twice (scores, values).
+    In a layer with a window of w < L keys it has L w - w^2 / 2, here of the root mean square of L.
 
     Args:
         hf_config: the model's config, or its `Shape`.
@@ -229,9 +267,14 @@ def forward_flops(
     """
     shape = hf_config if isinstance(hf_config, Shape) else Shape.of(hf_config)
     scored = num_tokens if num_scored is None else num_scored
+    # Twice the pairs of a sequence, summed over the layers.
+    longest = math.sqrt(mean_squared_length)
+    seen = min(longest, shape.window)
+    pairs = (shape.num_layers - shape.num_windowed) * mean_squared_length
+    pairs += shape.num_windowed * (2 * longest * seen - seen**2)
     return ForwardFlops(
-        layers=2.0 * num_tokens * shape.num_layers * shape.active_layer_weights,
-        attention=2.0 * num_sequences * mean_squared_length * shape.num_layers * shape.heads_width,
+        layers=2.0 * num_tokens * shape.active_weights,
+        attention=2.0 * num_sequences * pairs * shape.heads_width,
         head=2.0 * scored * shape.head_weights,
     )
 
@@ -242,7 +285,7 @@ def adapter_flops(shape: Shape, config: Config, *, num_tokens: float) -> float:
         return 0.0
     weights = sum(
         math.prod(rule.full_shape)
-        * (rule.num_layers or 1)
+        * (len(rule.layers) or 1)
         * (shape.experts_per_token if rule.num_experts else 1)
         for rule in trained_rules(shape.rules, config.adapter)
     )

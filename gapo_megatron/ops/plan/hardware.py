@@ -199,6 +199,8 @@ class Efficiency:
     """Overhead of a layer's forward pass of one micro-batch: kernel launches. Assumed."""
     collective_s: float = 2e-5
     """Latency of one collective. Assumed."""
+    ring_step_s: float = 7e-6
+    """Latency of one step of a ring over many ranks, one of its ranks - 1. Assumed: 5 to 10 us."""
     update_s: float = 0.05
     """Overhead of one optimizer step: gradient norm, flags, metrics. Assumed."""
     decode_step_s: float = 0.006

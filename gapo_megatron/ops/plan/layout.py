@@ -209,7 +209,8 @@ def placement(rule: Rule, parallel: ParallelConfig) -> Iterator[tuple[int, int]]
     pp_size, ep_size = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
     if rule.num_layers is not None:
         for stage, virtual in enumerate(layers_of_stages(parallel, rule.num_layers)):
-            yield stage, sum(map(len, virtual)) * (rule.num_experts or ep_size) // ep_size
+            here = sum(map(rule.count_in, virtual))
+            yield stage, here * (rule.num_experts or ep_size) // ep_size
     elif rule.tied and pp_size == 1:
         return  # the embedding itself serves as the output layer
     else:
@@ -285,18 +286,34 @@ def exact_copy_bytes(
     return [count * size for count in per_rank_parameters(rules, layout.parallel)]
 
 
-def checkpoint_bytes(gradients: int, precision: str) -> int:
-    """Host bytes of a rank while a checkpoint is saved.
+def loaded_bytes(gradients: int, precision: str) -> int:
+    """Host bytes of a rank while a checkpoint is loaded.
 
-    The rank gathers the float32 optimizer state of all parameters that it trains, including the
-    shards of other data parallel ranks (`policy.optimizer`). Loading takes up to 60 % more:
-    Megatron-core concatenates the two halves of gated layers.
+    The rank reads the float32 optimizer state of all parameters that it trains, including the
+    shards of other data parallel ranks, and keeps its own shard of it. Where Megatron-core
+    concatenates the two halves of gated layers, it takes up to 60 % more.
 
     Args:
         gradients: bytes of the rank's gradients.
         precision: `model.precision`.
     """
     return gradients // BYTES_PER_PARAMETER[precision][1] * _CHECKPOINT_BYTES
+
+
+def saved_bytes(optimizer: int, precision: str, *, copied: bool) -> int:
+    """Host bytes of a rank for what it writes of a checkpoint.
+
+    That is its share of the float32 optimizer state that the ranks with equal weights have, and
+    with `checkpoint.background`, which keeps the memory from save to save, its share of the
+    weights. The shares are as even as tensors are small (Megatron-core's distribution).
+
+    Args:
+        optimizer: bytes of the rank's optimizer state.
+        precision: `model.precision`.
+        copied: `checkpoint.background`.
+    """
+    weight, _, state = BYTES_PER_PARAMETER[precision]
+    return optimizer // state * (_CHECKPOINT_BYTES + copied * weight)
 
 
 # The planner asks for the same layouts many times.

@@ -7,6 +7,7 @@ compared with a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -15,9 +16,11 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.ops.plan.activations import (
+    Kernels,
     head_bytes,
     kept_activations,
     neighbour_bytes,
+    routes_bytes,
     working_bytes,
 )
 from gapo_megatron.ops.plan.flops import (
@@ -32,10 +35,11 @@ from gapo_megatron.ops.plan.flops import (
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, GPUS, Gpu
 from gapo_megatron.ops.plan.layout import (
     Layout,
-    checkpoint_bytes,
     exact_copy_bytes,
     fp8_copy_bytes,
+    loaded_bytes,
     most_microbatches,
+    saved_bytes,
     state_bytes,
 )
 
@@ -48,9 +52,13 @@ ENGINE_ASLEEP_BYTES = 3072 * _MIB
 """Device memory that a sleeping vLLM does not release: CUDA graphs, all-reduce buffers, inputs,
 workspaces, compiled kernels. Assumed. Its NCCL communicator is counted with the others. 0 on a
 CPU."""
-BUCKETS_BYTES = 2 * 256 * _MIB
-"""The two buckets in which generation ranks receive weights: a copy of the size in
-`rollout.broadcast`, which imports torch."""
+BUCKET_BYTES = 256 * _MIB
+"""A bucket in which weights travel to generation ranks: a copy of the size in `rollout.transfer`,
+which imports torch."""
+RECEIVED_BUCKETS = 4
+"""Buckets that a generation rank needs at once, beside what vLLM holds: see `rollout.transfer`."""
+SENT_BUFFERS = 2
+"""A trainer's buffers, of at most a bucket: see `rollout.transfer`."""
 FRAGMENTATION = 0.1
 """Share of activations and head memory lost to fragmentation, since their sizes vary: assumed."""
 HOST_SHARE = 0.9
@@ -66,7 +74,7 @@ PARTS = (
 SMALLER_FRACTION = "out of memory while generating: a smaller rollout.memory_fraction would fit"
 NO_ROOM_TO_MEASURE = "out of memory while rounding is measured (metrics.rounding_every_steps)"
 LARGER_FRACTION = "out of memory while generating: the KV cache does not hold one sequence"
-OUT_OF_HOST = "out of host memory: offloaded state, and the checkpoint while it is saved"
+OUT_OF_HOST = "out of host memory: offloaded state, and a checkpoint while it is loaded or saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,8 @@ class StageMemory:
     offloaded: int
     """Bytes of weights and optimizer state that are in host memory while vLLM is awake."""
     activations: int
-    """Kept for the backward pass, and buffers that the schedule exchanges with other stages."""
+    """Kept for the backward pass, buffers that the schedule exchanges with other stages, and the
+    routes of tokens to experts (`routes_bytes`)."""
     layer: int
     """Workspace of one layer's backward pass, including its recomputed activations."""
     fp8_copies: int
@@ -152,7 +161,8 @@ class Memory:
     engine: StageMemory
     """The stage that needs most while generating; with generation ranks, one of those."""
     checkpoint: int
-    """Host bytes of a rank of the largest stage while a checkpoint is saved."""
+    """Host bytes of a rank of the largest stage while a checkpoint is loaded or saved, copies
+    included."""
     offloaded: int
     """Host bytes pinned on a rank of the largest stage from the first sync on: what is offloaded,
     and a sleeping engine's weights if a sync does not bring them (`kept_asleep_bytes`)."""
@@ -171,7 +181,7 @@ class Memory:
 def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     """Predict the memory of the stages that need most.
 
-    Layers are Transformer Engine's, except in fp32 runs, which do not use it.
+    The layers are those of a run on GPUs, see `Kernels.of`.
 
     Args:
         hf_config: the model's config.
@@ -182,7 +192,8 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     Raises:
         ConversionError: a parameter does not divide into shards.
     """
-    shape, fused = Shape.of(hf_config), config.model.precision != "fp32"
+    shape = Shape.of(hf_config)
+    kernels = Kernels.of(hf_config, config, layout)
     rules, generator = shape.rules, _generator_memory(shape, config, layout, gpu)
     is_apart = layout.num_generation > 0
     asleep = 0 if is_apart or gpu.name == CPU_NAME else ENGINE_ASLEEP_BYTES
@@ -194,7 +205,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     # Every stage, since another one may need most while training than while generating.
     for stage, (weights, gradients, optimizer) in enumerate(states):
         step = step_bytes(
-            hf_config, config, layout, stage=stage, num_microbatches=most, fused=fused
+            hf_config, config, layout, stage=stage, num_microbatches=most, kernels=kernels
         )
         stages.append(
             StageMemory(
@@ -203,7 +214,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 gradients=gradients,
                 optimizer=optimizer,
                 offloaded=(moves != "none") * optimizer + (moves == "all") * weights,
-                activations=step.activations,
+                activations=step.activations + routes_bytes(hf_config, config, layout, stage=stage),
                 layer=step.layer,
                 fp8_copies=copies[stage],
                 exact_copy=exact[stage],
@@ -218,7 +229,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     return Memory(
         trainer=max(stages, key=lambda one: one.training),
         engine=generator if is_apart else max(stages, key=lambda one: one.generating),
-        checkpoint=checkpoint_bytes(max(one.gradients for one in stages), config.model.precision),
+        checkpoint=max(_checkpoint_bytes(one, config) for one in stages),
         offloaded=max(one.offloaded for one in stages) + in_host,
         cache_holds_sequence=holds_one_sequence(kv_tokens, config),
     )
@@ -227,7 +238,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
 def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> StageMemory:
     """Memory of a GPU that only generates: weights, cache, communicators and buckets."""
     size = layout.rollout_tp_size
-    groups = 1 + (size > 1) + (layout.num_generation > 1)
+    groups = 1 + (size > 1) + 2 * (layout.num_generation > 1)
     nothing = {field.name: 0 for field in fields(StageMemory)}
     engine = {
         "rollout_weights": int(engine_bytes(shape, config, gpu, rollout_tp_size=size)),
@@ -240,14 +251,17 @@ def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) ->
 
 
 def received_bytes(shape: Shape, config: Config) -> int:
-    """Bytes of weights in transit to a generation rank: two buckets, and what vLLM holds.
+    """Bytes of weights in transit to a generation rank: four buckets, and what vLLM holds.
 
-    vLLM holds the tensors of a fused module until the last one arrives: at most one layer's
-    matrices, all its experts, or the embedding.
+    A parameter that is larger than a bucket takes the place of one. vLLM holds the tensors of a
+    fused module until the last one arrives: at most one layer's matrices, all its experts, or the
+    embedding, each beside its bucket, since a parameter of several shards is a copy.
     """
-    experts = shape.num_experts * shape.expert_weights
-    held = max(shape.head_weights, shape.layer_weights, experts)
-    return BUCKETS_BYTES + held * element_bytes(config)
+    size = element_bytes(config)
+    largest = max(math.prod(rule.full_shape) for rule in shape.rules) * size
+    of_layers = max(shape.first_weights, shape.layer_weights)
+    held = max(shape.head_weights, of_layers, shape.num_experts * shape.expert_weights)
+    return (RECEIVED_BUCKETS - 1) * BUCKET_BYTES + max(BUCKET_BYTES, largest) + held * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +285,7 @@ def step_bytes(
     *,
     stage: int,
     num_microbatches: int,
-    fused: bool,
+    kernels: Kernels,
 ) -> StepBytes:
     """Bytes that a step needs on one rank in addition to its state.
 
@@ -281,15 +295,15 @@ def step_bytes(
         layout: how the run is divided.
         stage: pipeline rank.
         num_microbatches: micro-batches of an update.
-        fused: whether layers are Transformer Engine's.
+        kernels: what computes the layers.
     """
     at = {"stage": stage, "num_microbatches": num_microbatches}
-    kept = kept_activations(hf_config, config, layout, **at, fused=fused)
+    kept = kept_activations(hf_config, config, layout, **at, kernels=kernels)
     held = neighbour_bytes(hf_config, config, layout, **at)
     is_last = stage == layout.pp_size - 1
     return StepBytes(
         activations=kept.layers + held,
-        layer=kept.recomputed + working_bytes(hf_config, config, layout, fused=fused),
+        layer=kept.recomputed + working_bytes(hf_config, config, layout, kernels=kernels),
         head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
     )
 
@@ -300,8 +314,15 @@ def _communication_bytes(layout: Layout) -> int:
     if not layout.num_generation:
         sizes.append(layout.rollout_tp_size)
     groups = sum(size > 1 for size in (*sizes, layout.world_size))
-    bridge = COMMUNICATOR_BYTES + BUCKETS_BYTES if layout.num_generation else 0
+    bridge = COMMUNICATOR_BYTES + SENT_BUFFERS * BUCKET_BYTES if layout.num_generation else 0
     return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + bridge
+
+
+def _checkpoint_bytes(stage: StageMemory, config: Config) -> int:
+    """Host bytes of a rank of the stage to load a checkpoint, or to save one: the greater."""
+    precision, copied = config.model.precision, config.checkpoint.background
+    saved = saved_bytes(stage.optimizer, precision, copied=copied)
+    return max(loaded_bytes(stage.gradients, precision), saved)
 
 
 class Refusal(NamedTuple):
@@ -317,8 +338,8 @@ def find_refusal(predicted: Memory, layout: Layout, gpu: Gpu) -> Refusal | None:
     """Why a layout does not fit; None: it fits.
 
     Checked on a GPU: training, generation, and room for the KV cache. Checked on the host: the
-    offloaded state, a sleeping engine's weights, and a checkpoint while it is saved, of all ranks
-    of a node.
+    offloaded state, a sleeping engine's weights, and a checkpoint while it is loaded or saved, of
+    all ranks of a node.
     """
     # Training.
     needed = predicted.training

@@ -16,7 +16,12 @@ from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.times import SidesTime, StepTime, step_time
-from gapo_megatron.ops.plan.workload import Workload, refuse_oversampling, spread_of
+from gapo_megatron.ops.plan.workload import (
+    Workload,
+    refuse_unmodelled,
+    spread_of,
+    why_unmodelled,
+)
 
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
@@ -67,17 +72,17 @@ class Observation:
 
     @property
     def can_be_predicted(self) -> bool:
-        """Whether the planner has equations for this run: see `refuse_oversampling`."""
-        return self.config.batch.oversampling == 1
+        """Whether the planner has equations for this run: see `refuse_unmodelled`."""
+        return not why_unmodelled(self.config)
 
     def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
         """Predict the times of the observed steps.
 
         Raises:
-            ConfigError: see `refuse_oversampling`; names the run.
+            ConfigError: see `refuse_unmodelled`; names the run.
         """
         try:
-            refuse_oversampling(self.config)
+            refuse_unmodelled(self.config)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from None
         return step_time(self.shape, self.config, self.layout, self.workload, gpu, efficiency)

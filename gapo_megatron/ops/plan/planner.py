@@ -15,7 +15,7 @@ from gapo_megatron.config.roles import flat
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.toml_tree import sections_to_toml
-from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model
@@ -53,8 +53,6 @@ class Plan:
     """Colocated layouts that do not run, by reason."""
     splits: list[Candidate] = field(default_factory=list)
     """Candidates with generation nodes that fit, quickest first (`find_splits`)."""
-    split_refusal: str = ""
-    """Why no split was tried; empty if some were, or if there is only one node."""
 
     @property
     def best(self) -> Candidate | None:
@@ -105,8 +103,7 @@ def plan(
         gpu: device.
         workload: lengths of a step.
         efficiency: share of the device's peaks that is reached.
-        max_staleness: staleness of splits; None: the config's, and no split is tried if the
-            config's settings do not allow one.
+        max_staleness: staleness of splits; None: the config's.
 
     Raises:
         ConfigError: num_nodes is not positive, the device does not support the config's fp8, no
@@ -124,20 +121,11 @@ def plan(
     ranked, refusals = _changed(search, dict.fromkeys(off, 0)).run(num_gpus)
     current, reason = search.current(num_gpus)
 
-    # Splits. A staleness asked for on the command line must work; the config's may not.
-    wanted = config.rollout.max_staleness if max_staleness is None else max_staleness
     splits: list[Candidate] = []
-    split_refusal = ""
     if num_nodes > 1 or max_staleness:
-        try:
-            splits = find_splits(search, num_nodes, max_staleness=wanted)
-        except ConfigError as error:
-            if max_staleness is not None:
-                raise
-            split_refusal = str(error)
-    return Plan(
-        gpu, num_gpus, ranked, current, reason, refusals, splits=splits, split_refusal=split_refusal
-    )
+        wanted = config.rollout.max_staleness if max_staleness is None else max_staleness
+        splits = find_splits(search, num_nodes, max_staleness=wanted)
+    return Plan(gpu, num_gpus, ranked, current, reason, refusals, splits=splits)
 
 
 def find_splits(search: Search, num_nodes: int, *, max_staleness: int) -> list[Candidate]:
@@ -212,7 +200,7 @@ def memory_fraction(search: Search) -> float:
 
     It leaves room for communicators and buckets, and the 5 % of `roomy_candidates`.
     """
-    needed = CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + received_bytes(search.shape, search.config)
+    needed = CONTEXT_BYTES + 4 * COMMUNICATOR_BYTES + received_bytes(search.shape, search.config)
     left = math.floor(100 * (ROOMY_SHARE - needed / search.gpu.memory_bytes)) / 100
     return max(0.01, min(MOST_FRACTION, left))
 
@@ -274,6 +262,7 @@ def read_model(config: Config) -> tuple[Any, str]:
             f"--local-dir {folder}`"
         )
     check_adapter(model, config.adapter)
+    check_replay(model, config.objective)
     return model, note
 
 

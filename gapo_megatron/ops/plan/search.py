@@ -10,6 +10,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.counts import check_world_size, num_generation_ranks
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_engine_heads, check_shapes, num_experts
+from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
@@ -139,6 +140,7 @@ class Search:
                 try:
                     parallel = layout.apply(self.config).parallel
                     check_shapes(self.hf_config, parallel, self.config.model)
+                    check_adapter(self.hf_config, self.config.adapter, parallel)
                     check_world_size(parallel, layout.world_size)
                 except ConfigError as error:  # sizes do not divide
                     refusals.setdefault(str(error), Refusals()).count += 1

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gapo_megatron.config import VERIFIED_SEQUENCES
 from gapo_megatron.ops.plan.flops import element_bytes, kept_asleep_bytes, sends_factors
 from gapo_megatron.ops.plan.layout import state_bytes, trained_rules
+from gapo_megatron.ops.plan.memory import BUCKET_BYTES
 from gapo_megatron.ops.plan.training import Training
 
 _PROBE_STEPS = 2
@@ -37,10 +38,14 @@ def sync_s(training: Training) -> float:
     (`flops.sends_factors`); the base, sent once at the start, is in no step. A colocated engine
     then keeps its weights in host memory while it sleeps: they move there and back.
     """
+    return _gather_s(training, _sent(training)) + _load_s(training)
+
+
+def _load_s(training: Training) -> float:
+    """What `sync_s` takes after the gather: copies into the engine, and the check."""
     gpu, efficiency = training.gpu, training.efficiency
     shape, config, layout, sent = training.shape, training.config, training.layout, _sent(training)
-    seconds = _gather_s(training, sent)
-    seconds += 2 * sent.num_bytes / (gpu.bandwidth * efficiency.bandwidth)
+    seconds = 2 * sent.num_bytes / (gpu.bandwidth * efficiency.bandwidth)
     seconds += sent.num_tensors * efficiency.tensor_s
     moved = 2 * kept_asleep_bytes(shape, config, layout, gpu)
     seconds += moved / (gpu.host_bandwidth * efficiency.communication)
@@ -51,17 +56,30 @@ def sync_s(training: Training) -> float:
 def send_s(training: Training) -> float:
     """One transfer of the weights from the training side to the generation ranks.
 
-    send = sync + W / network (broadcast in buckets through the network adapter of the first
-           training rank; within one node: over the link) + 2 W / bandwidth (copy into buckets)
+    send = max(W p / T / network,
+               W / G / network + W (G - 1) / G / exchange + buckets (G - 1) x ring_step_s)
+           + 2 W / bandwidth (shards are put together) + sync without its gather
 
-    The gather of a bucket is assumed not to overlap with the broadcast of the one before.
+    T ranks train in p stages, of which one sends at a time; G generate. Every rank has a network
+    adapter of its own; within one node the link takes its place. The exchange is a ring over the
+    ranks that generate (`Gpu.group_bandwidth`), one for each bucket. A receiver's two parts share
+    its adapter, so they add up; sender and receiver work at the same time, so the slower counts.
     """
-    gpu, efficiency = training.gpu, training.efficiency
-    in_node = training.layout.num_ranks <= gpu.gpus_per_node
+    gpu, efficiency, layout = training.gpu, training.efficiency, training.layout
+    in_node = layout.num_ranks <= gpu.gpus_per_node
     rate = gpu.link_bandwidth if in_node else gpu.network_bandwidth
-    size = _sent(training).num_bytes
-    seconds = size / (rate * efficiency.communication)
-    return sync_s(training) + seconds + 2 * size / (gpu.bandwidth * efficiency.bandwidth)
+    size, num_receivers = _sent(training).num_bytes, layout.num_generation
+    sending = size * layout.pp_size / layout.world_size / rate
+    exchange = gpu.group_bandwidth(num_receivers, stride=1)
+    receiving = size / num_receivers / rate
+    receiving += size * (num_receivers - 1) / num_receivers / exchange
+    # A layer's last bucket is not full, and what is not sharded has one of its own.
+    num_buckets = size / BUCKET_BYTES + 2 * training.shape.num_layers
+    steps_s = num_buckets * (num_receivers - 1) * efficiency.ring_step_s
+    seconds = max(
+        sending / efficiency.communication, receiving / efficiency.communication + steps_s
+    )
+    return _load_s(training) + seconds + 2 * size / (gpu.bandwidth * efficiency.bandwidth)
 
 
 class _Sent(NamedTuple):
@@ -80,12 +98,12 @@ class _Sent(NamedTuple):
 def _sent(training: Training) -> _Sent:
     shape, config = training.shape, training.config
     size = element_bytes(config)
-    if sends_factors(config, training.gpu):
+    if sends_factors(shape, config, training.gpu):
         rules = trained_rules(shape.rules, config.adapter)
-        counts = [(rule, rule.num_layers or 1) for rule in rules]
+        counts = [(rule, len(rule.layers) or 1) for rule in rules]
         elements = sum(count * math.prod(rule.full_shape) for rule, count in counts)
         return _Sent(elements * size, 0.0, sum(count * len(rule.hf) for rule, count in counts))
-    experts = shape.num_layers * shape.num_experts * shape.expert_weights
+    experts = shape.num_sparse * shape.num_experts * shape.expert_weights
     others = shape.num_parameters - experts
     return _Sent(float(others * size), float(experts * size), shape.num_tensors)
 

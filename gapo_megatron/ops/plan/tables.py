@@ -66,8 +66,6 @@ def print_plan(
     print_whole(console, memory_table(result, top=top))
     if result.current_refusal:
         console.print(f"* Your layout does not run: {result.current_refusal}", markup=False)
-    if result.split_refusal:
-        console.print(f"Generation nodes were not tried: {result.split_refusal}", markup=False)
     if result.refusals:
         print_whole(console, refusals_table(result))
     if result.best is None:
@@ -286,7 +284,6 @@ def to_json(
         "efficiency": dataclasses.asdict(efficiency),
         "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],
         "splits": [_values(plan, one, config) for one in plan.best_splits[:top]],
-        "split_refusal": plan.split_refusal,
         "ahead": ahead and {"num_generation": ahead[0].layout.num_generation, "total_s": ahead[1]},
         "current": plan.current and _values(plan, plan.current, config),
         "current_refusal": plan.current_refusal,

@@ -162,7 +162,8 @@ class Decoding:
 
             bytes = weights read + running x context x KV bytes of a token
             flops = running x (2 x active weights + 4 x context x layers x heads_width),
-                    with quantised weights counted x bf16 peak / fp8 peak
+                    with quantised weights counted x bf16 peak / fp8 peak, and in windowed
+                    layers only the context within the window
             step  = max(bytes / bandwidth, flops / products) + all-reduces
                     + decode_step_s + running x decode_sequence_s
 
@@ -173,16 +174,19 @@ class Decoding:
         experts = np.zeros_like(running)
         if shape.num_experts:
             missed = 1 - shape.experts_per_token / shape.num_experts
-            experts = shape.num_experts * shape.expert_weights * (1 - missed**running)
-        layer_weights = shape.num_layers * (shape.layer_weights + experts)
+            all_experts = shape.num_sparse * shape.num_experts * shape.expert_weights
+            experts = all_experts * (1 - missed**running)
+        layer_weights = shape.common_weights + experts
         weight_bytes = layer_weights * (1 if self.quantized else self.element_bytes)
         weight_bytes = (weight_bytes + shape.head_weights * self.element_bytes) / self.tp_size
         kv_bytes = shape.kv_bytes_per_token(element_bytes=self.element_bytes, tp_size=self.tp_size)
         memory_s = weight_bytes + running * context * kv_bytes
         memory_s = memory_s / (gpu.bandwidth * efficiency.bandwidth)
-        layers = shape.num_layers * shape.active_layer_weights / self.layer_speed
+        layers = shape.active_weights / self.layer_speed
         products = 2 * (layers + shape.head_weights)
-        attention = 4 * context * shape.num_layers * shape.heads_width
+        seen = (shape.num_layers - shape.num_windowed) * context
+        seen = seen + shape.num_windowed * np.minimum(context, shape.window)
+        attention = 4 * seen * shape.heads_width
         compute_s = running * (products + attention) / self.tp_size
         compute_s = compute_s / (self.flops * efficiency.matmul)
         overhead_s = efficiency.decode_step_s + running * efficiency.decode_sequence_s

@@ -162,6 +162,7 @@ class Training:
         factor   = 1 forward, 3 with backward, 4 with full recomputation; selective recomputation
                    adds the MLP's share of a dense layer, and nothing for experts; with an adapter 1
                    less with backward (frozen weights), and its own products with the full factor
+        (every layer counts as their average, whether it has experts or not)
         factor'  = 1 forward, 3.5 with backward (flash attention recomputes the scores: 2.5 forward
                    passes), 4.5 with full recomputation
         launches = factor x l x layer_s
@@ -316,7 +317,7 @@ class Training:
 
         An all-reduce is two units, an all-gather or reduce-scatter one. Forward takes 4, backward 4
         (6 with sequence parallelism, which gathers again), full recomputation 4 more, recomputing
-        the MLP 2 more. With experts only attention has these collectives.
+        the MLP 2 more. With experts only attention and a shared expert have these collectives.
         """
         layout = self.layout
         if layout.tp_size == 1:
@@ -325,7 +326,7 @@ class Training:
         if backward:
             units += 6 if layout.sequence_parallel else 4
             units += self._recomputed.collectives
-        if self.shape.num_experts:
+        if self.shape.num_experts and not self.shape.has_shared_expert:
             units //= 2
         sent = self._hidden_bytes * (layout.tp_size - 1) / layout.tp_size
         rate = self.gpu.group_bandwidth(layout.tp_size, stride=1) * self.efficiency.communication

@@ -23,7 +23,7 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.launch.ranks import ranks_command
 from gapo_megatron.ops.plan.observation import Observation, read_observation
-from gapo_megatron.ops.plan.workload import refuse_oversampling
+from gapo_megatron.ops.plan.workload import refuse_unmodelled
 from gapo_megatron.run.fail_fast import fail_fast
 
 _QUIET = (
@@ -86,13 +86,13 @@ def run_trials(
         prompt_tokens: mean length of a prompt; None: read from the data.
 
     Raises:
-        ConfigError: a size is wrong or over-samples (checked before any is trained), or a run
-            failed; the message has the last lines of its log.
+        ConfigError: a size is wrong, over-samples or has draft tokens (checked before any is
+            trained), or a run failed; the message has the last lines of its log.
     """
     every = [[*overrides, *size] for size in sizes]
     configs = [load_config(config_path, settings) for settings in every]
     for config in configs:
-        refuse_oversampling(config)
+        refuse_unmodelled(config)
     prompts = [prompt_tokens or mean_prompt_tokens(config) for config in configs]
     # The default of slurm/launch.sh.
     environment = {"OMP_NUM_THREADS": "1"} | os.environ

@@ -127,9 +127,9 @@ def default_workload(
     `rollout.max_response_tokens`; a run's metrics are better (`read_observation`).
 
     Raises:
-        ConfigError: see `refuse_oversampling`.
+        ConfigError: see `refuse_unmodelled`.
     """
-    refuse_oversampling(config)
+    refuse_unmodelled(config)
     longest = config.rollout.max_response_tokens
     if mean_prompt_tokens is None:
         mean_prompt_tokens = max(1.0, config.data.max_prompt_tokens / 10)
@@ -145,17 +145,29 @@ def default_workload(
     )
 
 
-def refuse_oversampling(config: Config) -> None:
-    """Refuse a run whose steps cannot be predicted or fitted.
-
-    Raises:
-        ConfigError: the run over-samples; the equations do not model its shorter tail.
-    """
+def why_unmodelled(config: Config) -> str:
+    """Why a run's steps cannot be predicted or fitted; empty if they can."""
     if config.batch.oversampling > 1:
-        raise ConfigError(
+        return (
             f"batch.oversampling ({config.batch.oversampling:g}) must be 1: the planner has no "
             "model of when an over-sampling step ends"
         )
+    if config.rollout.draft != "none":
+        return (
+            f"rollout.draft ({config.rollout.draft!r}) must be 'none': the planner cannot know how "
+            "many of a draft's tokens are accepted"
+        )
+    return ""
+
+
+def refuse_unmodelled(config: Config) -> None:
+    """Refuse a run whose steps cannot be predicted or fitted.
+
+    Raises:
+        ConfigError: the run over-samples, or has draft tokens.
+    """
+    if reason := why_unmodelled(config):
+        raise ConfigError(reason)
 
 
 def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:

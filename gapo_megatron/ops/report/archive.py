@@ -37,10 +37,12 @@ DIGITS = 5
 
 _WEIGHT = r"per_c/correct/sequences/c\d+"
 _WEIGHED = r"per_c/correct/(?P<name>\w+)/c(?P<c>\d+)"
-_AT_ONE_STEP = r"eval/pass@\d+|numerics/\w+|ratio/advantage_correlation_window"
+_AT_ONE_STEP = (
+    r"eval/pass@\d+|numerics/\w+|experts/ratio_by_routes|ratio/advantage_correlation_window"
+)
 _KEPT = "|".join(
     (
-        *(_AT_ONE_STEP, r"reward/mean", r"per_c/group_share/c\d+"),
+        *(_AT_ONE_STEP, r"reward/mean", r"experts/same_routes_share", r"per_c/group_share/c\d+"),
         r"per_c/correct/(sequences|response_length|advantage)/c\d+",
         r"per_c/correct/(ratio_deviation|ratio_abs_deviation|clip_gradient_mass_lost)/c\d+",
         r"per_c/correct/(clip_fraction_sequences|clip_fraction_tokens)/c\d+",

@@ -20,6 +20,7 @@ from gapo_megatron.ops.report.style import (
     column,
     legend_below,
     panels,
+    wrapped,
 )
 
 SMALL = 0.02
@@ -39,8 +40,10 @@ def step_time(comparison: Comparison) -> Exhibit:
     rows = [row for arm in comparison.curves for row in time_rows(arm)]
     if not rows:
         raise NoData("no run has timings")
-    figure, (axis,) = panels(1, row_inches=_bars_inches(len(dict.fromkeys(map(_bar, rows)))))
+    labels = [*dict.fromkeys(map(_bar, rows))]
+    figure, (axis,) = panels(1, row_inches=_bars_inches(labels))
     draw_time(axis, rows)
+    axis.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
     legend_below(figure, axis, handle_length=1.4)
     notes = [
         f"Means over steps and seeds. `other` is the time between stages, and the stages that take "
@@ -171,12 +174,20 @@ def _stage_look(stage: str, place: int) -> dict[str, Any]:
     }
 
 
-def _bars_inches(number: int) -> float:
-    """Height of a panel with `number` bars; a single bar leaves room for the axis label."""
-    return 0.55 + 0.18 * max(2, number)
+def _bars_inches(labels: Sequence[str]) -> float:
+    """Height of a panel with bars of these labels; a single bar leaves room for the axis label."""
+    lines = max(wrapped(label).count("\n") for label in labels)
+    return 0.55 + (0.18 + 0.13 * lines) * max(2, len(labels))
 
 
 # -- rounding --------------------------------------------------------------------------------------
+
+
+_ROUTES_NOTE = (
+    "routes: of models with experts, how far log-ratios move if tokens may go to other experts "
+    "than before the step; with routing replay the run's ratios do not contain it. same_routes: "
+    "share of the tokens that would go to the same ones, mean over layers and steps."
+)
 
 
 def rounding(comparison: Comparison) -> Exhibit:
@@ -184,26 +195,31 @@ def rounding(comparison: Comparison) -> Exhibit:
     rows = [row for arm in comparison.curves if (row := _rounding_row(arm))]
     if not rows:
         raise NoData("no run measured rounding (metrics.rounding_every_steps)")
-    figure, (axis,) = panels(1, row_inches=_bars_inches(len(rows)))
-    axis.set_yticks(range(len(rows)), [row["arm"] for row in rows])
+    has_routes = any(row["routes"] is not None for row in rows)
+    if not has_routes:  # dense models
+        rows = [{k: v for k, v in row.items() if "routes" not in k} for row in rows]
+    labels = [str(row["arm"]) for row in rows]
+    figure, (axis,) = panels(1, row_inches=_bars_inches(labels))
+    axis.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
     axis.set(ylabel="method", ylim=(len(rows) - 0.5, -0.5))
     axis.grid(axis="y", visible=False)
     heights = np.arange(len(rows))
-    for place, (name, label) in enumerate(
-        {"signal": "moved by the step", "rounding": "moved by rounding"}.items()
-    ):
+    moved = {"signal": "the step", "rounding": "rounding"}
+    moved |= {"routes": "changed routes"} if has_routes else {}
+    for place, (name, label) in enumerate(moved.items()):
         look = arm_style(place) | {"linestyle": ""}
-        axis.plot(column(rows, name), heights, label=f"{label} (rms)", **look)
+        axis.plot(column(rows, name), heights, label=f"moved by {label} (rms)", **look)
     # The two widths may be equal: one is drawn below the line of its method, the other above.
-    for place, (name, side) in enumerate({"eps_low": 0.4, "eps_high_max": -0.4}.items(), start=2):
+    widths = {"eps_low": 0.4, "eps_high_max": -0.4}
+    for place, (name, side) in enumerate(widths.items(), start=len(moved)):
         colour = arm_style(place)["color"]
         axis.vlines(column(rows, name), heights, heights + side, color=colour, lw=1.5, label=name)
-    keys = ("signal", "rounding", "eps_low", "eps_high_max")
+    keys = (*moved, "eps_low", "eps_high_max")
     sizes = [v for key in keys for v in column(rows, key) if v > 0]
     axis.set(xlabel="|log ratio|", xscale="log")
     if sizes:
         axis.set_xlim(min(sizes) / 2, 2 * max(sizes))
-    axis.xaxis.set_major_locator(LogLocator(numticks=6))
+    axis.xaxis.set_major_locator(LogLocator(numticks=4))
     axis.xaxis.set_major_formatter("{x:.0e}")
     axis.minorticks_off()
     legend_below(figure, axis)
@@ -218,6 +234,7 @@ def rounding(comparison: Comparison) -> Exhibit:
             "seeds. The log-ratio is computed twice on the same weights, in the run's arithmetic "
             "and without its rounding; rounding is the difference, correlation is between the two.",
             "changed: share of the clip's decisions (A not 0) that differ between the two.",
+            *[_ROUTES_NOTE] * has_routes,
         ],
     )
 
@@ -225,13 +242,14 @@ def rounding(comparison: Comparison) -> Exhibit:
 def _rounding_row(arm: Arm) -> Row | None:
     """Signal and rounding over all seeds and measured steps; None if nothing was measured."""
 
-    def values(name: str) -> np.ndarray:
-        series = (run.series(f"numerics/{name}").values() for run in arm.runs)
+    def values(name: str, group: str = "numerics") -> np.ndarray:
+        series = (run.series(f"{group}/{name}").values() for run in arm.runs)
         return np.array([value for one in series for value in one])
 
     if not len(values("ratio_rounding")):
         return None
     correlation, changed = values("ratio_correlation"), values("clip_decisions_changed")
+    routes, same = values("ratio_by_routes", "experts"), values("same_routes_share", "experts")
     method = arm.method
     return {
         "arm": arm.label,
@@ -239,6 +257,8 @@ def _rounding_row(arm: Arm) -> Row | None:
         "rounding": float(np.sqrt(np.mean(values("ratio_rounding") ** 2))),
         "correlation": float(np.mean(correlation)) if len(correlation) else None,
         "changed": float(np.mean(changed)) if len(changed) else None,
+        "routes": float(np.sqrt(np.mean(routes**2))) if len(routes) else None,
+        "same_routes": float(np.mean(same)) if len(same) else None,
         "eps_low": method.eps_low if method.is_band else None,
         "eps_high_max": method.eps_high_max if method.is_band else None,
     }

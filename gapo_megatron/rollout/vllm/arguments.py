@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads
 from gapo_megatron.models.cpu_engine import check_head_dim
-from gapo_megatron.models.tables import geometry_of
+from gapo_megatron.models.tables import geometry_of, quantization_of
 from gapo_megatron.rollout.vllm.adapter import Slots
+from gapo_megatron.rollout.vllm.drafts import draft_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,21 @@ def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
     return found
 
 
+def _as_floats(
+    hf_config: PretrainedConfig, overrides: dict[str, Any]
+) -> dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]:
+    """The overrides, for an engine whose weights come from the trainer, which has only floats."""
+    if quantization_of(hf_config) is None:
+        return overrides
+
+    def override(config: PretrainedConfig) -> PretrainedConfig:
+        config.update(overrides)
+        vars(config).pop("quantization_config", None)
+        return config
+
+    return override
+
+
 def engine_args(
     config: Config,
     hf_config: PretrainedConfig,
@@ -152,7 +169,7 @@ def engine_args(
         generation_config="vllm",  # sampling parameters come only from the config
         dtype=config.model.dtype,
         max_model_len=max_model_len,
-        hf_overrides=overrides,
+        hf_overrides=overrides if load_weights else _as_floats(hf_config, overrides),
         tensor_parallel_size=rollout.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
         enforce_eager=rollout.enforce_eager,
@@ -161,6 +178,7 @@ def engine_args(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_QUANTIZATION[rollout.quantization],
+        **draft_arguments(rollout),
         **(slots.arguments if slots else {}),
         **device_args,
     )

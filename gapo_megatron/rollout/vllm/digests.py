@@ -41,7 +41,9 @@ class Digests(Counter[str]):
 def module_of(name: str) -> str:
     """Key in `Digests` of a parameter."""
     found = re.match(r".*\blayers\.\d+\.[^.]+(?=\.)", name)
-    return found[0] if found else name.rpartition(".")[0]
+    module = found[0] if found else name.rpartition(".")[0]
+    # Two modules of vLLM's gpt-oss have names of their own.
+    return re.sub(r"(?<=\d\.)attn$", "self_attn", re.sub(r"\bembedding$", "embed_tokens", module))
 
 
 def digest(tensor: Tensor) -> int:

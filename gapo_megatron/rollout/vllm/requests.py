@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from gapo_megatron.compat.vllm_drafts import draft_counts
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
 
@@ -53,9 +54,12 @@ def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
         raise RolloutError(
             f"vLLM's log-probs do not match the tokens of request {output.request_id}"
         )
+    num_drafted, num_accepted = draft_counts(completion)
     return Completion(
         name=output.request_id,
         token_ids=np.asarray(tokens, dtype=np.int32),
         log_probs=np.asarray(flat.logprobs, dtype=np.float32),
         reason=cast(Literal["stop", "length", "abort"], reason),
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
     )

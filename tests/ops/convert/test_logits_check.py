@@ -13,17 +13,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gapo_megatron.checkpoint.save import write_state
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.ops.convert.logits_check import LogitsReport, compare_logits, obstacle
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.convert_tools_setup import save_model_with_tokenizer, set_field
 from tests.dist import single_rank
-from tests.distributed.conversion_setup import save_model
+from tests.distributed.checkpoint_setup import write_state
+from tests.distributed.conversion_setup import ARCHITECTURES, save_model
 from tests.distributed.policy_setup import make_config, read_weights
 from tests.messages import mentions
-
-ARCHITECTURES = ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe")
 
 
 def save_megatron(hf_dir: Path, folder: Path) -> Path:

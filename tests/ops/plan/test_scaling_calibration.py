@@ -497,11 +497,23 @@ def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
     assert read_observation(tmp_path / "run", mean_prompt_tokens=80.0).measured.sync_s == 0.25
 
 
-def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monkeypatch):
-    """How much shorter the tail is with it, no equation says."""
-    batch = {"oversampling": 1.5}
-    words = r"batch\.oversampling\W+1\.5\b"
-    one = observed(tmp_path, [a_step()], batch=batch)
+@pytest.mark.parametrize(
+    ("sections", "override", "words"),
+    [
+        (
+            {"batch": {"oversampling": 1.5}},
+            "batch.oversampling=1.5",
+            r"batch\.oversampling\W+1\.5\b",
+        ),
+        ({"rollout": {"draft": "ngram"}}, "rollout.draft=ngram", r"rollout\.draft\W+ngram\b"),
+    ],
+)
+def test_what_no_equation_knows_is_measured_but_neither_fitted_nor_planned(
+    tmp_path, monkeypatch, sections, override, words
+):
+    """How much shorter over-sampling makes the tail, and how many draft tokens are accepted."""
+    one = observed(tmp_path, [a_step()], **sections)
+    assert not one.can_be_predicted
     assert one.measured.generation_s == 8.0
     for refused in (
         lambda: fit([observe(TRUE), one], GPUS["h200"]),
@@ -510,14 +522,14 @@ def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monk
         with pytest.raises(ConfigError, match=rf"^run\b.*{words}"):
             refused()
     with pytest.raises(ConfigError, match=words):
-        default_workload(config(batch=batch))
+        default_workload(config(**sections))
     # Before anything is trained.
     monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config()))
     options = {"scratch": tmp_path, "num_steps": 3, "world_size": 1, "prompt_tokens": 80.0}
     with pytest.raises(ConfigError, match=words):
-        run_trials(str(path), [], sizes=[[], ["batch.oversampling=1.5"]], **options)
+        run_trials(str(path), [], sizes=[[], [override]], **options)
 
 
 def test_folders_without_steps_are_refused(tmp_path):

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from gapo_megatron.learn.routes import StepRoutes
+from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import (
+    Kernels,
     block_shape,
     kept_activations,
     neighbour_bytes,
     num_in_flight,
+    routes_bytes,
 )
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
@@ -33,8 +37,11 @@ from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
 from tests.scaling_setup import (
+    SINKS,
     TINY,
     TINY_EXPERTS,
+    TINY_LATENT,
+    TINY_SIGMOID,
     WIDE,
     WIDE_QWEN3,
     make_config,
@@ -85,6 +92,12 @@ def measured(policy: Policy, num_tokens: int) -> int:
         (WIDE_QWEN3, "bf16", "full", TWO, 2, ()),
         (TINY_EXPERTS, "bf16", "none", ALONE, 1, ()),
         (TINY_EXPERTS, "bf16", "full", ALONE, 1, ()),
+        (TINY_SIGMOID, "bf16", "none", ALONE, 1, ()),
+        (TINY_SIGMOID, "fp32", "full", ALONE, 1, ()),
+        (SINKS, "bf16", "none", ALONE, 1, ()),
+        (SINKS, "bf16", "selective", ALONE, 1, ()),
+        (TINY_LATENT, "fp32", "none", ALONE, 1, ()),
+        (TINY_LATENT, "bf16", "selective", ALONE, 1, ()),
         (WIDE, "fp32", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
         (WIDE, "bf16", "full", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
         (WIDE_QWEN3, "bf16", "none", TWO, 2, ("qkv", "proj", "fc1", "fc2")),
@@ -109,11 +122,83 @@ def test_activations_are_what_autograd_keeps(
     hf_config = read_model(tmp_path, fields)
     layout = Layout.of(config, world_size=world_size)
     predicted = kept_activations(
-        hf_config, config, layout, stage=0, num_microbatches=1, fused=False
+        hf_config, config, layout, stage=0, num_microbatches=1, kernels=Kernels.PADDED
     ).most
     with fake_groups(config.parallel, rank=0, world_size=world_size) as groups:
         found = measured(Policy.build(config, groups, "cpu"), 256)
     assert predicted == pytest.approx(found, rel=0.05), predicted / found
+
+
+def test_routes_are_what_the_old_pass_records(tmp_path: Path) -> None:
+    """Of all mini-batches but the first; two micro-batches each."""
+    config = make_config(
+        write_model(tmp_path, TINY_EXPERTS),
+        batch={"rollout_prompts": 4, "minibatch_prompts": 2, "rollouts_per_prompt": 2},
+    )
+    with fake_groups(config.parallel, rank=0, world_size=1) as groups:
+        policy = Policy.build(config, groups, "cpu")
+        with torch.no_grad():
+            for parameter in policy.stages[0].parameters():
+                parameter.fill_(0.0)
+        routes = StepRoutes(policy, replays=True)
+        packed = [policy.pack(full_batch(256), [0, 1])] * 2
+        log_probs(policy, routes.recording(1, packed))
+        found = sum(ids.nbytes for one in routes._recorded[1] for ids in one.values())
+    hf_config, layout = read_model(tmp_path, TINY_EXPERTS), Layout.of(config, world_size=1)
+    assert routes_bytes(hf_config, config, layout, stage=0) == found == 2 * 256 * 4 * 2
+    halves = make_layout(tp=2, pp=2, dp=1, ep=2)
+    assert [routes_bytes(hf_config, config, halves, stage=i) for i in (0, 1)] == [found // 4] * 2
+    alone = make_config(str(tmp_path), batch={"rollout_prompts": 2, "minibatch_prompts": 2})
+    assert routes_bytes(hf_config, alone, layout, stage=0) == 0
+    assert routes_bytes(read_model(tmp_path, TINY), config, layout, stage=0) == 0
+
+
+def test_our_layers_with_one_kernel_of_attention_recompute_the_mlp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU attention of sequences that need no padding keeps what the kernel does."""
+    monkeypatch.setattr("gapo_megatron.policy.model.has_fused_kernel", lambda *_: True)
+    fields = WIDE | {"model_type": "olmo2"}
+    config = make_config(
+        write_model(tmp_path, fields), model={"precision": "bf16", "recompute": "selective"}
+    )
+    hf_config = read_model(tmp_path, fields)
+    layout = Layout.of(config, world_size=1)
+    kernels = Kernels.of(hf_config, config, layout)
+    assert kernels is Kernels.FLASH
+    kept = kept_activations(hf_config, config, layout, stage=0, num_microbatches=1, kernels=kernels)
+    assert kept.recomputed == 256 * 5 * 2 * fields["intermediate_size"]
+    with fake_groups(config.parallel, rank=0, world_size=1) as groups:
+        found = measured(Policy.build(config, groups, "cpu"), 256)
+    assert kept.most == pytest.approx(found, rel=0.05), kept.most / found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "precision", "cp", "kernels"),
+    [
+        ("phi3", "bf16", 1, Kernels.TRANSFORMER_ENGINE),
+        ("phi3", "fp32", 1, Kernels.PADDED),
+        ("gemma3_text", "bf16", 1, Kernels.FLASH),
+        ("gemma3_text", "bf16", 2, Kernels.PADDED),
+        ("gemma3_text", "fp32", 1, Kernels.PADDED),
+    ],
+)
+def test_what_computes_the_layers(
+    tmp_path: Path, model_type: str, precision: str, cp: int, kernels: Kernels
+) -> None:
+    """And the masks of windows, which only padded attention has."""
+    fields = WIDE | {"model_type": model_type, "sliding_window": 16}
+    config = make_config(str(tmp_path), model={"precision": precision})
+    hf_config, layout = read_model(tmp_path, fields), make_layout(cp=cp)
+    assert Kernels.of(hf_config, config, layout) is kernels
+    without = read_model(tmp_path, fields | {"sliding_window": 128})
+    kept, kept_without = (
+        kept_activations(one, config, layout, stage=0, num_microbatches=1, kernels=kernels).layers
+        for one in (hf_config, without)
+    )
+    # Sequences of at most 128 tokens: of each length one mask; under context parallelism one for
+    # each of a rank's 128 tokens.
+    assert kept - kept_without == (128 * 128 if kernels is Kernels.PADDED else 0)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3), (8, 2)])
@@ -141,7 +226,14 @@ def test_no_more_in_flight_than_an_update_has(tmp_path: Path) -> None:
     layout = make_layout(pp=8, dp=16)
     trainer = memory(hf_config, config, layout, GPUS["h100"]).trainer
     of_two, of_eight = (
-        step_bytes(hf_config, config, layout, stage=trainer.stage, num_microbatches=m, fused=True)
+        step_bytes(
+            hf_config,
+            config,
+            layout,
+            stage=trainer.stage,
+            num_microbatches=m,
+            kernels=Kernels.TRANSFORMER_ENGINE,
+        )
         for m in (2, 8)
     )
     assert trainer.activations == of_two.activations < of_eight.activations
@@ -155,7 +247,12 @@ def test_activations_of_virtual_and_unequal_stages(tmp_path: Path) -> None:
     def layers(stage: int, **cut: Any) -> int:
         layout = make_layout(pp=4, **cut)
         kept = kept_activations(
-            hf_config, config, layout, stage=stage, num_microbatches=8, fused=True
+            hf_config,
+            config,
+            layout,
+            stage=stage,
+            num_microbatches=8,
+            kernels=Kernels.TRANSFORMER_ENGINE,
         )
         return kept.layers
 
@@ -412,7 +509,7 @@ def test_what_transformer_engines_layers_recompute(tmp_path: Path, fields: dict[
             make_layout(recompute=recompute),
             stage=0,
             num_microbatches=1,
-            fused=True,
+            kernels=Kernels.TRANSFORMER_ENGINE,
         )
         for recompute in ("none", "selective")
     )

@@ -175,7 +175,7 @@ def test_what_does_not_fit_says_which_part():
 
 
 def test_what_a_nodes_own_memory_does_not_hold_is_refused():
-    """What is offloaded, and what a checkpoint takes while it is saved."""
+    """What is offloaded, and what a checkpoint takes while it is loaded or saved."""
     model, cut = hf("Qwen2.5-7B"), layout(dp=8, recompute="full")
 
     def found(offload, gib):
@@ -186,7 +186,7 @@ def test_what_a_nodes_own_memory_does_not_hold_is_refused():
         return needed, Candidate(cut, 32768, needed, times).refusal(gpu)
 
     needed, refusal = found("all", 900)  # a tenth of it is the system's
-    # On eight uncut ranks: 12 bytes a parameter to save, 2 and an eighth of 12 offloaded.
+    # On eight uncut ranks: 12 bytes a parameter to load, 2 and an eighth of 12 offloaded.
     parameters = NUM_PARAMETERS["Qwen2.5-7B"]
     assert needed.checkpoint * 8 == pytest.approx(96 * parameters, rel=1e-3)
     assert needed.offloaded * 8 == pytest.approx(28 * parameters, rel=1e-3)
@@ -195,6 +195,14 @@ def test_what_a_nodes_own_memory_does_not_hold_is_refused():
     assert refusal == (OUT_OF_HOST, 8 * needed.checkpoint)
     for offload, gib in (("all", 1000), ("none", 800)):
         assert found(offload, gib)[1] is None
+
+    # A save takes what all ranks write together, once: 12 bytes a parameter, 14 with copies.
+    behind = config(checkpoint={"background": True})
+    assert memory(model, behind, cut, H200).checkpoint == needed.checkpoint  # to load
+    alone = layout(dp=1, recompute="full")
+    for one, num_bytes in ((config(), 12), (behind, 14)):
+        found = memory(model, one, alone, H200).checkpoint
+        assert found == pytest.approx(num_bytes * parameters, rel=1e-3)
 
 
 def test_the_hint_is_the_commonest_reasons(on_one_node):

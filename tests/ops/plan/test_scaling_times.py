@@ -203,21 +203,24 @@ def test_sync_of_an_adapter_moves_factors_and_the_sleeping_base(cut):
     assert sync_s(training(sections=lora | merged, **cut)) == full > 5 * sync_s(apart)
 
 
+WITH_FACTORS = [("Qwen2.5-7B", ["fc2"]), (MOE, ["qkv", "experts"]), (MOE, ["qkv"])]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("quantization", ["", "fp8"])
-@pytest.mark.parametrize(("model", "targets"), [("Qwen2.5-7B", ["fc2"]), (MOE, ["qkv", "experts"])])
+@pytest.mark.parametrize(("model", "targets"), WITH_FACTORS)
 def test_who_gets_factors_is_what_the_engine_says(precision, quantization, model, targets):
     run = config(
         adapter={"kind": "lora", "rank": 512, "targets": targets},
         model={"precision": precision},
         rollout={"quantization": quantization} if precision == "bf16" else {},
     )
-    slots = slots_for(run.adapter, hf(model))
+    slots, shape = slots_for(run.adapter, hf(model)), Shape.of(hf(model))
     dtype, quantized = getattr(torch, run.model.dtype), bool(run.rollout.quantization)
     for gpu, device in ((H200, "cuda"), (cpu_like(H200), "cpu")):
         why = why_merged(slots, dtype=dtype, device=torch.device(device), quantized=quantized)
-        assert sends_factors(run, gpu) == (not why)
-    assert not sends_factors(config(), H200)
+        assert sends_factors(shape, run, gpu) == (not why)
+    assert not sends_factors(shape, config(), H200)
 
 
 def cpu_like(gpu):

@@ -15,6 +15,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data"
 
 
 @pytest.mark.system
+@pytest.mark.soak
 @needs_data
 def test_deepscaler_as_published_is_accounted_for_row_by_row(run, tmp_path, hf_dir):
     """The counts that docs/data.md reports."""

@@ -20,6 +20,7 @@ from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.clipping import draw_correlation
 from gapo_megatron.ops.report.picture import draw_picture
 from gapo_megatron.ops.report.report import MAKERS, note_missing
+from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData, windowed
 from tests.report_setup import (
     NUM_PROBLEMS,
@@ -400,6 +401,26 @@ def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
     left, right = axis.get_xlim()
     assert axis.get_xscale() == "log"
     assert left < ROUNDING * rms and right > 0.0167
+
+
+def test_routes_stand_beside_rounding_where_there_are_experts(tmp_path):
+    """In the report of runs and in that of their archive."""
+    dense, sparse = write_run(tmp_path / "dense"), write_run(tmp_path / "sparse", method="gspo")
+    lines = [json.loads(line) for line in (sparse / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "reward/mean" in line:  # of a step that trained
+            line["experts/same_routes_share"] = 0.875
+        if "numerics/ratio_signal" in line:
+            line["experts/ratio_by_routes"] = 0.25
+    (sparse / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = [read_run(dense), read_run(sparse)]
+    write_archive(runs, tmp_path / "archive")
+    for comparison in (Comparison.of(runs), Comparison.of(read_archive(tmp_path / "archive"))):
+        exhibit = FIGURES["rounding"](comparison)
+        found = {row["arm"]: (row["routes"], row["same_routes"]) for row in exhibit.rows}
+        assert found == {"gapo": (None, None), "gspo": (0.25, 0.875)}
+        assert [one.get_xdata()[1] for one in exhibit.figure.axes[0].lines][2] == 0.25
+    assert "routes" not in FIGURES["rounding"](Comparison.of(runs[:1])).rows[0]
 
 
 def test_widths_that_are_no_distance_from_1_are_not_drawn(tmp_path):

@@ -1,0 +1,378 @@
+"""Send sharded parameters from the ranks that train to ranks that only generate.
+
+Nobody gathers on the side that trains. A bucket (`policy.export.buckets`) is cut, all its shards
+one after another, into one range for each receiver. A rank that holds a shard sends each receiver
+the part of its range that lies in this shard; ranks with the same shard take turns. The receivers
+then exchange their ranges. With W bytes, T ranks that train and G receivers, a trainer sends W / T,
+and a receiver gets W: W / G from the trainers, the rest from the other receivers.
+
+Both sides compute the same buckets, so no message has a header; whether they do is compared before
+the first one. A trainer that fails sends meaningless bytes from then on, so that nobody waits for
+it, and at the end all ranks learn why.
+
+An engine may hold tensors: vLLM keeps those of a fused module (query, key and value; gate and up;
+all experts of a layer) until the last of them has arrived. So every bucket is received into new
+memory, which is freed when none of its tensors is referenced. Memory beside the weights, where a
+parameter that is larger than a bucket counts as one:
+
+- trainer: its shards of two buckets;
+- receiver: tensors held by the engine, in whole buckets; a bucket being yielded, one being
+  exchanged and one being received. A parameter of several shards is copied to put it together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.compat.torch_groups import OutsideGroup
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.models.rules import Place, Rule
+from gapo_megatron.policy.export import Bucket, Exported, buckets
+
+T = TypeVar("T")
+
+TRANSFER_BYTES = {"cuda": 2**28, "cpu": 2**25}
+"""Bytes of a bucket of whole parameters, by device type."""
+_ALIGNMENT = 128
+"""Elements of which a range is a multiple: between unaligned addresses NCCL copies slowly."""
+_TEXT_BYTES = 2048
+"""Longest text of an error that other ranks get."""
+
+
+@dataclass(slots=True)
+class Route:
+    """Groups over which parameters travel; in those of all ranks the trainers come first."""
+
+    texts: OutsideGroup
+    """All ranks, gloo: the outcome. It may be the group of other messages, which need not have
+    arrived; a time-out here ends those too."""
+    pieces: OutsideGroup
+    """All ranks, on the parameters' device: from trainers to receivers."""
+    receivers: OutsideGroup | None
+    """The receivers, on that device; None on a trainer."""
+    bucket_bytes: int
+    """Largest size of a bucket, unless a parameter is larger."""
+
+
+class Message(NamedTuple):
+    """Part of a bucket that a trainer sends to a receiver; elements of all shards in a row."""
+
+    sender: int
+    """Number of the trainer."""
+    receiver: int
+    """Number among the receivers."""
+    shard: int
+    start: int
+    stop: int
+
+
+class Planned(NamedTuple):
+    """How a bucket travels."""
+
+    bucket: Bucket
+    range_numel: int
+    """Elements of a receiver's range; the last ranges may reach beyond the bucket."""
+    messages: list[Message]
+
+
+def plan(exported: Exported, *, num_receivers: int, bucket_bytes: int) -> Iterator[Planned]:
+    """Yield every bucket and its messages, in order; the same on every rank.
+
+    A rank's messages of a bucket are consecutive. If a bucket has fewer messages than ranks hold
+    the shard, other ranks send the next bucket's.
+
+    Args:
+        exported: what is sent.
+        num_receivers: ranks that receive.
+        bucket_bytes: see `Route`.
+    """
+    turns: dict[tuple[int, str, int], int] = {}
+    for bucket in buckets(exported, bucket_bytes=bucket_bytes):
+        numel = bucket.shard_numel
+        size = -(-bucket.num_shards * numel // (num_receivers * _ALIGNMENT)) * _ALIGNMENT
+        messages = []
+        for shard, ranks in enumerate(exported.holders(bucket.stage, bucket.group)):
+            first, end = shard * numel, (shard + 1) * numel
+            receivers = range(first // size, -(-end // size))
+            # Each sender has a row of messages, so that it needs only a part of the shard.
+            num_senders = min(len(ranks), len(receivers))
+            turn = turns.get((bucket.stage, bucket.group, shard), 0)
+            for position, receiver in enumerate(receivers):
+                sender = ranks[(turn + position * num_senders // len(receivers)) % len(ranks)]
+                start, stop = max(first, receiver * size), min(end, (receiver + 1) * size)
+                messages.append(Message(sender, receiver, shard, start, stop))
+            is_all = num_senders == len(ranks)  # then one may have a message more than another
+            turns[bucket.stage, bucket.group, shard] = turn + (1 if is_all else num_senders)
+        yield Planned(bucket, size, messages)
+
+
+def send(exported: Exported, shard_of: Callable[[str], Tensor], route: Route) -> None:
+    """Send this rank's part of all parameters. Call it on every rank that trains.
+
+    By its return every receiver has received everything.
+
+    Args:
+        exported: what is sent; the same on every rank.
+        shard_of: returns this rank's shard of a parameter for a name by the rules, with global
+            numbers; called in any order, maybe never. It must not use collectives. The tensor must
+            not change before the return.
+        route: the groups to send over.
+
+    Collectives: over all ranks a maximum at the beginning and one at the end, messages between; if
+    a trainer has failed, a broadcast of its error.
+
+    Raises:
+        WeightSyncError: another rank failed (names its error), does not take part within the
+            groups' time limit, or expects other parameters; or a shard has another dtype or size.
+        Exception: whatever `shard_of` raises, and what it leaves no memory for; the other ranks
+            get its text as a WeightSyncError.
+    """
+    num_receivers = _begin(exported, route)
+    failure: BaseException | None = None
+    buffers: Tensor | None = None
+    sending: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+    outgoing = _outgoing(exported, route, num_receivers)
+    for turn, one in enumerate(outgoing):
+        if len(sending) == 2:
+            _finish(route.pieces, sending.popleft()[0], "an earlier bucket")
+        contents: list[Tensor] | None = None
+        if failure is None:
+            try:
+                if buffers is None:
+                    longest = max(part.buffered_numel for part in outgoing)
+                    # A bucket of another dtype is one buffer of the model, and needs none of these.
+                    buffers = torch.empty(
+                        2, longest, dtype=exported.dtype, device=route.pieces.device
+                    )
+                contents = one.contents(shard_of, buffers[turn % 2])
+            except BaseException as error:  # the others are told at the end, and it is raised
+                failure, buffers = error, None
+                traceback.clear_frames(error.__traceback__)  # memory may be what is missing
+        if contents is None:
+            contents = one.meaningless(device=route.pieces.device)
+        to = [exported.num_ranks + message.receiver for message in one.messages]
+        with _naming(f"bucket {one.number}"):
+            works = route.pieces.send_all([*zip(contents, to, strict=True)], tag=one.number)
+        sending.append((works, contents))
+        del contents
+    while sending:
+        _finish(route.pieces, sending.popleft()[0], "the last buckets")
+    _end(route, failure)
+
+
+class _Outgoing(NamedTuple):
+    """What this rank sends of a bucket."""
+
+    number: int
+    bucket: Bucket
+    messages: list[Message]
+    """Not empty; consecutive elements of one shard."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element and end, within the shard."""
+        first = self.messages[0].shard * self.bucket.shard_numel
+        return self.messages[0].start - first, self.messages[-1].stop - first
+
+    @property
+    def buffered_numel(self) -> int:
+        """Elements that are put together in a buffer."""
+        start, stop = self.span
+        return stop - start if len(self.bucket.parts) > 1 else 0
+
+    def contents(self, shard_of: Callable[[str], Tensor], buffer: Tensor) -> list[Tensor]:
+        """The messages' contents, in `buffer` or in a parameter's memory; see `Bucket.pieces`."""
+        start, stop = self.span
+        pieces = self.bucket.pieces(self.messages[0].shard, shard_of, start=start, stop=stop)
+        flat = pieces[0]
+        if len(pieces) > 1:
+            flat = torch.cat(pieces, out=buffer[: stop - start])
+        return [*flat.split([one.stop - one.start for one in self.messages])]
+
+    def meaningless(self, *, device: torch.device) -> list[Tensor]:
+        """Contents for a rank that has failed: of one message's size, since memory may be short."""
+        sizes = [one.stop - one.start for one in self.messages]
+        memory = torch.empty(max(sizes), dtype=self.bucket.dtype, device=device)
+        return [memory[:size] for size in sizes]
+
+
+def _outgoing(exported: Exported, route: Route, num_receivers: int) -> list[_Outgoing]:
+    """What this rank sends, in order."""
+    planned = plan(exported, num_receivers=num_receivers, bucket_bytes=route.bucket_bytes)
+    own = (
+        (number, one.bucket, [each for each in one.messages if each.sender == route.pieces.rank])
+        for number, one in enumerate(planned)
+    )
+    return [_Outgoing(*one) for one in own if one[-1]]
+
+
+def receive(exported: Exported, route: Route) -> Iterator[tuple[Rule, Place, Tensor]]:
+    """Yield every parameter once, whole, without tied copies; bitwise what the trainers hold.
+
+    Call it on every rank that receives, and consume it completely: all others wait for that, until
+    their time limit. A receiver may hold a tensor for any time; this may keep its whole bucket
+    alive.
+
+    Args:
+        exported: what is sent; the same on every rank.
+        route: the groups to receive over.
+
+    Yields:
+        As `policy.export.whole_parameters`.
+
+    Collectives: those of `send`; over the receivers a maximum at the beginning, and a gather for
+    each bucket.
+
+    Raises:
+        WeightSyncError: a trainer failed (names its error), another rank does not take part within
+            the groups' time limit, or expects other parameters. The tensors yielded so far are then
+            not the weights of any version.
+    """
+    num_receivers = _begin(exported, route)
+    planned = plan(exported, num_receivers=num_receivers, bucket_bytes=route.bucket_bytes)
+    coming = (
+        _start(exported, route, number, one, num_receivers) for number, one in enumerate(planned)
+    )
+    exchanged = (_exchange(arrival, route) for arrival in _ahead(coming))
+    for arrival in _ahead(exchanged):
+        _finish(route.receivers, arrival.works, f"bucket {arrival.number}")
+        yield from arrival.whole()
+        del arrival  # before memory for another bucket is needed
+    _end(route, None)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A bucket that arrives."""
+
+    number: int
+    bucket: Bucket
+    ranges: Tensor
+    """[receivers, range_numel]: the shards one after another."""
+    works: list[dist.Work]
+
+    def whole(self) -> Iterator[tuple[Rule, Place, Tensor]]:
+        """Yield the parameters."""
+        shards, numel = self.bucket.num_shards, self.bucket.shard_numel
+        memory = self.ranges.view(-1)[: shards * numel]
+        return self.bucket.whole([*memory.view(shards, numel)])
+
+
+def _start(
+    exported: Exported, route: Route, number: int, planned: Planned, num_receivers: int
+) -> _Arrival:
+    """Start receiving this rank's range of a bucket."""
+    me = route.pieces.rank - exported.num_ranks
+    device, size = route.pieces.device, planned.range_numel
+    ranges = torch.empty(num_receivers, size, dtype=planned.bucket.dtype, device=device)
+    messages = [
+        (ranges.view(-1)[one.start : one.stop], one.sender)
+        for one in planned.messages
+        if one.receiver == me
+    ]
+    with _naming(f"bucket {number}"):
+        works = route.pieces.receive_all(messages, tag=number)
+    return _Arrival(number, planned.bucket, ranges, works)
+
+
+def _exchange(arrival: _Arrival, route: Route) -> _Arrival:
+    """Wait for this rank's range, and start exchanging the ranges with the other receivers.
+
+    The next bucket's messages are under way, in another group. NCCL demands that all receivers
+    start the operations of both groups in the same order, as they do, and that both kernels find
+    room on a GPU at once: a receiver's exchange waits for the others', which may have begun the
+    messages first. At most 32 blocks each of the 132 multiprocessors of an H100, whose engine is
+    idle, so there is room. Not yet run on a GPU.
+    """
+    _finish(route.pieces, arrival.works, f"bucket {arrival.number}")
+    assert route.receivers is not None
+    if len(arrival.ranges) > 1:
+        with _naming(f"bucket {arrival.number}"):
+            arrival.works = route.receivers.all_gather(arrival.ranges)
+    return arrival
+
+
+def _begin(exported: Exported, route: Route) -> int:
+    """Compare what all ranks expect; returns the number of receivers. Collective over all ranks."""
+    facts = [
+        [
+            *(rule.megatron, *rule.hf_shapes, rule.tp_dim, rule.num_layers, rule.in_layers),
+            *(rule.num_experts, rule.glu, rule.is_buffer),
+        ]
+        for rule in exported.rules
+        if not rule.tied
+    ]
+    layers = [[[*stage] for stage in stages] for stages in exported.layers]
+    sizes = (exported.tp_size, exported.ep_size, exported.num_ranks, route.bucket_bytes)
+    digest = hashlib.sha256(repr([facts, layers, sizes, exported.dtype]).encode()).digest()
+    number = int.from_bytes(digest[:7])
+    both = torch.tensor([number, -number], device=route.pieces.device)
+    # With NCCL this also makes the communicators, which their ranks must do together.
+    for group in (route.pieces, route.receivers):
+        if group is not None:
+            _finish(group, [group.maximum(both)], "the beginning")
+    largest, negative_of_smallest = both.tolist()
+    if largest != -negative_of_smallest:
+        raise WeightSyncError(
+            "weights: the ranks of this job do not expect the same parameters: they have different "
+            "configs or models"
+        )
+    return route.pieces.size - exported.num_ranks
+
+
+def _end(route: Route, failure: BaseException | None) -> None:
+    """Wait until all ranks have everything; raise on all if one has failed. Collective."""
+    texts = route.texts
+    failed = torch.tensor([-1 if failure is None else texts.rank])
+    _finish(texts, [texts.maximum(failed)], "the end")
+    if (rank := int(failed)) < 0:
+        return
+    text = f"{type(failure).__name__}: {failure}".encode()[:_TEXT_BYTES]
+    content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    content[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    _finish(texts, [texts.broadcast(content, source=rank)], "the end")
+    if failure is not None:
+        raise failure
+    shown = content.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    raise WeightSyncError(f"weights: rank {rank} of the trainers aborted: {shown}")
+
+
+def _ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield items, each once the next one has been made; keeps no reference to what it yielded."""
+    made: deque[T] = deque()
+    for item in items:
+        made.append(item)
+        del item
+        if len(made) == 2:
+            yield made.popleft()
+    while made:
+        yield made.popleft()
+
+
+def _finish(group: OutsideGroup | None, works: list[dist.Work], what: str) -> None:
+    """Wait until these operations of a group are complete, and clear the list."""
+    assert group is not None
+    with _naming(what):
+        group.finish(works)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn errors of the groups into a WeightSyncError that names the transfer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"weights, {what}: a rank of the other side is gone or does not respond: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error

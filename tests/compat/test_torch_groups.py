@@ -1,0 +1,106 @@
+"""What `OutsideGroup` calls on a GPU, against torch's own bindings; NCCL itself has not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from gapo_megatron.compat.torch_groups import OutsideGroup
+
+
+class Slow:
+    """NCCL's work, complete after some looks: `wait` returns at once."""
+
+    def __init__(self, num_looks: float) -> None:
+        self.looks_left, self.num_waits = num_looks, 0
+
+    def is_completed(self) -> bool:
+        self.looks_left -= 1
+        return self.looks_left < 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+class Nccl:
+    """ProcessGroupNCCL's calls by torch's bindings of a backend, which transfer nothing.
+
+    As NCCL, a coalesced block of no message has no work.
+    """
+
+    def __init__(self) -> None:
+        self._fake = FakeProcessGroup._create_internal(1, 3)
+        self.num_open = self.num_messages = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fake, name)
+
+    def _start_coalescing(self, *arguments: Any) -> None:
+        self._fake._start_coalescing(*arguments)
+        self.num_open, self.num_messages = self.num_open + 1, 0
+
+    def _end_coalescing(self, *arguments: Any) -> Any:
+        self._fake._end_coalescing(*arguments)
+        self.num_open -= 1
+        return Slow(1) if self.num_messages else None
+
+    def _allgather_base(self, *arguments: Any) -> Any:
+        self._fake._allgather_base(*arguments)
+        return Slow(1)
+
+    def send(self, *arguments: Any) -> Any:
+        self.num_messages += 1
+        return self._fake.send(*arguments)
+
+    def recv(self, *arguments: Any) -> Any:
+        self.num_messages += 1
+        return self._fake.recv(*arguments)
+
+
+@pytest.fixture
+def group() -> OutsideGroup:
+    made = OutsideGroup.__new__(OutsideGroup)
+    made.rank, made.size, made.device = 1, 3, torch.device("cuda", 0)
+    made.timeout_s = 600
+    made._group = Nccl()
+    return made
+
+
+@pytest.mark.parametrize("method", ["send_all", "receive_all"])
+@pytest.mark.parametrize("num_messages", [0, 1, 2])
+def test_messages_of_one_call_are_one_work_and_none_are_no_work(
+    group: OutsideGroup, method: str, num_messages: int
+) -> None:
+    messages = [(torch.zeros(4), rank) for rank in (0, 2)][:num_messages]
+    works = getattr(group, method)(messages, tag=0)
+    assert len(works) == min(num_messages, 1)
+    group.finish(works)
+    assert works == [] and group._group.num_open == 0
+
+
+def test_an_error_leaves_no_open_block(group: OutsideGroup) -> None:
+    """NCCL would queue all later operations of the thread, and start none."""
+    with pytest.raises(TypeError):
+        group.send_all([(torch.zeros(4), 0), ("no tensor", 2)], tag=0)  # type: ignore[list-item]
+    assert group._group.num_open == 0
+
+
+def test_rows_are_gathered_in_place(group: OutsideGroup) -> None:
+    group.finish(group.all_gather(torch.zeros(3, 4)))
+
+
+def test_the_host_waits_until_the_device_has_done_the_work(group: OutsideGroup) -> None:
+    works: list[Any] = [Slow(0), Slow(3)]
+    kept = [*works]
+    group.finish(works)
+    assert works == [] and all(one.looks_left < 0 for one in kept)
+    assert [one.num_waits for one in kept] == [1, 1]  # the current stream waits, too
+
+
+def test_what_never_completes_is_an_error_after_the_time_limit(group: OutsideGroup) -> None:
+    group.timeout_s = 0
+    with pytest.raises(RuntimeError, match="timed out"):
+        group.finish([Slow(float("inf"))])  # type: ignore[list-item]

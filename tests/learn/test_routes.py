@@ -1,0 +1,234 @@
+"""Routes of experts on one rank: ratios, gradients, recomputation and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import ObjectiveConfig
+from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.rounding import Scores, measure
+from gapo_megatron.learn.routes import Routes, StepRoutes, recorder, replayer, summarize
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.step import learn
+from gapo_megatron.learn.update import update
+from gapo_megatron.objective import make_batch
+from gapo_megatron.policy import Policy, destroy
+from gapo_megatron.types import Microbatch
+from tests.distributed.policy_setup import WeightedLoss, load_policy
+from tests.learn_setup import gradients, make_judged, planned, run_learn
+from tests.routes_setup import (
+    NUM_EXPERTS,
+    ROLLOUTS,
+    TOP_K,
+    assert_updates,
+    config_of,
+    save_model,
+)
+from tests.train_setup import documented_names
+
+pytestmark = pytest.mark.usefixtures("process_group")
+# The first mini-batch has no advantage: its update changes no weight.
+STILL = make_judged(("wwww", "cccc", "cwww", "ccww"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("experts")
+    save_model(path)
+    return path
+
+
+@pytest.fixture
+def policy(folder: Path) -> Iterator[Policy]:
+    yield load_policy(config_of(folder, replays=True))
+    destroy()
+
+
+def test_the_ratio_is_one_at_equal_weights(tmp_path: Path) -> None:
+    """With so many experts Megatron-core 0.19 orders them otherwise where there are gradients."""
+    save_model(tmp_path, num_experts=32, num_experts_per_tok=8)
+    for replays in (True, False):
+        config = config_of(tmp_path, replays=replays, optimizer={"weight_decay": 0.0})
+        report = run_learn(config, STILL)
+        first, second = report.updates
+        assert first.grad_norm == 0.0
+        assert len(second.ratios) == 8 and set(second.ratios.values()) == {1.0}
+        assert report.metrics["experts/same_routes_share"] == 1.0
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_updates_are_those_of_a_loop_in_float64(folder: Path, replays: bool) -> None:
+    config = config_of(folder, replays=replays)
+    report = run_learn(config, ROLLOUTS)
+    assert_updates([report], folder, config)
+    assert 0.5 < report.metrics["experts/same_routes_share"] < 1  # there was something to replay
+
+
+def test_recomputed_layers_replay_the_same_routes(folder: Path) -> None:
+    """Routes that no router would choose: with others in a recomputed layer gradients differ."""
+    found = []
+    for recompute in ("none", "full"):
+        policy = load_policy(config_of(folder, replays=True, model={"recompute": recompute}))
+        batch = make_batch(ROLLOUTS, config_of(folder, replays=True).objective.resolve())
+        packed = [policy.pack(batch, indices) for indices in ((0, 1, 2), (4, 5))]
+        marked = [replace(one, choose_experts=replayer(any_routes(one))) for one in packed]
+        seen: list[dict[str, Tensor]] = []
+        for microbatches in (marked, packed):
+            with patch.object(policy.optimizer, "prepare_grads", _keep(policy, seen)):
+                update(policy, microbatches, WeightedLoss(batch, microbatches), learning_rate=0.0)
+        found.append(seen)
+        destroy()
+    (replayed, free), (again, free_again) = found
+    for name, gradient in replayed.items():
+        assert torch.equal(gradient, again[name]) and torch.equal(free[name], free_again[name])
+    assert any(not torch.equal(gradient, free[name]) for name, gradient in replayed.items())
+
+
+def _keep(policy: Policy, seen: list[dict[str, Tensor]]) -> Callable[[], bool]:
+    prepare = policy.optimizer.prepare_grads
+
+    def keep() -> bool:
+        seen.append(gradients(policy))
+        found: bool = prepare()
+        return found
+
+    return keep
+
+
+def any_routes(microbatch: Microbatch) -> Routes:
+    """Three different experts for each token of both layers."""
+    random = torch.Generator().manual_seed(0)
+    shape = (microbatch.tokens.shape[1], NUM_EXPERTS)
+    return {
+        layer: torch.rand(shape, generator=random).argsort(dim=1)[:, :TOP_K].sort(dim=1).values
+        for layer in (0, 1)
+    }
+
+
+def test_only_the_old_pass_records_and_only_updates_follow(folder: Path) -> None:
+    """The reference of a KL term is neither recorded nor replayed."""
+    passes = []
+
+    def watched(policy: Policy, microbatches: Sequence[Microbatch], **options: Any) -> Any:
+        passes.append({one.choose_experts is not None for one in microbatches})
+        return log_probs(policy, microbatches, **options)
+
+    config = config_of(folder, replays=True, objective={"kl_coef": 0.1})
+    with patch.object(learn_module, "log_probs", watched):
+        run_learn(config, ROLLOUTS)
+    assert passes == [{True}, {False}, {False}]
+
+
+def test_a_step_is_not_interrupted_between_its_updates(folder: Path, policy: Policy) -> None:
+    """No checkpoint has its routes; before the first update it may stop."""
+    config = config_of(folder, replays=True)
+    batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
+    asked: list[int] = []
+
+    def must_stop(num_updates: int = 1) -> bool:
+        asked.append(num_updates)
+        return stops
+
+    arguments = (policy, batch, config.objective, config.rollout, Stopwatch())
+    stops = True
+    assert learn(*arguments, must_stop=must_stop) is None and policy.num_updates == 0
+    stops = False
+    metrics = learn(*arguments, must_stop=must_stop, measures_rounding=True)
+    assert asked == [2, 2] and metrics is not None
+    logged = {name for name in metrics if name.startswith("experts/")}
+    assert logged == {name for name in documented_names() if name.startswith("experts/")}
+
+
+def test_rounding_is_measured_with_the_routes_that_updates_use(
+    folder: Path, policy: Policy
+) -> None:
+    """Before the step routes are recorded; afterwards every pass follows them, if updates do."""
+    moved = {}
+    for replays in (True, False):
+        config = config_of(folder, replays=replays)
+        policy.load_initial_weights()
+        batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
+        routes = StepRoutes(policy, replays=replays)
+        before = Scores.of(policy, batch, routes)
+        with torch.no_grad():
+            for parameter in policy.stages[0].parameters():
+                parameter.mul_(1.02)
+        metrics = measure(policy, batch, before, config.objective, config.rollout, routes)
+        # The same by hand, packed in the same way.
+        (packing,) = plan_scoring(
+            batch,
+            max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+            data_parallel_size=1,
+            chosen=batch.valid & (batch.advantages != 0),
+        )
+        packed = [policy.pack(batch, indices) for indices in packing]
+        free = log_probs(policy, packed)
+        replayed = log_probs(policy, routes.other_way(-1, packed) if not replays else
+                             routes.tracing(-1, packed))  # fmt: skip
+        squares = [
+            float(torch.stack([part.double().mean() for part in difference.split(lengths)])
+                  .square().sum())
+            for one, a, b in zip(packed, free, replayed, strict=True)
+            for difference, lengths in [(a - b, one.row_offsets.diff().tolist())]
+        ]  # fmt: skip
+        expected = math.sqrt(sum(squares) / int((batch.advantages != 0).sum()))
+        assert metrics["experts/ratio_by_routes"] == pytest.approx(expected, rel=1e-6)
+        moved[replays] = metrics["numerics/ratio_signal"]
+    assert moved[True] != moved[False] and expected > 0
+
+
+def test_ids_are_kept_in_the_smallest_type_that_holds_them() -> None:
+    for num_experts, dtype in ((256, torch.uint8), (257, torch.int16)):
+        routes: Routes = {}
+        own = torch.tensor([[0, num_experts - 1]])
+        assert recorder(routes, num_experts=num_experts)(3, own) is own
+        assert routes[3].dtype == dtype
+        assert replayer(routes)(3, own - own).tolist() == own.tolist()
+
+
+def test_metrics_of_counted_tokens() -> None:
+    """Two layers of three experts; the second sends one token in four to other experts."""
+    counts = torch.tensor([[4, 2, 2, 4, 4], [0, 8, 0, 4, 3]])
+    assert summarize(counts) == {
+        "experts/max_load": (1.5 + 3) / 2,
+        "experts/dead_share": 2 / 6,
+        "experts/same_routes_share": 7 / 8,
+        "experts/same_routes_share_min": 0.75,
+    }
+    assert "experts/same_routes_share" not in summarize(torch.tensor([[4, 2, 2, 0, 0]]))
+
+
+def test_tokens_are_counted_once_and_padding_is_not(folder: Path) -> None:
+    """Also where layers are recomputed: their routers are asked twice."""
+    found = []
+    for recompute in ("none", "full"):
+        config = config_of(folder, replays=True, model={"recompute": recompute})
+        policy = load_policy(config)
+        batch = make_batch(ROLLOUTS, config.objective.resolve())
+        padded = replace(policy.pack(batch, (0, 1)))
+        padded.is_padding[0, :5] = True
+        routes = StepRoutes(policy, replays=True)
+        (marked,) = routes.following(0, [padded])
+        update(policy, [marked], WeightedLoss(batch, [padded]))
+        found.append(routes._counts)
+        destroy()
+    num_tokens = int(batch.num_fed_tokens[:2].sum()) - 5
+    assert found[0][:, :-2].sum(dim=1).tolist() == [num_tokens * TOP_K] * 2
+    assert torch.equal(*found)
+
+
+def test_nothing_is_replayed_beside_the_engines_log_probs() -> None:
+    """There is no pass of the trainer that could record."""
+    assert ObjectiveConfig(method="gapo").replays_routes
+    assert not ObjectiveConfig(method="gapo", old_log_probs="rollout").replays_routes

@@ -1,0 +1,386 @@
+"""Draft tokens in a real vLLM engine: what they may not change, and how often they are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.nn.utils.rnn import pad_sequence
+
+from gapo_megatron.compat import vllm, vllm_drafts
+from gapo_megatron.models.tables import ARCHITECTURES
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.requests import request_seed
+from gapo_megatron.rollout.table import to_rollouts
+from gapo_megatron.rollout.transport import in_place
+from gapo_megatron.rollout.verify import verify_weights
+from gapo_megatron.types import Episode
+from tests.draft_setup import write_draft
+from tests.rollout_setup import (
+    EOS,
+    LONG,
+    TOLERANCE,
+    VOCAB,
+    build_engine,
+    generate,
+    largest_difference,
+    make_config,
+    make_model,
+    make_prompts,
+    perturb,
+    process_group,
+    tokens_of,
+    trainer_log_probs,
+    weights,
+)
+
+# The sharper model's logits are four times as large, and so is their rounding.
+SHARPER = 4
+BOUND = SHARPER * TOLERANCE
+DRAFTS = {
+    "ngram": {"draft": "ngram", "draft_ngram": 1, "draft_tokens": 3},
+    "eagle3": {"draft": "eagle3", "draft_tokens": 2},
+}
+NUM_PROMPTS, NUM_SAMPLES = 8, 64
+
+
+def sharper_model() -> torch.nn.Module:
+    """Few likely tokens: n-grams recur, and many proposals are accepted."""
+    model = make_model(False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(SHARPER)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=["ngram", pytest.param("eagle3", marks=pytest.mark.system)])
+def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
+    """An engine with drafts that has its weights from a sync, and its transformers model."""
+    model, folder = sharper_model(), tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    rollout = DRAFTS[request.param]
+    if request.param == "eagle3":
+        rollout = rollout | {"draft_hf_dir": str(write_draft(folder / "draft"))}
+    with process_group():
+        engine = build_engine(make_config(folder, **rollout), load_weights=False)
+        engine.wake()
+        in_place(engine, weights(model).items(), policy_version=0)
+        groups = generate(engine, make_prompts(NUM_PROMPTS), num_samples=NUM_SAMPLES, seed=2)
+        yield SimpleNamespace(
+            engine=engine, model=model, initial=weights(model), kind=request.param, groups=groups
+        )
+        engine.close()
+
+
+@pytest.fixture
+def fresh(built) -> SimpleNamespace:
+    """The same, with the initial weights on both sides."""
+    built.model.load_state_dict(built.initial)
+    if built.engine.policy_version != 0:
+        in_place(built.engine, built.initial.items(), policy_version=0)
+    return built
+
+
+def counts_of(groups) -> tuple[int, int]:
+    """Numbers of proposed and of accepted tokens."""
+    episodes = [one for group in groups for one in group]
+    return sum(one.num_drafted for one in episodes), sum(one.num_accepted for one in episodes)
+
+
+# --- the same distribution ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (0.6, 0.8)])
+def test_log_probs_are_those_of_the_distribution_sampled_from(fresh, temperature, top_p):
+    """vLLM as it is reads the temperature of proposed tokens from memory that nothing was written
+    to: log-probs are then off by whole units, or NaN."""
+    prompts = make_prompts(4)
+    groups = generate(
+        fresh.engine, prompts, temperature=temperature, top_p=top_p, num_samples=8, seed=5
+    )
+    assert counts_of(groups)[1] > 0
+    if top_p == 1:
+        assert largest_difference(fresh.model, prompts, groups, temperature) < BOUND
+        return
+    for prompt, group in zip(prompts, groups, strict=True):
+        for one in group:
+            expected = nucleus_log_probs(fresh.model, prompt, one, temperature, top_p)
+            assert np.abs(expected - one.log_probs).max() < BOUND
+
+
+def nucleus_log_probs(model, prompt, episode: Episode, temperature: float, top_p: float):
+    """Log-probs renormalised over the smallest set of tokens with probability `top_p`."""
+    tokens = torch.tensor([*prompt.token_ids, *episode.token_ids]).long()
+    with torch.no_grad():
+        probs = (model(tokens[None]).logits[0] / temperature).softmax(-1)
+    found = []
+    for row, token in enumerate(episode.token_ids, start=len(prompt.token_ids) - 1):
+        ordered, order = probs[row].sort(descending=True)
+        kept = order[: int((ordered.cumsum(0) < top_p).sum()) + 1]
+        assert token in kept
+        found.append(float((probs[row, int(token)] / probs[row, kept].sum()).log()))
+    return np.array(found)
+
+
+FALSE_ALARM, NUM_BINS = 1e-4, 16
+
+
+def test_tokens_follow_the_model(fresh):
+    """512 responses against the exact probabilities of each token given those before it.
+
+    Every statistic has a known distribution, whatever the lengths; each fails a right engine with
+    probability 1e-4, but seeds are fixed. What a wrong one cannot hide, with 99 %:
+
+    - 0.28 standard deviations, (3.9 + 2.4) / sqrt(512), of a response's sum of log-probs less their
+      expected values, or of its ends less theirs (so of its length).
+    - n-grams, whose proposals are known: of 5 thousand proposals 15 % more or fewer accepted ones.
+    - The distribution of the 4 thousand tokens in place of rejected ones, of the 5 thousand others,
+      and of all: shares of 16 equally likely bins, from the likely tokens to the others, that
+      differ by sqrt(64.3 / n) of their size (rms): 13, 11 and 8 %.
+    """
+    tokens, proposals, probs = judged(fresh)
+    rows = np.arange(len(tokens))
+    log_probs = np.log(probs)
+    mean = (probs * log_probs).sum(1)
+    variance = (probs * log_probs**2).sum(1) - mean**2
+    assert_zero(log_probs[rows, tokens] - mean, variance)
+    ends = probs[:, EOS]
+    assert_zero((tokens == EOS) - ends, ends * (1 - ends))
+    assert_drawn(tokens, probs)
+    if fresh.kind == "ngram":
+        is_proposed, is_accepted = proposals >= 0, tokens == proposals
+        accepted = probs[rows, proposals]
+        assert_zero((is_accepted - accepted)[is_proposed], (accepted - accepted**2)[is_proposed])
+        assert_drawn(tokens[~is_proposed], probs[~is_proposed])
+        is_rejected = is_proposed & ~is_accepted
+        rest = probs[is_rejected]
+        rest[np.arange(len(rest)), proposals[is_rejected]] = 0
+        assert_drawn(tokens[is_rejected], rest / rest.sum(1, keepdims=True))
+
+
+def judged(built) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Response tokens [n], the tokens proposed for their positions [n], and probs [n, VOCAB].
+
+    Proposals are repeated from the responses; -1 where there was none, or not known.
+    """
+    tokens, proposals, probs = [], [], []
+    for prompt, group in zip(make_prompts(NUM_PROMPTS), built.groups, strict=True):
+        ids = [torch.tensor([*prompt.token_ids, *one.token_ids.tolist()]) for one in group]
+        with torch.no_grad():  # causal: what follows a response does not matter
+            logits = built.model(pad_sequence(ids, batch_first=True)).logits.double()
+        for one, rows in zip(group, logits[:, len(prompt.token_ids) - 1 :], strict=True):
+            found = [-1] * len(one.token_ids)
+            if built.kind == "ngram":
+                found, count = repeat_proposals(prompt.token_ids, one.token_ids.tolist())
+                assert count == one.num_drafted
+            tokens.append(one.token_ids)
+            proposals.append(found)
+            probs.append(rows[: len(found)].softmax(-1).numpy())
+    return np.concatenate(tokens), np.concatenate(proposals), np.concatenate(probs)
+
+
+def repeat_proposals(prompt: Sequence[int], response: Sequence[int]) -> tuple[list[int], int]:
+    """What n-grams of one token proposed for each token of a response, or -1; how many there were.
+
+    They are the tokens after the first occurrence of the last token. A step verifies them up to the
+    first that is rejected; the first step has none.
+    """
+    tokens, found, count = [*prompt], [], 0
+    while len(found) < len(response):
+        after = tokens.index(tokens[-1]) + 1
+        proposals = tokens[after : after + DRAFTS["ngram"]["draft_tokens"]] if found else []
+        count += len(proposals)
+        for one in [*proposals, -1]:
+            if len(found) < len(response):
+                tokens.append(response[len(found)])
+                found.append(one)
+            if tokens[-1] != one:
+                break
+    return found, count
+
+
+def assert_zero(excess: np.ndarray, variance: np.ndarray) -> None:
+    """Values with mean 0 and these variances, each given those before it."""
+    assert abs(excess.sum()) < stats.norm.isf(FALSE_ALARM / 2) * np.sqrt(variance.sum())
+
+
+def assert_drawn(tokens: np.ndarray, probs: np.ndarray) -> None:
+    """Chi-square of the places of tokens [n] in their distributions [n, VOCAB], likely ones first.
+
+    A place, at random within the token's own share, is uniform between 0 and 1, and independent of
+    those before it.
+    """
+    own = probs[np.arange(len(tokens)), tokens, None]
+    places = np.where(probs > own, probs, 0).sum(1)
+    places += np.random.default_rng(0).random(len(tokens)) * own[:, 0]
+    counts, _ = np.histogram(places, NUM_BINS, (0, 1))
+    assert stats.chisquare(counts).pvalue > FALSE_ALARM
+
+
+def test_placeholders_for_proposals_are_rejected(fresh):
+    """Requests of which all but one token are cached get -1 in place of proposals.
+
+    vLLM's kernel for a CPU takes the probability of -1 from another position, that of its last
+    token, and may accept it. A likely last token shows that: the next token then has the log-prob
+    of another context. EAGLE-3 computes a whole block more, and has none.
+    """
+    length = fresh.engine.llm.vllm_config.cache_config.block_size + 1
+    (prompt,) = prompts = make_prompts(1, length=length)
+    make_last_token_likely(fresh.model, prompt.token_ids)
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    groups = generate(fresh.engine, prompts, num_samples=128, max_response_tokens=1)
+    if fresh.kind == "ngram":  # the first of the group computes the prompt for the others
+        most = fresh.engine.config.rollout.draft_tokens
+        assert sorted(one.num_drafted for one in groups[0]) == [0] + 127 * [most]
+    assert largest_difference(fresh.model, prompts, groups) < BOUND
+    with torch.no_grad():
+        logits = fresh.model(torch.tensor([prompt.token_ids])).logits[0, -1].double()
+    tokens = np.concatenate([one.token_ids for one in groups[0]])
+    assert_drawn(tokens, logits.softmax(-1).numpy()[None].repeat(len(tokens), 0))
+    groups = generate(fresh.engine, prompts, num_samples=8, max_response_tokens=12)
+    assert largest_difference(fresh.model, prompts, groups) < BOUND
+
+
+def make_last_token_likely(model: torch.nn.Module, prompt: Sequence[int]) -> None:
+    """Swap output rows: the last token becomes the likeliest after the prompt and placeholders."""
+    with torch.no_grad():
+        likely = int(model(torch.tensor([[*prompt, 0, 0]])).logits[0, -1].argmax())
+        rows = model.lm_head.weight
+        rows[[likely, VOCAB - 1]] = rows[[VOCAB - 1, likely]]
+        probs = model(torch.tensor([[*prompt, 0, 0]])).logits[0, -1].softmax(-1)
+    assert probs[-1] > 0.1
+
+
+# --- the engine's promises ------------------------------------------------------------------------
+
+
+def test_same_seeds_give_the_same_samples_in_any_order_and_company(fresh):
+    prompts = make_prompts(6)
+    groups = generate(fresh.engine, prompts)
+    again = generate(fresh.engine, prompts)
+    assert tokens_of(again) == tokens_of(groups)
+    assert counts_of(again) == counts_of(groups)
+    for one, other in zip(sum(groups, ()), sum(again, ()), strict=True):
+        assert one.log_probs.tolist() == other.log_probs.tolist()
+    if fresh.kind == "ngram":  # an EAGLE-3 draft's choices may depend on rounding, as by a batch
+        assert tokens_of(generate(fresh.engine, prompts[::-1])) == tokens_of(groups)[::-1]
+        assert tokens_of(generate(fresh.engine, prompts[2:3])) == tokens_of(groups)[2:3]
+
+
+def test_what_is_interrupted_goes_on_at_other_weights(fresh):
+    """Partial rollouts: aborted inside a response, synced in place, continued from its tokens."""
+    prompts = make_prompts(8)
+    groups = generate(fresh.engine, prompts, num_groups=2, **LONG)
+    begun = {prompt.id: group for prompt, group in zip(prompts, groups, strict=True)}
+    is_open = [(i, j) for i, group in enumerate(groups) for j in (0, 1) if not group[j].finished]
+    assert any(len(groups[i][j].token_ids) for i, j in is_open)
+    assert largest_difference(fresh.model, prompts, groups) < BOUND
+    perturb(fresh.model, seed=3)
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    rest = generate(fresh.engine, prompts, begun=begun, step=1, **LONG)
+    assert all(one.finished for group in rest for one in group)
+    for i, j in is_open:
+        old, new = groups[i][j], rest[i][j]
+        count = len(old.token_ids)
+        assert new.token_ids[:count].tolist() == old.token_ids.tolist()
+        (expected,) = trainer_log_probs(fresh.model, [prompts[i].token_ids], [new.token_ids])
+        assert np.abs(expected[count:] - new.log_probs[count:]).max() < BOUND
+
+
+def test_a_sync_is_verified_and_leaves_a_draft_as_it_is(fresh):
+    """The engine's scores of its own samples, proposed tokens among them, are its log-probs."""
+    before = draft_tensors(fresh.engine)
+    assert bool(before) == (fresh.kind == "eagle3")
+    perturb(fresh.model, seed=4)
+    fresh.engine.sleep()
+    fresh.engine.wake()
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    after = draft_tensors(fresh.engine)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {*before} - {"model.embed_tokens.weight"}  # the model's own embedding
+    groups = generate(fresh.engine, make_prompts(4))
+    assert counts_of(groups)[0] > 0
+    rollouts = to_rollouts(groups)
+    scored = fresh.engine.score(rollouts)
+    for i, values in enumerate(scored):
+        assert np.abs(values - rollouts.rollout_log_probs[i]).max() < BOUND
+    ids = ([*side.values()] for side in (rollouts.prompt_ids, rollouts.response_ids))
+    check = verify_weights(fresh.engine, rollouts, trainer_log_probs(fresh.model, *ids))
+    assert 0 < check.max_abs_diff < BOUND
+
+
+def draft_tensors(engine) -> dict[str, torch.Tensor]:
+    """Copies of a draft model's tensors, of norms, embedding and output layer; n-grams have none.
+
+    Others are only kept packed on a CPU.
+    """
+
+    def copied(worker) -> dict[str, torch.Tensor]:
+        model = getattr(worker.model_runner.drafter, "model", None)
+        return (
+            {}
+            if model is None
+            else {name: one.clone() for name, one in model.named_parameters() if len(one)}
+        )
+
+    (found,) = engine.llm.collective_rpc(copied)
+    return found
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+def test_accepted_tokens_are_those_that_took_no_decoding_step(fresh):
+    prompt = make_prompts(1)[0]
+    most = fresh.engine.config.rollout.draft_tokens
+    for sample in range(20):
+        request = Request(
+            name="one",
+            prompt_ids=prompt.token_ids,
+            response_ids=np.empty(0, np.int32),
+            max_tokens=60,
+            seed=request_seed(0, 0, "p", sample),
+            temperature=0.5,
+            top_p=1.0,
+        )
+        fresh.engine.add(request)
+        num_steps, ended = 0, []
+        while not ended:
+            ended, num_steps = fresh.engine.poll(), num_steps + 1
+        (one,) = ended
+        num_saved = len(one.token_ids) - num_steps
+        # What was accepted after the end of the response is dropped.
+        assert num_saved <= one.num_accepted <= num_saved + most
+        assert one.num_accepted <= one.num_drafted <= most * num_steps
+        fresh.engine.abort()
+
+
+def test_an_engine_starts_after_one_that_proposed_ngrams():
+    """It has imported numba, whose library has no usual attributes: vLLM's search stopped there."""
+    pytest.importorskip("llvmlite.binding")
+    vllm.allow_numba()
+    vllm.current_platform.register_triton_kernel_overrides()  # as every worker does
+
+
+def test_values_of_requests_are_repeated_for_their_tokens():
+    """What vLLM's kernel for a CPU leaves undefined."""
+    temperatures, tokens = torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    vllm_drafts.repair_drafts_on_cpu()
+    found = vllm_drafts.rejection_sampler.expand_batch_to_tokens(
+        torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 3, 5], dtype=torch.int32), 5, 0, 1
+    )
+    assert found.tolist() == torch.tensor([0.7, 0.7, 1.0, 1.5, 1.5]).tolist()
+    found = vllm_drafts.rejection_sampler.expand_batch_to_tokens(temperatures, tokens, 5)
+    assert found.tolist() == torch.tensor([0.7, 0.7, 1.5, 1.5, 1.5]).tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_vllms_class_gives_hidden_states_as_the_table_says(architecture) -> None:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    found = ModelRegistry._try_load_model_cls(architecture.hf_class)
+    assert supports_eagle3(found) == architecture.gives_hidden_states

@@ -1,0 +1,358 @@
+"""Sharded parameters on their way: who sends what, bounded memory, and errors on all ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gapo_megatron.compat.torch import TorchDispatchMode, operator_name
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.models.rules import Rule
+from gapo_megatron.policy.export import Exported
+from gapo_megatron.rollout import transfer
+from gapo_megatron.rollout.transfer import Route, plan
+from gapo_megatron.run.process_group import World
+from tests.dist import run_sides
+from tests.transfer_setup import exported_of, rule_of
+
+KIB = 2**10
+
+
+def model(num_layers: int = 12, num_experts: int = 8, width: int = 24) -> list[Rule]:
+    """Parameters of every kind: replicated, cut along either dimension, experts, ends."""
+    layer = {"num_layers": num_layers}
+    return [
+        rule_of("embedding.weight", (100, width), tp_dim=0),
+        rule_of("decoder.layers.{layer}.norm", (width,), **layer),
+        rule_of("decoder.layers.{layer}.bias", (width // 2,), is_buffer=True, **layer),
+        rule_of("decoder.layers.{layer}.column", (2 * width, width), tp_dim=0, **layer),
+        rule_of("decoder.layers.{layer}.row", (width, 2 * width), tp_dim=1, **layer),
+        rule_of(
+            "decoder.layers.{layer}.experts.{expert}",
+            (width, width // 3),
+            num_experts=num_experts,
+            **layer,
+        ),
+        rule_of("output.weight", (100, width), tp_dim=0),
+    ]
+
+
+def stages_of(num_stages: int, num_virtual: int = 1) -> list[list[range]]:
+    size = 12 // num_stages // num_virtual
+    return [
+        [range(first * size, (first + 1) * size) for first in range(rank, 12 // size, num_stages)]
+        for rank in range(num_stages)
+    ]
+
+
+LAYOUTS = {
+    # Tensor, expert, pipeline ranks, virtual stages; all ranks that train, ranks that receive.
+    "one": (1, 1, 1, 1, 1, 1),
+    "data": (1, 1, 1, 1, 4, 2),
+    "tensor": (4, 1, 1, 1, 8, 2),
+    "few receivers": (2, 2, 2, 1, 16, 3),
+    "virtual stages": (2, 4, 3, 2, 24, 8),
+    "many receivers": (2, 2, 2, 1, 8, 48),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bucket_bytes", [1, 4 * KIB, 2**30])
+def test_every_element_of_every_shard_travels_once_from_a_rank_that_holds_it(
+    layout: str, bucket_bytes: int
+) -> None:
+    tp, ep, pp, vpp, num_ranks, num_receivers = LAYOUTS[layout]
+    exported = Exported(model(), stages_of(pp, vpp), tp, ep, num_ranks, torch.bfloat16)
+    for bucket, size, messages in plan(
+        exported, num_receivers=num_receivers, bucket_bytes=bucket_bytes
+    ):
+        # Buffers stay in float32, and each travels by itself.
+        has_buffer = any(rule.is_buffer for rule, _ in bucket.parts)
+        assert bucket.dtype == (torch.float32 if has_buffer else torch.bfloat16)
+        assert not has_buffer or len(bucket.parts) == 1
+        holders = exported.holders(bucket.stage, bucket.group)
+        assert len(holders) == bucket.num_shards
+        end, stops = 0, dict[tuple[int, int], int]()
+        for one in messages:
+            assert one.start == end < one.stop
+            # In one row; and aligned, except where a shard begins.
+            assert one.start == stops.get((one.sender, one.shard), one.start)
+            assert one.start % 128 == 0 or one.start % bucket.shard_numel == 0
+            stops[one.sender, one.shard] = one.stop
+            assert one.sender in holders[one.shard]
+            assert one.start // bucket.shard_numel == one.shard
+            assert (one.stop - 1) // bucket.shard_numel == one.shard
+            assert one.start // size == (one.stop - 1) // size == one.receiver < num_receivers
+            end = one.stop
+        assert end == bucket.num_shards * bucket.shard_numel
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_trainers_send_about_the_same(layout: str) -> None:
+    """Of a model of many layers of equal size; a receiver gets as much from them as any other."""
+    tp, ep, pp, vpp, num_ranks, num_receivers = LAYOUTS[layout]
+    rules = [rule for rule in model(width=768) if rule.num_layers]
+    exported = Exported(rules, stages_of(pp, vpp), tp, ep, num_ranks, torch.float32)
+    sent, received = Counter[int](), Counter[int]()
+    for _, _, messages in plan(exported, num_receivers=num_receivers, bucket_bytes=2**30):
+        for one in messages:
+            sent[one.sender] += one.stop - one.start
+            received[one.receiver] += one.stop - one.start
+    total = 12 * sum(math.prod(rule.full_shape) * (rule.num_experts or 1) for rule in rules)
+    assert sum(sent.values()) == total
+    assert max(sent.values()) <= 1.35 * total / num_ranks
+    assert max(received.values()) <= 1.05 * total / num_receivers
+
+
+def many(num_trainers: int) -> Exported:
+    """Ten layers of two parameters, each cut over all trainers."""
+    rules = [
+        rule_of(f"{{layer}}.{part}", (num_trainers * 450, 2), tp_dim=0, num_layers=10)
+        for part in range(2)
+    ]
+    return exported_of(rules, num_ranks=num_trainers)
+
+
+def number_of(name: str) -> int:
+    """Number of a parameter of `many`."""
+    layer, part = name.split(".")
+    return 2 * int(layer) + int(part)
+
+
+def _outcome(world: World, on_shard: Callable[[int, int], None], expected: int) -> str:
+    """The error that a rank gets when a shard is asked for; `expected`: rules it waits for."""
+    assert world.bridge is not None
+    bridge, exported = world.bridge, many(world.bridge.num_training)
+    bridge._route.bucket_bytes = 16 * KIB  # two parameters
+
+    def shard_of(name: str) -> Tensor:
+        on_shard(world.rank, number_of(name))
+        return torch.full((450, 2), float(world.rank))
+
+    try:
+        if bridge.is_generation:
+            for _ in bridge.receive_whole(replace(exported, rules=exported.rules[:expected])):
+                pass
+        else:
+            bridge.send_shards(exported, shard_of)
+    except (ArithmeticError, WeightSyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _fail_on_1(rank: int, number: int) -> None:
+    if rank == 1 and number == 7:
+        raise ArithmeticError("no shard 7")
+
+
+def _fail_at_the_end(rank: int, number: int) -> None:
+    if rank == 1 and number == 19:
+        raise ArithmeticError("no shard 19")
+
+
+@pytest.mark.parametrize(("on_shard", "number"), [(_fail_on_1, 7), (_fail_at_the_end, 19)])
+def test_an_error_of_a_trainer_is_that_of_all_ranks(
+    on_shard: Callable[[int, int], None], number: int
+) -> None:
+    other, failed, *receivers = run_sides(_outcome, 2, 2, on_shard, 2)
+    assert failed == f"ArithmeticError: no shard {number}"
+    for text in (other, *receivers):
+        assert text.startswith("WeightSyncError") and failed in text and "rank 1" in text
+
+
+def _fail_on_both(rank: int, number: int) -> None:
+    if number == 5 + rank:
+        raise ArithmeticError(f"rank {rank} has no shard {number}")
+
+
+def test_each_trainer_that_fails_keeps_its_own_error() -> None:
+    first, second, *receivers = run_sides(_outcome, 2, 2, _fail_on_both, 2)
+    assert first == "ArithmeticError: rank 0 has no shard 5"
+    assert second == "ArithmeticError: rank 1 has no shard 6"
+    for text in receivers:
+        assert text.startswith("WeightSyncError") and (first in text or second in text)
+
+
+class Short(TorchDispatchMode):
+    """Refuses new memory beyond a message's size once it `is_short`."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self.is_short = False
+        self.made: list[StorageWeakRef] = []
+        """What must be free by then."""
+        self._most_bytes = most_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self.is_short and operator_name(func) in ("empty", "zeros", "cat"):
+            assert all(one.expired() for one in self.made)
+            if found.untyped_storage().nbytes() > self._most_bytes:
+                raise torch.OutOfMemoryError("again")
+        return found
+
+
+def _out_of_memory(world: World) -> str:
+    """The error of a rank when trainer 1 has no memory for the second shard of a bucket."""
+    assert world.bridge is not None
+    bridge, exported = world.bridge, many(2)
+    bridge._route.bucket_bytes = 16 * KIB
+    memory = Short(1280 * 4)  # a third of 3,600 elements, aligned
+
+    def shard_of(name: str) -> Tensor:
+        if (world.rank, number_of(name)) == (1, 7):
+            memory.is_short = True
+            raise torch.OutOfMemoryError("no memory")
+        made = torch.zeros(450, 2)
+        if (world.rank, number_of(name)) == (1, 6):
+            memory.made.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    try:
+        if bridge.is_generation:
+            for _ in bridge.receive_whole(exported):
+                pass
+        else:
+            with memory:
+                bridge.send_shards(exported, shard_of)
+    except (torch.OutOfMemoryError, WeightSyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_trainer_without_memory_keeps_nobody_waiting() -> None:
+    """It needs a message's, and what the failed bucket has taken is free by then."""
+    other, failed, *receivers = run_sides(_out_of_memory, 2, 3)
+    assert failed == "OutOfMemoryError: no memory"
+    for text in (other, *receivers):
+        assert text.startswith("WeightSyncError") and failed in text
+
+
+def _nothing(rank: int, number: int) -> None: ...
+
+
+def test_ranks_that_expect_other_parameters_find_out_before_the_first() -> None:
+    for text in run_sides(_outcome, 2, 1, _nothing, 1):
+        assert text.startswith("WeightSyncError") and "do not expect the same" in text
+
+
+def _odd_shard(world: World) -> str:
+    """A trainer whose shard has too few elements."""
+    assert world.bridge is not None
+    try:
+        if world.bridge.is_generation:
+            for _ in world.bridge.receive_whole(many(1)):
+                pass
+        else:
+            world.bridge.send_shards(many(1), lambda name: torch.zeros(449, 2))
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_shard_of_another_size_is_no_message() -> None:
+    for text in run_sides(_odd_shard, 1, 1):
+        assert "898" in text and "900" in text
+
+
+def _one_is_gone(world: World, gone: int, folder: Path) -> None:
+    """Exit without notice, as after SIGKILL; each other rank's error is in a file."""
+    assert world.bridge is not None
+    rank, exported = int(os.environ["RANK"]), many(2)
+    world.bridge._route.bucket_bytes = 4 * KIB
+
+    def shard_of(name: str) -> Tensor:
+        if rank == gone and number_of(name) == 10:
+            os._exit(0)
+        return torch.full((450, 2), float(rank))
+
+    try:
+        if world.bridge.is_generation:
+            for number, _ in enumerate(world.bridge.receive_whole(exported)):
+                if rank == gone and number == 10:
+                    os._exit(0)
+        else:
+            world.bridge.send_shards(exported, shard_of)
+    except WeightSyncError as error:
+        (folder / str(rank)).write_text(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_who_is_gone_keeps_nobody_waiting(tmp_path: Path, gone: int) -> None:
+    # Under a launcher: without one the ranks that are left are ended before they can say it.
+    run_sides(
+        _one_is_gone, 2, 2, gone, tmp_path, env={"GAPO_ATTEMPT_DIR": str(tmp_path / "attempt")}
+    )
+    left = {"0", "1", "2", "3"} - {str(gone)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes allocated by these operators while they are in use."""
+
+    def __init__(self, operators: Sequence[str]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._operators = operators
+        self._made: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if operator_name(func) in self._operators:
+            storage = made.untyped_storage()
+            self._made.append((StorageWeakRef(storage), storage.nbytes()))
+        sizes = {one.cdata: size for one, size in self._made if size > 2**16 and not one.expired()}
+        self.peak = max(self.peak, sum(sizes.values()))
+        return made
+
+
+def _memory(world: World, bucket: int, num_held: int) -> list[int]:
+    """Peak bytes allocated by an end in each of two transfers; a receiver holds some tensors."""
+    assert world.bridge is not None
+    bridge = world.bridge
+    route: Route = bridge._route
+    route.bucket_bytes = bucket
+    # Half a bucket, so that two are put together.
+    rules = [
+        rule_of(f"decoder.layers.{{layer}}.{i}", (bucket // 8,), num_layers=10) for i in range(2)
+    ]
+    exported, peaks = exported_of(rules, num_ranks=1), []
+    kept = torch.zeros(bucket // 8)
+    for _ in range(2):
+        with Memory(("empty", "cat")) as made:
+            if bridge.is_generation:
+                taken: deque[Tensor] = deque(maxlen=num_held)
+                for _, _, tensor in transfer.receive(exported, route):
+                    taken.append(tensor)
+                    del tensor
+                taken.clear()
+            else:
+                transfer.send(exported, lambda name: kept, route)
+        peaks.append(made.peak)
+    return peaks
+
+
+@pytest.mark.parametrize(("num_held", "num_buckets"), [(0, 3), (6, 6)])
+def test_memory_beside_the_weights_is_three_buckets_and_what_is_held(
+    num_held: int, num_buckets: int
+) -> None:
+    """Two buffers at a trainer. A bucket is freed with its last tensor that is still held."""
+    bucket = 2**20
+    sender, *receivers = run_sides(_memory, 1, 2, bucket, num_held)
+    assert [peak / bucket for peak in sender] == [2, 2]
+    assert all(num_buckets <= peak / bucket <= num_buckets + 1 for one in receivers for peak in one)

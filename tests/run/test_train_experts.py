@@ -1,0 +1,77 @@
+"""A whole run of a model with experts, on ranks that share them: its metrics, and a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.programs import Program
+from tests.train_setup import (
+    CONFIG,
+    assert_same_run,
+    finish,
+    interrupt,
+    launched,
+    run,
+    steps_of,
+    write_inputs,
+)
+
+pytestmark = pytest.mark.system
+SHARED = "parallel.expert_model_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The task of `test_train`, and a warm start of two of four experts for each token."""
+    root: Path = tmp_path_factory.mktemp("experts")
+    write_inputs(root, CONFIG.replace("num_steps = 6", "num_steps = 3"))
+    dense = AutoConfig.from_pretrained(root / "init")
+    sizes = {
+        name: getattr(dense, name)
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "max_position_embeddings", "eos_token_id", "pad_token_id"),
+        )
+    }
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, **experts, head_dim=32, norm_topk_prob=True)
+    )
+    model.save_pretrained(root / "init")
+    finish(Program("gapo_megatron.sft", root / "config.toml"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole_run(root: Path) -> Path:
+    run(root, "whole", SHARED, ranks=2)
+    return root / "whole"
+
+
+def test_routes_are_replayed_and_reported(whole_run: Path) -> None:
+    for line in steps_of(whole_run):
+        assert 0.5 < line["experts/same_routes_share_min"] <= line["experts/same_routes_share"] <= 1
+        assert 1 <= line["experts/max_load"] <= 2 and line["experts/dead_share"] < 1
+        assert line["experts/ratio_by_routes"] > 0  # the steps are large: 0.3 measured
+        assert line["sync/max_abs_log_prob_diff"] < 1e-4
+
+
+def test_a_stop_ends_after_the_step_and_the_run_goes_on_bitwise(
+    root: Path, whole_run: Path
+) -> None:
+    """No checkpoint holds routes: the step is not cut in two."""
+    stopped = root / "stopped"
+    first, second = (stopped / "attempts" / name for name in ("7.0", "7.1"))
+    stop = {"stage": "step 1: update", "by": "SIGUSR1", "ranks": 2}
+    output = interrupt(root, "stopped", SHARED, **stop, env=launched(first))
+    assert "stopped (signal SIGUSR1)" in output
+    assert [path.name for path in sorted((stopped / "checkpoints").glob("step_*"))][-1] == (
+        "step_00000002"
+    )
+    run(root, "stopped", SHARED, ranks=2, env=launched(second))
+    assert_same_run(stopped, whole_run)

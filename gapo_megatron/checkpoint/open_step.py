@@ -1,7 +1,8 @@
 """A step interrupted by a stop: its rollouts are kept, and finished updates are not repeated.
 
-The weights have changed within the step, so a checkpoint also holds the batch, its old log-probs
-and the metrics summed so far: the remaining updates then give the same bits as without the stop.
+The weights have changed within the step, so a checkpoint also holds the batch, its old log-probs,
+its routes of tokens to experts and the metrics summed so far: the remaining updates then give the
+same bits as without the stop.
 """
 
 from __future__ import annotations

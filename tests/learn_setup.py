@@ -218,7 +218,12 @@ def planned(batch: Batch, config: Config, *, data_parallel_size: int = 1) -> Bat
 
 
 def run_learn(
-    config: Config, rollouts: Rollouts, *, num_steps: int = 1, stop_in: Path | None = None
+    config: Config,
+    rollouts: Rollouts,
+    *,
+    num_steps: int = 1,
+    stop_in: Path | None = None,
+    measures_rounding: bool = False,
 ) -> Report:
     """Steps on this rank, from verdicts to weights. The default process group must be up.
 
@@ -231,7 +236,8 @@ def run_learn(
     def go_on(opened: OpenStep, **options: Any) -> dict[str, float] | None:
         batch = planned(opened.batch, config, data_parallel_size=groups.dp_size)
         sections = (config.objective, config.rollout)
-        return learn(policy, batch, *sections, Stopwatch(), progress=opened.progress, **options)
+        options |= {"progress": opened.progress, "measures_rounding": measures_rounding}
+        return learn(policy, batch, *sections, Stopwatch(), **options)
 
     with record(policy) as updates:
         for _ in range(num_steps):

@@ -74,6 +74,17 @@ def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torc
     return value
 
 
+def matrix(value: Any, *dtypes: torch.dtype) -> torch.Tensor:
+    """The value, if it is a two-dimensional tensor of one of these dtypes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, torch.Tensor) or value.dtype not in dtypes or value.ndim != 2:
+        raise ValueError(f"{value!r:.40} instead of a matrix of {dtypes[0]}")
+    return value
+
+
 def plain(value: Any, *kinds: type) -> Any:
     """The value, if its type is one of these; subclasses are refused.
 

@@ -1,7 +1,8 @@
 """A step interrupted by a stop: its rollouts are kept, and finished updates are not repeated.
 
-The weights have changed within the step, so a checkpoint also holds the batch, its old log-probs
-and the metrics summed so far: the remaining updates then give the same bits as without the stop.
+The weights have changed within the step, so a checkpoint also holds the batch, its old log-probs,
+its routes of tokens to experts and the metrics summed so far: the remaining updates then give the
+same bits as without the stop.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from gapo_megatron.checkpoint import files
 from gapo_megatron.exchange import Channel, gather_tokens
 from gapo_megatron.learn.rounding import Scores
+from gapo_megatron.learn.routes import Recorded
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.rollouts import COLUMNS, ROW, Batch, Rollouts
 
@@ -62,7 +64,7 @@ class OpenStep:
     def serialised(self) -> dict[str, bytes]:
         """Content of this rank's files by name: its progress, on rank 0 also the rest."""
         rank = dist.get_rank()
-        content = {progress_name(rank): files.serialise(asdict(self.progress))}
+        content = {progress_name(rank): files.serialise(_to_fields(self.progress))}
         if rank == 0:
             content[BATCH_NAME] = files.serialise(self.shared())
         return content
@@ -214,12 +216,20 @@ def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
     return table
 
 
+def _to_fields(progress: Progress) -> dict[str, Any]:
+    # Not `asdict`, which would copy the routes on the device.
+    scores, routes = progress.scores and vars(progress.scores), vars(progress.routes)
+    return vars(progress) | {"scores": scores, "routes": routes}
+
+
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
-    fields = {"scores": None, **fields}  # missing in files of versions without it
+    # Missing in files of older versions.
+    fields = {"scores": None, "routes": vars(Recorded()), **fields}
     if missing := {one.name for one in dataclasses.fields(Progress)} - fields.keys():
         raise ValueError(f"without {', '.join(sorted(missing))}")
     progress = Progress(**fields)
     progress.scores = fields["scores"] and _to_scores(fields["scores"])
+    progress.routes = _to_recorded(fields["routes"], device)
     # In files of older versions, None for values that were not computed.
     progress.old_log_probs = [
         [
@@ -234,6 +244,23 @@ def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
     for number in (*files.plain(progress.grad_norms, list), progress.learning_rate):
         files.plain(number, float, int)
     return progress
+
+
+def _to_recorded(fields: Any, device: torch.device) -> Recorded:
+    counts = files.plain(fields, dict)["counts"]
+    routes = {
+        files.plain(number, int): [
+            {
+                files.plain(layer, int): files.matrix(experts, torch.uint8, torch.int16).to(device)
+                for layer, experts in files.plain(one, dict).items()
+            }
+            for one in files.plain(microbatches, list)
+        ]
+        for number, microbatches in files.plain(fields["routes"], dict).items()
+    }
+    if counts is not None:
+        counts = files.matrix(counts, torch.int64).to(device)
+    return Recorded(routes, counts)
 
 
 def _to_scores(fields: Any) -> Scores:

@@ -23,13 +23,15 @@ from gapo_megatron.checkpoint.open_step import BATCH_NAME, OpenStep, progress_na
 from gapo_megatron.checkpoint.save import layout, model_identity
 from gapo_megatron.checkpoint.state import AHEAD_NAME, TRAINER_STATE_NAME, State
 from gapo_megatron.config import Config
-from gapo_megatron.config.roles import changes
+from gapo_megatron.config.roles import changed_layout, changes
 from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.learn.step import Progress
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.objective.diagnostics import CorrelationWindow
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.load import find_damage_together, first_problem, load_sharded
@@ -156,9 +158,27 @@ def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Con
         return None
     if found.open_updates and found.layout != sizes:
         return f"it is within a step of another parallel layout ({_shown(found.layout)})"
-    if changed := changes(found.config, config):
+    changed = [*changes(found.config, config)]
+    if found.open_updates:
+        changed += changed_layout(found.config, config)
+    if changed:
         return f"it is within a step with other settings ({', '.join(changed)})"
     return None
+
+
+def _require_routes(path: Path, progress: Progress, policy: Policy, config: Config) -> None:
+    """Refuse an interrupted step whose updates would replay routes that it does not have.
+
+    Raises:
+        CheckpointError: names the setting.
+    """
+    is_replayed = config.objective.replays_routes and geometry_of(policy.hf_config).num_experts
+    if is_replayed and progress.num_updates and progress.num_updates not in progress.routes.routes:
+        raise CheckpointError(
+            f"{path / progress_name(dist.get_rank())} has no routes of tokens to experts, as "
+            "written by older versions, and objective.routing_replay (true by default) needs them "
+            "within a step"
+        )
 
 
 def _load(
@@ -182,6 +202,7 @@ def _load(
         state.branch = branch
         if found.open_updates is not None:
             state.open_step = OpenStep.load(path, policy.device, num_updates=found.open_updates)
+            _require_routes(path, state.open_step.progress, policy, config)
         if OPEN_GROUPS_NAME in found.files:
             state.open_groups = load_open_groups(path)
         if AHEAD_NAME in found.files and not changed:

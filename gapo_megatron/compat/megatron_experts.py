@@ -13,7 +13,7 @@ __all__ = ["quick_gelu", "repair_expert_biases", "uncompiled"]
 
 
 def repair_expert_biases(model: nn.Module) -> None:
-    """Let biases of experts be trained: on one tensor parallel rank, and on several.
+    """Let biases of experts be trained, if they have any: on one tensor parallel rank, on several.
 
     An expert adds its bias in place to the output of a linear layer. Where that is what a
     collective over one rank returned, autograd forbids it; here no such collective is called. And
@@ -21,12 +21,12 @@ def repair_expert_biases(model: nn.Module) -> None:
     have other experts: under sequence parallelism it sums the gradient over them, and the norm of
     gradients counts the first rank's alone. Here both are as for the experts' weights.
     """
-    # Uses: MoELayer.experts; RowParallelLinear.explicit_expert_comm, .tp_group;
+    # Uses: MoELayer.config, .experts; RowParallelLinear.explicit_expert_comm, .tp_group;
     #     Parameter.sequence_parallel, .tensor_model_parallel
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
     for layer in model.modules():
-        if isinstance(layer, MoELayer):
+        if isinstance(layer, MoELayer) and layer.config.add_bias_linear:
             for parameter in layer.experts.parameters():
                 parameter.sequence_parallel = False
                 parameter.tensor_model_parallel = True

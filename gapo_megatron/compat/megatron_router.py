@@ -9,13 +9,14 @@ ours where it looks for that one, and every layer is told the micro-batch that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from gapo_megatron.types import ChooseExperts
@@ -55,6 +56,23 @@ def open_routers(model: GPTModel) -> None:
             assert not router.config.moe_router_fusion, "the fused router asks nobody"
             router.router_replay = opened = _Choice(layer.layer_number - 1)
             layer.register_forward_pre_hook(opened.begin_layer, with_kwargs=True)
+
+
+def keep_biases(stages: Sequence[GPTModel]) -> None:
+    """Keep the correction biases of sigmoid routers as they are loaded, once all stages are built.
+
+    Otherwise every backward pass counts the tokens of experts, and every update sums the counts
+    over ranks and adds a multiple of a sign to the biases: of a zero, too, which makes -0.0 0.0.
+    """
+    # Uses: TransformerConfig.moe_router_enable_expert_bias, as finalize_model_grads reads it;
+    #     TopKRouter.enable_expert_bias, as _apply_expert_bias reads it
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found; 0.19.2 has TopKRouter.frozen_expert_bias, but goes on counting
+    for stage in stages:
+        stage.config.moe_router_enable_expert_bias = False
+        for module in stage.modules():
+            if isinstance(module, TopKRouter):
+                module.enable_expert_bias = False
 
 
 class _Choice:

@@ -13,7 +13,15 @@ from pydantic import BaseModel
 
 from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.config.schema import Config
-from gapo_megatron.config.section import HELD_OUT, INPUT_PATH, LEARNED, LIFE, Role, Section
+from gapo_megatron.config.section import (
+    HELD_OUT,
+    INPUT_PATH,
+    LAYOUT,
+    LEARNED,
+    LIFE,
+    Role,
+    Section,
+)
 
 Changes = dict[str, tuple[Any, Any]]
 """Setting -> (value before, value now), for settings that differ."""
@@ -73,6 +81,15 @@ def changes(before: Mapping[str, Any], config: Config) -> Changes:
     """Settings that differ from a manifest's config and may not change freely in a resume."""
     return {
         name: pair for name, pair in _differing(before, config).items() if not role_of(name).resume
+    }
+
+
+def changed_layout(before: Mapping[str, Any], config: Config) -> Changes:
+    """Settings of the parallel layout that differ: where a layer or a token is computed."""
+    return {
+        name: pair
+        for name, pair in _differing(before, config).items()
+        if name.startswith("parallel.") and role_of(name) == LAYOUT
     }
 
 

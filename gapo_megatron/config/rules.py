@@ -151,7 +151,7 @@ def _check_around_engine(config: Config) -> None:
             "batch.partial_rollouts (true) needs objective.old_log_probs 'trainer', not 'rollout': "
             "tokens sampled in earlier steps keep the trainer's log-probs"
         )
-    if reason := why_merged(config):
+    if not is_code(config.rollout.engine) and (reason := why_merged(config)):
         raise ValueError(merged_refusal(config, reason))
 
 
@@ -164,18 +164,32 @@ def merged_refusal(config: Config, reason: str) -> str:
     )
 
 
-def why_merged(config: Config) -> str:
-    """The setting for which vLLM cannot compute with an adapter's factors; empty without one.
+def why_merged(
+    config: Config, *, has_experts: bool = False, has_latent: bool = False, device: str = ""
+) -> str:
+    """Why vLLM cannot compute with an adapter's factors, and gets merged weights; empty if it can.
 
-    It then generates with merged weights. On a GPU it does so in fp32 too, and so does another
-    engine without `update_adapter`: known when a run starts (`run.engines`).
+    So does another engine without `update_adapter`: known when a run starts (`run.engines`).
+
+    Args:
+        config: the run's settings.
+        has_experts: whether the model has experts, with factors or without.
+        has_latent: whether its attention is latent.
+        device: type of the engine's device; empty: only reasons that hold on every one.
     """
-    if config.adapter.kind == "none" or is_code(config.rollout.engine):
+    if config.adapter.kind == "none":
         return ""
     if "experts" in config.adapter.targets:
+        # It has none for experts on a CPU, and those on a GPU are not supported here.
         return f"'experts' in adapter.targets ({[*config.adapter.targets]!r})"
     if config.rollout.quantization:
         return f"rollout.quantization ({config.rollout.quantization!r})"
+    if has_latent:  # a reload does not find its weights with room for factors
+        return "latent attention"
+    if has_experts and device == "cpu":  # with factors beside them vLLM computes them in Triton
+        return "experts on a CPU"
+    if config.model.precision == "fp32" and device == "cuda":  # its kernels compute in 16 bits
+        return "model.precision ('fp32') on a GPU"
     return ""
 
 

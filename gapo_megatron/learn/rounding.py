@@ -122,7 +122,7 @@ def measure(
         before: result of `Scores.of` before the updates.
         objective: section `objective`.
         rollout: section `rollout`.
-        routes: as passed to `Scores.of`.
+        routes: as passed to `Scores.of`; those of these sequences are freed.
 
     Returns:
         `numerics/*` and `experts/ratio_by_routes` (docs/metrics.md), the same bits on every rank;
@@ -150,6 +150,7 @@ def measure(
     metrics = _summarize(named, method)
     if routes is not None and routes.has(_ROUTES):
         metrics["experts/ratio_by_routes"] = _moved_by_routes(policy, batch, after, method, routes)
+        routes.forget(_ROUTES)
     if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
         metrics |= _changed_decisions(decided, changed)
     # Otherwise the engine's log-probs are not those of the policy at the start of the step.

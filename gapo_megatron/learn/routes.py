@@ -10,7 +10,7 @@ micro-batch: a rank replays the rows that it has recorded itself, and none trave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,18 @@ Routes = dict[int, Tensor]
 experts per token] in ascending order; uint8 if it holds their numbers, otherwise int16."""
 
 
+@dataclass
+class Recorded:
+    """What this rank has recorded and counted in a step, which a stop must save."""
+
+    routes: dict[int, list[Routes]] = field(default_factory=dict)
+    """Number of a mini-batch -> routes of its micro-batches, on the policy's device, until its
+    update is done. Also those of the sequences that measure rounding, until they have."""
+    counts: Tensor | None = None
+    """[layers, experts + 2] int64 on the policy's device, of the tokens that this rank computes: of
+    each expert, compared, and of these with the same experts. None for a model without experts."""
+
+
 class StepRoutes:
     """The routes of a step's mini-batches on this rank, and what the metrics count of them.
 
@@ -32,27 +44,26 @@ class StepRoutes:
 
     Args:
         policy: the policy; its device holds the routes.
+        recorded: from the same step, before it was interrupted; updated in place.
         replays: whether updates replay what was recorded; otherwise they only compare.
     """
 
-    def __init__(self, policy: Policy, *, replays: bool) -> None:
+    def __init__(self, policy: Policy, recorded: Recorded | None = None, *, replays: bool) -> None:
+        recorded = recorded or Recorded()
         self._policy = policy
         self._replays = replays
         self._num_experts = geometry_of(policy.hf_config).num_experts
-        self._recorded: dict[int, list[Routes]] = {}
-        # Per layer: tokens of each expert; tokens compared; those of them with the same experts.
-        self._counts = torch.zeros(
-            policy.hf_config.num_hidden_layers,
-            self._num_experts + 2,
-            dtype=torch.int64,
-            device=policy.device,
-        )
+        if self._num_experts and recorded.counts is None:
+            shape = (policy.hf_config.num_hidden_layers, self._num_experts + 2)
+            recorded.counts = torch.zeros(shape, dtype=torch.int64, device=policy.device)
+        self._counts = recorded.counts
+        self._routes = recorded.routes
 
     def recording(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Micro-batches of mini-batch `number` whose next pass, without gradients, records."""
         if not self._num_experts:
             return [*microbatches]
-        recorded = self._recorded[number] = [{} for _ in microbatches]
+        recorded = self._routes[number] = [{} for _ in microbatches]
         return [
             replace(microbatch, choose_experts=recorder(routes, num_experts=self._num_experts))
             for microbatch, routes in zip(microbatches, recorded, strict=True)
@@ -70,7 +81,7 @@ class StepRoutes:
         """
         if not self._num_experts:
             return [*microbatches]
-        recorded = self._recorded.get(number, [{} for _ in microbatches])
+        recorded = self._routes.get(number, [{} for _ in microbatches])
         return [
             replace(microbatch, choose_experts=self._follower(microbatch, routes, counts=counts))
             for microbatch, routes in zip(microbatches, recorded, strict=True)
@@ -78,7 +89,7 @@ class StepRoutes:
 
     def tracing(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """For passes that only score: the first records, later ones follow; none is counted."""
-        if number not in self._recorded:
+        if number not in self._routes:
             return self.recording(number, microbatches)
         return self.following(number, microbatches, counts=False)
 
@@ -86,7 +97,7 @@ class StepRoutes:
         """Like `tracing` after its first pass, as if `replays` had the other value."""
         if not self._num_experts:
             return [*microbatches]
-        recorded = self._recorded[number]
+        recorded = self._routes[number]
         return [
             replace(one, choose_experts=None if self._replays else replayer(routes))
             for one, routes in zip(microbatches, recorded, strict=True)
@@ -94,11 +105,11 @@ class StepRoutes:
 
     def has(self, number: int) -> bool:
         """Whether the routes of mini-batch `number` were recorded."""
-        return number in self._recorded
+        return number in self._routes
 
     def forget(self, number: int) -> None:
-        """Free the routes of mini-batch `number`, whose update is done."""
-        self._recorded.pop(number, None)
+        """Free the routes of mini-batch `number`, which no further pass follows."""
+        self._routes.pop(number, None)
 
     def summarize(self) -> dict[str, float]:
         """`experts/*` (docs/metrics.md) of the step, the same on every rank.
@@ -106,10 +117,11 @@ class StepRoutes:
         Collectives: for a model with experts an all-reduce of [layers, experts + 2] int64 over all
         ranks: each counts its own layers and tokens.
         """
-        if not self._num_experts:
+        if self._counts is None:
             return {}
-        dist.all_reduce(self._counts)
-        counts = self._counts.cpu()
+        counts = self._counts.clone()
+        dist.all_reduce(counts)
+        counts = counts.cpu()
         return summarize(counts[counts.any(dim=1)])
 
     def _follower(self, microbatch: Microbatch, routes: Routes, *, counts: bool) -> ChooseExperts:
@@ -132,6 +144,7 @@ class StepRoutes:
         self, layer: int, own: Tensor, chosen: Tensor, recorded: Tensor | None, is_token: Tensor
     ) -> None:
         """Add a layer's tokens; nothing is read from the device."""
+        assert self._counts is not None
         counts, num_experts = self._counts[layer], self._num_experts
         counts.scatter_add_(0, chosen.flatten(), is_token.repeat_interleave(chosen.shape[1]))
         if recorded is not None:

@@ -17,10 +17,9 @@ from gapo_megatron.config import ObjectiveConfig, RolloutConfig
 from gapo_megatron.learn import metrics, rounding
 from gapo_megatron.learn.bounds import find_widths
 from gapo_megatron.learn.loss import LogProbs, MinibatchLoss, may_differ, may_lose_gradients
-from gapo_megatron.learn.routes import StepRoutes
+from gapo_megatron.learn.routes import Recorded, StepRoutes
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
-from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Batch
 from gapo_megatron.types import Microbatch
@@ -41,6 +40,8 @@ class Progress:
     """Learning rate of the last finished update."""
     scores: rounding.Scores | None = None
     """Log-probs at the start of the step, to measure rounding; None: not measured."""
+    routes: Recorded = field(default_factory=Recorded)
+    """Experts of the tokens of mini-batches to come; empty for a model without experts."""
 
     @property
     def num_updates(self) -> int:
@@ -65,7 +66,7 @@ def learn(
     *,
     progress: Progress | None = None,
     measures_rounding: bool = False,
-    must_stop: Callable[..., bool] = lambda num_updates=1: False,
+    must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of the batch's plan.
 
@@ -80,10 +81,7 @@ def learn(
         progress: progress of an earlier call that had to stop; resumed with the same bits.
             Updated in place.
         measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
-        must_stop: called before every mini-batch, on every rank, with the number of updates until
-            the next call; must return the same on all. A step of a model with experts is not
-            interrupted between its updates: no checkpoint has its routes, which are a hundred times
-            as large as the old log-probs.
+        must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
         Metrics of the step (`metrics.summarize`), the same bits on every rank; None if it had to
@@ -100,10 +98,9 @@ def learn(
     """
     progress, plan = progress or Progress(), batch.plan
     assert plan is not None, "the batch is not planned"
-    has_experts = geometry_of(policy.hf_config).num_experts > 0
-    if must_stop(len(plan.minibatches) - progress.num_updates if has_experts else 1):
+    if must_stop():
         return None
-    routes = StepRoutes(policy, replays=objective.replays_routes)
+    routes = StepRoutes(policy, progress.routes, replays=objective.replays_routes)
     # Scored before and after the updates in the same way, to measure rounding of the ratios.
     if measures_rounding and not progress.old_log_probs:
         with stopwatch("rounding"):
@@ -117,7 +114,7 @@ def learn(
     lengths, group_size = batch.num_fed_tokens.numpy(), batch.rollouts_per_prompt
     has_bounds = objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
-        if i and not has_experts and must_stop():
+        if i and must_stop():
             return None
         with stopwatch("update"):
             old = progress.old_log_probs[i]

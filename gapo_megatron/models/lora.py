@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gapo_megatron.config import AdapterConfig, ParallelConfig
+from gapo_megatron.config import AdapterConfig, Config, ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
+from gapo_megatron.config.rules import why_merged
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.rules import Place, Rule
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import geometry_of, rules_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,3 +166,16 @@ def check_adapter(
                 f"({parallel and parallel.pipeline_model_parallel_size}): it would train nothing"
             )
     return {target: counts[target] for target in adapter.targets}
+
+
+def why_merged_on(device: str, config: Config, hf_config: Any) -> str:
+    """Why vLLM gets weights with the adapter merged in, for this model: `config.rules.why_merged`.
+
+    Args:
+        device: type of the engine's device, "cuda" or "cpu".
+        config: the run's settings.
+        hf_config: the model's Hugging Face config.
+    """
+    g = geometry_of(hf_config)
+    has_experts, has_latent = g.num_experts > 0, g.latent is not None
+    return why_merged(config, has_experts=has_experts, has_latent=has_latent, device=device)

@@ -63,7 +63,6 @@ def transformer_fields(config: Any, g: Geometry) -> dict[str, Any]:
         "moe_router_num_groups": config.n_group if is_grouped else None,
         "moe_router_group_topk": config.topk_group if is_grouped else None,
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
     }
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs, why_merged
+from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError, shown
@@ -33,7 +33,7 @@ from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.cpu_engine import check_engine_here
-from gapo_megatron.models.lora import check_adapter
+from gapo_megatron.models.lora import check_adapter, why_merged_on
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
@@ -379,15 +379,10 @@ def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
         f"Adapter: {config.adapter.kind} of rank {config.adapter.rank} beside "
         f"{sum(counts.values())} linear layers ({shown}); only these factors are trained."
     )
-    if reason := why_merged(config):
+    if config.rollout.engine == VLLM and (reason := why_merged_on("cuda", config, hf_config)):
         note += (
             f" The engine gets merged weights, rounded to the model's dtype, because of {reason}; "
             "sync/merge_rounding measures what that costs."
-        )
-    elif config.model.precision == "fp32" and config.rollout.engine == VLLM:
-        note += (
-            " On a GPU vLLM gets merged weights with model.precision ('fp32'): its kernels for "
-            "factors compute in 16 bits."
         )
         if config.objective.old_log_probs == "rollout":
             note += " The start refuses objective.old_log_probs ('rollout') there."

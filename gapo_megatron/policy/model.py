@@ -30,7 +30,7 @@ from gapo_megatron.compat.megatron_layers import (
     local_layers,
     transformer_engine_layers,
 )
-from gapo_megatron.compat.megatron_router import open_routers, set_choice
+from gapo_megatron.compat.megatron_router import keep_biases, open_routers, set_choice
 from gapo_megatron.compat.transformer_engine import (
     forbid_unfused_attention,
     fuse_weight_gradients,
@@ -101,10 +101,12 @@ def build_model(
     # Megatron-core requires a seed; nothing is drawn, since weights are loaded without dropout.
     model_parallel_cuda_manual_seed(0)
     mine = layers_of_stages(parallel, hf_config.num_hidden_layers)[groups.pp_rank]
-    return [
+    stages = [
         PolicyModel(config, hf_config, groups, device, virtual_stage=i, layers=layers)
         for i, layers in enumerate(mine)
     ]
+    keep_biases(stages)
+    return stages
 
 
 def transformer_config(

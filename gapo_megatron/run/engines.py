@@ -13,6 +13,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.rules import merged_refusal
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.lora import why_merged_on
 from gapo_megatron.rollout.adapter_sync import needs_of
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.vllm import RolloutEngine
@@ -88,11 +89,11 @@ def check_engine(
     """Refuse settings that vLLM cannot run; another engine checks its own when it is built.
 
     Raises:
-        ConfigError: see `rollout.vllm.check_engine`; in fp32 on a GPU, where vLLM gets merged
-            weights, ratios would be against its log-probs.
+        ConfigError: see `rollout.vllm.check_engine`; ratios would be against log-probs of merged
+            weights (`models.lora.why_merged_on`).
     """
     if config.rollout.engine != VLLM:
         return
     check_vllm(config, hf_config, device, world_size=world_size)
-    if _needs_factors(config) and device.type == "cuda" and config.model.precision == "fp32":
-        raise ConfigError(merged_refusal(config, "model.precision ('fp32') on a GPU"))
+    if _needs_factors(config) and (reason := why_merged_on(device.type, config, hf_config)):
+        raise ConfigError(merged_refusal(config, reason))

@@ -262,7 +262,7 @@ class Run:
         measures = rounding.is_due(
             self.state.step, self.policy, config.objective, config.rollout, config.metrics
         )
-        last = ("rounding",) * measures
+        stages = ("old_log_probs", "update", *("rounding",) * measures)
         learned = learn(
             self.policy,
             batch,
@@ -271,10 +271,7 @@ class Run:
             self.stopwatch,
             progress=open_step.progress,
             measures_rounding=measures,
-            must_stop=lambda num_updates=1: (
-                self._is_stopping
-                or self._must_stop("old_log_probs", *("update",) * num_updates, *last)
-            ),
+            must_stop=lambda: self._is_stopping or self._must_stop(*stages),
         )
         if learned is None:
             raise Stopped

@@ -181,6 +181,10 @@ def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
         "sums": {"loss": one.double().sum()},
         "grad_norms": [0.5],
         "learning_rate": 1e-6,
+        "routes": {
+            "routes": {1: [{0: torch.zeros(2, 3, dtype=torch.uint8)}]},
+            "counts": torch.zeros(1, 6, dtype=torch.int64),
+        },
     }
     array = np.ones(1, dtype=np.int32)
     table = Rollouts.of([array], [array], [array.astype(np.float32)]).table
@@ -219,6 +223,11 @@ PROGRESS = (
     put("learning_rate", value=None),
     put("old_log_probs", value=[[1.0]]),
     put("more", value=1),
+    put("routes", value=None),
+    put("routes", "routes", value=...),
+    put("routes", "routes", 1, 0, 0, value=torch.zeros(6, dtype=torch.uint8)),
+    put("routes", "routes", 1, 0, 0, value=torch.zeros(2, 3)),
+    put("routes", "counts", value=torch.zeros(6, dtype=torch.int64)),
 )
 
 

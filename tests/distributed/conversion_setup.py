@@ -158,6 +158,7 @@ def save_model(folder: Path, name: str, **changes: Any) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # sigmoids differ by as much
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+                buffer[0] = -0.0  # adding nothing would change its bits
     model.save_pretrained(folder)
 
 

@@ -410,6 +410,15 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     other = make_config(hf_dir, layout="tp2")
     found = checkpoint.load_latest(run_dir, policy=load_policy(other), config=other)
     assert found is not None and (found.step, found.open_step) == (3, None)
+    # Virtual stages are other layers of other ranks, and the sizes of the layout are the same.
+    destroy()
+    policy, staged = load_policy(pp2 := make_config(hf_dir, layout="pp2")), run_dir / "pp2"
+    save(staged, policy, pp2, step=3)
+    save(staged, policy, pp2, step=3, open_step=open_step)
+    destroy()
+    vpp = make_config(hf_dir, layout="vpp")
+    found = checkpoint.load_latest(staged, policy=load_policy(vpp), config=vpp)
+    assert found is not None and (found.step, found.open_step) == (3, None)
     # It was set aside: what is published next is the newest, and nothing jumps ahead of it.
     destroy()
     policy = load_policy(config)

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -516,9 +517,14 @@ def test_experts_whose_shares_are_not_normalised(tmp_path: Path, groups: Paralle
         model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         batch = make_batch(vocab_size=model.config.vocab_size)
         expected = torch.cat([x.detach() for x in reference_log_probs(model, batch)])
-        found = log_probs(build(tmp_path, groups), pack_all(batch, TWO_MICROBATCHES))
+        policy = build(tmp_path, groups)
+        found = log_probs(policy, pack_all(batch, TWO_MICROBATCHES))
         # fp32 rounding, as above.
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
+    # Without biases they are computed as Megatron-core does it.
+    linears = [one for one in policy.stages[0].modules() if isinstance(one, RowParallelLinear)]
+    assert any(one.is_expert for one in linears)
+    assert not any(one.explicit_expert_comm for one in linears)
 
 
 @pytest.mark.parametrize("norms", ["te", "local", "plain"])

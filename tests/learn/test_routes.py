@@ -13,20 +13,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.clock import Stopwatch
+from gapo_megatron.checkpoint import OpenStep, load_latest
 from gapo_megatron.config import ObjectiveConfig
+from gapo_megatron.errors import CheckpointError
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.learn.rounding import Scores, measure
-from gapo_megatron.learn.routes import Routes, StepRoutes, recorder, replayer, summarize
+from gapo_megatron.learn.routes import (
+    Recorded,
+    Routes,
+    StepRoutes,
+    recorder,
+    replayer,
+    summarize,
+)
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.learn.step import learn
+from gapo_megatron.learn.step import Progress
 from gapo_megatron.learn.update import update
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.types import Microbatch
+from tests.distributed.checkpoint_setup import save
 from tests.distributed.policy_setup import WeightedLoss, load_policy
 from tests.learn_setup import gradients, make_judged, planned, run_learn
+from tests.messages import mentions
 from tests.routes_setup import (
     NUM_EXPERTS,
     ROLLOUTS,
@@ -130,24 +140,34 @@ def test_only_the_old_pass_records_and_only_updates_follow(folder: Path) -> None
     assert passes == [{True}, {False}, {False}]
 
 
-def test_a_step_is_not_interrupted_between_its_updates(folder: Path, policy: Policy) -> None:
-    """No checkpoint has its routes; before the first update it may stop."""
-    config = config_of(folder, replays=True)
-    batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
-    asked: list[int] = []
-
-    def must_stop(num_updates: int = 1) -> bool:
-        asked.append(num_updates)
-        return stops
-
-    arguments = (policy, batch, config.objective, config.rollout, Stopwatch())
-    stops = True
-    assert learn(*arguments, must_stop=must_stop) is None and policy.num_updates == 0
-    stops = False
-    metrics = learn(*arguments, must_stop=must_stop, measures_rounding=True)
-    assert asked == [2, 2] and metrics is not None
-    logged = {name for name in metrics if name.startswith("experts/")}
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_stop_between_updates_changes_no_bit(folder: Path, tmp_path: Path, replays: bool) -> None:
+    """Neither of what is learned nor of the metrics: all of them are there."""
+    config = config_of(folder, replays=replays)
+    whole = run_learn(config, ROLLOUTS, measures_rounding=True)
+    stopped = run_learn(config, ROLLOUTS, measures_rounding=True, stop_in=tmp_path)
+    assert stopped.metrics == whole.metrics
+    assert all(torch.equal(stopped.after[name], one) for name, one in whole.after.items())
+    logged = {name for name in whole.metrics if name.startswith("experts/")}
     assert logged == {name for name in documented_names() if name.startswith("experts/")}
+
+
+def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
+    folder: Path, policy: Policy, tmp_path: Path
+) -> None:
+    """An older version wrote none."""
+    for replays, routes in ((True, {1: []}), (False, {}), (True, {})):
+        config = config_of(folder, replays=replays)
+        batch = make_batch(ROLLOUTS, config.objective.resolve())
+        progress = Progress([[], []], grad_norms=[0.5], routes=Recorded(routes))
+        run_dir = tmp_path / f"{replays}, {len(routes)}"
+        save(run_dir, policy, config, step=3, open_step=OpenStep(batch, {}, {}, progress))
+        if routes or not replays:
+            found = load_latest(run_dir, policy=policy, config=config)
+            assert found is not None and found.num_open_updates == 1
+    named = mentions("step_00000003_1", "objective.routing_replay")
+    with pytest.raises(CheckpointError, match=named):
+        load_latest(run_dir, policy=policy, config=config)
 
 
 def test_rounding_is_measured_with_the_routes_that_updates_use(
@@ -159,12 +179,16 @@ def test_rounding_is_measured_with_the_routes_that_updates_use(
         config = config_of(folder, replays=replays)
         policy.load_initial_weights()
         batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
-        routes = StepRoutes(policy, replays=replays)
+        recorded = Recorded()
+        routes = StepRoutes(policy, recorded, replays=replays)
         before = Scores.of(policy, batch, routes)
         with torch.no_grad():
             for parameter in policy.stages[0].parameters():
                 parameter.mul_(1.02)
+        kept = {**recorded.routes}
         metrics = measure(policy, batch, before, config.objective, config.rollout, routes)
+        assert kept and not recorded.routes  # freed: the engine needs the memory
+        recorded.routes.update(kept)
         # The same by hand, packed in the same way.
         (packing,) = plan_scoring(
             batch,

@@ -23,7 +23,7 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.policy import destroy
 from gapo_megatron.rollout.factors import factor_shapes
-from gapo_megatron.rollout.vllm import engine
+from gapo_megatron.rollout.vllm import adapter
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Factors
 from tests.convert_setup import pack_experts
@@ -116,9 +116,9 @@ def sample(folder: Path, factors: list[Factors] | None) -> Sampled:
 
 def load_beside(folder: Path, factors: list[Factors]) -> None:
     """Sync an engine with room for factors that its kernels for experts cannot use on a CPU."""
-    with process_group(), patch.object(engine, "why_merged", lambda *_, **__: ""):
-        adapter = {"kind": "lora", "rank": 4, "alpha": 6.0, "targets": targets(folder)}
-        built = build_engine(make_config(folder, adapter=adapter), load_weights=False)
+    with process_group(), patch.object(adapter, "why_merged_on", lambda *_: ""):
+        section = {"kind": "lora", "rank": 4, "alpha": 6.0, "targets": targets(folder)}
+        built = build_engine(make_config(folder, adapter=section), load_weights=False)
         built.wake()
         built.update_weights(read_hf(folder), policy_version=0)
         built.update_adapter(iter(factors), scale=SCALE, policy_version=0)

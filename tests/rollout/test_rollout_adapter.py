@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +18,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gapo_megatron.compat import vllm
+from gapo_megatron.config.rules import why_merged
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.ops.plan.flops import ADAPTER_RANKS, Shape, factor_room_bytes
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm import RolloutEngine, adapter
-from gapo_megatron.rollout.vllm.adapter import Slots, why_merged
+from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Factors
 from tests.adapter_setup import LAYERS, make_factors, with_factors
+from tests.configs import config_of
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout_setup import (
@@ -217,39 +220,29 @@ def test_factors_need_weights_beneath_them(built: SimpleNamespace) -> None:
         update(engine, [], version=0)
 
 
+ON_GPU: dict[str, Any] = {"device": "cuda"}
+IN_FP32: dict[str, Any] = {"model": {"precision": "fp32"}}
+
+
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("sections", "facts", "named"),
     [
-        ({}, ""),
-        ({"slots": Slots(513, SLOTS.layers)}, "513"),
-        ({"slots": Slots(8, frozenset({"q_proj", "experts"}))}, "experts"),
-        ({"device": torch.device("cuda")}, "float32"),
-        ({"device": torch.device("cuda"), "dtype": torch.bfloat16}, ""),
-        ({"slots": Slots(8, SLOTS.layers, has_experts=True)}, "Triton"),
-        (
-            {
-                "slots": Slots(8, frozenset({"o_proj"}), has_latent=True),
-                "device": torch.device("cuda"),
-                "dtype": torch.bfloat16,
-            },
-            "latent",
-        ),
-        ({"quantized": True}, "quantised"),
-        ({"slots": Slots(8, frozenset({"q_proj"}), has_experts=True)}, "Triton"),
-        (
-            {
-                "slots": Slots(8, frozenset({"q_proj"}), has_experts=True),
-                "device": torch.device("cuda"),
-                "dtype": torch.bfloat16,
-            },
-            "",
-        ),
+        ({}, ON_GPU, []),
+        (IN_FP32, ON_GPU, ["model.precision ('fp32')", "GPU"]),
+        (IN_FP32, {"device": "cpu"}, []),
+        ({"rollout": {"quantization": "fp8"}}, {}, ["rollout.quantization ('fp8')"]),
+        ({}, {"has_experts": True, "device": "cpu"}, ["experts", "CPU"]),
+        ({}, ON_GPU | {"has_experts": True}, []),
+        ({"adapter": {"targets": ["experts"]}}, {"has_experts": True}, ["adapter.targets"]),
+        ({}, {"has_latent": True}, ["latent"]),
+        ({"adapter": {"kind": "none"}}, {"has_latent": True}, []),
     ],
 )
-def test_what_vllm_cannot_compute_is_known_before(change: dict, word: str) -> None:
-    settings = {"slots": SLOTS, "dtype": torch.float32, "device": torch.device("cpu")}
-    reason = why_merged(**{"quantized": False} | settings | change)
-    assert (word in reason) if word else not reason
+def test_what_vllm_cannot_compute_is_known_before(
+    sections: dict[str, Any], facts: dict[str, Any], named: list[str]
+) -> None:
+    reason = why_merged(config_of({"adapter": {"kind": "lora"}}, sections), **facts)
+    assert re.search(mentions(*named), reason) if named else not reason
 
 
 @pytest.mark.parametrize(

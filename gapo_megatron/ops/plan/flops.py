@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gapo_megatron.config import Config, ParallelConfig
+from gapo_megatron.config.rules import why_merged
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
@@ -197,13 +198,15 @@ def kv_cache_tokens(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: 
 def sends_factors(shape: Shape, config: Config, gpu: Gpu) -> bool:
     """Whether a weight sync brings vLLM an adapter's factors alone.
 
-    Otherwise it brings whole weights, merged with the adapter if there is one
-    (`rollout.vllm.adapter.why_merged`).
+    Otherwise it brings whole weights, merged with the adapter if there is one.
     """
-    adapter, on_cpu = config.adapter, gpu.name == CPU_NAME
-    is_merged = shape.num_experts > 0 if on_cpu else config.model.precision == "fp32"
-    is_merged |= "experts" in adapter.targets or bool(config.rollout.quantization)
-    return adapter.kind != "none" and not is_merged
+    why = why_merged(
+        config,
+        has_experts=shape.num_experts > 0,
+        has_latent=shape.latent_width > 0,
+        device="cpu" if gpu.name == CPU_NAME else "cuda",
+    )
+    return config.adapter.kind != "none" and not why
 
 
 def kept_asleep_bytes(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> float:

@@ -21,11 +21,11 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine, LoRARequest
-from gapo_megatron.config import AdapterConfig
+from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, WeightSyncError
 from gapo_megatron.hf.adapter_folder import AdapterSettings, tensor_names, write_files
-from gapo_megatron.models.lora import factors_of
-from gapo_megatron.models.tables import geometry_of, rules_for
+from gapo_megatron.models.lora import factors_of, why_merged_on
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollout.factors import FactorShapes, check_factors
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.types import Factors
@@ -42,10 +42,6 @@ class Slots:
     """Rows of A and columns of B."""
     layers: frozenset[str]
     """Last words of the adapted layers' names in the Hugging Face model, such as `q_proj`."""
-    has_experts: bool = False
-    """Whether the model has experts, with factors or without."""
-    has_latent: bool = False
-    """Whether its attention is latent."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -58,38 +54,14 @@ class Slots:
         }
 
 
-def slots_for(adapter: AdapterConfig, hf_config: PretrainedConfig) -> Slots | None:
-    """Room for the factors of section `adapter`; None without an adapter."""
-    if adapter.kind == "none":
+def slots_for(config: Config, hf_config: PretrainedConfig, device: torch.device) -> Slots | None:
+    """Room for an adapter's factors; None without an adapter, and if weights come merged."""
+    adapter = config.adapter
+    if adapter.kind == "none" or why_merged_on(device.type, config, hf_config):
         return None
-    layers, rules = set(), rules_for(hf_config)
-    for one in factors_of(rules, targets=adapter.targets, rank=adapter.rank):
-        last_words = {name.removesuffix(".weight").rpartition(".")[2] for name in one.weight.hf}
-        layers |= {"experts"} if one.target == "experts" else last_words
-    geometry = geometry_of(hf_config)
-    return Slots(
-        adapter.rank,
-        frozenset(layers),
-        has_experts=geometry.num_experts > 0,
-        has_latent=geometry.latent is not None,
-    )
-
-
-def why_merged(slots: Slots, *, dtype: torch.dtype, device: torch.device, quantized: bool) -> str:
-    """Why vLLM cannot generate with such factors beside its weights; empty if it can."""
-    if slots.rank > (largest := max(vllm.adapter_ranks())):
-        return f"vLLM takes ranks up to {largest}, not {slots.rank}"
-    if "experts" in slots.layers:
-        return "vLLM has no factors for experts on a CPU, and those on a GPU are not supported here"
-    if device.type == "cpu" and slots.has_experts:
-        return "an engine with factors computes experts in Triton, which does not run on a CPU"
-    if slots.has_latent:
-        return "a reload does not find the weights of latent attention with room for factors"
-    if device.type == "cuda" and dtype.itemsize > 2:
-        return f"vLLM's kernels for factors compute in 16 bits on a GPU, not in {dtype}"
-    if quantized:
-        return "factors beside quantised weights are not supported"
-    return ""
+    factors = factors_of(rules_for(hf_config), targets=adapter.targets, rank=adapter.rank)
+    names = [name.removesuffix(".weight") for one in factors for name in one.weight.hf]
+    return Slots(adapter.rank, frozenset(name.rpartition(".")[2] for name in names))
 
 
 def load_factors(

@@ -23,7 +23,7 @@ from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Completion, Needs, Request
 from gapo_megatron.rollout.factors import factor_shapes
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.vllm.adapter import Slots, load_factors, slots_for, why_merged
+from gapo_megatron.rollout.vllm.adapter import load_factors, slots_for
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
 from gapo_megatron.rollout.vllm.guards import (
     own_shared_memory,
@@ -89,8 +89,7 @@ class RolloutEngine:
         self.hf_config = hf_config
         self.policy_version = -1
         # An engine without a trainer gets no factors.
-        slots = None if load_weights else slots_for(config.adapter, hf_config)
-        self.slots = self._usable(slots)
+        self.slots = None if load_weights else slots_for(config, hf_config, device)
         self._adapter: vllm.LoRARequest | None = None
         self._has_base = False
         self._is_new_generation = True
@@ -120,18 +119,6 @@ class RolloutEngine:
         self.replicas = Replicas.create(size, gloo_group=self.gloo_group)
         if not load_weights:
             self.schedule.sleep()
-
-    def _usable(self, slots: Slots | None) -> Slots | None:
-        """The slots, or None if vLLM cannot compute with factors."""
-        if slots is None:
-            return None
-        reason = why_merged(
-            slots,
-            dtype=getattr(torch, self.config.model.dtype),
-            device=self.device,
-            quantized=bool(self.config.rollout.quantization),
-        )
-        return None if reason else slots
 
     @property
     def needs(self) -> Needs:

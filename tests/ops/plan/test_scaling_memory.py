@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.learn.routes import StepRoutes
+from gapo_megatron.learn.routes import Recorded, StepRoutes
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
@@ -140,10 +140,11 @@ def test_routes_are_what_the_old_pass_records(tmp_path: Path) -> None:
         with torch.no_grad():
             for parameter in policy.stages[0].parameters():
                 parameter.fill_(0.0)
-        routes = StepRoutes(policy, replays=True)
+        recorded = Recorded()
+        routes = StepRoutes(policy, recorded, replays=True)
         packed = [policy.pack(full_batch(256), [0, 1])] * 2
         log_probs(policy, routes.recording(1, packed))
-        found = sum(ids.nbytes for one in routes._recorded[1] for ids in one.values())
+        found = sum(ids.nbytes for one in recorded.routes[1] for ids in one.values())
     hf_config, layout = read_model(tmp_path, TINY_EXPERTS), Layout.of(config, world_size=1)
     assert routes_bytes(hf_config, config, layout, stage=0) == found == 2 * 256 * 4 * 2
     halves = make_layout(tp=2, pp=2, dp=1, ep=2)

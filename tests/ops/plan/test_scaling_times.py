@@ -14,7 +14,7 @@ from gapo_megatron.ops.plan.sync_times import sync_s
 from gapo_megatron.ops.plan.times import Decoding, generation_s, reward_s, step_time
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
-from gapo_megatron.rollout.vllm.adapter import slots_for, why_merged
+from gapo_megatron.rollout.vllm.adapter import slots_for
 from tests.hf.test_convert_models import NUM_PARAMETERS
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf, layout, training
 
@@ -203,7 +203,10 @@ def test_sync_of_an_adapter_moves_factors_and_the_sleeping_base(cut):
     assert sync_s(training(sections=lora | merged, **cut)) == full > 5 * sync_s(apart)
 
 
-WITH_FACTORS = [("Qwen2.5-7B", ["fc2"]), (MOE, ["qkv", "experts"]), (MOE, ["qkv"])]
+WITH_FACTORS = [
+    *(("Qwen2.5-7B", ["fc2"]), (MOE, ["qkv", "experts"]), (MOE, ["qkv"])),
+    ("Moonlight-16B-A3B", ["proj"]),  # latent attention
+]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -215,11 +218,10 @@ def test_who_gets_factors_is_what_the_engine_says(precision, quantization, model
         model={"precision": precision},
         rollout={"quantization": quantization} if precision == "bf16" else {},
     )
-    slots, shape = slots_for(run.adapter, hf(model)), Shape.of(hf(model))
-    dtype, quantized = getattr(torch, run.model.dtype), bool(run.rollout.quantization)
+    shape = Shape.of(hf(model))
     for gpu, device in ((H200, "cuda"), (cpu_like(H200), "cpu")):
-        why = why_merged(slots, dtype=dtype, device=torch.device(device), quantized=quantized)
-        assert sends_factors(shape, run, gpu) == (not why)
+        slots = slots_for(run, hf(model), torch.device(device))
+        assert sends_factors(shape, run, gpu) == (slots is not None)
     assert not sends_factors(shape, config(), H200)
 
 

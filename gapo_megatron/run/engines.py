@@ -13,6 +13,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.rules import merged_refusal
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.adapter_sync import needs_of
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.vllm import RolloutEngine
@@ -88,11 +89,16 @@ def check_engine(
     """Refuse settings that vLLM cannot run; another engine checks its own when it is built.
 
     Raises:
-        ConfigError: see `rollout.vllm.check_engine`; in fp32 on a GPU, where vLLM gets merged
-            weights, ratios would be against its log-probs.
+        ConfigError: see `rollout.vllm.check_engine`; in fp32 on a GPU and for latent attention,
+            where vLLM gets merged weights, ratios would be against its log-probs.
     """
     if config.rollout.engine != VLLM:
         return
     check_vllm(config, hf_config, device, world_size=world_size)
-    if _needs_factors(config) and device.type == "cuda" and config.model.precision == "fp32":
+    if not _needs_factors(config):
+        return
+    if device.type == "cuda" and config.model.precision == "fp32":
         raise ConfigError(merged_refusal(config, "model.precision ('fp32') on a GPU"))
+    if geometry_of(hf_config).latent is not None:
+        reason = f"latent attention (model_type {hf_config.model_type!r})"
+        raise ConfigError(merged_refusal(config, reason))

@@ -361,7 +361,8 @@ def _factors(config: Config, g: Geometry) -> dict[str, int]:
     adapter = config.adapter
     targets = adapter.targets if adapter.kind != "none" else ()
     one = element_bytes(config) * adapter.rank
-    numbers = {"qkv": 1, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
+    of_qkv = 2 if g.latent else 1
+    numbers = {"qkv": of_qkv, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
     return {target: one * number * (target in targets) for target, number in numbers.items()}
 
 

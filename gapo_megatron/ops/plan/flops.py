@@ -203,6 +203,7 @@ def sends_factors(shape: Shape, config: Config, gpu: Gpu) -> bool:
     adapter, on_cpu = config.adapter, gpu.name == CPU_NAME
     is_merged = shape.num_experts > 0 if on_cpu else config.model.precision == "fp32"
     is_merged |= "experts" in adapter.targets or bool(config.rollout.quantization)
+    is_merged |= shape.latent_width > 0
     return adapter.kind != "none" and not is_merged
 
 

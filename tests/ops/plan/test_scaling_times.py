@@ -204,6 +204,7 @@ def test_sync_of_an_adapter_moves_factors_and_the_sleeping_base(cut):
 
 
 WITH_FACTORS = [("Qwen2.5-7B", ["fc2"]), (MOE, ["qkv", "experts"]), (MOE, ["qkv"])]
+WITH_FACTORS += [("DeepSeek-V3", ["proj"])]  # whose latent attention has none in vLLM
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -373,9 +373,7 @@ def _experts(g: Geometry, e: int, fused: bool) -> int:
     router = chosen * (2 * _INDEX + 4) + 5 * g.num_experts
     # Without a fused kernel a limit keeps both clamped halves too.
     wide = g.expert_intermediate * (4 if fused else 8 if g.gate_limit else 6)
-    states = (
-        g.hidden if fused else 2 * g.hidden
-    )  # torch's sum of them keeps the experts' outputs too
+    states = g.hidden * (1 if fused else 2)  # torch's sum keeps the experts' outputs too
     return router + chosen * (e * (states + wide) + 4)
 
 

@@ -8,6 +8,7 @@ these share A, and B has their rows one below the other, as W has.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 _TARGETS: dict[str, Target] = {
     "self_attention.linear_qkv": "qkv",
+    # Of latent attention, what makes the heads' queries, keys and values; what makes the latent
+    # vectors themselves is whole on every rank.
+    "self_attention.linear_q_proj": "qkv",
+    "self_attention.linear_q_up_proj": "qkv",
+    "self_attention.linear_kv_up_proj": "qkv",
     "self_attention.linear_proj": "proj",
     "mlp.linear_fc1": "fc1",
     "mlp.linear_fc2": "fc2",
@@ -140,7 +146,7 @@ def check_adapter(
         adapter.
 
     Raises:
-        ConfigError: names the target and those that the model has, or the stage.
+        ConfigError: names the target and those that can be set, or the stage.
     """
     if adapter.kind == "none":
         return {}
@@ -153,7 +159,8 @@ def check_adapter(
         if not counts.get(target):
             raise ConfigError(
                 f"adapter.targets ({target!r}) names no layer of the model "
-                f"({hf_config.model_type}): it has {', '.join(counts)}"
+                f"({hf_config.model_type}) that can have factors: set adapter.targets = "
+                f"{json.dumps([*counts])}, or some of these"
             )
     bound = [one for one in everywhere if one.target in adapter.targets]
     stages = layers_of_stages(parallel, bound[0].weight.num_layers or 0) if parallel else []

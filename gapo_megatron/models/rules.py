@@ -105,6 +105,14 @@ class Rule:
         has_layer = place.layer is None or place.layer in self.layers
         return has_layer and (place.expert or 0) < (self.num_experts or 1)
 
+    def place_in(self, megatron_name: str) -> Place | None:
+        """The numbers in a parameter's name, of either layer spec; None: it is not this rule's."""
+        for template in (self.megatron, self.te_name):
+            found = template and _pattern(template).fullmatch(megatron_name)
+            if found:
+                return Place(**{key: int(number) for key, number in found.groupdict().items()})
+        return None
+
     def megatron_name(self, place: Place) -> str:
         """Name of the parameter at a place."""
         return place.fill(self.megatron)
@@ -236,14 +244,11 @@ def find_rule(
         ConversionError: there is no rule for the name, or no such layer or expert.
     """
     for rule in rules:
-        for template in (rule.megatron, rule.te_name):
-            found = template and _pattern(template).fullmatch(megatron_name)
-            if found:
-                place = Place(**{key: int(number) for key, number in found.groupdict().items()})
-                if numbers is not None and place.layer is not None:
-                    place = place._replace(layer=numbers[place.layer])
-                if rule.reaches(place):
-                    return rule, place
+        if (place := rule.place_in(megatron_name)) is not None:
+            if numbers is not None and place.layer is not None:
+                place = place._replace(layer=numbers[place.layer])
+            if rule.reaches(place):
+                return rule, place
     raise ConversionError(f"no rule converts the Megatron parameter {megatron_name}")
 
 

@@ -323,8 +323,9 @@ class PolicyModel(HiddenStatesModel):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The stage's parameters, and its buffers that the rules name (`Rule.is_buffer`)."""
         yield from self.named_parameters()
+        rules = [rule for rule in self.rules if rule.is_buffer]
         for name, buffer in self.named_buffers():
-            if name.endswith(".router.expert_bias"):
+            if any(rule.place_in(name) is not None for rule in rules):
                 yield name, buffer
 
     @torch.no_grad()

@@ -70,29 +70,34 @@ EXPERTS: dict[str, Layout] = {
 }
 # gpt-oss: biases beside all that is adapted, and beside experts that are not.
 SINKS = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "context, expert")}
-LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "sinks": SINKS}
+LATENT = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "virtual stages")}
+LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "sinks": SINKS, "latent": LATENT}
 TARGETS = {
     "dense": ["qkv", "proj", "fc1", "fc2"],
     "experts": ["qkv", "proj", "experts"],
     "sinks": ["qkv", "proj"],
+    "latent": ["qkv", "proj", "fc1", "fc2", "experts"],
 }
+HF_NAMES = {"experts": "qwen3_moe", "sinks": "gpt_oss", "latent": "deepseek_v3"}
+"""In `conversion_setup`."""
 NUM_UPDATES = 2
 RANK, ALPHA = 3, 5.0
 BATCHES = {
     "dense": make_batch(),
     "experts": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
     "sinks": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
+    "latent": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
 }
 Factors = dict[str, tuple[Tensor, Tensor]]
 """A [r, in] and B [out, r] by Hugging Face module name."""
 
 
 def save_model(folder: Path, kind: str) -> None:
-    """A model of four layers: with tied embeddings and biases, with experts, or with sinks too."""
+    """A model of four layers: with tied embeddings and biases, or of `HF_NAMES`."""
     if kind == "dense":
         policy_setup.save_model(folder, "qwen2_tied", num_layers=4)
     else:
-        conversion_setup.save_model(folder, "qwen3_moe" if kind == "experts" else "gpt_oss")
+        conversion_setup.save_model(folder, HF_NAMES[kind])
 
 
 def lora_config(folder: Path, kind: str, **sections: Any) -> Config:

@@ -90,7 +90,7 @@ def models_of(layout: str) -> list[str]:
 
 
 CASES = [(model, layout) for layout in LAYOUTS for model in models_of(layout)]
-# Every architecture, and every kind of parallelism with another one.
+# Every kind of parallelism, each with another architecture.
 SOME = [
     ("qwen2", "data"),
     ("llama-wide", "tensor 4"),

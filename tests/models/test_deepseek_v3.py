@@ -18,9 +18,9 @@ from gapo_megatron.hf.megatron_record import from_args, to_args
 from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts, facts_of
-from gapo_megatron.models.lora import check_adapter
+from gapo_megatron.models.lora import check_adapter, factors_of
 from gapo_megatron.models.published import shipped_fields
-from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of
+from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.policy.rotary import Rotary
 from tests.distributed.conversion_setup import hf_config
@@ -81,9 +81,19 @@ def test_published_models_are_computed_and_planned() -> None:
         assert shape.heads_width == g.heads * 160
         found = shape.kv_bytes_per_token(element_bytes=2, tp_size=4)
         assert found == 2 * g.num_layers * in_cache
-    with pytest.raises(ConfigError, match=mentions("adapter.targets ('qkv')", "proj, fc1")):
-        check_adapter(read(), AdapterConfig(kind="lora", targets=("qkv", "proj")))
-    check_adapter(read(), AdapterConfig(kind="lora", targets=("proj", "fc1", "fc2")))
+
+
+@pytest.mark.parametrize(("name", "made_of"), [("DeepSeek-V3", "q_b"), ("Moonlight-16B-A3B", "q")])
+def test_factors_stand_beside_what_makes_heads(name: str, made_of: str) -> None:
+    """The default targets: two of three projections that make queries, keys and values."""
+    facts, adapter = read(name), AdapterConfig(kind="lora")
+    num_layers = geometry_of(facts).num_layers
+    assert check_adapter(facts, adapter) == {
+        "qkv": 2 * num_layers, "proj": num_layers, "fc1": num_layers, "fc2": num_layers
+    }  # fmt: skip
+    found = factors_of(rules_for(facts), targets=["qkv"], rank=4)
+    names = {one.weight.hf[0].rpartition("self_attn.")[2] for one in found}
+    assert names == {f"{made_of}_proj.weight", "kv_b_proj.weight"}
 
 
 def test_megatron_lms_arguments_tell_latent_sizes_apart() -> None:

@@ -85,9 +85,13 @@ def test_one_expert_a_token_is_not_trained() -> None:
 
 def test_factors_beside_experts_are_refused_by_name() -> None:
     config = hf_config("gpt_oss")
-    adapter = AdapterConfig(kind="lora", rank=2, targets=("qkv", "experts"))
-    with pytest.raises(ConfigError, match=mentions("adapter.targets", "experts", "qkv, proj")):
-        check_adapter(config, adapter)
+    for refused, adapter in (
+        ("experts", AdapterConfig(kind="lora", targets=("qkv", "experts"))),
+        ("fc1", AdapterConfig(kind="lora")),
+    ):
+        named = mentions(f"adapter.targets ({refused!r})", 'adapter.targets = ["qkv", "proj"]')
+        with pytest.raises(ConfigError, match=named):
+            check_adapter(config, adapter)
     beside = AdapterConfig(kind="lora", rank=2, targets=("qkv", "proj"))
     assert check_adapter(config, beside) == {"qkv": 4, "proj": 4}
 

@@ -17,6 +17,7 @@ from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.engines import build_engine, check_engine, find_engine
 from tests.configs import config_of
+from tests.distributed.conversion_setup import hf_config, save_model
 from tests.messages import mentions
 from tests.rollout_setup import make_model
 from tests.train_setup import CONFIG, prepare, run, steps_of
@@ -136,6 +137,18 @@ def test_ratios_to_vllm_with_merged_weights_are_refused_before_it_is_built(
             check_engine(asked, model.config, torch.device(device), world_size=1)
     else:
         check_engine(asked, model.config, torch.device(device), world_size=1)
+
+
+def test_ratios_to_latent_attention_with_merged_weights_are_refused_before_it_is_built(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path, "deepseek_v3")
+    asked = config_of(
+        {"model": {"hf_dir": str(tmp_path)}, "adapter": {"kind": "lora", "targets": ["proj"]}},
+        {"objective": {"old_log_probs": "rollout"}},
+    )
+    with pytest.raises(ConfigError, match=mentions("objective.old_log_probs", "latent attention")):
+        check_engine(asked, hf_config("deepseek_v3"), torch.device("cuda"), world_size=1)
 
 
 @pytest.mark.system

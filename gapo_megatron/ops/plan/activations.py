@@ -362,7 +362,8 @@ def _factors(config: Config, g: Geometry) -> dict[str, int]:
     adapter = config.adapter
     targets = adapter.targets if adapter.kind != "none" else ()
     one = element_bytes(config) * adapter.rank
-    numbers = {"qkv": 1, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
+    of_qkv = 2 if g.latent else 1
+    numbers = {"qkv": of_qkv, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
     return {target: one * number * (target in targets) for target, number in numbers.items()}
 
 
@@ -373,9 +374,7 @@ def _experts(g: Geometry, e: int, fused: bool) -> int:
     router = chosen * (2 * _INDEX + 4) + 5 * g.num_experts
     # Without a fused kernel a limit keeps both clamped halves too.
     wide = g.expert_intermediate * (4 if fused else 8 if g.gate_limit else 6)
-    states = (
-        g.hidden if fused else 2 * g.hidden
-    )  # torch's sum of them keeps the experts' outputs too
+    states = g.hidden * (1 if fused else 2)  # torch's sum keeps the experts' outputs too
     return router + chosen * (e * (states + wide) + 4)
 
 

@@ -117,13 +117,36 @@ def pack_experts(folder: Path) -> None:
             tensors[f"{name}_{part}"] = torch.randint(
                 low, high, (*shape, *more), dtype=torch.uint8, generator=generator
             )
-    save_file(tensors, path, metadata={"format": "pt"})
+    _write_quantized(folder, tensors, {"quant_method": "mxfp4"})
+
+
+def pack_linears(folder: Path, block: tuple[int, int]) -> None:
+    """Make a folder as DeepSeek-V3's is: linear layers in FP8, biases of experts in fp32, the rest
+    in bf16. Numbers and scales are random, and so is a layer behind the last."""
+    generator, path = torch.Generator().manual_seed(0), folder / "model.safetensors"
+    tensors = load_file(path)
+    last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    name = "self_attn.o_proj.weight"
+    tensors[f"model.layers.{last + 1}.{name}"] = tensors[f"model.layers.{last}.{name}"].clone()
+    for name, tensor in list(tensors.items()):
+        if not name.endswith("e_score_correction_bias"):
+            tensors[name] = tensor.bfloat16()
+        if name.endswith(("_proj.weight", "_with_mqa.weight")):
+            # As large as before, up to 448 times a scale.
+            scales = [-(-size // of) for size, of in zip(tensor.shape, block, strict=True)]
+            tensors[f"{name}_scale_inv"] = torch.rand(scales, generator=generator) * 1e-3 + 1e-3
+            tensors[name] = (tensor * 500).to(torch.float8_e4m3fn)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    _write_quantized(folder, tensors, quantization | {"weight_block_size": block})
+
+
+def _write_quantized(
+    folder: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]
+) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
     del fields["dtype"]
-    fields["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["lm_head"],
-    }
+    fields["quantization_config"] = quantization | {"modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(fields))
 
 

@@ -9,19 +9,14 @@ are not read here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.io.documents import open_file, parse_json, read_object
 from gapo_megatron.models.rules import Shape
-from gapo_megatron.models.tables import left_out_layers
-
-T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -121,29 +116,6 @@ def read_headers(hf_dir: str | Path) -> dict[str, Header]:
         if odd := sorted(header.keys() ^ listed):
             raise ConversionError(f"{root / file} and {INDEX} disagree about: {', '.join(odd[:8])}")
     return {name: headers[file][name] for name, file in files.items()}
-
-
-def without_left_out(
-    tensors: Mapping[str, T], fields: Mapping[str, Any]
-) -> tuple[dict[str, T], list[str]]:
-    """Split the tensors of a model folder.
-
-    Args:
-        tensors: of the folder, by name.
-        fields: of its config.json.
-
-    Returns:
-        Those of the model, and the names of those in layers that are not part of it
-        (`models.tables.left_out_layers`).
-    """
-    layers = left_out_layers(fields)
-
-    def is_left_out(name: str) -> bool:
-        found = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
-        return found is not None and int(found[1]) in layers
-
-    kept = {name: one for name, one in tensors.items() if not is_left_out(name)}
-    return kept, [name for name in tensors if name not in kept]
 
 
 def read_header(path: Path) -> dict[str, Header]:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.folder import MARKER_NAME, REPORT_NAME
-from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers, without_left_out
-from gapo_megatron.hf.stacks import unstacked
+from gapo_megatron.hf.headers import INDEX, SINGLE
+from gapo_megatron.hf.model_tensors import model_tensors
 from gapo_megatron.io.documents import open_file, read_object, read_text
 from gapo_megatron.models.config_json import FLOATS, ModelFacts, read_facts, refuse_code
 from gapo_megatron.models.parts import sizes_shown
@@ -309,8 +309,7 @@ class _Tensor(Protocol):
 
 
 def _check_weights(root: Path, facts: ModelFacts) -> None:
-    headers, _ = without_left_out(read_headers(root), facts.to_dict())
-    tensors = unstacked(headers)
+    tensors = model_tensors(root).headers
     check_dtypes(root, tensors)
     check_sizes(root, facts, tensors)
     rules = rules_for(facts)
@@ -331,8 +330,9 @@ def check_dtypes(root: Path, tensors: Mapping[str, _Tensor]) -> None:
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in FLOATS:
             raise ConversionError(
-                f"{root / tensor.file}: {name} is {tensor.dtype}; quantized weights are not "
-                "supported"
+                f"{root / tensor.file}: {name} is {tensor.dtype}; must be one of "
+                f"{', '.join(FLOATS)}, or quantized in a way that config.json states and that is "
+                "read for this model"
             )
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.headers import DTYPES, Header
-from gapo_megatron.hf.stacks import Packed, dequantized, slice_of, stacked
+from gapo_megatron.hf.quantized import Quantized, dequantized
+from gapo_megatron.hf.stacks import slice_of, stacked
 from gapo_megatron.io.huge_pages import empty
 from gapo_megatron.models.rules import Shape
 
@@ -25,17 +26,17 @@ _NAMES = {getattr(torch, of_torch): name for name, of_torch in DTYPES.items()}
 
 
 def read_tensor(path: Path, name: str, header: Header) -> Tensor:
-    """Read one tensor; it owns its memory. One in MXFP4 becomes bfloat16.
+    """Read one tensor; it owns its memory. A quantized one becomes bfloat16.
 
     Raises:
-        ConversionError: the file cannot be read, or has become shorter.
+        ConversionError: the file cannot be read, or has become shorter; or see `dequantized`.
     """
-    if isinstance(header, Packed):
-        blocks, scales = (
+    if isinstance(header, Quantized):
+        numbers, scales = (
             read_tensor(path.with_name(part.file), name, part)
-            for part in (header.blocks, header.scales)
+            for part in (header.numbers, header.scales)
         )
-        return dequantized(blocks, scales)
+        return dequantized(numbers, scales, header.block, name=f"{path}: {name}")
     tensor = empty(header.shape, getattr(torch, header.dtype))
     buffer, done = _bytes_of(tensor), 0
     try:

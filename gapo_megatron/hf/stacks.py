@@ -2,12 +2,11 @@
 
 gpt-oss's folders hold `model.layers.3.mlp.experts.down_proj` [E, ...]. Everything else here knows
 each expert's own tensor, `model.layers.3.mlp.experts.7.down_proj` [...]: a slice of a stack is a
-range of its file, so it is read and written without the rest.
+range of its file, so it is read and written without the rest. No other architecture's rules have
+names of this form, and no other's folders are read so (`Architecture.stacks_experts`).
 
-Published stacks are in MXFP4 (OCP Microscaling Formats 1.0): `..._blocks` [E, out, in / 32, 16]
-uint8, two numbers of 4 bits in each, and `..._scales` [E, out, in / 32] uint8, the exponents of
-their blocks. Read, they are bfloat16, exactly, unless they underflow, and [in, out] as in other
-folders.
+Published stacks are quantized (`quantized`): numbers and scales are a stack each, and so have each
+expert's own here.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gapo_megatron.errors import ConversionError
@@ -25,22 +24,16 @@ from gapo_megatron.models.rules import Shape
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     Layout = tuple[Shape, torch.dtype]
 
 _STACK = re.compile(
     r"(?P<experts>model\.layers\.\d+\.mlp\.experts\.)"
-    r"(?P<name>(?:gate_up|down)_proj(?:_bias)?)(?P<packed>_blocks|_scales)?"
+    r"(?P<name>(?:gate_up|down)_proj(?:_bias|_blocks|_scales)?)"
 )
 _SLICE = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 MAX_EXPERTS = 2**11
 """As many as config.json may state: an empty stack could claim any number."""
-_BLOCK = 32
-"""Numbers with one scale."""
-# The 16 numbers of 4 bits: a sign, two bits of exponent and one of mantissa.
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT_BIAS = 127
 
 
 class Slice(NamedTuple):
@@ -64,14 +57,6 @@ def experts_of(name: str) -> str | None:
     return found[1] if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class Packed(Header):
-    """An expert's matrix in MXFP4, with the shape and dtype that it has when it is read."""
-
-    blocks: Header
-    scales: Header
-
-
 def unstacked(headers: Mapping[str, Header]) -> dict[str, Header]:
     """The tensors of a folder, with every stack as its experts' tensors.
 
@@ -79,21 +64,21 @@ def unstacked(headers: Mapping[str, Header]) -> dict[str, Header]:
         headers: of the tensors in its files.
 
     Raises:
-        ConversionError: a stack has no experts or too many, an expert is there twice, or blocks and
-            scales of MXFP4 do not fit together; names file and tensor.
+        ConversionError: a stack has no experts or too many, or an expert is there twice; names file
+            and tensor.
     """
     found: dict[str, Header] = {}
     for name, header in headers.items():
-        for of_one, one in _experts(name, headers):
+        for of_one, one in _experts(name, header):
             if of_one in found:
                 raise ConversionError(f"{header.file}: {name} holds {of_one}, which is there twice")
             found[of_one] = one
     return found
 
 
-def _experts(name: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Header]]:
-    """The tensors of a stack's experts, or the tensor itself; none of scales."""
-    header, stack = headers[name], _STACK.fullmatch(name)
+def _experts(name: str, header: Header) -> Iterator[tuple[str, Header]]:
+    """The tensors of a stack's experts, or the tensor itself."""
+    stack = _STACK.fullmatch(name)
     if stack is None:
         yield name, header
         return
@@ -102,62 +87,14 @@ def _experts(name: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, He
             f"{header.file}: {name} has shape {list(header.shape)}; it must be a stack of 1 to "
             f"{MAX_EXPERTS} experts"
         )
-    if stack["packed"] == "_scales":
-        if name.replace("_scales", "_blocks") not in headers:
-            raise ConversionError(f"{header.file}: {name} are scales without blocks")
-        return
-    scales = _scales_of(name, headers) if stack["packed"] else None
     for expert in range(header.shape[0]):
-        one = _slice(header, expert)
-        if scales is not None:
-            one = _packed(one, _slice(scales, expert))
-        yield f"{stack['experts']}{expert}.{stack['name']}", one
-
-
-def _scales_of(name: str, headers: Mapping[str, Header]) -> Header:
-    """The scales of packed blocks."""
-    blocks, scales = headers[name], headers.get(name.replace("_blocks", "_scales"))
-    fits = (
-        scales is not None
-        and blocks.dtype == scales.dtype == "uint8"
-        and len(blocks.shape) == 4
-        and blocks.shape == (*scales.shape, _BLOCK // 2)
-    )
-    if scales is None or not fits:
-        shown = "missing" if scales is None else f"{list(scales.shape)} {scales.dtype}"
-        raise ConversionError(
-            f"{blocks.file}: {name} is {list(blocks.shape)} {blocks.dtype}, its scales are "
-            f"{shown}: MXFP4 must be uint8, [experts, out, in / {_BLOCK}, {_BLOCK // 2}] and "
-            "without the last dimension"
-        )
-    return scales
+        yield f"{stack['experts']}{expert}.{stack['name']}", _slice(header, expert)
 
 
 def _slice(stack: Header, expert: int) -> Header:
     shape = stack.shape[1:]
     num_bytes = math.prod(shape) * item_bytes(stack.dtype)
     return replace(stack, shape=shape, offset=stack.offset + expert * num_bytes)
-
-
-def _packed(blocks: Header, scales: Header) -> Packed:
-    num_rows, num_blocks, _ = blocks.shape
-    shape = (num_blocks * _BLOCK, num_rows)
-    return Packed(shape, "bfloat16", blocks.file, blocks.offset, blocks, scales)
-
-
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """A matrix [in, out] bfloat16 from MXFP4.
-
-    Args:
-        blocks: [out, in / 32, 16] uint8; of each byte the lower four bits are the first number.
-        scales: [out, in / 32] uint8; powers of two, biased by 127.
-    """
-    import torch
-
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
-    numbers = values[torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2).int()]
-    exponents = scales.int()[..., None] - _EXPONENT_BIAS
-    return torch.ldexp(numbers, exponents).to(torch.bfloat16).flatten(-2).T.contiguous()
 
 
 # --- writing -------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from torch import Tensor
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf import shard
 from gapo_megatron.hf.folder import is_marked, mark, new_folder
-from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers, without_left_out
+from gapo_megatron.hf.headers import INDEX, SINGLE
 from gapo_megatron.hf.model_folder import non_weight_files
-from gapo_megatron.hf.stacks import experts_of, slice_of, unstacked
+from gapo_megatron.hf.model_tensors import model_tensors
+from gapo_megatron.hf.stacks import experts_of, slice_of
 from gapo_megatron.hf.workers import Read, worker_pool
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.models.config_json import read_facts
@@ -47,7 +48,8 @@ class HfFolder:
     Attributes:
         root: the folder.
         entries: every tensor of the model by name, in the order of the folder; of experts each
-            one's own, also where the folder stacks them (`stacks`).
+            one's own, also where the folder stacks them (`stacks`); quantized weights as they are
+            read (`quantized`).
         left_out: names of the others, see `Architecture.left_out`.
     """
 
@@ -55,25 +57,22 @@ class HfFolder:
         """Check that the folder is complete; reads headers only.
 
         Raises:
-            ConfigError, ConversionError: see `headers.read_headers`.
+            ConfigError, ConversionError: see `model_tensors`.
         """
         self.root = Path(hf_dir)
-        headers = read_headers(self.root)
-        config = read_object(self.root / "config.json")
-        headers, self.left_out = without_left_out(headers, config)
-        self._headers = unstacked(headers)
+        self._headers, self.left_out = model_tensors(self.root)
         self.entries = {
             name: Entry(header.shape, getattr(torch, header.dtype), header.file)
             for name, header in self._headers.items()
         }
 
     def read(self, name: str) -> Tensor:
-        """Read one whole tensor to the CPU, in the dtype of the file; it owns its memory.
+        """Read one whole tensor to the CPU, in the dtype of `entries`; it owns its memory.
 
         Thread-safe.
 
         Raises:
-            ConversionError: the file cannot be read; names file and tensor.
+            ConversionError: see `shard.read_tensor`; names file and tensor.
         """
         path = self.root / self.entries[name].file
         return shard.read_tensor(path, name, self._headers[name])
@@ -83,7 +82,7 @@ def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Read all weights of a model folder, one at a time.
 
     Yields:
-        (Hugging Face name, whole tensor on the CPU in the dtype of the file).
+        (Hugging Face name, whole tensor on the CPU in the dtype of `HfFolder.entries`).
 
     Raises:
         ConfigError, ConversionError: see `HfFolder`; raised by the call itself, before the first

@@ -1,6 +1,7 @@
 """DeepSeek-V3 and Moonlight: latent attention, and sigmoid-routed experts behind dense layers.
 
 Layers that predict further tokens (`num_nextn_predict_layers`) are left out, as in transformers.
+DeepSeek-V3's published weights are FP8, which is read but never written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from gapo_megatron.models import parts, sigmoid_experts
 from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.latent_attention import Latent
 from gapo_megatron.models.parts import COUNT, Geometry
+from gapo_megatron.models.quantization import FP8
 from gapo_megatron.models.rope import Rope, read_rope
 
 # What vLLM takes for another router if it is missing, and transformers does not read.
@@ -164,6 +166,7 @@ DEEPSEEK_V3 = Architecture(
     },
     nullable=("num_key_value_heads", "q_lora_rank"),
     refused_fields=sigmoid_experts.REFUSED_FIELDS,
+    quantizations=(FP8,),
     rope_kinds=("default", "yarn"),
     read_rope=_read_rope,
     left_out="num_nextn_predict_layers",

@@ -14,6 +14,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts
 from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.parts import WINDOWED, Geometry, same
+from gapo_megatron.models.quantization import MXFP4
 from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import Rule
 
@@ -208,7 +209,8 @@ GPT_OSS = Architecture(
         "swiglu_alpha": _NUMBER,
         "swiglu_limit": _NUMBER,
     },
-    quantizations=("mxfp4",),
+    quantizations=(MXFP4,),
+    stacks_experts=True,
     complete=_complete,
     rope_kinds=("yarn",),
     read_rope=_read_rope,

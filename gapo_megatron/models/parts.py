@@ -159,28 +159,25 @@ def sizes_shown(g: Geometry) -> list[tuple[str, int, str]]:
         (field for errors, its value, Hugging Face name with `*` for every number).
     """
     layer, attention = "model.layers.*", "model.layers.*.self_attn"
-    heads = f"num_attention_heads ({g.heads}) x head_dim ({g.head_dim})"
-    kv_heads = f"num_key_value_heads ({g.kv_heads}) x head_dim ({g.head_dim})"
+    mlp, head = f"{layer}.mlp", f"head_dim ({g.head_dim})"
+    if g.latent:
+        head = f"(qk_nope_head_dim ({g.latent.nope}) + qk_rope_head_dim ({g.latent.rope}))"
+    heads = f"num_attention_heads ({g.heads}) x {head}"
+    kv_heads = f"num_key_value_heads ({g.kv_heads}) x {head}"
+    shared = "moe_intermediate_size x n_shared_experts", g.shared_intermediate
     return [
         ("vocab_size", g.vocab, "model.embed_tokens.weight"),
         ("hidden_size", g.hidden, f"{layer}.{next(filter(None, _norms(g)))}.weight"),
         *([("head_dim", g.head_dim, f"{attention}.q_norm.weight")] if g.head_norms else []),
         (heads, g.heads * g.head_dim, f"{attention}.q_proj.weight"),
+        (heads, g.heads * g.head_dim, f"{attention}.q_b_proj.weight"),
         (kv_heads, g.kv_heads * g.head_dim, f"{attention}.k_proj.weight"),
-        ("intermediate_size", g.intermediate, f"{layer}.mlp.gate_proj.weight"),
-        (EXPERTS[g.sigmoid_router], g.num_experts, f"{layer}.mlp.gate.weight"),
-        ("num_local_experts", g.num_experts, f"{layer}.mlp.router.weight"),
-        ("intermediate_size", g.expert_intermediate, f"{layer}.mlp.experts.*.down_proj"),
-        (
-            "moe_intermediate_size",
-            g.expert_intermediate,
-            f"{layer}.mlp.experts.*.gate_proj.weight",
-        ),
-        (
-            "moe_intermediate_size x n_shared_experts",
-            g.shared_intermediate,
-            f"{layer}.mlp.shared_experts.gate_proj.weight",
-        ),
+        ("intermediate_size", g.intermediate, f"{mlp}.gate_proj.weight"),
+        (EXPERTS[g.sigmoid_router], g.num_experts, f"{mlp}.gate.weight"),
+        ("num_local_experts", g.num_experts, f"{mlp}.router.weight"),
+        ("intermediate_size", g.expert_intermediate, f"{mlp}.experts.*.down_proj"),
+        ("moe_intermediate_size", g.expert_intermediate, f"{mlp}.experts.*.gate_proj.weight"),
+        (*shared, f"{mlp}.shared_experts.gate_proj.weight"),
     ]
 
 

@@ -17,6 +17,7 @@ from gapo_megatron.models.mistral import MISTRAL
 from gapo_megatron.models.olmo2 import OLMO2
 from gapo_megatron.models.parts import Geometry, refuse_set
 from gapo_megatron.models.phi3 import PHI3
+from gapo_megatron.models.quantization import check_quantization, quantization_of
 from gapo_megatron.models.qwen2 import QWEN2
 from gapo_megatron.models.qwen3 import QWEN3
 from gapo_megatron.models.qwen3_moe import QWEN3_MOE
@@ -58,19 +59,15 @@ def geometry_of(config: Any) -> Geometry:
     return architecture_of(config).geometry(config)
 
 
-def left_out_layers(fields: Mapping[str, Any]) -> range:
+def left_out_layers(config: Any) -> range:
     """Numbers of the layers in a model folder that are not part of the model.
 
     Args:
-        fields: the fields of config.json, not necessarily valid.
+        config: config.json as `ModelFacts`.
     """
-    architecture = ARCHITECTURES.get(str(fields.get("model_type")))
-    if architecture is None or not architecture.left_out:
-        return range(0)
-    names = ("num_hidden_layers", architecture.left_out)
-    first, count = (fields.get(name, architecture.defaults[name]) for name in names)
-    is_valid = type(first) is int and type(count) is int
-    return range(first, first + count) if is_valid else range(0)
+    field = architecture_of(config).left_out
+    first = config.num_hidden_layers
+    return range(first, first + getattr(config, field)) if field else range(0)
 
 
 def left_out_field(fields: Mapping[str, Any]) -> str:
@@ -101,15 +98,6 @@ def rope_of(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope:
     return rope
 
 
-def quantization_of(config: Any) -> str | None:
-    """The quant_method of a model's weights on disk; None if it states none."""
-    stated = getattr(config, "quantization_config", None)
-    if stated is not None and not isinstance(stated, Mapping):
-        stated = vars(stated)  # transformers' own object
-    method = (stated or {}).get("quant_method")
-    return getattr(method, "value", method)
-
-
 def rules_for(config: Any) -> list[Rule]:
     """The conversion rules of a model: all its parameters, in the order of the model.
 
@@ -122,5 +110,6 @@ def rules_for(config: Any) -> list[Rule]:
     architecture = architecture_of(config)
     if quantization_of(config) not in architecture.quantizations:
         refuse_set(config, "quantization_config")
+    check_quantization(config)
     architecture.check(config)
     return architecture.rules(architecture.geometry(config))

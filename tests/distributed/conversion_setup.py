@@ -30,6 +30,18 @@ _LLAMA3_ROPE = {
 # Defaults that are no tokens of this vocabulary; and transformers has no gradient for an embedding
 # of padding, which is a token like others here.
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
+# An MLP of 56 in the first layer; eight experts of 24 in four groups, of which two are chosen; a
+# shared expert of 72.
+_SIGMOID_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 3,
+    "routed_scaling_factor": 1.5,
+}
 _MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
@@ -65,16 +77,8 @@ _MODELS: dict[str, dict[str, Any]] = {
         },
         **_NO_TOKENS,
     },
-    # An MLP of 56 in the first layer; eight experts of 24 in four groups, of which two are chosen;
-    # a shared expert of 72.
     "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 3,
-        "routed_scaling_factor": 1.5,
+        **_SIGMOID_EXPERTS,
         "attention_bias": True,
         "use_qk_norm": True,
         **_NO_TOKENS,
@@ -104,14 +108,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 10,
         "qk_rope_head_dim": 6,
         "v_head_dim": 14,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 3,
-        "routed_scaling_factor": 1.5,
+        **_SIGMOID_EXPERTS,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "rope_parameters": {

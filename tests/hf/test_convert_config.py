@@ -106,6 +106,12 @@ def test_a_right_config_passes(tmp_path, model_type):
             {"intermediate_size": 96},
             r"intermediate_size is 96, .*experts.0.down_proj .* \[64, 48\]",
         ),
+        (
+            "deepseek_v3",
+            {"qk_nope_head_dim": 12},
+            r"heads \(6\) x \(qk_nope_head_dim \(12\) \+ qk_rope_head_dim \(8\)\) is 120, "
+            r"but \S*q_b_proj.* \[108, 14\]",
+        ),
         ("qwen2", {"tie_word_embeddings": False}, r"tie_word_embeddings is false, .* lm_head"),
     ],
 )

@@ -16,7 +16,7 @@ from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.hf.weights import HfFolder, write_hf
 from gapo_megatron.models.config_json import read_facts
-from gapo_megatron.models.tables import quantization_of
+from gapo_megatron.models.quantization import quantization_of
 from tests.convert_setup import one_by_one, pack_experts
 from tests.convert_tools_setup import assert_refused, succeeded, to_hf, to_megatron
 from tests.distributed.conversion_setup import save_model
@@ -57,6 +57,16 @@ def test_a_stack_is_read_expert_by_expert(plain: Path) -> None:
     assert stored[f"{EXPERTS}.down_proj"].shape == (4, 56, 48)
     assert_same({name: folder.read(name) for name in folder.entries}, one_by_one(stored))
     check_model_folder(plain)
+
+
+def test_no_other_architecture_has_stacks(tmp_path: Path) -> None:
+    """A tensor of that name is an error by its own name."""
+    save_model(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    name, path = f"{EXPERTS}.down_proj", tmp_path / "model.safetensors"
+    save_file(load_file(path) | {name: torch.zeros(4, 8, 8)}, path, metadata={"format": "pt"})
+    assert HfFolder(tmp_path).entries[name].shape == (4, 8, 8)
+    with pytest.raises(ConversionError, match=rf"{name}\b"):
+        check_model_folder(tmp_path)
 
 
 def test_both_conversions_give_the_same_stacks(plain: Path, tmp_path: Path) -> None:

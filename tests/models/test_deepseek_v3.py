@@ -26,6 +26,7 @@ from gapo_megatron.policy.rotary import Rotary
 from tests.distributed.conversion_setup import hf_config
 from tests.messages import mentions
 
+FP8 = shipped_fields("DeepSeek-V3")["quantization_config"]
 YARN = shipped_fields("DeepSeek-V3")["rope_scaling"]
 
 
@@ -41,7 +42,17 @@ def read(name: str = "DeepSeek-V3", **changes: Any) -> ModelFacts:
         ({"head_dim": 192}, ["head_dim (192)", "qk_rope_head_dim (64)"]),
         ({"kv_lora_rank": None}, ["kv_lora_rank (null)"]),
         ({"qk_rope_head_dim": 63}, ["63"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ["quantization_config", "mxfp4"]),
+        ({"quantization_config": ["fp8"]}, ["quantization_config", "fp8"]),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, ["fmt ('e5m2')", "'e4m3'"]),
+        (
+            {"quantization_config": FP8 | {"activation_scheme": "static"}},
+            ["activation_scheme ('static')", "'dynamic'"],
+        ),
+        *(
+            ({"quantization_config": FP8 | {"weight_block_size": size}}, [f"block_size ({size})"])
+            for size in (None, 128, [128], [128, 0], [128, 128.0], [True, 128])
+        ),
         ({"rope_scaling": YARN | {"mscale_all_dim": None}}, ["mscale", "mscale_all_dim"]),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, ["attention_factor (1.0)"]),
         ({"rope_scaling": YARN | {"truncate": False}}, ["truncate (False)"]),

@@ -14,8 +14,9 @@ from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import facts_of
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model, shipped_fields
+from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.rules import find_rule
-from gapo_megatron.models.tables import quantization_of, rules_for
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.flops import Shape
 from tests.configs import config_of
 from tests.distributed.conversion_setup import hf_config

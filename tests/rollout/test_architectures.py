@@ -26,7 +26,7 @@ from gapo_megatron.rollout.factors import factor_shapes
 from gapo_megatron.rollout.vllm import adapter
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Factors
-from tests.convert_setup import pack_experts
+from tests.convert_setup import pack_experts, pack_linears
 from tests.dist import rank_context, run_distributed, single_rank
 from tests.distributed import policy_setup
 from tests.distributed.conversion_setup import save_model
@@ -84,6 +84,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     save_model(folder, request.param, **SIZES, **WIDTHS.get(request.param, {}))
     if request.param == "gpt_oss":
         pack_experts(folder)  # vLLM must not expect them so
+    if request.param == "deepseek_v3":
+        pack_linears(folder, (128, 128))  # nor these
     if AutoConfig.from_pretrained(folder).tie_word_embeddings:
         # A large embedding, whose rows are also the output layer's, would repeat a token for sure.
         path = folder / "model.safetensors"

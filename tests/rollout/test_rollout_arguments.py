@@ -13,9 +13,13 @@ from transformers import (
 from gapo_megatron.compat import vllm as vllm_internals
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.cpu_engine import CPU_HEAD_DIMS, is_cpu_build
+from gapo_megatron.models.quantization import quantization_of
+from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
+from tests.convert_setup import pack_linears
+from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
 from tests.rollout_setup import CPU, SIZES, make_args, make_config, make_model
 
@@ -142,6 +146,19 @@ def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
         for load in (False, True)
     ]
     assert formats == ["dummy", "auto"]
+
+
+def test_weights_from_a_quantized_folder_come_as_floats(tmp_path):
+    """vLLM makes layers for them, whatever config.json says (engines: `test_architectures.py`)."""
+    save_model(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    pack_linears(tmp_path, (128, 128))
+    config, hf_config = make_config(tmp_path), read_hf_config(str(tmp_path))
+    of_engine = make_args(config, hf_config, CPU).hf_overrides(read_hf_config(str(tmp_path)))
+    assert quantization_of(of_engine) is None and quantization_of(hf_config) == "fp8"
+    assert of_engine.max_position_embeddings == 165
+    # Not where vLLM reads the folder itself.
+    as_stored = engine_args(config, hf_config, CPU, load_weights=True)
+    assert as_stored.hf_overrides == {"max_position_embeddings": 165}
 
 
 def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):

@@ -36,8 +36,9 @@ from gapo_megatron.hf.weights import (
 )
 from gapo_megatron.hf.workers import worker_pool
 from gapo_megatron.io.files import real
+from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.rules import Place, Rule
-from gapo_megatron.models.tables import geometry_of, quantization_of, rope_of, rules_for
+from gapo_megatron.models.tables import geometry_of, rope_of, rules_for
 from gapo_megatron.ops.convert.report import Result, progress, write_report
 from gapo_megatron.ops.convert.verify import (
     Mode,

@@ -12,10 +12,12 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
@@ -25,10 +27,12 @@ from gapo_megatron.config import ParallelConfig
 from gapo_megatron.data.tokenizer import open_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.model_folder import VOCABULARY_FILES
+from gapo_megatron.hf.weights import read_hf
 from gapo_megatron.io.host_memory import available_bytes
 from gapo_megatron.models.checks import check_shapes, num_experts
+from gapo_megatron.models.quantization import FP8, quantization_of
 from gapo_megatron.models.rules import hf_shapes
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import architecture_of, rules_for
 from gapo_megatron.ops.convert.report import size
 from gapo_megatron.policy import destroy, initialize
 from gapo_megatron.policy.load import find_weights, load_weights
@@ -162,8 +166,16 @@ def _transformers_logits(
     hf_dir: Path, sequences: list[Tensor], dtype: torch.dtype | None
 ) -> list[Tensor]:
     """Logits [T, vocabulary] float32 of every sequence, on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(
-        hf_dir,
+    hf_config, kind = read_hf_config(str(hf_dir)), AutoModelForCausalLM
+    source: dict[str, Any] = {"pretrained_model_name_or_path": hf_dir}
+    if quantization_of(hf_config) == FP8:
+        # Our reader's weights: transformers 5.19 fails where the last block of a weight is smaller.
+        del hf_config.quantization_config
+        kind = getattr(transformers, architecture_of(hf_config).hf_class)
+        weights = dict(read_hf(hf_dir))
+        source = {"pretrained_model_name_or_path": None, "config": hf_config, "state_dict": weights}
+    model = kind.from_pretrained(
+        **source,
         dtype=torch.float32,
         generation_config=GenerationConfig(),  # the folder's own may be invalid, and is not used
         local_files_only=True,

@@ -19,7 +19,8 @@ from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads
 from gapo_megatron.models.cpu_engine import check_head_dim
-from gapo_megatron.models.tables import geometry_of, quantization_of
+from gapo_megatron.models.quantization import quantization_of
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollout.vllm.drafts import draft_arguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.hf.weights import HfFolder, write_hf_weights
 from gapo_megatron.models.rules import Place, Rule, hf_shapes
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import architecture_of, rules_for
 from gapo_megatron.ops.convert.verify import (
     Mode,
     Report,
@@ -53,7 +54,8 @@ class Pair:
             output_dir=root,
             **options,
         )
-        (root / "config.json").write_text("{}")
+        named = {"architectures": [architecture_of(config).hf_class]}
+        (root / "config.json").write_text(json.dumps(config.to_dict() | named))
         self.write_megatron(self.read)
 
     def read(self, rule: Rule, place: Place) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -28,14 +28,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.triton_utils import dispatcher
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.sample import sampler
 
+from gapo_megatron.compat.vllm_cpu import repair_on_cpu
 from gapo_megatron.compat.vllm_drafts import repair_drafts_on_cpu
 from gapo_megatron.compat.vllm_gpt_oss import SinkLoader, naming_base_layers
 
@@ -56,51 +55,18 @@ def create(args: EngineArgs) -> LLMEngine:
     """
     # Uses: v1.engine.llm_engine.LLMEngine, usage.usage_lib.UsageContext; that weakref.finalize
     #     shuts an engine down when it is garbage collected (v1/engine/core.py); on a CPU that
-    #     VLLM_CPU_KVCACHE_SPACE would replace the argument, and VLLM_MLA_DISABLE expands latent
-    #     attention, which has one size there (platforms/cpu.py)
+    #     VLLM_CPU_KVCACHE_SPACE would replace the argument (platforms/cpu.py)
     # Versions: vllm 0.32.0
     # Upstream: none found for a group of others (close to it vllm-project/vllm#38231, open;
     #     huggingface/trl#6353)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if current_platform.is_cpu():
-        os.environ["VLLM_MLA_DISABLE"] = "1"
-        sampler.batched_count_greater_than = _ranks
-        allow_numba()
+        repair_on_cpu()
         if args.speculative_config:
             repair_drafts_on_cpu()
     llm = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     _alive.append(llm)
     return llm
-
-
-def _ranks(log_probs: Tensor, values: Tensor) -> Tensor:
-    """[B] int64: in each row of [B, V], how many log-probs are at least the row's value ([B, 1]).
-
-    vLLM counts so with every log-prob that it returns, and nobody reads it here. Its own function
-    is compiled, also with `enforce_eager`: by a C++ compiler at an engine's first log-prob.
-    """
-    # Uses: v1.sample.sampler.batched_count_greater_than, replaced
-    # Versions: vllm 0.32.0
-    # Upstream: none found (the same delay: torch-spyre/sendnn-inference#550, closed)
-    return (log_probs >= values).sum(-1)
-
-
-def allow_numba() -> None:
-    """Let engines start on a CPU after numba was imported, as drafts by n-grams do.
-
-    vLLM looks for its kernels in the `vars` of everything in every module. Those of llvmlite's
-    library are a function, and the search fails.
-    """
-    # Uses: that triton_utils.dispatcher._rebind_kernels calls vars
-    # Versions: vllm 0.32.0 with llvmlite 0.47.0
-    # Upstream: none found
-    vars(dispatcher)["vars"] = _attributes
-
-
-def _attributes(value: object) -> Mapping[str, object]:
-    """`vars`, empty where that is no mapping."""
-    found: object = vars(value)
-    return found if isinstance(found, Mapping) else {}
 
 
 def close(llm: LLMEngine) -> None:

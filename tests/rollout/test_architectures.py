@@ -49,12 +49,16 @@ SIZES = {
     "eos_token_id": EOS,
 }
 MODELS = ("phi3", "seed_oss", "olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3")
+MODELS += ("moonlight",)  # a deepseek_v3 whose rotary positions, in vLLM, are another class's
 # Of an expert multiples of 32 elements, which vLLM's kernel wants.
 WIDTHS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"moe_intermediate_size": 64},
     "gpt_oss": {"intermediate_size": 160},
     # Queries and keys of 64.
     "deepseek_v3": {"moe_intermediate_size": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
+}
+WIDTHS["moonlight"] = WIDTHS["deepseek_v3"] | {
+    **{"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
 }
 
 
@@ -81,7 +85,8 @@ def vllm_process() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
-    save_model(folder, request.param, **SIZES, **WIDTHS.get(request.param, {}))
+    model_type = "deepseek_v3" if request.param == "moonlight" else request.param
+    save_model(folder, model_type, **SIZES, **WIDTHS.get(request.param, {}))
     if request.param == "gpt_oss":
         pack_experts(folder)  # vLLM must not expect them so
     if request.param == "deepseek_v3":

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch.nn.utils.rnn import pad_sequence
 
-from gapo_megatron.compat import vllm, vllm_drafts
+from gapo_megatron.compat import vllm, vllm_cpu, vllm_drafts
 from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.requests import request_seed
@@ -361,7 +361,7 @@ def test_accepted_tokens_are_those_that_took_no_decoding_step(fresh):
 def test_an_engine_starts_after_one_that_proposed_ngrams():
     """It has imported numba, whose library has no usual attributes: vLLM's search stopped there."""
     pytest.importorskip("llvmlite.binding")
-    vllm.allow_numba()
+    vllm_cpu.allow_numba()
     vllm.current_platform.register_triton_kernel_overrides()  # as every worker does
 
 

@@ -1,0 +1,67 @@
+"""Undocumented parts of vLLM in use: what is wrong or slow in its build for CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import Tensor
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.triton_utils import dispatcher
+from vllm.v1.sample import sampler
+
+_rotate = RotaryEmbedding.forward_cpu
+
+
+def repair_on_cpu() -> None:
+    """Make engines that are built from now on right, and quick to start, on a CPU.
+
+    The kernel for rotary positions takes [T, N D]. Of queries [T, N, D], which latent attention
+    gives it, it rotates one head of N.
+    """
+    # Uses: rotary_embedding.base.RotaryEmbedding.forward_cpu, replaced; that VLLM_MLA_DISABLE
+    #     expands latent attention, which has one size there (platforms/cpu.py);
+    #     v1.sample.sampler.batched_count_greater_than, replaced
+    # Versions: vllm 0.32.0
+    # Upstream: none found for the rotation on a CPU (on GPUs vllm-project/vllm#12777, merged), or
+    #     the count (the same delay: torch-spyre/sendnn-inference#550, closed)
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    RotaryEmbedding.forward_cpu = _rotate_every_head
+    sampler.batched_count_greater_than = _ranks
+    allow_numba()
+
+
+def _rotate_every_head(
+    rotary: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """[T, N D] by vLLM's kernel, in place; [T, N, D] by torch."""
+    rotate = _rotate if query.dim() == 2 else RotaryEmbedding.forward_native
+    rotated: tuple[Tensor, Tensor | None] = rotate(rotary, positions, query, key)
+    return rotated
+
+
+def _ranks(log_probs: Tensor, values: Tensor) -> Tensor:
+    """[B] int64: in each row of [B, V], how many log-probs are at least the row's value ([B, 1]).
+
+    vLLM counts so with every log-prob that it returns, and nobody reads it here. Its own function
+    is compiled, also with `enforce_eager`: by a C++ compiler at an engine's first log-prob.
+    """
+    return (log_probs >= values).sum(-1)
+
+
+def allow_numba() -> None:
+    """Let engines start on a CPU after numba was imported, as drafts by n-grams do.
+
+    vLLM looks for its kernels in the `vars` of everything in every module. Those of llvmlite's
+    library are a function, and the search fails.
+    """
+    # Uses: that triton_utils.dispatcher._rebind_kernels calls vars
+    # Versions: vllm 0.32.0 with llvmlite 0.47.0
+    # Upstream: none found
+    vars(dispatcher)["vars"] = _attributes
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    """`vars`, empty where that is no mapping."""
+    found: object = vars(value)
+    return found if isinstance(found, Mapping) else {}

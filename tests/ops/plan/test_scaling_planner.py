@@ -402,6 +402,7 @@ def unit() -> float:
 
 
 @pytest.mark.system
+@pytest.mark.soak
 @pytest.mark.parametrize("model", ["Qwen2.5-72B", "Qwen3-30B-A3B"])
 def test_a_thousand_gpus_are_planned_in_seconds(model):
     """45 and 160 units here; in units, since a busy machine makes every second of work longer."""

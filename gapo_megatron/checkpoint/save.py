@@ -113,7 +113,7 @@ def begin_save(
                 copied=in_background or room is not None,
                 room=room or Room(),
             )
-    if held.lack and rank == 0:
+    if in_background and held.lack and rank == 0:
         logger.warning(
             "checkpoint.background (true): training waits until %s is written, because %s",
             final, held.lack,

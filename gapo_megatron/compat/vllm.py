@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, get_args
 
@@ -21,6 +22,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMM
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     QKVParallelLinear,
     RowParallelLinear,
 )
@@ -160,7 +162,7 @@ def load_weights(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     note: Callable[[str, Tensor, int], None],
-) -> None:
+) -> list[str]:
     """Replace the engine's weights, including its packed copies.
 
     Args:
@@ -168,32 +170,47 @@ def load_weights(
         tensors: (Hugging Face name, whole tensor); tensors of one module must be adjacent.
         note: called with every loaded parameter before it is quantised or packed: its name, a part
             of it on this rank, and the number of ranks of the replica that have the same part.
+
+    Returns:
+        Names of layers for which nothing came, so that they have the weights they had.
     """
     # Uses: the worker's method "reload_weights", and its weights_iterator
     # Versions: vllm 0.32.0
     # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
     num_ranks, sinks = get_tensor_model_parallel_world_size(), SinkLoader()
+    without = list[str]()
     with contextlib.ExitStack() as stack:
-        llm.apply_model(lambda model: stack.enter_context(_noting(model, num_ranks, note)))
+        llm.apply_model(lambda model: stack.enter_context(_noting(model, num_ranks, note, without)))
         llm.apply_model(lambda model: stack.enter_context(naming_base_layers(model)))
         tensors = sinks.watched(tensors)
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         llm.apply_model(sinks.load)
     llm.apply_model(repack_experts)
     llm.apply_model(repack_tied_head)
+    return without
 
 
 @contextlib.contextmanager
 def _noting(
-    model: nn.Module, num_ranks: int, note: Callable[[str, Tensor, int], None]
+    model: nn.Module,
+    num_ranks: int,
+    note: Callable[[str, Tensor, int], None],
+    without: list[str],
 ) -> Iterator[None]:
-    """Call `note` for the model's parameters as they are loaded; see `load_weights`."""
+    """Call `note` for the model's parameters as they are loaded; see `load_weights`.
+
+    `without` gets the names of layers for which nothing came.
+    """
     # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
     #     its weights (model_loader.reload.layerwise), and copies those of others as they are;
-    #     it does not wait for a correction bias, which is in two modules (reload.meta)
+    #     it does not wait for a correction bias, which is in two modules (reload.meta); that a tied
+    #     output layer has the very parameter of the embedding
     # Versions: vllm 0.32.0
     # Upstream: none found
     names = {module: name for name, module in model.named_modules()}
+    layers = (LinearBase, VocabParallelEmbedding, RoutedExperts)
+    waiting = {module: name for module, name in names.items() if isinstance(module, layers)}
+    shared = Counter(id(getattr(module, "weight", module)) for module in waiting)
     methods = {
         id(method): method
         for module in names
@@ -208,6 +225,7 @@ def _noting(
 
     def noted_before(process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def process_noted(module: nn.Module) -> None:
+            waiting.pop(module, None)
             note_module(module)
             process(module)
 
@@ -226,6 +244,9 @@ def _noting(
     for name, parameter in model.named_parameters():  # each once
         if name.endswith(".e_score_correction_bias"):
             note(name, parameter.detach(), num_ranks)
+    for module, name in waiting.items():
+        if shared[id(getattr(module, "weight", module))] == 1:
+            without.append(name)
 
 
 def _parts(

@@ -59,7 +59,10 @@ def open_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """
     # Without these files transformers would create an empty tokenizer of the model's class.
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        raise ConfigError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARY_FILES)}")
+        hint = ""
+        if (folder / "tiktoken.model").is_file():
+            hint = "; tiktoken.model needs code to be read: make a tokenizer.json of it first"
+        raise ConfigError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARY_FILES)}{hint}")
     _check_classes(folder)
     with as_config_error(f"{folder}: the tokenizer cannot be loaded"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -11,22 +11,32 @@ def available_bytes(
     """Host memory that this process's job can still take: the node's, within the job's limit.
 
     The page cache counts as available, because the kernel drops it. Limits are those of control
-    groups version 2, of this process's group and all above it.
+    groups, of this process's group and all above it.
 
     Args:
         proc: where the kernel shows processes.
         control_groups: where it shows control groups.
     """
     available = _table(proc / "meminfo")["MemAvailable:"] * 2**10
-    own = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()[-1].split(":")[2]
-    group = control_groups / own.lstrip("/")
-    for folder in (group, *group.parents):
-        limit = folder / "memory.max"
-        if limit.is_file() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
-            statistics = _table(folder / "memory.stat")
-            cache = statistics["file"] - statistics["shmem"]
-            current = int((folder / "memory.current").read_text(encoding="utf-8"))
-            available = min(available, int(text) - current + cache)
+    for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, own = line.split(":", 2)
+        if number == "0":
+            root, names, cached = control_groups, ("memory.max", "memory.current"), "file"
+        elif "memory" in controllers.split(","):  # version 1
+            root, cached = control_groups / "memory", "cache"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = root / own.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (folder / name for name in names)
+            if limit.is_file() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
+                statistics = _table(folder / "memory.stat")
+                # Without version 1's total_ a parent's numbers are its own processes'.
+                whole = "total_" if f"total_{cached}" in statistics else ""
+                cache = statistics[whole + cached] - statistics[f"{whole}shmem"]
+                free = int(text) - int(used.read_text(encoding="utf-8")) + cache
+                available = min(available, free)
     return available
 
 

@@ -32,7 +32,7 @@ def row_multiple(hidden: torch.Tensor) -> int:
 def block_shape(weight: torch.Tensor) -> tuple[int, int]:
     """(rows, columns) of a `grad_logits` call; independent of the number of rows."""
     num_rows, num_columns = _tile_shape(weight)
-    return max(8 * num_rows, 4096), num_columns
+    return num_rows * max(8, -(-4096 // num_rows)), num_columns
 
 
 def softmax_stats(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapo_megatron.config import ModelConfig, ObjectiveConfig, ParallelConfig
+from gapo_megatron.config import Config, ModelConfig, ObjectiveConfig, ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_fp8_shapes
@@ -117,6 +117,27 @@ def check_engine_heads(hf_config: Any, size: int) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
             f"({hf_config.num_attention_heads})"
+        )
+
+
+def check_positions(hf_config: Any, config: Config) -> None:
+    """Refuse sequences that have positions for which vLLM has no angles.
+
+    With YaRN it has a table of factor x original_max_position_embeddings; with another kind, of as
+    many as are needed.
+
+    Raises:
+        ConfigError: names the settings, their sum, and the number of positions.
+    """
+    rope = rope_of(hf_config.to_dict())
+    if rope.kind != "yarn":
+        return
+    positions = int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
+    if config.max_sequence_tokens > positions:
+        raise ConfigError(
+            "data.max_prompt_tokens + rollout.max_response_tokens "
+            f"({config.max_sequence_tokens}) must be at most {positions}, the model's factor x "
+            "original_max_position_embeddings: vLLM has no rotary angles beyond"
         )
 
 

@@ -165,6 +165,11 @@ def _check_loading(fields: Mapping[str, Any], source: str) -> None:
                 f"{source}: {name} ({json.dumps(value)[:80]}) must be false: models here are "
                 "decoders alone"
             )
+    if (value := fields.get("is_causal", True)) is not True:
+        raise ConfigError(
+            f"{source}: is_causal ({json.dumps(value)[:80]}) must be true: vLLM would attend to "
+            "later tokens, too"
+        )
     # vLLM reads them as other names of partial_rotary_factor and rope_theta, transformers does not.
     for name, neutral in (("rotary_pct", 1), ("rotary_emb_fraction", 1), ("rotary_emb_base", None)):
         if (value := fields.get(name)) not in (None, neutral):
@@ -235,8 +240,9 @@ def _fill(facts: dict[str, Any], rope: Rope, *, architecture: Architecture, sour
         )
     head_dim = facts.get("head_dim") or hidden // heads
     if head_dim % 2:
+        name = "head_dim" if facts.get("head_dim") else "hidden_size / num_attention_heads"
         raise ConfigError(
-            f"{source}: head_dim ({head_dim}) must be even: rotary positions rotate pairs"
+            f"{source}: {name} ({head_dim}) must be even: rotary positions rotate pairs"
         )
     if (rotated := rope.rotated(head_dim)) % 2 or not rotated:
         raise ConfigError(

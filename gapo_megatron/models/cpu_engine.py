@@ -49,9 +49,11 @@ def check_head_dim(
     Raises:
         ConfigError: names the setting, the model's head_dim and the supported ones.
     """
-    head_dim = geometry_of(hf_config).head_dim
+    geometry = geometry_of(hf_config)
+    head_dim = geometry.head_dim
     if head_dim not in supported:
+        name = "qk_nope_head_dim + qk_rope_head_dim" if geometry.latent else "head_dim"
         raise ConfigError(
-            f"{field} ({folder}): head_dim ({head_dim}) must be one of "
+            f"{field} ({folder}): {name} ({head_dim}) must be one of "
             f"{', '.join(map(str, supported))} for vLLM on a CPU"
         )

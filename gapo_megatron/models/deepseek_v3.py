@@ -103,6 +103,12 @@ def _check(config: Any) -> None:
 def _check_computed(config: Any) -> None:
     parts.check_computed(config)
     sigmoid_experts.check_computed(config)
+    whole = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.v_head_dim > whole:
+        raise ConfigError(
+            f"the model's v_head_dim ({config.v_head_dim}) must be at most qk_nope_head_dim + "
+            f"qk_rope_head_dim ({whole}): vLLM has no attention with larger values"
+        )
     # What a config leaves out is transformers' default, which vLLM does not know of the router.
     for field, value, default in (
         *((field, value, None) for field, value in _ROUTER.items()),
@@ -165,7 +171,11 @@ DEEPSEEK_V3 = Architecture(
         **dict.fromkeys(_ROUTER, ("a string", lambda value: isinstance(value, str))),
     },
     nullable=("num_key_value_heads", "q_lora_rank"),
-    refused_fields=sigmoid_experts.REFUSED_FIELDS,
+    refused_fields=sigmoid_experts.REFUSED_FIELDS
+    | dict.fromkeys(
+        ("index_topk", "llama_4_scaling", "rswa_window", "moe_router_dtype"),
+        "vLLM computes another model with it, transformers does not read it",
+    ),
     quantizations=(FP8,),
     rope_kinds=("default", "yarn"),
     read_rope=_read_rope,

@@ -35,12 +35,13 @@ def _read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rop
 
     transformers fills in the factor beside `rope_parameters`, which may state another: that counts.
     """
-    if _SHARE in fields and fields[_SHARE] is None:
-        raise ConfigError(
-            f"{source}: {_SHARE} (null) must be a number: transformers takes 1 for null, vLLM 0.5"
-        )
     nested = fields.get("rope_parameters")
-    is_nested = isinstance(nested, Mapping) and nested.get(_SHARE) is not None
+    nested = nested if isinstance(nested, Mapping) else {}
+    if any(_SHARE in stated and stated[_SHARE] is None for stated in (fields, nested)):
+        raise ConfigError(
+            f"{source}: {_SHARE} (null) must be a number: of null, readers differ in what they take"
+        )
+    is_nested = _SHARE in nested
     share = None if is_nested else fields.get(_SHARE, 0.5)
     return read_rope({**fields, _SHARE: share}, source=source)
 

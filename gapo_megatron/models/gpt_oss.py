@@ -64,6 +64,13 @@ def _read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rop
             f"{source}: rope_type ({rope.kind!r}), in rope_scaling or rope_parameters, must be "
             "'yarn': vLLM reads no other"
         )
+    stated = [one for one in (fields.get("rope_scaling"), nested) if isinstance(one, Mapping)]
+    for name in ("beta_fast", "beta_slow"):
+        if all(one.get(name) is None for one in stated):
+            raise ConfigError(
+                f"{source}: {name} is missing in rope_scaling or rope_parameters: vLLM has no "
+                "default for it"
+            )
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         if name in rope.scaling:
             raise ConfigError(
@@ -205,7 +212,7 @@ GPT_OSS = Architecture(
         "swiglu_limit": 7.0,
     },
     fields={
-        "sliding_window": parts.WINDOW,
+        "sliding_window": parts.COUNT,
         "swiglu_alpha": _NUMBER,
         "swiglu_limit": _NUMBER,
     },

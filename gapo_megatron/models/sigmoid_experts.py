@@ -94,12 +94,17 @@ def check(config: Any) -> None:
 
 
 def check_computed(config: Any) -> None:
-    """Refuse what Megatron-core's router does not compute, or what gives it no gradient.
+    """Refuse what Megatron-core's router or vLLM's classes do not compute.
 
     Raises:
         ConfigError: names the field and its value.
     """
     chosen, best = config.num_experts_per_tok, config.topk_group
+    if config.tie_word_embeddings:
+        raise ConfigError(
+            "the model's tie_word_embeddings (true) must be false: vLLM's classes have an output "
+            "layer of their own"
+        )
     if not config.norm_topk_prob:
         raise ConfigError("the model's norm_topk_prob (false) must be true")
     if chosen == 1:

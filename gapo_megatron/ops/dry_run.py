@@ -30,7 +30,7 @@ from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
-from gapo_megatron.models.checks import check_replay, check_shapes
+from gapo_megatron.models.checks import check_positions, check_replay, check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.models.lora import check_adapter, why_merged_on
@@ -167,7 +167,8 @@ def why_not_run(config: Config) -> list[str]:
     facts, _ = find_model(config.model.hf_dir)
     if facts is not None and config.rollout.engine == VLLM:
         serving = [
-            partial(check_engine_here, facts, field="model.hf_dir", folder=config.model.hf_dir)
+            partial(check_engine_here, facts, field="model.hf_dir", folder=config.model.hf_dir),
+            partial(check_positions, facts, config),
         ]
         if Path(config.rollout.draft_hf_dir).exists():  # a missing one is in the list
             serving.append(partial(check_draft, config.rollout, facts))

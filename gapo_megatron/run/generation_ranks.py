@@ -118,6 +118,8 @@ class GenerationRanks:
     def collect(self, step: int) -> Rollouts | None:
         """Wait for the batch of a step: `Generation.collect`."""
         self.sample_ahead()
+        if self._posted is not None and self._posted.is_done():
+            self._posted = None  # and its buffers
         with self.stopwatch("wait"):
             number = self._samples.pop(step)
             answer = unpack(self._wait(f"answer/{number}"))

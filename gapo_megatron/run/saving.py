@@ -85,6 +85,7 @@ class Checkpoints:
         if not self.keep_weights:
             return
         self._finish()
+        is_last = wait or state.step == self.config.run.num_steps
         with self.stopwatch("checkpoint", is_part=True):
             open_step = state.open_step
             whole = replace(
@@ -101,20 +102,18 @@ class Checkpoints:
                 policy=self.policy,
                 config=self.config,
                 attempt=self.attempt,
-                in_background=not wait and self._may_continue(state),
-                room=self._room,
+                in_background=not is_last and self._may_continue(),
+                room=None if is_last else self._room,
             )
         self._saved = (state.step, state.num_open_updates)
         if not self._writing.in_background:
             self._finish()
 
-    def _may_continue(self, state: State) -> bool:
+    def _may_continue(self) -> bool:
         """Whether training may continue while a state is written. Collective: see `save`."""
-        return (
-            self.config.checkpoint.background
-            and state.step != self.config.run.num_steps
-            # A rank may have failed to read the times of an earlier attempt.
-            and self.attempt.agree("checkpoint" in self.stopwatch.recent)
+        # A rank may have failed to read the times of an earlier attempt.
+        return self.config.checkpoint.background and self.attempt.agree(
+            "checkpoint" in self.stopwatch.recent
         )
 
     def finish_if_written(self) -> None:

@@ -23,7 +23,7 @@ USED = (
     *("tie_word_embeddings", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers", "max_position_embeddings"),
-    *("sliding_window", "use_sliding_window"),
+    *("sliding_window", "use_sliding_window", "n_group", "topk_group", "routed_scaling_factor"),
 )
 SMALL = {
     "hidden_size": 64,

@@ -45,5 +45,19 @@ def test_a_job_gets_what_is_left_of_its_limit(machine: tuple[Path, Path]) -> Non
     assert available_bytes(*machine) == 3 * GIB
 
 
+def test_limits_of_version_1_count_too(machine: tuple[Path, Path]) -> None:
+    proc, groups = machine
+    (proc / "self/cgroup").write_text("9:memory,hugetlb:/slurm/job\n1:cpu:/other\n0::/\n")
+    job = groups / "memory/slurm/job"
+    job.mkdir(parents=True)
+    (job / "memory.limit_in_bytes").write_text(f"{12 * GIB}\n")
+    (job / "memory.usage_in_bytes").write_text(f"{9 * GIB}\n")
+    own = "cache 0\nshmem 0\n"  # of processes in the group itself
+    (job / "memory.stat").write_text(f"{own}total_cache {3 * GIB}\ntotal_shmem {GIB}\n")
+    assert available_bytes(*machine) == 5 * GIB
+    (job / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # none
+    assert available_bytes(*machine) == 8 * GIB
+
+
 def test_this_machine_has_some() -> None:
     assert 0 < available_bytes() < 2**50

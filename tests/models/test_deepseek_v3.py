@@ -16,13 +16,14 @@ from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.config_check import compare_configs
 from gapo_megatron.hf.megatron_record import from_args, to_args
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.checks import check_positions, check_shapes
 from gapo_megatron.models.config_json import ModelFacts, facts_of
 from gapo_megatron.models.lora import check_adapter, factors_of
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.policy.rotary import Rotary
+from tests.configs import config_of
 from tests.distributed.conversion_setup import hf_config
 from tests.messages import mentions
 
@@ -57,6 +58,8 @@ def read(name: str = "DeepSeek-V3", **changes: Any) -> ModelFacts:
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, ["attention_factor (1.0)"]),
         ({"rope_scaling": YARN | {"truncate": False}}, ["truncate (False)"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type ('linear')"]),
+        ({"index_topk": 2048}, ["index_topk"]),
+        ({"is_causal": False}, ["is_causal (false)"]),
     ],
 )
 def test_what_no_rule_covers_is_refused(changes: dict[str, Any], named: list[object]) -> None:
@@ -74,6 +77,7 @@ def test_what_no_rule_covers_is_refused(changes: dict[str, Any], named: list[obj
         ({"moe_layer_freq": 2}, ["moe_layer_freq (2)"]),
         # vLLM always has pairs of neighbours.
         ({"rope_interleave": False}, ["rope_interleave (False)"]),
+        ({"v_head_dim": 193}, ["v_head_dim (193)", "(192)"]),
     ],
 )
 def test_what_readers_would_compute_differently_is_refused(
@@ -81,6 +85,20 @@ def test_what_readers_would_compute_differently_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=mentions("the model's", *named)):
         check_shapes(read(**changes), ParallelConfig())
+
+
+def test_no_sequence_is_longer_than_vllms_rotary_table() -> None:
+    def check(name: str, num_tokens: int) -> None:
+        sizes = {"max_response_tokens": num_tokens - 1000}
+        batch = {"max_tokens_per_microbatch": num_tokens}
+        data = {"max_prompt_tokens": 1000}
+        config = config_of({"data": data, "rollout": sizes, "batch": batch})
+        check_positions(read(name), config)
+
+    check("DeepSeek-V3", 40 * 4096)
+    with pytest.raises(ConfigError, match=mentions(f"({40 * 4096 + 1})", 40 * 4096)):
+        check("DeepSeek-V3", 40 * 4096 + 1)
+    check("Moonlight-16B-A3B", 40 * 4096 + 1)  # a table of any length
 
 
 def test_published_models_are_computed_and_planned() -> None:

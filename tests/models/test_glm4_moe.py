@@ -46,6 +46,7 @@ def read(**changes: Any) -> ModelFacts:
         ({"num_local_experts": 160}, ["num_local_experts", "n_routed_experts"]),
         ({"num_mtp_layers": 1}, ["num_mtp_layers", "num_nextn_predict_layers"]),
         ({"partial_rotary_factor": None}, ["partial_rotary_factor (null)"]),
+        ({"rope_parameters": {"partial_rotary_factor": None}}, ["partial_rotary_factor (null)"]),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(
@@ -62,8 +63,9 @@ def test_a_config_that_contradicts_itself_is_refused(
         ({"num_experts_per_tok": 1}, ["num_experts_per_tok (1)"]),
         # Megatron-core would count a group by its best four.
         ({"n_group": 4, "topk_group": 2}, ["num_experts_per_tok (8)", "topk_group (2)"]),
-        ({"head_dim": None}, ["head_dim"]),
+        ({"head_dim": None, "num_attention_heads": 80}, ["head_dim"]),
         ({"hidden_act": "gelu"}, ["hidden_act ('gelu')"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings (true)"]),
     ],
 )
 def test_what_would_be_computed_differently_is_refused(
@@ -71,10 +73,11 @@ def test_what_would_be_computed_differently_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=mentions(*named)):
         check_shapes(read(**changes), ParallelConfig())
-    check_shapes(read(n_group=8, topk_group=4), ParallelConfig())
-    check_shapes(
-        read(n_group=8, topk_group=8), ParallelConfig()
-    )  # all groups: as if there were none
+
+
+def test_two_experts_of_a_group_or_all_groups_are_computed() -> None:
+    for best in (4, 8):
+        check_shapes(read(n_group=8, topk_group=best), ParallelConfig())
 
 
 def test_sizes_that_are_cut_are_those_of_its_layers() -> None:

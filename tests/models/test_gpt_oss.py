@@ -22,7 +22,7 @@ from tests.configs import config_of
 from tests.distributed.conversion_setup import hf_config
 from tests.messages import mentions
 
-YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+YARN = shipped_fields("gpt-oss-20b")["rope_scaling"]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,8 @@ def test_published_sizes_have_the_parameters_of_their_model_card(
         ({"hidden_act": "gelu"}, ["hidden_act ('gelu')"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings (True)"]),
         ({"sliding_window": None}, ["sliding_window (null)"]),
+        ({"sliding_window": 0}, ["sliding_window (0)"]),
+        ({"rope_scaling": YARN | {"beta_fast": None}}, ["beta_fast"]),
         (
             {"layer_types": ["full_attention", "sliding_attention"] * 12},
             ["layer_types", "alternat"],

@@ -52,20 +52,22 @@ MODELS = ("phi3", "seed_oss", "olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "de
 MODELS += ("moonlight",)  # a deepseek_v3 whose rotary positions, in vLLM, are another class's
 # Of an expert multiples of 32 elements, which vLLM's kernel wants.
 WIDTHS: dict[str, dict[str, Any]] = {
-    "glm4_moe": {"moe_intermediate_size": 64},
+    "glm4_moe": {"moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},  # as published
     "gpt_oss": {"intermediate_size": 160},
     # Queries and keys of 64.
     "deepseek_v3": {"moe_intermediate_size": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
 }
 WIDTHS["moonlight"] = WIDTHS["deepseek_v3"] | {
-    **{"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+    **{"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
 }
 
 
 def targets(folder: Path) -> list[str]:
     """Linear layers with factors: all but experts'."""
-    is_dense = num_experts(AutoConfig.from_pretrained(folder)) is None
-    return ["qkv", "proj", "fc1", "fc2"] if is_dense else ["qkv", "proj"]
+    config = AutoConfig.from_pretrained(folder)
+    has_mlp = num_experts(config) is None or config.model_type == "glm4_moe"
+    return ["qkv", "proj", "fc1", "fc2"] if has_mlp else ["qkv", "proj"]
 
 
 SCALE = 1.5

@@ -23,6 +23,7 @@ from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
+from gapo_megatron.rollout.vllm import weights as weights_module
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Prompt
@@ -494,6 +495,15 @@ def test_a_corrupted_weight_is_found(fresh, name):
     places = (f"sequence {sequence} ", f"token {token}:")
     values = (f"trainer {trainer:.6f}", f"engine {engine:.6f}")
     assert re.search(mentions(*places, *values), str(caught.value))
+
+
+def test_a_layer_for_which_nothing_came_is_found(fresh, monkeypatch):
+    """As an output layer of vLLM's own, of a model whose layer is tied."""
+    monkeypatch.setattr(weights_module, "checked", lambda rules, tensors: tensors)
+    tensors = weights(fresh.model)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(WeightSyncError, match=mentions("model.layers.1.mlp")):
+        in_place(fresh.engine, tensors.items(), policy_version=5)
 
 
 def test_a_value_that_is_not_finite_never_passes(fresh):

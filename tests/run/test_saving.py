@@ -57,7 +57,7 @@ def test_journals_stay_while_a_resume_may_need_them(
 def test_memory_is_kept_from_save_to_save_if_training_continues_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Also for saves that training waits for: the first one of a run fills it."""
+    """Also for the first one of a run, which training waits for: it fills the memory."""
     settings = CheckpointConfig(every_steps=1, background=background)
     config: Any = SimpleNamespace(
         run=SimpleNamespace(output_dir=str(tmp_path), num_steps=3), checkpoint=settings
@@ -81,5 +81,5 @@ def test_memory_is_kept_from_save_to_save_if_training_continues_meanwhile(
     for step in (1, 2, 3):
         checkpoints.save(State(step=step))
     assert waited == [True, not background, True]
-    assert all(room is rooms[0] for room in rooms)
-    assert isinstance(rooms[0], Room) == background
+    assert rooms[1] is rooms[0] and isinstance(rooms[0], Room) == background
+    assert rooms[2] is None  # nothing is copied for the last one

@@ -17,7 +17,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import end_tokens
-from gapo_megatron.models.checks import check_engine_heads
+from gapo_megatron.models.checks import check_engine_heads, check_positions
 from gapo_megatron.models.cpu_engine import check_head_dim
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.tables import geometry_of
@@ -51,7 +51,8 @@ def check_engine(
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
             has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, the KV cache
             exceeds the machine's memory, or the model folder is incomplete (weights included if
-            they are read from it) or names no EOS token.
+            they are read from it) or names no EOS token; or see `check_engine_heads` and
+            `check_positions`.
     """
     size = config.rollout.tensor_parallel_size
     if world_size % size:
@@ -59,6 +60,7 @@ def check_engine(
             f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
         )
     check_engine_heads(hf_config, size)
+    check_positions(hf_config, config)
     if device.type == "cpu":
         geometry = geometry_of(hf_config)
         check_head_dim(
@@ -142,7 +144,8 @@ def engine_args(
             positions,
             config.model.hf_dir,
         )
-    # vLLM precomputes rotary angles for all positions of config.json, however many.
+    # vLLM precomputes rotary angles for all positions of config.json, however many (with YaRN for
+    # others: `check_positions`).
     overrides: dict[str, Any] = {"max_position_embeddings": max_model_len}
     device_args: dict[str, Any]
     if device.type == "cuda":

@@ -178,7 +178,9 @@ def _flipped(tensor: Tensor, bit: int) -> Tensor:
     return other
 
 
-def _substituting(load: Callable[..., None], stale: str, other: Tensor) -> Callable[..., None]:
+def _substituting(
+    load: Callable[..., list[str]], stale: str, other: Tensor
+) -> Callable[..., list[str]]:
     """`compat.vllm.load_weights`, which gets `other` in place of the tensor named `stale`."""
 
     def load_other(
@@ -186,9 +188,9 @@ def _substituting(load: Callable[..., None], stale: str, other: Tensor) -> Calla
         tensors: Iterable[tuple[str, Tensor]],
         *,
         note: Callable[[str, Tensor, int], None],
-    ) -> None:
+    ) -> list[str]:
         changed = ((name, other if name == stale else tensor) for name, tensor in tensors)
-        load(llm, changed, note=note)
+        return load(llm, changed, note=note)
 
     return load_other
 

@@ -33,9 +33,9 @@ def require_allowed(path: Path, found: Manifest, config: Config) -> None:
         shown = "; ".join(f"{name} ({now!r}) was {was!r}" for name, (was, now) in refused.items())
         names = json.dumps([*config.run.allow_changes, *refused])
         raise ConfigError(
-            f"{shown} in {path}: the rest of the run would be a different run. Start it in another "
-            "run.output_dir, branch it (checkpoint.branch_from), or allow the change with "
-            f"run.allow_changes={names}, and the run's reports will show it"
+            f"{shown} in {path}: the rest of the run would be a different run. Keep the former "
+            "value, start it in another run.output_dir, branch it (checkpoint.branch_from), or "
+            f"allow the change with run.allow_changes={names}, and the run's reports will show it"
         )
 
 

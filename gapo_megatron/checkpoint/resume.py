@@ -175,9 +175,8 @@ def _require_routes(path: Path, progress: Progress, policy: Policy, config: Conf
     is_replayed = config.objective.replays_routes and geometry_of(policy.hf_config).num_experts
     if is_replayed and progress.num_updates and progress.num_updates not in progress.routes.routes:
         raise CheckpointError(
-            f"{path / progress_name(dist.get_rank())} has no routes of tokens to experts, as "
-            "written by older versions, and objective.routing_replay (true by default) needs them "
-            "within a step"
+            f"{path / progress_name(dist.get_rank())} has no routes of tokens to experts, which "
+            "objective.routing_replay needs within a step"
         )
 
 

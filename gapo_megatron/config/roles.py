@@ -39,7 +39,7 @@ _PATHS = frozenset(
     if INPUT_PATH in field.metadata
 ) | {"data.source.path"}
 # The values that a config has for settings that are newer than it. So the default of a new setting
-# must be what the code did before.
+# must be what the code did before; otherwise reading a manifest must add that (`read_manifest`).
 _DEFAULTS = {
     section: field.annotation.model_construct().model_dump(mode="json")
     for section, field in Config.model_fields.items()
@@ -136,6 +136,8 @@ def _agree(name: str, there: Any, here: Any) -> bool:
     # A manifest may hold a value of any type.
     if name == "data.source":  # what is in the files is compared when they are read
         there, here = _without_paths(there), _without_paths(here)
+    if name == "objective.routing_replay":
+        there, here = (True if one is None else one for one in (there, here))
     if name in _PATHS and there and here and isinstance(there, str) and "\0" not in there:
         return os.path.realpath(there) == os.path.realpath(here)
     return bool(there == here)

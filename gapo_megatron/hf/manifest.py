@@ -38,6 +38,7 @@ MANIFEST_NAME = "manifest.json"
 VERSION = 2
 _STEP_NAME = re.compile(r"step_([0-9]+)(?:_([0-9]+))?")
 _READ_BYTES = 2**20
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def is_plain_name(name: str) -> bool:
@@ -257,6 +258,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has step {found.step} and open_updates {found.open_updates}, but the name of "
             "its folder says otherwise"
         )
+    # Before there was this setting, models with experts routed freely.
+    objective: Any = found.config.get("objective") or {}
+    has_old_pass = objective.get("old_log_probs", "trainer") == "trainer"
+    if has_old_pass and any(found.model.get(name) for name in _NUM_EXPERTS):
+        objective.setdefault("routing_replay", False)
     return found
 
 

@@ -15,6 +15,7 @@ from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.run_folder import mark_finished
 from tests.branch_setup import MODEL, begin, make_checkpoint, make_config, make_old_run
+from tests.damage import put, sign_document
 from tests.messages import mentions
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -187,6 +188,15 @@ def test_a_run_older_than_a_setting_had_its_default(root: Path) -> None:
     assert settings.changes(before, config) == {"rollout.top_p": (1.0, 0.9)}
     (line,) = settings.broken_rules(before, config)
     assert re.search(mentions("rollout.top_p", 1.0, 0.9), line)
+
+
+def test_a_branch_of_a_run_that_routed_freely_records_that_it_replays(root: Path) -> None:
+    path = root / "old/checkpoints/step_00000600"
+    sign_document(path, put("model", "num_experts", value=8))
+    sign_document(path, put("config", "objective", "routing_replay", value=...))
+    point = check_branch(make_config(root), None)
+    assert point is not None
+    assert point.branch.changes["objective.routing_replay"] == [False, None]
 
 
 def test_how_a_sync_is_checked_may_change_when_a_run_goes_on(root: Path) -> None:

@@ -85,11 +85,15 @@ def changes(before: Mapping[str, Any], config: Config) -> Changes:
 
 
 def changed_layout(before: Mapping[str, Any], config: Config) -> Changes:
-    """Settings of the parallel layout that differ: where a layer or a token is computed."""
+    """Settings of the parallel layout that differ: where a layer or a token is computed.
+
+    `overlap_grad_reduce` moves neither.
+    """
     return {
         name: pair
         for name, pair in _differing(before, config).items()
         if name.startswith("parallel.") and role_of(name) == LAYOUT
+        if name != "parallel.overlap_grad_reduce"
     }
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.config.removed import REMOVED
-from gapo_megatron.config.roles import broken_rules, changed_work, changes, flat, role_of
+from gapo_megatron.config.roles import (
+    broken_rules,
+    changed_layout,
+    changed_work,
+    changes,
+    flat,
+    role_of,
+)
 from gapo_megatron.config.rules import input_paths
 from gapo_megatron.config.section import Role
 from gapo_megatron.errors import ConfigError
@@ -80,6 +87,26 @@ def test_another_sandbox_is_no_other_work() -> None:
     assert changes(before, here) == {"reward.sandbox": ("bubblewrap", "tcp://judge:7000")}
     assert changed_work(before, here) == {}
     assert broken_rules(before, here) == []
+
+
+def test_an_interrupted_step_is_bound_to_where_tokens_and_layers_are() -> None:
+    before = config(parallel={"tensor_model_parallel_size": 2}).model_dump(mode="json")
+    here = config(
+        parallel={
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "overlap_grad_reduce": True,
+            "timeout_s": 1900,
+        }
+    )
+    assert changed_layout(before, here) == {"parallel.sequence_parallel": (False, True)}
+
+
+def test_routes_that_are_replayed_by_default_are_replayed() -> None:
+    before = config().model_dump(mode="json")
+    assert changes(before, config(objective={"routing_replay": True})) == {}
+    freely = {"objective.routing_replay": (None, False)}
+    assert changes(before, config(objective={"routing_replay": False})) == freely
 
 
 def test_a_sources_file_may_move_and_its_weight_may_not_change() -> None:

@@ -134,6 +134,8 @@ def measure(
     Raises:
         DivergenceError: a log-prob is not finite.
     """
+    # An interrupted step of an older version has none of before: nothing to compare with.
+    has_routes = routes is not None and routes.has(_ROUTES)
     after = Scores.of(policy, batch, routes)
     method, group_size = objective.resolve(), batch.rollouts_per_prompt
     if objective.old_log_probs == "rollout":  # compare with the engine's log-probs
@@ -148,8 +150,10 @@ def measure(
     if not named["count"]:
         return {}
     metrics = _summarize(named, method)
-    if routes is not None and routes.has(_ROUTES):
-        metrics["experts/ratio_by_routes"] = _moved_by_routes(policy, batch, after, method, routes)
+    if routes is not None:
+        if has_routes:
+            moved = _moved_by_routes(policy, batch, after, method, routes)
+            metrics["experts/ratio_by_routes"] = moved
         routes.forget(_ROUTES)
     if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
         metrics |= _changed_decisions(decided, changed)

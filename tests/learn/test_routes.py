@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.checkpoint import OpenStep, load_latest
+from gapo_megatron.checkpoint import OpenStep, check_resume, load_latest
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import ObjectiveConfig
-from gapo_megatron.errors import CheckpointError
+from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.learn.rounding import Scores, measure
@@ -33,6 +35,7 @@ from gapo_megatron.learn.update import update
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.types import Microbatch
+from tests.damage import put, sign_document
 from tests.distributed.checkpoint_setup import save
 from tests.distributed.policy_setup import WeightedLoss, load_policy
 from tests.learn_setup import gradients, make_judged, planned, run_learn
@@ -105,6 +108,32 @@ def test_recomputed_layers_replay_the_same_routes(folder: Path) -> None:
     assert any(not torch.equal(gradient, free[name]) for name, gradient in replayed.items())
 
 
+def test_recomputed_layers_replay_the_routes_of_their_own_micro_batch(folder: Path) -> None:
+    """Pipeline stages run micro-batches forward before the backward pass of an earlier one."""
+    found = []
+    for recompute in ("none", "full"):
+        policy = load_policy(config_of(folder, replays=True, model={"recompute": recompute}))
+        batch = make_batch(ROLLOUTS, config_of(folder, replays=True).objective.resolve())
+        (stage,), sums = policy.stages, []
+        for indices in ((0, 1, 2), (4, 5)):
+            one = policy.pack(batch, indices)
+            one = replace(one, choose_experts=replayer(any_routes(one)))
+            with cpu.device_scope():
+                hidden = stage(
+                    input_ids=one.tokens,
+                    position_ids=one.position_ids,
+                    attention_mask=None,
+                    packed_seq_params=stage.packing(one),
+                )
+            sums.append(hidden.square().sum())
+        with cpu.device_scope():
+            sums[0].backward()
+        found.append(gradients(policy))
+        destroy()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+    assert any(gradient.any() for gradient in found[0].values())
+
+
 def _keep(policy: Policy, seen: list[dict[str, Tensor]]) -> Callable[[], bool]:
     prepare = policy.optimizer.prepare_grads
 
@@ -127,17 +156,35 @@ def any_routes(microbatch: Microbatch) -> Routes:
 
 
 def test_only_the_old_pass_records_and_only_updates_follow(folder: Path) -> None:
-    """The reference of a KL term is neither recorded nor replayed."""
-    passes = []
+    """The reference of a KL term is neither recorded nor replayed; a pass for bounds replays."""
+    passes, chosen, kept = [], [], []
+    recording = StepRoutes.recording
 
     def watched(policy: Policy, microbatches: Sequence[Microbatch], **options: Any) -> Any:
         passes.append({one.choose_experts is not None for one in microbatches})
         return log_probs(policy, microbatches, **options)
 
-    config = config_of(folder, replays=True, objective={"kl_coef": 0.1})
-    with patch.object(learn_module, "log_probs", watched):
+    def recorded(self: StepRoutes, *args: Any) -> list[Microbatch]:
+        kept.append(self)
+        return recording(self, *args)
+
+    def of_bounds(policy: Policy, microbatches: Sequence[Microbatch], **options: Any) -> Any:
+        for routes, one in zip(kept[0]._routes[1], microbatches, strict=True):
+            assert one.choose_experts is not None
+            nothing = {layer: torch.zeros_like(ids) for layer, ids in routes.items()}
+            replayed = {layer: one.choose_experts(layer, ids) for layer, ids in nothing.items()}
+            chosen.append(all(torch.equal(ids, routes[layer]) for layer, ids in replayed.items()))
+        return log_probs(policy, microbatches, **options)
+
+    config = config_of(folder, replays=True, objective={"kl_coef": 0.1, "method": "bapo"})
+    with (
+        patch.object(learn_module, "log_probs", watched),
+        patch.object(bounds_module, "log_probs", of_bounds),
+        patch.object(StepRoutes, "recording", recorded),
+    ):
         run_learn(config, ROLLOUTS)
     assert passes == [{True}, {False}, {False}]
+    assert chosen and all(chosen)
 
 
 @pytest.mark.parametrize("replays", [True, False])
@@ -155,7 +202,7 @@ def test_a_stop_between_updates_changes_no_bit(folder: Path, tmp_path: Path, rep
 def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
     folder: Path, policy: Policy, tmp_path: Path
 ) -> None:
-    """An older version wrote none."""
+    """A version without replay wrote none, and what it computed goes on without."""
     for replays, routes in ((True, {1: []}), (False, {}), (True, {})):
         config = config_of(folder, replays=replays)
         batch = make_batch(ROLLOUTS, config.objective.resolve())
@@ -168,6 +215,14 @@ def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
     named = mentions("step_00000003_1", "objective.routing_replay")
     with pytest.raises(CheckpointError, match=named):
         load_latest(run_dir, policy=policy, config=config)
+    path = run_dir / "checkpoints" / "step_00000003_1"
+    sign_document(path, put("config", "objective", "routing_replay", value=...))
+    with pytest.raises(ConfigError, match=mentions("objective.routing_replay", False)):
+        check_resume(run_dir, policy.hf_config, config)
+    config = config_of(folder, replays=False)
+    check_resume(run_dir, policy.hf_config, config)
+    found = load_latest(run_dir, policy=policy, config=config)
+    assert found is not None and found.num_open_updates == 1
 
 
 def test_rounding_is_measured_with_the_routes_that_updates_use(
@@ -210,6 +265,12 @@ def test_rounding_is_measured_with_the_routes_that_updates_use(
         assert metrics["experts/ratio_by_routes"] == pytest.approx(expected, rel=1e-6)
         moved[replays] = metrics["numerics/ratio_signal"]
     assert moved[True] != moved[False] and expected > 0
+    # Goes on within a step of an older version, which kept none: there is nothing to compare.
+    recorded = Recorded()
+    routes = StepRoutes(policy, recorded, replays=False)
+    metrics = measure(policy, batch, before, config.objective, config.rollout, routes)
+    assert metrics["numerics/ratio_signal"] == moved[False]
+    assert "experts/ratio_by_routes" not in metrics and not recorded.routes
 
 
 def test_ids_are_kept_in_the_smallest_type_that_holds_them() -> None:
@@ -234,7 +295,7 @@ def test_metrics_of_counted_tokens() -> None:
 
 
 def test_tokens_are_counted_once_and_padding_is_not(folder: Path) -> None:
-    """Also where layers are recomputed: their routers are asked twice."""
+    """Also where layers are recomputed, or a pass is repeated: their routers are asked again."""
     found = []
     for recompute in ("none", "full"):
         config = config_of(folder, replays=True, model={"recompute": recompute})
@@ -244,7 +305,8 @@ def test_tokens_are_counted_once_and_padding_is_not(folder: Path) -> None:
         padded.is_padding[0, :5] = True
         routes = StepRoutes(policy, replays=True)
         (marked,) = routes.following(0, [padded])
-        update(policy, [marked], WeightedLoss(batch, [padded]))
+        for _ in range(2):
+            update(policy, [marked], WeightedLoss(batch, [padded]))
         found.append(routes._counts)
         destroy()
     num_tokens = int(batch.num_fed_tokens[:2].sum()) - 5

@@ -84,6 +84,7 @@ class _Choice:
 
     def __init__(self, layer: int) -> None:
         self._layer = layer
+        # Of the layer's last pass: it keeps that micro-batch's routes on the device until the next.
         self._choose: ChooseExperts | None = None
 
     def begin_layer(self, _: Any, __: Any, arguments: dict[str, Any]) -> None:

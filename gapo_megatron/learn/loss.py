@@ -51,7 +51,8 @@ class MinibatchLoss:
     """k of the run; unknown verdicts make the k of a group smaller."""
     max_response_tokens: int
     measures_staleness: bool
-    """Whether older weights may have sampled the responses (`rollout.max_staleness`)."""
+    """Whether older weights may have sampled tokens whose log-probs the trainer has not kept:
+    with `rollout.max_staleness`, or responses that generation ranks began in earlier steps."""
     widths: tuple[float, float] | None = None
     """Lower and upper clip width of this mini-batch (`learn.bounds`); None: the method's."""
 

@@ -80,12 +80,13 @@ def summarize(
         `mismatch/*_log_prob_diff` (trainer before any update against rollout engine; of the first
         mini-batch only if the others are unknown), `loss/kl` and `loss/entropy` (without their
         coefficients, if these are not 0). Means over computed sequences:
-        `mismatch/importance_weight*`, if such weights are used, and `mismatch/outside_clip`, with
-        `rollout.max_staleness`. Means over the mini-batches that computed their own bounds
-        (`Method.bounds`): `clip/bound_{low,high}`. `skip/*`: work that was skipped because it could
-        not change the weights, as shares of all prompt and response tokens (`forward`, `old_pass`,
-        `backward`) or of the valid response tokens (`head_backward`), and as a number of optimizer
-        steps (`updates`). The rest: `diagnostics.summarize`.
+        `mismatch/importance_weight*`, if such weights are used, and `mismatch/outside_clip`, if
+        older weights may have sampled (`MinibatchLoss.measures_staleness`). Means over the
+        mini-batches that computed their own bounds (`Method.bounds`): `clip/bound_{low,high}`.
+        `skip/*`: work that was skipped because it could not change the weights, as shares of all
+        prompt and response tokens (`forward`, `old_pass`, `backward`) or of the valid response
+        tokens (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
+        `diagnostics.summarize`.
     """
     num_updates, num_tokens = len(grad_norms), max(float(totals["tokens"]), 1.0)
     metrics = {

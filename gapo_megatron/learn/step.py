@@ -168,10 +168,10 @@ def _score(
     The old log-probs of mini-batch 1 are those of its own forward pass, detached: its weights are
     still the same. The others come from a pass at these weights, packed exactly as in their update,
     so that a ratio differs from 1 only if the weights differ; it records the routes that the update
-    replays. Tokens sampled by earlier steps keep
-    their log-probs at the weights that sampled them (`Batch.carried_log_probs`), in every
-    mini-batch; not if other ranks generate, where nobody has scored them then. With
-    `objective.old_log_probs` = "rollout" there is no pass: the batch has the engine's log-probs.
+    replays. Tokens sampled by earlier steps keep their log-probs at the weights that sampled them
+    (`Batch.carried_log_probs`), in every mini-batch; not if other ranks generate, where nobody has
+    scored them then. With `objective.old_log_probs` = "rollout" there is no pass: the batch has the
+    engine's log-probs.
     """
     score_one = partial(log_probs, policy, with_entropy=objective.entropy_coef > 0)
     if not progress.old_log_probs:

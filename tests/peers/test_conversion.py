@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -163,13 +164,8 @@ def test_what_is_not_weights_comes_along(journey):
 @pytest.fixture(scope="module")
 def vllm_process() -> Iterator[ProcessPoolExecutor]:
     """A process of its own: vLLM binds threads and memory for good."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with ProcessPoolExecutor(1, mp_context=rank_context()) as pool:
-            yield pool
+    with ProcessPoolExecutor(1, mp_context=rank_context()) as pool:
+        yield pool
 
 
 def generate_with_vllm(folder: Path) -> tuple[list[list[int]], list[str]]:
@@ -178,6 +174,11 @@ def generate_with_vllm(folder: Path) -> tuple[list[list[int]], list[str]]:
     A tensor that vLLM does not know is an exception; of one that is missing, tokens may be all that
     tells.
     """
+    # Here, since the server that forks this process may be older than the test.
+    os.environ |= {
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        **{"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"},
+    }
     from vllm import LLM, SamplingParams
 
     from gapo_megatron.compat.vllm_cpu import repair_on_cpu

@@ -47,8 +47,6 @@ EXPERTS = {False: "num_experts", True: "n_routed_experts"}
 SCORES = {False: "softmax", True: "sigmoid"}
 """What a router makes of its logits, by `Geometry.sigmoid_router`."""
 COUNT = ("a whole number of 1 or more", lambda value: type(value) is int and value > 0)
-WINDOW = ("null or a whole number of 1 or more", COUNT[1])
-"""Rule of config.json's sliding_window for an architecture that computes it."""
 
 
 @dataclass(frozen=True, slots=True)

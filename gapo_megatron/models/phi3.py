@@ -72,7 +72,7 @@ PHI3 = Architecture(
         "tie_word_embeddings": False,
         "sliding_window": None,
     },
-    fields={"sliding_window": parts.WINDOW},
+    fields={"sliding_window": ("null or a whole number of 1 or more", parts.COUNT[1])},
     refused_fields=llama.VLLM_BIASES
     | {"layer_types": "transformers has the window in every layer, vLLM by this list"},
     rope_kinds=("default",),

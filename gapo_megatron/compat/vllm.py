@@ -204,18 +204,26 @@ def _noting(
     # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
     #     its weights (model_loader.reload.layerwise), and copies those of others as they are;
     #     it does not wait for a correction bias, which is in two modules (reload.meta); that a tied
-    #     output layer has the very parameter of the embedding
+    #     output layer has the very parameter of the embedding; its shard_indices
     # Versions: vllm 0.32.0
     # Upstream: none found
     names = {module: name for name, module in model.named_modules()}
-    layers = (LinearBase, VocabParallelEmbedding, RoutedExperts)
-    waiting = {module: name for module, name in names.items() if isinstance(module, layers)}
-    shared = Counter(id(getattr(module, "weight", module)) for module in waiting)
     methods = {
         id(method): method
         for module in names
         if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase)
     }
+
+    layers = (LinearBase, VocabParallelEmbedding, RoutedExperts)
+    waiting = {
+        module: name
+        for module, name in names.items()
+        if isinstance(module, layers)
+        and id(module.quant_method) in methods
+        # The rank's part of a small vocabulary may be padding alone.
+        and (not hasattr(module, "shard_indices") or module.shard_indices.num_org_elements > 0)
+    }
+    shared = Counter(id(getattr(module, "weight", module)) for module in waiting)
 
     def note_module(module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):

@@ -65,7 +65,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 # Four tensor parallel ranks need four groups of heads. The other kind of output layer, too.
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4}
-NEVER_TIED = ("gpt_oss",)
+NEVER_TIED = ("gpt_oss", "glm4_moe", "deepseek_v3")
 # Queries from hidden states, keys and values for every head, no scaling.
 WIDE_LATENT = {
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None},

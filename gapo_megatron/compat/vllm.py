@@ -172,7 +172,7 @@ def load_weights(
             of it on this rank, and the number of ranks of the replica that have the same part.
 
     Returns:
-        Names of layers for which nothing came, so that they have the weights they had.
+        Names of layers of this rank that received no weights, and so have the former ones.
     """
     # Uses: the worker's method "reload_weights", and its weights_iterator
     # Versions: vllm 0.32.0
@@ -199,7 +199,7 @@ def _noting(
 ) -> Iterator[None]:
     """Call `note` for the model's parameters as they are loaded; see `load_weights`.
 
-    `without` gets the names of layers for which nothing came.
+    Appends the names of layers that received no weights to `without`.
     """
     # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
     #     its weights (model_loader.reload.layerwise), and copies those of others as they are;

@@ -16,9 +16,12 @@ from gapo_megatron.device.products import float32_products
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
 
 CPU_ROWS = 192
-"""Rows of every product of the forward pass on a CPU. BLAS libraries choose their kernels, and with
-them the rounding, by the number of rows, and compute the rows that are left over when they divide
-by 4, 6 or 16 with others. The fewest rows at (nearly) full speed that leave none over."""
+"""Rows of every product of the forward pass on a CPU.
+
+A BLAS library chooses kernels, and with them the rounding, by the number of rows. MKL's compute 4,
+6 or 16 rows at a time, and what is left over with another kernel: a multiple of all three leaves
+nothing over. Smaller ones are slower.
+"""
 
 
 def row_multiple(hidden: torch.Tensor) -> int:

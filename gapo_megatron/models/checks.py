@@ -121,9 +121,9 @@ def check_engine_heads(hf_config: Any, size: int) -> None:
 
 
 def check_positions(hf_config: Any, config: Config) -> None:
-    """Refuse sequences that have positions for which vLLM has no angles.
+    """Refuse sequences that are longer than vLLM's table of rotary positions.
 
-    With YaRN it has a table of factor x original_max_position_embeddings; with another kind, of as
+    With YaRN the table has factor x original_max_position_embeddings rows; with other kinds as
     many as are needed.
 
     Raises:
@@ -137,7 +137,7 @@ def check_positions(hf_config: Any, config: Config) -> None:
         raise ConfigError(
             "data.max_prompt_tokens + rollout.max_response_tokens "
             f"({config.max_sequence_tokens}) must be at most {positions}, the model's factor x "
-            "original_max_position_embeddings: vLLM has no rotary angles beyond"
+            "original_max_position_embeddings (YaRN): vLLM has no rotary positions beyond"
         )
 
 

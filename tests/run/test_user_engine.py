@@ -152,6 +152,15 @@ def test_ratios_to_latent_attention_with_merged_weights_are_refused_before_it_is
         check_engine(asked, hf_config("deepseek_v3"), torch.device("cuda"), world_size=1)
 
 
+def test_sequences_beyond_yarns_positions_are_refused_before_it_is_built(tmp_path: Path) -> None:
+    save_model(tmp_path, "deepseek_v3")
+    asked = config_of(
+        {"model": {"hf_dir": str(tmp_path)}}, {"rollout": {"max_response_tokens": 500}}
+    )
+    with pytest.raises(ConfigError, match=mentions("rollout.max_response_tokens", 8 * 32)):
+        check_engine(asked, hf_config("deepseek_v3"), torch.device("cuda"), world_size=1)
+
+
 @pytest.mark.system
 def test_a_run_with_an_adapter_logs_what_merging_costs(tmp_path: Path, source: Path) -> None:
     root = prepare(tmp_path, CONFIG)

@@ -581,6 +581,14 @@ def test_which_gpus_the_run_fits_is_said(tmp_path: Path) -> None:
     assert "h100 (" in fits and "a100 (" in rest and "capability 8.0" not in fits
 
 
+def test_sequences_beyond_yarns_positions_are_a_reason_not_to_run() -> None:
+    """gpt-oss has 32 x 4096."""
+    model, batch = {"hf_dir": "gpt-oss-20b"}, {"max_tokens_per_microbatch": 2**18}
+    for num_tokens, is_named in ((2**17 - 40, False), (2**17 - 39, True)):
+        config = make_config(model=model, batch=batch, rollout={"max_response_tokens": num_tokens})
+        assert any(f"({2**17 + 1})" in reason for reason in why_not_run(config)) == is_named
+
+
 @pytest.mark.parametrize(
     ("gpu", "path", "settings", "world_size"),
     [

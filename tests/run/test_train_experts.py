@@ -28,7 +28,8 @@ SHARED = "parallel.expert_model_parallel_size=2"
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The task of `test_train`, and a warm start of two of four experts for each token."""
     root: Path = tmp_path_factory.mktemp("experts")
-    write_inputs(root, CONFIG.replace("num_steps = 6", "num_steps = 3"))
+    config = CONFIG.replace("num_steps = 6", "num_steps = 3")
+    write_inputs(root, config.replace("rollouts_per_prompt = 4", "rollouts_per_prompt = 8"))
     dense = AutoConfig.from_pretrained(root / "init")
     sizes = {
         name: getattr(dense, name)
@@ -54,11 +55,16 @@ def whole_run(root: Path) -> Path:
 
 
 def test_routes_are_replayed_and_reported(whole_run: Path) -> None:
-    for line in steps_of(whole_run):
-        assert 0.5 < line["experts/same_routes_share_min"] <= line["experts/same_routes_share"] <= 1
+    steps = steps_of(whole_run)
+    for line in steps:
         assert 1 <= line["experts/max_load"] <= 2 and line["experts/dead_share"] < 1
-        assert line["experts/ratio_by_routes"] > 0  # the steps are large: 0.3 measured
         assert line["sync/max_abs_log_prob_diff"] < 1e-4
+    # A mini-batch without signal makes no update, and routes are compared after the first one.
+    compared = [line for line in steps if line["skip/updates"] == 0]
+    assert compared
+    for line in compared:
+        assert 0.5 < line["experts/same_routes_share_min"] <= line["experts/same_routes_share"] <= 1
+        assert line["experts/ratio_by_routes"] > 0  # the steps are large: 0.3 measured
 
 
 def test_a_stop_between_updates_changes_no_bit(root: Path, whole_run: Path) -> None:

@@ -48,7 +48,7 @@ def save_model(folder: Path, *, num_layers: int = 2, **changes: Any) -> None:
 def config_of(folder: Path, *, replays: bool, **sections: dict[str, Any]) -> Config:
     """Two mini-batches of two groups; the first update changes routes of the second."""
     batch = {"rollout_prompts": len(VERDICTS), "minibatch_prompts": len(VERDICTS) // 2}
-    objective = {"routing_replay": replays}
+    objective = {"routing_replay": "trainer" if replays else "none"}
     defaults = {"batch": batch, "objective": objective, "optimizer": {"learning_rate": 2e-3}}
     return make_config(folder, **merged(defaults, sections))
 
@@ -60,7 +60,7 @@ def assert_updates(
     old = load_model(folder)
     for number, part in enumerate(minibatches(rollouts)):
         update = joined([report.updates[number] for report in reports])
-        with routers(replay=config.objective.replays_routes):
+        with routers(replay=config.objective.replayed_routes != "none"):
             model = load_model(folder, update.weights)
             expected = expected_update(model, part, old=old, config=config)
         expected.gradients = by_hf_name(expected.gradients)

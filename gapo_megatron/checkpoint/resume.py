@@ -172,8 +172,10 @@ def _require_routes(path: Path, progress: Progress, policy: Policy, config: Conf
     Raises:
         CheckpointError: names the setting.
     """
-    is_replayed = config.objective.replays_routes and geometry_of(policy.hf_config).num_experts
-    if is_replayed and progress.num_updates and progress.num_updates not in progress.routes.routes:
+    num_experts = geometry_of(policy.hf_config).num_experts
+    if not num_experts or config.objective.replayed_routes != "trainer":
+        return
+    if progress.num_updates and progress.num_updates not in progress.routes.routes:
         raise CheckpointError(
             f"{path / progress_name(dist.get_rank())} has no routes of tokens to experts, which "
             "objective.routing_replay needs within a step"

@@ -87,9 +87,11 @@ class ObjectiveConfig(Section):
     """Denominator of the ratio. `trainer`: recomputed by the trainer at the weights that the step
     begins with. `rollout`: the engine's, at sampling time (docs/objective.md)."""
 
-    routing_replay: bool | None = None
-    """Of a model with experts: updates send every token to the experts that the pass of the old
-    log-probs chose (docs/objective.md). By default true where there is such a pass."""
+    routing_replay: Literal["none", "trainer", "rollout"] | None = None
+    """Of a model with experts: the recorded experts to which updates send every token
+    (docs/objective.md). `trainer`: those that the pass of the old log-probs chose. `rollout`: those
+    that the engine chose while sampling; that pass follows them, too. By default `trainer`, and
+    `none` where there is no such pass."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,10 +113,10 @@ class ObjectiveConfig(Section):
                 f"importance_weight_max ({self.importance_weight_max}) does nothing with "
                 "importance_weights 'none'"
             )
-        if self.routing_replay and self.old_log_probs == "rollout":
+        if self.routing_replay == "trainer" and self.old_log_probs == "rollout":
             raise ValueError(
-                "routing_replay (true) needs old_log_probs 'trainer': with 'rollout' there is no "
-                "pass of the trainer whose routes could be replayed"
+                "routing_replay ('trainer') needs old_log_probs 'trainer': with 'rollout' there is "
+                "no pass of the trainer whose routes could be replayed"
             )
         preset, method = find_method(self.method), self.resolve()
         if method.eps_high_max == 0 < preset.eps_high_max:
@@ -156,9 +158,11 @@ class ObjectiveConfig(Section):
         return dataclasses.replace(find_method(self.method), **given)
 
     @property
-    def replays_routes(self) -> bool:
-        """Whether updates of a model with experts replay routes that were recorded."""
-        return self.routing_replay is not False and self.old_log_probs == "trainer"
+    def replayed_routes(self) -> Literal["none", "trainer", "rollout"]:
+        """`routing_replay` of a model with experts, or its default."""
+        if self.routing_replay is not None:
+            return self.routing_replay
+        return "trainer" if self.old_log_probs == "trainer" else "none"
 
     @property
     def needs_every_sequence(self) -> bool:

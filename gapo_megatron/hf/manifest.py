@@ -262,7 +262,7 @@ def read_manifest(folder: Path) -> Manifest:
     objective: Any = found.config.get("objective") or {}
     has_old_pass = objective.get("old_log_probs", "trainer") == "trainer"
     if has_old_pass and any(found.model.get(name) for name in _NUM_EXPERTS):
-        objective.setdefault("routing_replay", False)
+        objective.setdefault("routing_replay", "none")
     return found
 
 

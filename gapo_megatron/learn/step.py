@@ -100,7 +100,8 @@ def learn(
     assert plan is not None, "the batch is not planned"
     if must_stop():
         return None
-    routes = StepRoutes(policy, progress.routes, replays=objective.replays_routes)
+    replays = objective.replayed_routes != "none"
+    routes = StepRoutes(policy, progress.routes, replays=replays)
     # Scored before and after the updates in the same way, to measure rounding of the ratios.
     if measures_rounding and not progress.old_log_probs:
         with stopwatch("rounding"):

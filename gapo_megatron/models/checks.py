@@ -72,9 +72,8 @@ def check_shapes(
 def check_replay(hf_config: Any, objective: ObjectiveConfig) -> None:
     """Raise ConfigError if `objective.routing_replay` is set for a dense model."""
     if objective.routing_replay is not None and not num_experts(hf_config):
-        shown = "true" if objective.routing_replay else "false"
         raise ConfigError(
-            f"objective.routing_replay ({shown}) does nothing: the model "
+            f"objective.routing_replay ({objective.routing_replay!r}) does nothing: the model "
             f"({hf_config.model_type}) has no experts"
         )
 

@@ -44,6 +44,8 @@ class Request:
     """Nucleus sampling, in (0, 1]."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the request like EOS; they stay in the response, as EOS does."""
+    num_routed: int = 0
+    """First input tokens whose routes are kept from earlier requests (`Completion.routes`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +66,12 @@ class Completion:
     """Tokens that a draft proposed (`rollout.draft`); 0 if the request was aborted: not known."""
     num_accepted: int = 0
     """Those of them that were accepted, the few after EOS or a stop token included."""
+    routes: np.ndarray | None = None
+    """[n, layers, experts per token] uint8, of an engine that returns routes
+    (`objective.routing_replay` = "rollout"): the experts that the model chose for each token of
+    input and output after the first `Request.num_routed`, but for the last token, which it has not
+    read. The order of a token's experts, and rows of layers without experts, mean nothing. None:
+    the engine returns none, or has none of an aborted request."""
 
 
 class Engine(Protocol):

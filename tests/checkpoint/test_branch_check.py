@@ -196,7 +196,7 @@ def test_a_branch_of_a_run_that_routed_freely_records_that_it_replays(root: Path
     sign_document(path, put("config", "objective", "routing_replay", value=...))
     point = check_branch(make_config(root), None)
     assert point is not None
-    assert point.branch.changes["objective.routing_replay"] == [False, None]
+    assert point.branch.changes["objective.routing_replay"] == ["none", None]
 
 
 def test_how_a_sync_is_checked_may_change_when_a_run_goes_on(root: Path) -> None:

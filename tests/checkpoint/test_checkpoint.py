@@ -128,9 +128,9 @@ def test_experts_that_were_chosen_freely_are_replayed_only_if_it_is_said(tmp_pat
         return sign_document(path, put("config", "objective", "routing_replay", value=...)).parent
 
     path = make_old(experts)
-    with pytest.raises(ConfigError, match=mentions(name, None, False, path, "run.allow_changes")):
+    with pytest.raises(ConfigError, match=mentions(name, None, "none", path, "run.allow_changes")):
         check_resume(tmp_path, experts, OURS)
-    check_resume(tmp_path, experts, with_settings(objective__routing_replay=False))
+    check_resume(tmp_path, experts, with_settings(objective__routing_replay="none"))
     check_resume(tmp_path, experts, with_settings(run__allow_changes=[name]))
     record_changes(tmp_path, manifest.read_manifest(path), OURS)
     assert read_changes(tmp_path) == [{"step": 3, "changes": {name: [False, None]}}]

@@ -367,8 +367,8 @@ def test_wrong_value_names_field_value_and_rule(minimal: Path, override: str, ru
             ["importance_weight_max (3.0)", "importance_weights 'none'"],
         ),
         (
-            ["objective.routing_replay=true", "objective.old_log_probs=rollout"],
-            ["routing_replay (true)", "old_log_probs 'trainer'"],
+            ["objective.routing_replay=trainer", "objective.old_log_probs=rollout"],
+            ["routing_replay ('trainer')", "old_log_probs 'trainer'"],
         ),
         (
             [*AHEAD, "data.eval_path=e.jsonl", "evaluation.every_steps=3"],

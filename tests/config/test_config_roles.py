@@ -104,9 +104,9 @@ def test_an_interrupted_step_is_bound_to_where_tokens_and_layers_are() -> None:
 
 def test_routes_that_are_replayed_by_default_are_replayed() -> None:
     before = config().model_dump(mode="json")
-    assert changes(before, config(objective={"routing_replay": True})) == {}
-    freely = {"objective.routing_replay": (None, False)}
-    assert changes(before, config(objective={"routing_replay": False})) == freely
+    assert changes(before, config(objective={"routing_replay": "trainer"})) == {}
+    freely = {"objective.routing_replay": (None, "none")}
+    assert changes(before, config(objective={"routing_replay": "none"})) == freely
 
 
 def test_a_sources_file_may_move_and_its_weight_may_not_change() -> None:

@@ -217,7 +217,7 @@ def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
         load_latest(run_dir, policy=policy, config=config)
     path = run_dir / "checkpoints" / "step_00000003_1"
     sign_document(path, put("config", "objective", "routing_replay", value=...))
-    with pytest.raises(ConfigError, match=mentions("objective.routing_replay", False)):
+    with pytest.raises(ConfigError, match=mentions("objective.routing_replay", "none")):
         check_resume(run_dir, policy.hf_config, config)
     config = config_of(folder, replays=False)
     check_resume(run_dir, policy.hf_config, config)
@@ -316,5 +316,5 @@ def test_tokens_are_counted_once_and_padding_is_not(folder: Path) -> None:
 
 def test_nothing_is_replayed_beside_the_engines_log_probs() -> None:
     """There is no pass of the trainer that could record."""
-    assert ObjectiveConfig(method="gapo").replays_routes
-    assert not ObjectiveConfig(method="gapo", old_log_probs="rollout").replays_routes
+    assert ObjectiveConfig(method="gapo").replayed_routes == "trainer"
+    assert ObjectiveConfig(method="gapo", old_log_probs="rollout").replayed_routes == "none"

@@ -58,7 +58,7 @@ def test_user_mistakes_are_named(root: Path, tmp_path: Path) -> None:
         (f"model.hf_dir={root}/run/hf/x", (f"{output}/hf", "model.hf_dir")),
         (f"{output}={tmp_path}/own", (f"{output}/hf", "own/hf")),
         (f"{output}={tmp_path}/file/run", (output,)),
-        ("objective.routing_replay=true", ("objective.routing_replay (true)", "no experts")),
+        ("objective.routing_replay=none", ("objective.routing_replay ('none')", "no experts")),
     ):
         assert_refused(root, setting, named=named)
     assert_refused(root, "reward.kind=code", "reward.python=/nowhere", named=("reward.kind",))

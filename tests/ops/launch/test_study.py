@@ -193,9 +193,10 @@ def test_a_run_that_routed_freely_is_not_taken_for_one_that_replays(tmp_path: Pa
     found = publish(folder, 3, config=run.config, model={"num_experts": 8})
     assert len(unfinished(read_study(path))) == 1
     sign_document(found, put("config", "objective", "routing_replay", value=...))
-    with pytest.raises(ConfigError, match=mentions(run.run_dir, "objective.routing_replay", False)):
+    named = mentions(run.run_dir, "objective.routing_replay", "none")
+    with pytest.raises(ConfigError, match=named):
         unfinished(read_study(path))
-    assert len(unfinished(read_study(path, ["objective.routing_replay=false"]))) == 1
+    assert len(unfinished(read_study(path, ["objective.routing_replay=none"]))) == 1
 
 
 def test_over_sampled_runs_keep_what_decides_which_groups_are_first(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_experts_that_were_chosen_freely_are_replayed_only_if_it_is_said(tmp_pat
     check_resume(tmp_path, experts, with_settings(objective__routing_replay="none"))
     check_resume(tmp_path, experts, with_settings(run__allow_changes=[name]))
     record_changes(tmp_path, manifest.read_manifest(path), OURS)
-    assert read_changes(tmp_path) == [{"step": 3, "changes": {name: [False, None]}}]
+    assert read_changes(tmp_path) == [{"step": 3, "changes": {name: ["none", None]}}]
     # There was nothing to replay, then and now.
     make_old(dense)
     check_resume(tmp_path, dense, OURS)

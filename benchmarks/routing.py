@@ -109,7 +109,7 @@ def measure(seed: int, length: int, learning_rate: float) -> dict[str, float]:
         policy = Policy.build(config, initialize(config.parallel), "cpu")
         policy.load_initial_weights()
         batch = planned(make_batch(make_step(seed, length), config.objective.resolve()), config)
-        routes = StepRoutes(policy, replays=True)
+        routes = StepRoutes(policy, batch, replayed="trainer")
         before = scores(policy, batch, routes)
         metrics = learn(policy, batch, config.objective, config.rollout, Stopwatch())
         after = scores(policy, batch, routes)

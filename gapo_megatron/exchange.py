@@ -3,8 +3,8 @@
 There is at most one message between two ranks, a flat buffer of bytes without a header: both sides
 derive its layout from lengths that every rank has. A message holds its sequences' arrays column by
 column; for tokens (`token_columns`) these are prompts and responses (int32), log-probs and carried
-log-probs (float32), masks of the responses that have a mask (one byte per token), and versions of
-carried tokens (int32).
+log-probs (float32), masks of the responses that have a mask (one byte per token), versions of
+carried tokens (int32), and routes (uint8).
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def token_columns(table: np.ndarray) -> dict[str, Column]:
         "carried_log_probs": table["num_scored_tokens"],
         "response_masks": np.where(table["num_sampled_tokens"] < num_tokens, num_tokens, 0),
         "carried_versions": table["num_carried_tokens"],
+        "routes": table["num_routed_tokens"].astype(np.int64) * table["num_routes"],
     }
     return {name: Column(dtype, lengths[name]) for name, dtype in COLUMNS.items()}
 

@@ -33,6 +33,8 @@ ROW = np.dtype(
         ("grade", np.float64),  # the verifier's number in place of 0 or 1; inf: none
         ("num_scored_tokens", np.int32),  # leading carried tokens with the trainer's log-probs
         ("newest_version", np.int32),  # policy version that sampled the tokens not carried
+        ("num_routed_tokens", np.int32),  # leading prompt and response tokens with routes
+        ("num_routes", np.int32),  # numbers of experts of each of these tokens, over all layers
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
@@ -47,6 +49,7 @@ COLUMNS = {
     "carried_log_probs": np.float32,
     "response_masks": np.bool_,
     "carried_versions": np.int32,
+    "routes": np.uint8,
 }
 """Arrays of a response, in the order of messages; see the properties of `Rollouts`."""
 
@@ -88,6 +91,7 @@ class Rollouts:
         carried_log_probs: Sequence[np.ndarray] = (),
         carried_versions: Sequence[np.ndarray] = (),
         response_masks: Sequence[np.ndarray | None] = (),
+        routes: Sequence[np.ndarray | None] = (),
     ) -> Rollouts:
         """Responses with all tokens on this rank; lengths and sums are computed, other facts are 0.
 
@@ -99,6 +103,7 @@ class Rollouts:
             carried_versions: B arrays of int32, for at least these tokens; empty: for exactly
                 these, version 0.
             response_masks: B masks, or empty; a mask is None if the model sampled every token.
+            routes: B arrays as of `Episode.routes`, each None without any; or empty.
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
@@ -123,6 +128,10 @@ class Rollouts:
         columns = (prompt_ids, response_ids, rollout_log_probs, scored)
         tokens = [*(LocalArrays(enumerate(column)) for column in columns), LocalArrays(masks)]
         tokens.append(LocalArrays(enumerate(carried)))
+        routed = {i: one for i, one in enumerate(routes) if one is not None and one.size}
+        for i, one in routed.items():
+            table["num_routed_tokens"][i], table["num_routes"][i] = one.shape
+        tokens.append(LocalArrays((i, one.reshape(-1)) for i, one in routed.items()))
         return Rollouts(table, dict(zip(COLUMNS, tokens, strict=True)))
 
     @classmethod
@@ -174,6 +183,11 @@ class Rollouts:
         """
         return self.tokens["response_masks"]
 
+    @property
+    def routes(self) -> Mapping[int, np.ndarray]:
+        """[num_routed_tokens x num_routes] uint8, of rows that have some; see `routes_of`."""
+        return self.tokens["routes"]
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -205,8 +219,8 @@ class Rollouts:
     def with_tokens(self, tokens: Tokens) -> Self:
         """A copy with exactly these arrays."""
         held = {name: LocalArrays(tokens[name]) for name in COLUMNS}
-        masks = tokens["response_masks"].items()
-        held["response_masks"] = LocalArrays((row, mask) for row, mask in masks if len(mask))
+        for name in ("response_masks", "routes"):  # which not every row has
+            held[name] = LocalArrays((row, one) for row, one in held[name].items() if len(one))
         return replace(self, tokens=held)
 
     def is_sampled(self, row: int) -> np.ndarray:
@@ -214,6 +228,11 @@ class Rollouts:
         if row in self.response_masks:
             return self.response_masks[row]
         return np.ones(len(self.response_ids[row]), dtype=bool)
+
+    def routes_of(self, row: int) -> np.ndarray | None:
+        """[num_routed_tokens, num_routes] uint8: `Episode.routes`; the row must be on this rank."""
+        num_tokens = self.table["num_routed_tokens"][row]
+        return self.routes[row].reshape(num_tokens, -1) if num_tokens else None
 
     def versions(self, row: int) -> np.ndarray:
         """[num_response_tokens] int32: version of the weights that sampled each token.
@@ -254,6 +273,11 @@ class Rollouts:
     def has_scored(self) -> bool:
         """Whether the trainer's log-probs of any carried tokens are kept."""
         return bool(self.table["num_scored_tokens"].any())
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether the engine's routes of any tokens are kept."""
+        return bool(self.table["num_routed_tokens"].any())
 
     @property
     def num_sampled_tokens(self) -> torch.Tensor:

@@ -84,6 +84,10 @@ class Episode:
     """Tokens that a draft proposed for it in this step (`engine.Completion`)."""
     num_accepted: int = 0
     """Those of them that were accepted."""
+    routes: np.ndarray | None = None
+    """[n, layers x experts per token] uint8, for the first n tokens of prompt and response: the
+    experts that the engine chose, layer by layer, when it first read each token. All but the last
+    token of a finished response have some. None: not kept (`objective.routing_replay`)."""
 
     @property
     def is_sampled(self) -> np.ndarray:
@@ -95,7 +99,7 @@ class Episode:
         return self.response_mask
 
     def for_user(self) -> Episode:
-        """A copy for code of the user's own, whose arrays cannot be written to."""
+        """A copy for code of the user's own: without routes, with arrays that are read-only."""
 
         def copied(array: np.ndarray | None) -> np.ndarray | None:
             if array is None:
@@ -106,7 +110,7 @@ class Episode:
 
         names = ("token_ids", "log_probs", "response_mask", "carried_log_probs", "carried_versions")
         arrays: dict[str, Any] = {name: copied(getattr(self, name)) for name in names}
-        return replace(self, prompt=self.prompt.for_user(), **arrays)
+        return replace(self, prompt=self.prompt.for_user(), routes=None, **arrays)
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -38,6 +38,8 @@ def make_batch(
 def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
     """Groups of three of any length: the second has carried tokens, the third mostly a mask.
 
+    Routes have the first, of two layers with two experts a token each, and the third, of a part.
+
     Correct, wrong and unknown; settings are those of `to_rollouts`.
     """
     random = np.random.default_rng(seed)
@@ -47,6 +49,8 @@ def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
         num_carried = int(random.integers(1, length + 1)) if sample == 1 else 0
         mask = random.random(length) < 0.5
         mask[0], mask[-1] = True, False
+        num_routed = len(prompt.token_ids) + (length - 1 if sample == 0 else -1)
+        routes = np.random.default_rng(seed).integers(0, 256, (num_routed, 4)).astype(np.uint8)
         return Episode(
             prompt,
             sample,
@@ -60,6 +64,7 @@ def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
             carried_versions=(
                 3 + np.arange(num_carried, dtype=np.int32) // 8 if num_carried else None
             ),
+            routes=None if sample == 1 else routes,
         )
 
     prompts = [

@@ -85,6 +85,7 @@ def with_columns(rollouts: Rollouts, **columns: Sequence[Any]) -> Rollouts:
     """The same responses with other arrays in some columns, one for each row; counted anew."""
     rows = range(len(rollouts))
     held = {name: [arrays.get(row) for row in rows] for name, arrays in rollouts.tokens.items()}
+    held["routes"] = [rollouts.routes_of(row) for row in rows]
     if "carried_log_probs" in columns:  # of these tokens, sampled by version 0
         held["carried_versions"] = []
     counted: Rollouts = Rollouts.of(**(held | columns))

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeTopKRouter,
+)
 
 from gapo_megatron.config import Config
 from gapo_megatron.rollouts import Rollouts
@@ -27,6 +31,7 @@ from tests.learn_setup import (
     make_config,
     make_judged,
     minibatches,
+    with_columns,
 )
 
 NUM_EXPERTS, TOP_K = 8, 3
@@ -45,10 +50,27 @@ def save_model(folder: Path, *, num_layers: int = 2, **changes: Any) -> None:
     conversion_setup.save_model(folder, "qwen3_moe", **sizes | changes)
 
 
-def config_of(folder: Path, *, replays: bool, **sections: dict[str, Any]) -> Config:
+def with_engines_routes(rollouts: Rollouts, *, num_layers: int = 2) -> Rollouts:
+    """Routes that no router would choose, in any order; not of some tokens, of one row none."""
+    random = np.random.default_rng(2)
+    lengths = rollouts.num_fed_tokens.tolist()
+    routes: list[np.ndarray | None] = [
+        np.concatenate(
+            [random.random((n, NUM_EXPERTS)).argsort(axis=1)[:, :TOP_K] for _ in range(num_layers)],
+            axis=1,
+        ).astype(np.uint8)
+        for n in lengths
+    ]
+    routes[1] = None
+    for row in (2, 5):
+        routes[row] = routes[row][: lengths[row] // 2]
+    return with_columns(rollouts, routes=routes)
+
+
+def config_of(folder: Path, *, replayed: str = "trainer", **sections: dict[str, Any]) -> Config:
     """Two mini-batches of two groups; the first update changes routes of the second."""
     batch = {"rollout_prompts": len(VERDICTS), "minibatch_prompts": len(VERDICTS) // 2}
-    objective = {"routing_replay": "trainer" if replays else "none"}
+    objective = {"routing_replay": replayed}
     defaults = {"batch": batch, "objective": objective, "optimizer": {"learning_rate": 2e-3}}
     return make_config(folder, **merged(defaults, sections))
 
@@ -60,7 +82,7 @@ def assert_updates(
     old = load_model(folder)
     for number, part in enumerate(minibatches(rollouts)):
         update = joined([report.updates[number] for report in reports])
-        with routers(replay=config.objective.replayed_routes != "none"):
+        with following(config.objective.replayed_routes, part):
             model = load_model(folder, update.weights)
             expected = expected_update(model, part, old=old, config=config)
         expected.gradients = by_hf_name(expected.gradients)
@@ -104,23 +126,56 @@ def _whole(name: str, parameter: Tensor, weights: dict[str, Tensor]) -> Tensor:
 
 
 @contextmanager
-def routers(*, replay: bool) -> Iterator[None]:
-    """Routers in float64 that keep the routes of passes without gradients for those with them."""
-    kept: list[Tensor] = []
+def following(replayed: str, rollouts: Rollouts) -> Iterator[None]:
+    """Routers in float64 that choose experts as `objective.routing_replay` says."""
+    kept: list[Tensor] = []  # by passes without gradients, for those with them
+    known: list[tuple[Tensor, Tensor]] = []  # the engine's, of the layers to come
+    predict = Qwen3MoeForCausalLM.forward
+
+    def of_engine(self: Any, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        if replayed == "rollout":
+            known[:] = _engines_routes(rollouts, input_ids, attention_mask)
+        return predict(self, input_ids=input_ids, attention_mask=attention_mask, **options)
 
     def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = (hidden @ self.weight.T).softmax(dim=-1)
-        if replay and torch.is_grad_enabled():
+        chosen = scores.topk(self.top_k, dim=-1).indices
+        if replayed == "rollout":
+            experts, is_known = known.pop(0)
+            chosen = torch.where(is_known, experts, chosen)
+        elif replayed == "trainer" and torch.is_grad_enabled():
             chosen = kept.pop(0)
-        else:
-            chosen = scores.topk(self.top_k, dim=-1).indices
-            if not torch.is_grad_enabled():
-                kept.append(chosen)
+        elif replayed == "trainer":
+            kept.append(chosen)
         gate = scores.gather(1, chosen)
         if self.norm_topk_prob:
             gate = gate / gate.sum(dim=-1, keepdim=True)
         return scores, gate, chosen
 
-    with patch.object(Qwen3MoeTopKRouter, "forward", forward):
+    with (
+        patch.object(Qwen3MoeTopKRouter, "forward", forward),
+        patch.object(Qwen3MoeForCausalLM, "forward", of_engine),
+    ):
         yield
-    assert not (replay and kept)
+    assert not kept and not known
+
+
+def _engines_routes(
+    rollouts: Rollouts, input_ids: Tensor, attention_mask: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """By layer: experts [tokens, TOP_K] of a padded batch, and of which tokens [tokens, 1]."""
+    by_tokens = {
+        (*rollouts.prompt_ids[row].tolist(), *rollouts.response_ids[row].tolist()): row
+        for row in range(len(rollouts))
+    }
+    num_layers = int(rollouts.table["num_routes"].max()) // TOP_K
+    experts = torch.zeros(*input_ids.shape, num_layers, TOP_K, dtype=torch.int64)
+    is_known = torch.zeros(*input_ids.shape, 1, dtype=torch.bool)
+    for i, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
+        routes = rollouts.routes_of(by_tokens[tuple(ids[mask.bool()].tolist())])
+        if routes is not None:
+            experts[i, : len(routes)].flatten(1)[:] = torch.from_numpy(routes)
+            is_known[i, : len(routes)] = True
+    return [
+        (experts[:, :, layer].flatten(0, 1), is_known.flatten(0, 1)) for layer in range(num_layers)
+    ]

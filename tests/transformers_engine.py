@@ -5,7 +5,7 @@ What a second implementation of `rollout.engine.Engine` has to do, in its plaine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,15 @@ class _Open:
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
 
 
 class TransformersEngine:
-    """Samples from the model's logits in float32; all requests run at a time."""
+    """Samples from the model's logits in float32; all requests run at a time.
+
+    Args:
+        returns_routes: return the experts that the routers of the model chose.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class TransformersEngine:
         eos_token_id: int,
         replicas: Replicas | None = None,
         verify_bound: float = 1e-5,
+        returns_routes: bool = False,
     ) -> None:
         self.replicas = replicas or LoneReplicas()
         self.policy_version = 0
@@ -49,6 +55,11 @@ class TransformersEngine:
         self._eos = eos_token_id
         self._awake = True
         self._open: dict[str, _Open] = {}
+        self._chosen: list[Tensor] = []
+        if returns_routes:
+            for module in model.modules():
+                if type(module).__name__.endswith("TopKRouter"):
+                    module.register_forward_hook(self._keep_chosen)
 
     def add(self, request: Request) -> None:
         self._require_awake("generate")
@@ -93,15 +104,13 @@ class TransformersEngine:
     ) -> None:
         self._require_awake("update_weights")
         self.policy_version = -1
-        missing = {name for name, _ in self._model.named_parameters()}
+        missing = dict(on_disk(self._model))
         for name, tensor in tensors:
             if name not in missing:
                 raise WeightSyncError(f"weight sync, version {policy_version}: {name} is extra")
-            missing.remove(name)
-            with torch.no_grad():
-                self._model.get_parameter(name).copy_(tensor)
+            missing.pop(name).copy_(tensor)
         if missing:
-            raise WeightSyncError(f"weight sync, version {policy_version}: missing {missing}")
+            raise WeightSyncError(f"weight sync, version {policy_version}: missing {[*missing]}")
         on_received()
         self.policy_version = policy_version
 
@@ -115,6 +124,10 @@ class TransformersEngine:
         request = one.request
         given = [*request.prompt_ids, *request.response_ids.tolist(), *one.tokens]
         log_probs = (self._logits(given)[-1] / request.temperature).log_softmax(-1)
+        if self._chosen:
+            num_known = request.num_routed + sum(map(len, one.routes))
+            chosen = torch.stack(self._chosen, dim=1).to(torch.uint8)
+            one.routes.append(chosen[num_known:].numpy())
         ordered, order = log_probs.sort(descending=True)
         before = ordered.exp().cumsum(0) - ordered.exp()
         log_probs[order[before >= request.top_p]] = -torch.inf
@@ -122,7 +135,11 @@ class TransformersEngine:
         token = int(torch.multinomial(log_probs.exp(), 1, generator=one.generator))
         return token, float(log_probs[token])
 
+    def _keep_chosen(self, _: Any, __: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._chosen.append(output[2])
+
     def _logits(self, tokens: list[int]) -> Tensor:
+        self._chosen.clear()
         with torch.no_grad():
             logits: Tensor = self._model(torch.tensor([tokens])).logits[0].float()
         return logits
@@ -130,8 +147,22 @@ class TransformersEngine:
     def _end(self, name: str, reason: Any) -> Completion:
         one = self._open.pop(name)
         tokens, log_probs = np.array(one.tokens, np.int32), np.array(one.log_probs, np.float32)
-        return Completion(name, tokens, log_probs, reason)
+        routes = np.concatenate(one.routes) if one.routes else None
+        return Completion(name, tokens, log_probs, reason, routes=routes)
 
     def _require_awake(self, action: str) -> None:
         if not self._awake:
             raise RolloutError(f"{action} needs an engine that is awake")
+
+
+def on_disk(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by their names on disk, where every expert has its own."""
+    for name, parameter in model.named_parameters():
+        prefix, found, last = name.rpartition(".mlp.experts.")
+        if not found:
+            yield name, parameter.detach()
+            continue
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        for number, expert in enumerate(parameter.detach()):
+            for part, tensor in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{prefix}{found}{number}.{part}.weight", tensor

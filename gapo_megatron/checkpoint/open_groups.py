@@ -101,6 +101,7 @@ def _to_fields(episode: Episode) -> dict[str, Any]:
         "versions": None if versions is None else torch.from_numpy(versions),
         "old_log_probs": None if old is None else torch.from_numpy(old),
         "response_mask": None if mask is None else torch.from_numpy(mask),
+        "routes": None if episode.routes is None else torch.from_numpy(episode.routes),
     }
 
 
@@ -134,6 +135,11 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
         mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
         if not mask.any():
             raise ValueError("a response without a sampled token")
+    routes = fields.get("routes")  # missing in files of older versions
+    if routes is not None:
+        routes = files.matrix(routes, torch.uint8).numpy()
+        if not 0 < len(routes) < len(prompt.token_ids) + len(token_ids) or not routes.size:
+            raise ValueError(f"routes of {len(routes)} tokens")
     return Episode(
         prompt,
         sample,
@@ -144,6 +150,7 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
         response_mask=mask,
         carried_log_probs=old,
         carried_versions=versions,
+        routes=routes,
     )
 
 

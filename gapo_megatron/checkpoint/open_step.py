@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -81,6 +82,9 @@ class OpenStep:
             "response_masks": masks,
             "carried_versions": [batch.carried_versions[i] for i in rows if batch.has_carried],
         }
+        if batch.has_routes:
+            nothing = np.empty((0, 0), np.uint8)
+            held["routes"] = [nothing if (one := batch.routes_of(i)) is None else one for i in rows]
         fields: dict[str, Any] = {name: getattr(batch, name) for name in _PER_SEQUENCE}
         fields |= {name: [*map(torch.from_numpy, arrays)] for name, arrays in held.items()}
         return {
@@ -137,12 +141,17 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     """The batch with all its tokens; `table` is None in files of versions without tables."""
     # Files of older versions have no carried tokens or their versions, or no masks.
     fields = {"carried_log_probs": [], "response_masks": [], "carried_versions": [], **fields}
+    routes = [
+        files.matrix(one, torch.uint8).numpy()
+        for one in files.plain(fields.pop("routes", []), list)  # only of a batch with routes
+    ]
     prompts, responses, log_probs, scored, masks, versions = (
         [
             files.column(one, _TORCH_TYPES[dtype]).numpy()
             for one in files.plain(fields.pop(name), list)
         ]
         for name, dtype in COLUMNS.items()
+        if name != "routes"
     )
     columns: dict[str, Any] = {
         name: files.column(one, _PER_SEQUENCE[name], length=len(responses))
@@ -161,6 +170,9 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
     for fewer, more in itertools.pairwise(counts):
         if any(a > b for a, b in zip(fewer, more, strict=True)):
             raise ValueError("more carried tokens than response tokens, or log-probs than these")
+    fed = [len(a) + len(b) - 1 for a, b in zip(prompts, responses, strict=True)]
+    if routes and (len(routes) != len(fed) or any(map(operator.gt, map(len, routes), fed))):
+        raise ValueError("routes of more tokens than a sequence has")
     rollouts = Rollouts.of(
         prompts,
         responses,
@@ -168,6 +180,7 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
         carried_log_probs=scored,
         carried_versions=versions,
         response_masks=masks,
+        routes=routes,
     )
     if table is not None:
         rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
@@ -193,24 +206,27 @@ def _with_oldest_versions(rollouts: Rollouts) -> Rollouts:
 def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
     """The table of a file of int32 words, if its lengths match `found`."""
     num_words, count = ROW.itemsize // 4, len(found)
-    # Files of older versions have no grades, or kept the log-probs of all carried tokens.
-    shapes = [(count, num_words - missing) for missing in (0, 2, 4)]
+    # Files of older versions have no routes, kept the log-probs of all carried tokens, or have no
+    # grades.
+    shapes = [(count, num_words - missing) for missing in (0, 2, 4, 6)]
     if (
         not isinstance(words, torch.Tensor)
         or words.dtype != torch.int32
         or words.shape not in shapes
     ):
         raise ValueError(f"{words!r:.40} instead of the facts of {count} sequences")
-    if words.shape[1] == num_words - 4:
+    if words.shape[1] == num_words - 6:
         no_grades = torch.full((count, 1), math.inf, dtype=torch.float64)
         words = torch.cat([words, no_grades.view(torch.int32)], dim=1)
-    if words.shape[1] < num_words:
+    if words.shape[1] == num_words - 4:
         names = ("num_carried_tokens", "oldest_version")
         columns = [(ROW.names or ()).index(name) for name in names]
         words = torch.cat([words, words[:, columns]], dim=1)
+    if words.shape[1] == num_words - 2:
+        words = torch.nn.functional.pad(words, (0, 2))
     table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
-    for kind in ("prompt", "response", "sampled", "carried", "scored"):
-        name = f"num_{kind}_tokens"
+    kinds = ("prompt", "response", "sampled", "carried", "scored", "routed")
+    for name in (*(f"num_{kind}_tokens" for kind in kinds), "num_routes"):
         if (table[name] != found[name]).any():
             raise ValueError(f"facts whose {name} do not match the tokens")
     return table

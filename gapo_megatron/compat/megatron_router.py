@@ -9,7 +9,7 @@ ours where it looks for that one, and every layer is told the micro-batch that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,25 @@ def open_routers(model: GPTModel) -> None:
     # Uses: TransformerLayer.layer_number, .mlp; MoELayer.router: router_replay, num_experts
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: NVIDIA/Megatron-LM#2101, #2693 (merged: the replay); 0.19.2 numbers its entries
+    for number, layer in _with_experts(model):
+        router: Any = layer.mlp.router
+        assert not router.config.moe_router_fusion, "the fused router asks nobody"
+        router.router_replay = opened = _Choice(number)
+        layer.register_forward_pre_hook(opened.begin_layer, with_kwargs=True)
+
+
+def layers_with_experts(stages: Sequence[GPTModel]) -> list[int]:
+    """Numbers in the whole model, from 0, of these stages' layers with experts."""
+    # Uses: TransformerLayer.layer_number, .mlp
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: as of `open_routers`
+    return [number for stage in stages for number, _ in _with_experts(stage)]
+
+
+def _with_experts(model: GPTModel) -> Iterator[tuple[int, Any]]:
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            router: Any = layer.mlp.router
-            assert not router.config.moe_router_fusion, "the fused router asks nobody"
-            router.router_replay = opened = _Choice(layer.layer_number - 1)
-            layer.register_forward_pre_hook(opened.begin_layer, with_kwargs=True)
+            yield layer.layer_number - 1, layer
 
 
 def keep_biases(stages: Sequence[GPTModel]) -> None:

@@ -8,11 +8,13 @@ samples them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from gapo_megatron.exchange import Channel, Column, deal, deal_tokens
 from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.routes import following_engine
 from gapo_megatron.learn.score import score
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy
@@ -67,7 +69,8 @@ def carry(
     shares = [sorted(new[[i for one in dealt for i in one]].tolist()) for dealt in packing]
     share = deal_tokens(groups, ranks.by_rank(shares), channel=channel, tag=_TOKENS)
     microbatches = [new[list(indices)].tolist() for indices in packing[policy.groups.dp_rank]]
-    scored = score(policy, share, microbatches)
+    mark = partial(following_engine, policy, share)
+    scored = score(policy, share, microbatches, mark=mark)
     log_probs = _to_holders(
         {i: values.numpy() for i, values in scored.items()} if policy.groups.is_first_copy else {},
         table,

@@ -1,28 +1,41 @@
 """Routes: the experts that a model's routers choose for each token, in every layer with experts.
 
-The pass of the old log-probs records them, and the updates of the same step replay them: a ratio
-then says how the weights have changed, and does not jump where a change as small as rounding has
-sent a token to another expert. The gate's values are always those of the current weights, so that
-the router is trained. Updates are packed like the pass of the old log-probs, micro-batch for
-micro-batch: a rank replays the rows that it has recorded itself, and none travel.
+The updates of a step replay them: a ratio then says how the weights have changed, and does not
+jump where a change as small as rounding has sent a token to another expert. The gate's values are
+always those of the current weights, so that the router is trained.
+
+They are recorded by the pass of the old log-probs (`objective.routing_replay` = "trainer"). Updates
+are packed like it, micro-batch for micro-batch: a rank replays the rows that it has recorded
+itself, and none travel. Or they are the engine's ("rollout"), which travel with the tokens
+(`Rollouts.routes`), and which the pass of the old log-probs follows, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapo_megatron.compat.megatron_router import layers_with_experts
+from gapo_megatron.device.transfer import to_device
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.policy import Policy
+from gapo_megatron.policy.context import held_positions, num_chunks
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import ChooseExperts, Microbatch
 
 Routes = dict[int, Tensor]
 """Experts of a micro-batch's tokens, padding included: number of the layer -> [tokens of this rank,
 experts per token] in ascending order; uint8 if it holds their numbers, otherwise int16."""
+
+_SHARES = ("same_routes", "engine_same_routes")
+"""Shares that the metrics have: compared with what updates replay, and with the engine's routes at
+the weights that the step begins with."""
 
 
 @dataclass
@@ -33,8 +46,18 @@ class Recorded:
     """Number of a mini-batch -> routes of its micro-batches, on the policy's device, until its
     update is done. Also those of the sequences that measure rounding, until they have."""
     counts: Tensor | None = None
-    """[layers, experts + 2] int64 on the policy's device, of the tokens that this rank computes: of
-    each expert, compared, and of these with the same experts. None for a model without experts."""
+    """[layers, experts + 4] int64 on the policy's device, of the tokens that this rank computes: of
+    each expert; then for each of `_SHARES` compared, and of these with the same experts. None for a
+    model without experts."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Routes of a micro-batch's tokens on this rank, and of which tokens."""
+
+    routes: Routes
+    is_known: Tensor | None = None
+    """[tokens of this rank] bool; None: of all."""
 
 
 class StepRoutes:
@@ -44,25 +67,40 @@ class StepRoutes:
 
     Args:
         policy: the policy; its device holds the routes.
+        rollouts: the step's batch, with the tokens that this rank computes.
         recorded: from the same step, before it was interrupted; updated in place.
-        replays: whether updates replay what was recorded; otherwise they only compare.
+        replayed: routes that updates replay: "trainer": those recorded; "rollout": the engine's,
+            of `rollouts`; "none": updates only compare with those recorded.
     """
 
-    def __init__(self, policy: Policy, recorded: Recorded | None = None, *, replays: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        rollouts: Rollouts,
+        recorded: Recorded | None = None,
+        *,
+        replayed: Literal["none", "trainer", "rollout"],
+    ) -> None:
         recorded = recorded or Recorded()
         self._policy = policy
-        self._replays = replays
+        self._rollouts = rollouts
+        self._replayed = replayed
         self._num_experts = geometry_of(policy.hf_config).num_experts
         if self._num_experts and recorded.counts is None:
-            shape = (policy.hf_config.num_hidden_layers, self._num_experts + 2)
+            shape = (policy.hf_config.num_hidden_layers, self._num_experts + 2 * len(_SHARES))
             recorded.counts = torch.zeros(shape, dtype=torch.int64, device=policy.device)
         self._counts = recorded.counts
         self._routes = recorded.routes
 
     def recording(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Micro-batches of mini-batch `number` whose next pass, without gradients, records."""
+        """Micro-batches of mini-batch `number` whose next pass, without gradients, records.
+
+        The engine's routes are not recorded: that pass follows them.
+        """
         if not self._num_experts:
             return [*microbatches]
+        if self._replayed == "rollout":
+            return self._marked(number, microbatches, share="engine_same_routes")
         recorded = self._routes[number] = [{} for _ in microbatches]
         return [
             replace(microbatch, choose_experts=recorder(routes, num_experts=self._num_experts))
@@ -81,31 +119,31 @@ class StepRoutes:
         """
         if not self._num_experts:
             return [*microbatches]
-        recorded = self._routes.get(number, [{} for _ in microbatches])
-        return [
-            replace(microbatch, choose_experts=self._follower(microbatch, routes, counts=counts))
-            for microbatch, routes in zip(microbatches, recorded, strict=True)
-        ]
+        # The weights are still those that the step begins with in mini-batch 0.
+        is_first = self._replayed == "rollout" and number == 0
+        share = "engine_same_routes" if is_first else "same_routes"
+        return self._marked(number, microbatches, share=share if counts else None, load=counts)
 
     def tracing(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """For passes that only score: the first records, later ones follow; none is counted."""
-        if number not in self._routes:
+        if not self.has(number):
             return self.recording(number, microbatches)
         return self.following(number, microbatches, counts=False)
 
     def other_way(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Like `tracing` after its first pass, as if `replays` had the other value."""
+        """Like `tracing` after its first pass, but free if updates replay, and replaying if not."""
         if not self._num_experts:
             return [*microbatches]
-        recorded = self._routes[number]
+        if self._replayed != "none":
+            return [replace(one, choose_experts=None) for one in microbatches]
         return [
-            replace(one, choose_experts=None if self._replays else replayer(routes))
-            for one, routes in zip(microbatches, recorded, strict=True)
+            replace(one, choose_experts=replayer(routes))
+            for one, routes in zip(microbatches, self._routes[number], strict=True)
         ]
 
     def has(self, number: int) -> bool:
-        """Whether the routes of mini-batch `number` were recorded."""
-        return number in self._routes
+        """Whether there are routes of mini-batch `number`, recorded or the engine's."""
+        return self._replayed == "rollout" or number in self._routes
 
     def forget(self, number: int) -> None:
         """Free the routes of mini-batch `number`, which no further pass follows."""
@@ -114,7 +152,7 @@ class StepRoutes:
     def summarize(self) -> dict[str, float]:
         """`experts/*` (docs/metrics.md) of the step, the same on every rank.
 
-        Collectives: for a model with experts an all-reduce of [layers, experts + 2] int64 over all
+        Collectives: for a model with experts an all-reduce of [layers, experts + 4] int64 over all
         ranks: each counts its own layers and tokens.
         """
         if self._counts is None:
@@ -124,9 +162,30 @@ class StepRoutes:
         counts = counts.cpu()
         return summarize(counts[counts.any(dim=1)])
 
-    def _follower(self, microbatch: Microbatch, routes: Routes, *, counts: bool) -> ChooseExperts:
-        replayed = replayer(routes) if self._replays else None
-        if not counts:
+    def _marked(
+        self,
+        number: int,
+        microbatches: Sequence[Microbatch],
+        *,
+        share: str | None,
+        load: bool = False,
+    ) -> list[Microbatch]:
+        """Micro-batches that follow; counted for a share of the metrics, and for the load."""
+        if self._replayed == "rollout":
+            known = [routes_of_engine(self._policy, self._rollouts, one) for one in microbatches]
+        else:
+            recorded = self._routes.get(number, [{} for _ in microbatches])
+            known = [Known(routes) for routes in recorded]
+        return [
+            replace(one, choose_experts=self._follower(one, routes, share=share, load=load))
+            for one, routes in zip(microbatches, known, strict=True)
+        ]
+
+    def _follower(
+        self, microbatch: Microbatch, known: Known, *, share: str | None, load: bool
+    ) -> ChooseExperts:
+        replayed = None if self._replayed == "none" else replayer(known.routes, known.is_known)
+        if share is None:
             return replayed or _own_choice
         is_token = own_tokens(self._policy, microbatch)
         counted: set[int] = set()
@@ -135,22 +194,80 @@ class StepRoutes:
             chosen = own if replayed is None else replayed(layer, own)
             if layer not in counted:  # not again where the layer is recomputed
                 counted.add(layer)
-                self._count(layer, own, chosen, routes.get(layer), is_token)
+                if load:
+                    self._count_load(layer, chosen, is_token)
+                if layer in known.routes:
+                    is_compared = is_token if known.is_known is None else is_token * known.is_known
+                    is_same = (own == known.routes[layer]).all(dim=1)
+                    self._count_same(layer, is_compared, is_same, share)
             return chosen
 
         return choose
 
-    def _count(
-        self, layer: int, own: Tensor, chosen: Tensor, recorded: Tensor | None, is_token: Tensor
-    ) -> None:
-        """Add a layer's tokens; nothing is read from the device."""
+    # --- counts: nothing is read from the device --------------------------------------------------
+
+    def _count_load(self, layer: int, chosen: Tensor, is_token: Tensor) -> None:
         assert self._counts is not None
-        counts, num_experts = self._counts[layer], self._num_experts
-        counts.scatter_add_(0, chosen.flatten(), is_token.repeat_interleave(chosen.shape[1]))
-        if recorded is not None:
-            is_same = (own == recorded).all(dim=1)
-            counts[num_experts] += is_token.sum()
-            counts[num_experts + 1] += (is_token * is_same).sum()
+        tokens = is_token.repeat_interleave(chosen.shape[1])
+        self._counts[layer].scatter_add_(0, chosen.flatten(), tokens)
+
+    def _count_same(self, layer: int, is_compared: Tensor, is_same: Tensor, share: str) -> None:
+        assert self._counts is not None
+        first = self._num_experts + 2 * _SHARES.index(share)
+        self._counts[layer, first] += is_compared.sum()
+        self._counts[layer, first + 1] += (is_compared * is_same).sum()
+
+
+def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch) -> Known:
+    """The engine's routes of this rank's tokens of a micro-batch, in its own layers.
+
+    Args:
+        policy: its parallel sizes decide which tokens and layers are this rank's.
+        rollouts: with the tokens and routes of the micro-batch's sequences.
+        microbatch: packed by `policy` from `rollouts`.
+    """
+    groups, layers = policy.groups, layers_with_experts(policy.stages)
+    num_layers, multiple = policy.hf_config.num_hidden_layers, num_chunks(groups.cp_size)
+    num_experts_per_token = geometry_of(policy.hf_config).experts_per_token
+    # All tokens, packed as `batching.pack` packs them.
+    num_tokens = microbatch.tokens.shape[1] * groups.cp_size
+    packed = np.zeros((num_tokens, num_layers, num_experts_per_token), np.uint8)
+    is_known, edges = np.zeros(num_tokens, np.bool_), [0]
+    fed_lengths = rollouts.num_fed_tokens[list(microbatch.indices)].tolist()
+    for i, fed in zip(microbatch.indices, fed_lengths, strict=True):
+        start, routes = edges[-1], rollouts.routes_of(i)
+        if routes is not None:
+            end = start + min(len(routes), fed)
+            packed[start:end].reshape(end - start, -1)[:] = routes[: end - start]
+            is_known[start:end] = True
+        edges.append(start + fed + -fed % multiple)
+    if edges[-1] < num_tokens:
+        edges.append(num_tokens)  # padding
+    # This rank's, as `policy.context` and sequence parallelism cut them.
+    if groups.cp_size > 1:
+        cp_rank, cp_size = groups.cp_rank, groups.cp_size
+        held = held_positions(torch.tensor(edges), cp_rank=cp_rank, cp_size=cp_size).numpy()
+        packed, is_known = packed[held], is_known[held]
+    if policy.stages[0].config.sequence_parallel:
+        packed, is_known = (
+            np.split(one, groups.tp_size)[groups.tp_rank] for one in (packed, is_known)
+        )
+    own = np.ascontiguousarray(packed[:, layers].swapaxes(0, 1))
+    on_device, known = to_device([own, is_known], policy.device)
+    return Known(dict(zip(layers, on_device.sort(dim=2).values, strict=True)), known)
+
+
+def following_engine(
+    policy: Policy, rollouts: Rollouts, microbatches: Sequence[Microbatch]
+) -> list[Microbatch]:
+    """Micro-batches, packed from `rollouts`, whose passes follow its routes if it has any."""
+    if not rollouts.has_routes:
+        return [*microbatches]
+    known = [routes_of_engine(policy, rollouts, one) for one in microbatches]
+    return [
+        replace(one, choose_experts=replayer(routes.routes, routes.is_known))
+        for one, routes in zip(microbatches, known, strict=True)
+    ]
 
 
 def recorder(routes: Routes, *, num_experts: int) -> ChooseExperts:
@@ -164,11 +281,14 @@ def recorder(routes: Routes, *, num_experts: int) -> ChooseExperts:
     return record
 
 
-def replayer(routes: Routes) -> ChooseExperts:
-    """What `routes` hold; the routers' own choice if they were not recorded."""
+def replayer(routes: Routes, is_known: Tensor | None = None) -> ChooseExperts:
+    """What `routes` hold; the routers' own choice if they hold nothing, or not of that token."""
 
     def replay(layer: int, own: Tensor) -> Tensor:
-        return routes[layer].long() if routes else own
+        if not routes:
+            return own
+        chosen = routes[layer].long()
+        return chosen if is_known is None else torch.where(is_known[:, None], chosen, own)
 
     return replay
 
@@ -185,19 +305,21 @@ def summarize(counts: Tensor) -> dict[str, float]:
     """Metrics of the layers with experts.
 
     Args:
-        counts: [layers, experts + 2] int64 over all ranks: tokens of each expert, tokens whose
-            routes were compared, and those of them that agree.
+        counts: [layers, experts + 4] int64 over all ranks: see `Recorded.counts`.
     """
-    load, compared, same = counts[:, :-2].double(), counts[:, -2], counts[:, -1]
     if not len(counts):
         return {}
+    load = counts[:, : -2 * len(_SHARES)].double()
     metrics = {
         "experts/max_load": float((load.amax(dim=1) / load.mean(dim=1)).mean()),
         "experts/dead_share": float((load == 0).double().mean()),
     }
-    if compared.any():
-        metrics["experts/same_routes_share"] = int(same.sum()) / int(compared.sum())
-        metrics["experts/same_routes_share_min"] = float((same.double() / compared).min())
+    for name, (compared, same) in zip(
+        _SHARES, counts[:, -2 * len(_SHARES) :].T.split(2), strict=True
+    ):
+        if compared.any():
+            metrics[f"experts/{name}_share"] = int(same.sum()) / int(compared.sum())
+            metrics[f"experts/{name}_share_min"] = float((same.double() / compared).min())
     return metrics
 
 

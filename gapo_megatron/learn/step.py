@@ -100,8 +100,7 @@ def learn(
     assert plan is not None, "the batch is not planned"
     if must_stop():
         return None
-    replays = objective.replayed_routes != "none"
-    routes = StepRoutes(policy, progress.routes, replays=replays)
+    routes = StepRoutes(policy, batch, progress.routes, replayed=objective.replayed_routes)
     # Scored before and after the updates in the same way, to measure rounding of the ratios.
     if measures_rounding and not progress.old_log_probs:
         with stopwatch("rounding"):

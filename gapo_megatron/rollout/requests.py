@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.journal import Reply
@@ -31,6 +32,8 @@ class SamplingSettings:
     """> 0. Also the temperature of the log-probs."""
     top_p: float = 1.0
     """Nucleus of sampling, in (0, 1]."""
+    keeps_routes: bool = False
+    """Keep the routes that the engine returns; it must return them then."""
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, sample: int, start: int = 0) -> int:
@@ -113,6 +116,7 @@ class Responses:
             temperature=settings.temperature,
             top_p=settings.top_p,
             stop_ids=self._stop_ids,
+            num_routed=0 if episode.routes is None else len(episode.routes),
         )
 
     def take(self, completion: Completion) -> Episode | Request:
@@ -123,7 +127,9 @@ class Responses:
             Or the request that continues it, after a stop token that ended no turn.
         """
         i, sample = self._places[completion.name]
-        episode = _extend(self.groups[i][sample], completion)
+        episode = _extend(
+            self.groups[i][sample], completion, keeps_routes=self._settings.keeps_routes
+        )
         if completion.reason == "stop":
             at_stop = int(episode.token_ids[-1]) in self._stop_ids
             if at_stop and self._calls and not self._calls.turns.is_over(episode):
@@ -216,15 +222,22 @@ def _without_turn(episode: Episode) -> Episode:
         log_probs=np.zeros(1, np.float32),
         response_mask=np.zeros(1, bool),
         failure=episode.failure or what,
+        routes=None,
     )
 
 
-def _extend(episode: Episode, completion: Completion) -> Episode:
-    """The response with the tokens of a completion."""
-    mask = None
+def _extend(episode: Episode, completion: Completion, *, keeps_routes: bool) -> Episode:
+    """The response with the tokens of a completion.
+
+    Raises:
+        RolloutError: the engine has returned no routes, or not those of all tokens.
+    """
+    mask, routes = None, None
     if episode.response_mask is not None:
         new = np.ones(len(completion.token_ids), dtype=bool)
         mask = np.concatenate([episode.response_mask, new])
+    if keeps_routes:
+        routes = _joined_routes(episode, completion)
     return replace(
         episode,
         token_ids=np.concatenate([episode.token_ids, completion.token_ids]),
@@ -234,4 +247,27 @@ def _extend(episode: Episode, completion: Completion) -> Episode:
         response_mask=mask,
         num_drafted=episode.num_drafted + completion.num_drafted,
         num_accepted=episode.num_accepted + completion.num_accepted,
+        routes=routes,
     )
+
+
+def _joined_routes(episode: Episode, completion: Completion) -> np.ndarray | None:
+    """Routes of the tokens up to the last of a completion, which the model has not read.
+
+    An aborted request may have none: the request that continues it returns those of all tokens.
+    """
+    before, new = episode.routes, completion.routes
+    if new is not None:
+        new = new.reshape(len(new), -1)
+        routes = new if before is None else np.concatenate([before, new])
+    else:
+        routes = before
+    num_tokens = len(episode.prompt.token_ids) + len(episode.token_ids) + len(completion.token_ids)
+    if completion.reason != "abort" and (routes is None or len(routes) != num_tokens - 1):
+        found = "no routes" if routes is None else f"routes of {len(routes)} tokens"
+        raise RolloutError(
+            f"prompt {episode.prompt.id!r}, rollout {episode.sample}: {found} of "
+            f"{num_tokens - 1}; objective.routing_replay ('rollout') needs an engine that returns "
+            "them all"
+        )
+    return routes

@@ -62,6 +62,7 @@ def to_rollouts(
         ],
         carried_versions=carried,
         response_masks=[one.response_mask for one in episodes],
+        routes=[one.routes for one in episodes],
     )
     if not judges_truncated:
         outcomes = [
@@ -119,6 +120,7 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
         response_mask=rollouts.response_masks.get(row),
         carried_log_probs=rollouts.carried_log_probs[row] if is_scored else None,
         carried_versions=rollouts.carried_versions[row] if is_carried else None,
+        routes=rollouts.routes_of(row),
     )
 
 

@@ -328,6 +328,7 @@ def build_rollouter(
             seed=config.run.seed,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
+            keeps_routes=config.objective.replayed_routes == "rollout",
         ),
         reward=config.reward,
     )

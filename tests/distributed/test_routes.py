@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import CP, EP, PP, SP, TP, VPP
 from tests.learn_setup import Report, make_judged, run_learn
-from tests.routes_setup import ROLLOUTS, assert_updates, config_of, save_model
+from tests.routes_setup import (
+    ROLLOUTS,
+    assert_updates,
+    config_of,
+    save_model,
+    with_engines_routes,
+)
 
 # Two mini-batches; the first has no advantage, so that its update changes no weight.
 STILL = make_judged(("wwww", "cccc", "cwww", "ccww"), seed=3)
@@ -36,58 +44,73 @@ EIGHT: Layouts = {
     "pipeline, 4 expert": {PP: 2, EP: 4},
     "tensor, pipeline, 4 expert": {TP: 2, SP: True, PP: 2, EP: 4},
 }
-BOTH = (True, False)
-Reports = dict[tuple[str, bool], Report]
+REPLAYS = ("trainer", "rollout")
+WAYS = (*REPLAYS, "none")
+Reports = dict[tuple[str, str], Report]
 
 
-def learn_everywhere(folder: Path, layouts: Layouts, ways: tuple[bool, ...]) -> Reports:
-    """A step in each layout, with replay or without; at equal weights every ratio is 1.
+def learn_everywhere(folder: Path, layouts: Layouts, ways: Sequence[str]) -> Reports:
+    """A step in each layout, with each kind of replay; at equal weights every ratio is 1.
 
     With replay, a stop between the two updates changes no bit.
     """
     reports = {}
     for name, sizes in layouts.items():
-        for replays in ways:
+        for replayed in ways:
             config = config_of(
-                folder, replays=replays, parallel=sizes, optimizer={"weight_decay": 0.0}
+                folder, replayed=replayed, parallel=sizes, optimizer={"weight_decay": 0.0}
             )
-            whole = reports[name, replays] = run_learn(config, ROLLOUTS)
-            if replays:
-                stopped = run_learn(config, ROLLOUTS, stop_in=folder)
+            rollouts = of_engine(ROLLOUTS, layouts) if replayed == "rollout" else ROLLOUTS
+            whole = reports[name, replayed] = run_learn(config, rollouts)
+            if replayed != "none":
+                stopped = run_learn(config, rollouts, stop_in=folder)
                 assert stopped.metrics == whole.metrics, name
                 for key, tensor in whole.after.items():
                     assert torch.equal(stopped.after[key], tensor), (name, key)
-            still = run_learn(config, STILL)
+            still = STILL if replayed != "rollout" else of_engine(STILL, layouts)
+            still = run_learn(config, still)
             assert still.updates[0].grad_norm == 0.0
             assert set(still.updates[1].ratios.values()) <= {1.0}, name
-            assert still.metrics["experts/same_routes_share"] == 1.0, name
+            same = still.metrics["experts/same_routes_share"]
+            assert same < 0.2 if replayed == "rollout" else same == 1.0, name
     return reports
+
+
+def of_engine(rollouts: Rollouts, layouts: Layouts) -> Rollouts:
+    """With routes for the layers of the model of these layouts."""
+    return with_engines_routes(rollouts, num_layers=num_layers_of(layouts))
+
+
+def num_layers_of(layouts: Layouts) -> int:
+    return 4 if any(VPP in sizes for sizes in layouts.values()) else 2
 
 
 @pytest.mark.parametrize(
     ("world_size", "layouts", "ways"),
     [
-        (2, {"tensor, expert": TWO["tensor, expert"]}, (True,)),
-        pytest.param(2, TWO | MORE, BOTH, marks=pytest.mark.system),
-        pytest.param(4, FOUR, BOTH, marks=pytest.mark.system),
-        pytest.param(8, EIGHT, BOTH, marks=pytest.mark.system),
+        (2, {"tensor, expert": TWO["tensor, expert"]}, REPLAYS),
+        pytest.param(2, TWO | MORE, WAYS, marks=pytest.mark.system),
+        pytest.param(4, FOUR, REPLAYS, marks=pytest.mark.system),
+        pytest.param(8, EIGHT, REPLAYS, marks=pytest.mark.system),
     ],
     ids=["one", "two", "four", "eight"],
 )
 def test_updates_are_those_of_a_loop_in_float64(
-    tmp_path: Path, world_size: int, layouts: Layouts, ways: tuple[bool, ...]
+    tmp_path: Path, world_size: int, layouts: Layouts, ways: tuple[str, ...]
 ) -> None:
-    save_model(tmp_path, num_layers=4 if any(VPP in sizes for sizes in layouts.values()) else 2)
+    save_model(tmp_path, num_layers=num_layers_of(layouts))
     ranks = run_distributed(learn_everywhere, world_size, tmp_path, layouts, ways)
-    for replays in ways:
-        config = config_of(tmp_path, replays=replays, optimizer={"weight_decay": 0.0})
+    for replayed in ways:
+        config = config_of(tmp_path, replayed=replayed, optimizer={"weight_decay": 0.0})
+        rollouts = of_engine(ROLLOUTS, layouts) if replayed == "rollout" else ROLLOUTS
         with single_rank():
-            alone = run_learn(config, ROLLOUTS)
+            alone = run_learn(config, rollouts)
         experts = {k: v for k, v in alone.metrics.items() if k.startswith("experts/")}
-        assert 0.5 < experts["experts/same_routes_share"] < 1  # there was something to replay
+        if replayed != "rollout":  # there was something to replay
+            assert 0.5 < experts["experts/same_routes_share"] < 1
         for name in layouts:
-            reports = [rank[name, replays] for rank in ranks]
-            assert_updates(reports, tmp_path, config)
+            reports = [rank[name, replayed] for rank in ranks]
+            assert_updates(reports, tmp_path, config, rollouts)
             for report in reports:  # every token of every layer counts once
                 found = {k: v for k, v in report.metrics.items() if k.startswith("experts/")}
-                assert found == experts, (name, replays)
+                assert found == experts, (name, replayed)

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.checkpoint import OpenStep, check_resume, load_latest
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.learn.rounding import Scores, measure
 from gapo_megatron.learn.routes import (
@@ -30,23 +34,29 @@ from gapo_megatron.learn.routes import (
     summarize,
 )
 from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.learn.update import update
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, destroy
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
 from tests.damage import put, sign_document
 from tests.distributed.checkpoint_setup import save
 from tests.distributed.policy_setup import WeightedLoss, load_policy
-from tests.learn_setup import gradients, make_judged, planned, run_learn
+from tests.learn_setup import gradients, make_judged, planned, run_learn, with_columns
 from tests.messages import mentions
+from tests.peers.reference import in_float64, response_log_probs
 from tests.routes_setup import (
     NUM_EXPERTS,
     ROLLOUTS,
     TOP_K,
     assert_updates,
     config_of,
+    following,
+    load_model,
     save_model,
+    with_engines_routes,
 )
 from tests.train_setup import documented_names
 
@@ -64,15 +74,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def policy(folder: Path) -> Iterator[Policy]:
-    yield load_policy(config_of(folder, replays=True))
+    yield load_policy(config_of(folder))
     destroy()
 
 
 def test_the_ratio_is_one_at_equal_weights(tmp_path: Path) -> None:
     """With so many experts Megatron-core 0.19 orders them otherwise where there are gradients."""
     save_model(tmp_path, num_experts=32, num_experts_per_tok=8)
-    for replays in (True, False):
-        config = config_of(tmp_path, replays=replays, optimizer={"weight_decay": 0.0})
+    for replayed in ("trainer", "none"):
+        config = config_of(tmp_path, replayed=replayed, optimizer={"weight_decay": 0.0})
         report = run_learn(config, STILL)
         first, second = report.updates
         assert first.grad_norm == 0.0
@@ -80,20 +90,46 @@ def test_the_ratio_is_one_at_equal_weights(tmp_path: Path) -> None:
         assert report.metrics["experts/same_routes_share"] == 1.0
 
 
-@pytest.mark.parametrize("replays", [True, False])
-def test_updates_are_those_of_a_loop_in_float64(folder: Path, replays: bool) -> None:
-    config = config_of(folder, replays=replays)
+@pytest.mark.parametrize("replayed", ["trainer", "none"])
+def test_updates_are_those_of_a_loop_in_float64(folder: Path, replayed: str) -> None:
+    config = config_of(folder, replayed=replayed)
     report = run_learn(config, ROLLOUTS)
     assert_updates([report], folder, config)
     assert 0.5 < report.metrics["experts/same_routes_share"] < 1  # there was something to replay
+
+
+@pytest.mark.parametrize("old", ["trainer", "rollout"])
+def test_updates_follow_the_engines_routes_like_a_loop_in_float64(folder: Path, old: str) -> None:
+    """Routes that no router would choose, so that every pass that chooses freely is seen."""
+    objective = {"routing_replay": "rollout", "old_log_probs": old}
+    config = config_of(folder, objective=objective)
+    rollouts = with_engines_routes(ROLLOUTS)
+    if old == "rollout":  # an engine whose log-probs belong to its routes
+        rollouts = with_columns(rollouts, rollout_log_probs=scored_by_loop(folder, rollouts))
+    report = run_learn(config, rollouts)
+    assert_updates([report], folder, config, rollouts)
+    assert report.metrics["experts/same_routes_share"] < 0.2
+    assert report.metrics["experts/engine_same_routes_share"] < 0.2
+
+
+def scored_by_loop(folder: Path, rollouts: Rollouts) -> list[np.ndarray]:
+    """Log-probs in float64 with the engine's routes, as float32."""
+    tokens = [
+        [held[row].tolist() for row in range(len(rollouts))]
+        for held in (rollouts.prompt_ids, rollouts.response_ids)
+    ]
+    model, temperature = in_float64(load_model(folder)), config_of(folder).rollout.temperature
+    with following("rollout", rollouts), torch.no_grad():
+        scored = response_log_probs(model, *tokens, temperature)
+    return [one.float().numpy() for one in scored]
 
 
 def test_recomputed_layers_replay_the_same_routes(folder: Path) -> None:
     """Routes that no router would choose: with others in a recomputed layer gradients differ."""
     found = []
     for recompute in ("none", "full"):
-        policy = load_policy(config_of(folder, replays=True, model={"recompute": recompute}))
-        batch = make_batch(ROLLOUTS, config_of(folder, replays=True).objective.resolve())
+        policy = load_policy(config_of(folder, model={"recompute": recompute}))
+        batch = make_batch(ROLLOUTS, config_of(folder).objective.resolve())
         packed = [policy.pack(batch, indices) for indices in ((0, 1, 2), (4, 5))]
         marked = [replace(one, choose_experts=replayer(any_routes(one))) for one in packed]
         seen: list[dict[str, Tensor]] = []
@@ -112,8 +148,8 @@ def test_recomputed_layers_replay_the_routes_of_their_own_micro_batch(folder: Pa
     """Pipeline stages run micro-batches forward before the backward pass of an earlier one."""
     found = []
     for recompute in ("none", "full"):
-        policy = load_policy(config_of(folder, replays=True, model={"recompute": recompute}))
-        batch = make_batch(ROLLOUTS, config_of(folder, replays=True).objective.resolve())
+        policy = load_policy(config_of(folder, model={"recompute": recompute}))
+        batch = make_batch(ROLLOUTS, config_of(folder).objective.resolve())
         (stage,), sums = policy.stages, []
         for indices in ((0, 1, 2), (4, 5)):
             one = policy.pack(batch, indices)
@@ -176,7 +212,7 @@ def test_only_the_old_pass_records_and_only_updates_follow(folder: Path) -> None
             chosen.append(all(torch.equal(ids, routes[layer]) for layer, ids in replayed.items()))
         return log_probs(policy, microbatches, **options)
 
-    config = config_of(folder, replays=True, objective={"kl_coef": 0.1, "method": "bapo"})
+    config = config_of(folder, objective={"kl_coef": 0.1, "method": "bapo"})
     with (
         patch.object(learn_module, "log_probs", watched),
         patch.object(bounds_module, "log_probs", of_bounds),
@@ -187,29 +223,33 @@ def test_only_the_old_pass_records_and_only_updates_follow(folder: Path) -> None
     assert chosen and all(chosen)
 
 
-@pytest.mark.parametrize("replays", [True, False])
-def test_a_stop_between_updates_changes_no_bit(folder: Path, tmp_path: Path, replays: bool) -> None:
+@pytest.mark.parametrize("replayed", ["trainer", "none", "rollout"])
+def test_a_stop_between_updates_changes_no_bit(folder: Path, tmp_path: Path, replayed: str) -> None:
     """Neither of what is learned nor of the metrics: all of them are there."""
-    config = config_of(folder, replays=replays)
-    whole = run_learn(config, ROLLOUTS, measures_rounding=True)
-    stopped = run_learn(config, ROLLOUTS, measures_rounding=True, stop_in=tmp_path)
+    config, rollouts = config_of(folder, replayed=replayed), ROLLOUTS
+    if replayed == "rollout":
+        rollouts = with_engines_routes(ROLLOUTS)
+    whole = run_learn(config, rollouts, measures_rounding=True)
+    stopped = run_learn(config, rollouts, measures_rounding=True, stop_in=tmp_path)
     assert stopped.metrics == whole.metrics
     assert all(torch.equal(stopped.after[name], one) for name, one in whole.after.items())
     logged = {name for name in whole.metrics if name.startswith("experts/")}
-    assert logged == {name for name in documented_names() if name.startswith("experts/")}
+    documented = {name for name in documented_names() if name.startswith("experts/")}
+    of_engine = {name for name in documented if name.startswith("experts/engine_")}
+    assert of_engine and logged == documented - (set() if replayed == "rollout" else of_engine)
 
 
 def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
     folder: Path, policy: Policy, tmp_path: Path
 ) -> None:
     """A version without replay wrote none, and what it computed goes on without."""
-    for replays, routes in ((True, {1: []}), (False, {}), (True, {})):
-        config = config_of(folder, replays=replays)
+    for replayed, routes in (("trainer", {1: []}), ("none", {}), ("trainer", {})):
+        config = config_of(folder, replayed=replayed)
         batch = make_batch(ROLLOUTS, config.objective.resolve())
         progress = Progress([[], []], grad_norms=[0.5], routes=Recorded(routes))
-        run_dir = tmp_path / f"{replays}, {len(routes)}"
+        run_dir = tmp_path / f"{replayed}, {len(routes)}"
         save(run_dir, policy, config, step=3, open_step=OpenStep(batch, {}, {}, progress))
-        if routes or not replays:
+        if routes or replayed == "none":
             found = load_latest(run_dir, policy=policy, config=config)
             assert found is not None and found.num_open_updates == 1
     named = mentions("step_00000003_1", "objective.routing_replay")
@@ -219,7 +259,7 @@ def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
     sign_document(path, put("config", "objective", "routing_replay", value=...))
     with pytest.raises(ConfigError, match=mentions("objective.routing_replay", "none")):
         check_resume(run_dir, policy.hf_config, config)
-    config = config_of(folder, replays=False)
+    config = config_of(folder, replayed="none")
     check_resume(run_dir, policy.hf_config, config)
     found = load_latest(run_dir, policy=policy, config=config)
     assert found is not None and found.num_open_updates == 1
@@ -230,12 +270,12 @@ def test_rounding_is_measured_with_the_routes_that_updates_use(
 ) -> None:
     """Before the step routes are recorded; afterwards every pass follows them, if updates do."""
     moved = {}
-    for replays in (True, False):
-        config = config_of(folder, replays=replays)
+    for replayed in ("trainer", "none"):
+        config = config_of(folder, replayed=replayed)
         policy.load_initial_weights()
         batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
         recorded = Recorded()
-        routes = StepRoutes(policy, recorded, replays=replays)
+        routes = StepRoutes(policy, batch, recorded, replayed=replayed)
         before = Scores.of(policy, batch, routes)
         with torch.no_grad():
             for parameter in policy.stages[0].parameters():
@@ -253,23 +293,23 @@ def test_rounding_is_measured_with_the_routes_that_updates_use(
         )
         packed = [policy.pack(batch, indices) for indices in packing]
         free = log_probs(policy, packed)
-        replayed = log_probs(policy, routes.other_way(-1, packed) if not replays else
-                             routes.tracing(-1, packed))  # fmt: skip
+        mark = routes.other_way if replayed == "none" else routes.tracing
+        following = log_probs(policy, mark(-1, packed))
         squares = [
             float(torch.stack([part.double().mean() for part in difference.split(lengths)])
                   .square().sum())
-            for one, a, b in zip(packed, free, replayed, strict=True)
+            for one, a, b in zip(packed, free, following, strict=True)
             for difference, lengths in [(a - b, one.row_offsets.diff().tolist())]
         ]  # fmt: skip
         expected = math.sqrt(sum(squares) / int((batch.advantages != 0).sum()))
         assert metrics["experts/ratio_by_routes"] == pytest.approx(expected, rel=1e-6)
-        moved[replays] = metrics["numerics/ratio_signal"]
-    assert moved[True] != moved[False] and expected > 0
+        moved[replayed] = metrics["numerics/ratio_signal"]
+    assert moved["trainer"] != moved["none"] and expected > 0
     # Goes on within a step of an older version, which kept none: there is nothing to compare.
     recorded = Recorded()
-    routes = StepRoutes(policy, recorded, replays=False)
+    routes = StepRoutes(policy, batch, recorded, replayed="none")
     metrics = measure(policy, batch, before, config.objective, config.rollout, routes)
-    assert metrics["numerics/ratio_signal"] == moved[False]
+    assert metrics["numerics/ratio_signal"] == moved["none"]
     assert "experts/ratio_by_routes" not in metrics and not recorded.routes
 
 
@@ -284,33 +324,35 @@ def test_ids_are_kept_in_the_smallest_type_that_holds_them() -> None:
 
 def test_metrics_of_counted_tokens() -> None:
     """Two layers of three experts; the second sends one token in four to other experts."""
-    counts = torch.tensor([[4, 2, 2, 4, 4], [0, 8, 0, 4, 3]])
+    counts = torch.tensor([[4, 2, 2, 4, 4, 2, 2], [0, 8, 0, 4, 3, 2, 1]])
     assert summarize(counts) == {
         "experts/max_load": (1.5 + 3) / 2,
         "experts/dead_share": 2 / 6,
         "experts/same_routes_share": 7 / 8,
         "experts/same_routes_share_min": 0.75,
+        "experts/engine_same_routes_share": 0.75,
+        "experts/engine_same_routes_share_min": 0.5,
     }
-    assert "experts/same_routes_share" not in summarize(torch.tensor([[4, 2, 2, 0, 0]]))
+    assert not [name for name in summarize(torch.tensor([[4, 2, 2, 0, 0, 0, 0]])) if "same" in name]
 
 
 def test_tokens_are_counted_once_and_padding_is_not(folder: Path) -> None:
     """Also where layers are recomputed, or a pass is repeated: their routers are asked again."""
     found = []
     for recompute in ("none", "full"):
-        config = config_of(folder, replays=True, model={"recompute": recompute})
+        config = config_of(folder, model={"recompute": recompute})
         policy = load_policy(config)
         batch = make_batch(ROLLOUTS, config.objective.resolve())
         padded = replace(policy.pack(batch, (0, 1)))
         padded.is_padding[0, :5] = True
-        routes = StepRoutes(policy, replays=True)
+        routes = StepRoutes(policy, batch, replayed="trainer")
         (marked,) = routes.following(0, [padded])
         for _ in range(2):
             update(policy, [marked], WeightedLoss(batch, [padded]))
         found.append(routes._counts)
         destroy()
     num_tokens = int(batch.num_fed_tokens[:2].sum()) - 5
-    assert found[0][:, :-2].sum(dim=1).tolist() == [num_tokens * TOP_K] * 2
+    assert found[0][:, :-4].sum(dim=1).tolist() == [num_tokens * TOP_K] * 2
     assert torch.equal(*found)
 
 
@@ -318,3 +360,19 @@ def test_nothing_is_replayed_beside_the_engines_log_probs() -> None:
     """There is no pass of the trainer that could record."""
     assert ObjectiveConfig(method="gapo").replayed_routes == "trainer"
     assert ObjectiveConfig(method="gapo", old_log_probs="rollout").replayed_routes == "none"
+
+
+def test_carried_tokens_are_scored_with_the_engines_routes(folder: Path, policy: Policy) -> None:
+    config = config_of(folder, replayed="rollout")
+    groups = with_engines_routes(ROLLOUTS).changed(is_finished=False)
+    carried = carry(
+        policy,
+        groups,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        ranks=DataParallelRanks.gather(policy.groups, None),
+        channel=GroupChannel(dist.group.WORLD),
+    )
+    for found, expected in zip(
+        carried.carried_log_probs.values(), scored_by_loop(folder, groups), strict=True
+    ):
+        assert found == pytest.approx(expected, abs=1e-5)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import gapo_megatron
 from gapo_megatron.errors import RolloutError, WeightSyncError
-from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.engine import Completion, Engine
 from gapo_megatron.rollout.generate import generate
 from gapo_megatron.rollout.requests import SamplingSettings
-from gapo_megatron.rollout.table import to_rollouts
+from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode, Prompt
 from tests.acting import calls_of
+from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine
-from tests.transformers_engine import TransformersEngine
+from tests.transformers_engine import TransformersEngine, on_disk
 from tests.two_turn import TwoTurn
 
 EOS = 1
@@ -104,3 +108,103 @@ def test_what_drives_an_engine_knows_none_by_name() -> None:
     assert len(files) > 30
     knows = [path for path in files if "rollout.vllm" in path.read_text(encoding="utf-8")]
     assert knows == []
+
+
+LAYERS, TOP_K = 3, 2
+
+
+@pytest.fixture
+def with_experts() -> Qwen3MoeForCausalLM:
+    """Eight experts, two a token."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_experts=8,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=16,
+        vocab_size=11,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def routes_of(model: Qwen3MoeForCausalLM, one: Episode) -> list[list[list[int]]]:
+    """Sorted experts [tokens, layers, TOP_K] of the tokens that a whole sequence feeds."""
+    ids = torch.tensor([[*one.prompt.token_ids, *one.token_ids.tolist()]])
+    with torch.no_grad():
+        scores = model(ids, output_router_logits=True).router_logits
+    chosen = torch.stack([layer.topk(TOP_K).indices.sort().values for layer in scores], dim=1)
+    sets: list[list[list[int]]] = chosen[:-1].tolist()
+    return sets
+
+
+def kept_by(one: Episode) -> list[list[list[int]]]:
+    assert one.routes is not None and one.routes.dtype == np.uint8
+    sets: list[list[list[int]]] = np.sort(one.routes.reshape(-1, LAYERS, TOP_K)).tolist()
+    return sets
+
+
+def test_a_token_keeps_the_routes_with_which_it_was_first_read(
+    with_experts: Qwen3MoeForCausalLM,
+) -> None:
+    """Over turns, and when newer weights continue a response: they read its tokens again."""
+    engine = TransformersEngine(with_experts, eos_token_id=EOS, returns_routes=True)
+    prompts = [Prompt(str(i), (3, 4 + i), answer="") for i in range(6)]
+    settings = replace(SETTINGS, keeps_routes=True)
+    respond = TwoTurn((5, 6)).respond
+    groups = generate(engine, prompts, settings, calls=calls_of(respond), num_groups=2)
+    assert groups is not None
+    begun = [one for group in groups for one in group]
+    for one in begun:
+        if len(one.token_ids):
+            assert kept_by(one) == routes_of(with_experts, one)
+    assert any(one.response_mask is not None for one in begun)
+
+    tensors = {
+        name: tensor + 0.1 * torch.randn(tensor.shape) for name, tensor in on_disk(with_experts)
+    }
+    engine.update_weights(tensors.items(), policy_version=4)
+    opened = {one[0].prompt.id: one for one in groups}
+    again = generate(engine, prompts, settings, calls=calls_of(respond), begun=opened)
+    assert again is not None
+    num_continued = 0
+    for before, one in zip(begun, (one for group in again for one in group), strict=True):
+        num_known = 0 if before.routes is None else len(before.routes)
+        assert kept_by(one)[:num_known] == (kept_by(before) if num_known else [])
+        assert kept_by(one)[num_known:] == routes_of(with_experts, one)[num_known:]
+        is_changed = kept_by(one) != routes_of(with_experts, one)
+        num_continued += num_known > 0 and not before.finished and is_changed
+    assert num_continued > 2
+    # The table carries them, and gives them back.
+    rollouts = to_rollouts(again)
+    assert rollouts.table["num_routed_tokens"].tolist() == rollouts.num_fed_tokens.tolist()
+    (first, *_) = to_episodes(rollouts, [group[0].prompt for group in again])
+    assert [kept_by(one) for one in first] == [kept_by(one) for one in again[0]]
+
+
+def test_routes_are_kept_only_if_they_are_asked_for_and_then_all(
+    with_experts: Qwen3MoeForCausalLM,
+) -> None:
+    engine = TransformersEngine(with_experts, eos_token_id=EOS, returns_routes=True)
+    prompts = [Prompt("a", (3, 4), answer="")]
+    (group,) = generate(engine, prompts, SETTINGS) or [()]
+    assert [one.routes for one in group] == [None] * 4
+    settings = replace(SETTINGS, keeps_routes=True)
+    keep_all = engine.poll
+    for cut, found in ((lambda _: None, "no routes"), (lambda rows: rows[1:], "routes of")):
+
+        def poll(cut: Callable[[np.ndarray], np.ndarray | None] = cut) -> list[Completion]:
+            ended = keep_all()
+            return [replace(one, routes=cut(cast(np.ndarray, one.routes))) for one in ended]
+
+        with (
+            patch.object(engine, "poll", poll),
+            pytest.raises(RolloutError, match=mentions("'a'", found, "routing_replay")),
+        ):
+            generate(engine, prompts, settings)

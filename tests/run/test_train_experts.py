@@ -22,6 +22,23 @@ from tests.train_setup import (
 
 pytestmark = pytest.mark.system
 SHARED = "parallel.expert_model_parallel_size=2"
+# vLLM returns no routes on a CPU.
+ENGINE = """
+from transformers import AutoModelForCausalLM
+
+from gapo_megatron.rollout.replicas import Replicas
+from tests.transformers_engine import TransformersEngine
+
+
+def build(config, hf_config, *, device, gloo_group):
+    return TransformersEngine(
+        AutoModelForCausalLM.from_config(hf_config),
+        eos_token_id=hf_config.eos_token_id,
+        replicas=Replicas.create(1, gloo_group=gloo_group),
+        verify_bound=1e-4,
+        returns_routes=True,
+    )
+"""
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +94,37 @@ def test_a_stop_between_updates_changes_no_bit(root: Path, whole_run: Path) -> N
     assert (stopped / "checkpoints" / "step_00000001_1").is_dir()
     run(root, "stopped", SHARED, ranks=2, env=launched(second))
     assert_same_run(stopped, whole_run)
+
+
+def test_routes_of_the_engine_go_on_over_partial_rollouts_and_a_stop(root: Path) -> None:
+    """They travel with the tokens, and are in a checkpoint of open groups and of an open step."""
+    (root / "my_engine.py").write_text(ENGINE)
+    settings = (
+        *(SHARED, f"rollout.engine={root}/my_engine.py:build", "objective.routing_replay=rollout"),
+        *("batch.oversampling=1.5", "batch.partial_rollouts=true", "evaluation.every_steps=0"),
+        "checkpoint.every_steps=1",
+    )
+    run(root, "engine", *settings, ranks=2)
+    lines = steps_of(root / "engine")
+    assert sum("experts/engine_same_routes_share" in line for line in lines) > 1
+    for line in lines:
+        # Without signal nothing is learned.
+        same = line.get("experts/engine_same_routes_share", 1.0)
+        is_fresh = line["rollout/carried_token_share"] == 0
+        assert same == 1 if is_fresh else 0.5 < same <= 1  # older weights chose for carried tokens
+        assert line["sync/max_abs_log_prob_diff"] < 1e-4
+    assert any(line["rollout/carried_token_share"] > 0 for line in lines)
+    (opened,) = (root / "engine/checkpoints").glob("step_*3/open_groups.pt")
+    episodes = [one for group in torch.load(opened)["groups"] for one in group["rollouts"]]
+    assert any(one["routes"] is not None for one in episodes)
+    # From ranks that only generate, in messages to the trainers.
+    apart = [one for one in settings if one != SHARED]
+    run(root, "apart", *apart, "rollout.generation_ranks=1", ranks=2)
+    (line, *_) = steps_of(root / "apart")
+    assert line["experts/engine_same_routes_share"] == 1
+    stopped = root / "engine_stopped"
+    first, second = (stopped / "attempts" / name for name in ("8.0", "8.1"))
+    stop = {"stage": "step 1: update", "by": "SIGUSR1", "ranks": 2}
+    interrupt(root, "engine_stopped", *settings, **stop, env=launched(first))
+    run(root, "engine_stopped", *settings, ranks=2, env=launched(second))
+    assert_same_run(stopped, root / "engine", str(opened.relative_to(root / "engine")))

@@ -316,16 +316,22 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, kernels: Ke
 
 
 def routes_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
-    """Bytes of the routes that a rank records with the old log-probs: `learn.routes`.
+    """Bytes of the routes that a rank has on its device: `learn.routes`.
 
-    At the beginning of the first update it has those of all other mini-batches. Every sequence is
-    taken to have the maximum length. Those of the few sequences that measure rounding are left out:
-    two of a data-parallel rank, or 16 on one, at 384 bytes a token of Qwen3-30B-A3B.
+    Recorded with the old log-probs, they are those of all mini-batches but the first when the first
+    update begins; the engine's are those of one mini-batch. Every sequence is taken to have the
+    maximum length. Those of the few sequences that measure rounding are left out: two of a
+    data-parallel rank, or 16 on one, at 384 bytes a token of Qwen3-30B-A3B.
     """
-    g = geometry_of(hf_config)
-    if not g.num_experts or config.objective.old_log_probs == "rollout":
+    g, objective = geometry_of(hf_config), config.objective
+    if objective.replayed_routes == "rollout":
+        num_minibatches = 1
+    else:
+        has_pass = objective.old_log_probs == "trainer"
+        num_minibatches = config.batch.num_minibatches - 1 if has_pass else 0
+    if not g.num_experts:
         return 0
-    num_microbatches = (config.batch.num_minibatches - 1) * most_microbatches(config, layout)
+    num_microbatches = num_minibatches * most_microbatches(config, layout)
     tokens = num_microbatches * tokens_per_rank(config, layout)
     layers_here = layers_of_stages(layout.parallel, g.num_layers)[stage]
     num_layers = sum(g.has_experts[number] for part in layers_here for number in part)

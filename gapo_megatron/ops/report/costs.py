@@ -186,7 +186,9 @@ def _bars_inches(labels: Sequence[str]) -> float:
 _ROUTES_NOTE = (
     "routes: of models with experts, how far log-ratios move if tokens may go to other experts "
     "than before the step; with routing replay the run's ratios do not contain it. same_routes: "
-    "share of the tokens that would go to the same ones, mean over layers and steps."
+    "share of the tokens that would go to the same ones, mean over layers and steps. "
+    "engine_same_routes: share of the tokens that the trainer, at the weights that the step begins "
+    "with, sends to the experts that the engine chose."
 )
 
 
@@ -250,6 +252,7 @@ def _rounding_row(arm: Arm) -> Row | None:
         return None
     correlation, changed = values("ratio_correlation"), values("clip_decisions_changed")
     routes, same = values("ratio_by_routes", "experts"), values("same_routes_share", "experts")
+    engine = values("engine_same_routes_share", "experts")
     method = arm.method
     return {
         "arm": arm.label,
@@ -259,6 +262,7 @@ def _rounding_row(arm: Arm) -> Row | None:
         "changed": float(np.mean(changed)) if len(changed) else None,
         "routes": float(np.sqrt(np.mean(routes**2))) if len(routes) else None,
         "same_routes": float(np.mean(same)) if len(same) else None,
+        "engine_same_routes": float(np.mean(engine)) if len(engine) else None,
         "eps_low": method.eps_low if method.is_band else None,
         "eps_high_max": method.eps_high_max if method.is_band else None,
     }

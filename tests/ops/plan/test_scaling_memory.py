@@ -142,8 +142,9 @@ def test_routes_are_what_the_old_pass_records(tmp_path: Path) -> None:
             for parameter in policy.stages[0].parameters():
                 parameter.fill_(0.0)
         recorded = Recorded()
-        routes = StepRoutes(policy, recorded, replays=True)
-        packed = [policy.pack(full_batch(256), [0, 1])] * 2
+        batch = full_batch(256)
+        routes = StepRoutes(policy, batch, recorded, replayed="trainer")
+        packed = [policy.pack(batch, [0, 1])] * 2
         log_probs(policy, routes.recording(1, packed))
         found = sum(ids.nbytes for one in recorded.routes[1] for ids in one.values())
     hf_config, layout = read_model(tmp_path, TINY_EXPERTS), Layout.of(config, world_size=1)
@@ -152,6 +153,9 @@ def test_routes_are_what_the_old_pass_records(tmp_path: Path) -> None:
     assert [routes_bytes(hf_config, config, halves, stage=i) for i in (0, 1)] == [found // 4] * 2
     alone = make_config(str(tmp_path), batch={"rollout_prompts": 2, "minibatch_prompts": 2})
     assert routes_bytes(hf_config, alone, layout, stage=0) == 0
+    of_engine = make_config(str(tmp_path), batch=config.batch.model_dump(exclude_unset=True),
+                            objective={"routing_replay": "rollout"})  # fmt: skip
+    assert routes_bytes(hf_config, of_engine, layout, stage=0) == found
     assert routes_bytes(read_model(tmp_path, TINY), config, layout, stage=0) == 0
 
 

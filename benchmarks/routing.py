@@ -1,6 +1,6 @@
-"""Print the table of benchmarks/RESULTS.md on routing replay: errors of log-ratios in bf16.
+"""Print the tables of benchmarks/RESULTS.md on routing replay: errors of log-ratios in bf16.
 
-    python benchmarks/routing.py            (nine minutes of one core)
+    python benchmarks/routing.py            (ten minutes of one core)
 
 A random model with experts takes one step of four updates (GAPO, random verdicts) in bf16. Of every
 sequence with A not 0, before and after the step, the log-ratio is computed in bf16 and in fp32 on
@@ -8,6 +8,10 @@ the same weights; its error is the difference. "free": the routers choose in bot
 the second pass has the experts that the first has chosen in bf16. Seeds draw weights, tokens and
 verdicts anew; figures are root mean squares over sequences and seeds, with the smallest and the
 largest seed.
+
+Then, at equal weights in bf16, an engine (transformers) against the trainer: how far their
+log-probs of the same tokens differ if both route freely, and if the trainer follows the engine's
+routes.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config
 from gapo_megatron.learn.routes import StepRoutes
 from gapo_megatron.learn.score import score
 from gapo_megatron.learn.step import learn
@@ -36,7 +41,7 @@ from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_rollouts
 from tests.configs import config_of
 from tests.dist import single_rank
-from tests.learn_setup import planned
+from tests.learn_setup import planned, with_columns
 
 PROMPTS, GROUP_SIZE, MINIBATCHES = 8, 4, 4
 MODEL = {
@@ -88,24 +93,29 @@ def make_step(seed: int, length: int) -> Rollouts:
     return make_rollouts(groups, verdicts)
 
 
+def make_config(folder: str, length: int, *, learning_rate: float = 1e-6) -> Config:
+    """Four mini-batches of responses of at most `length` tokens, in bf16."""
+    return config_of(
+        {
+            "model": {"hf_dir": folder, "precision": "bf16"},
+            "data": {"max_prompt_tokens": 16},
+            "rollout": {"max_response_tokens": length, "temperature": 1.0},
+            "batch": {
+                "rollout_prompts": PROMPTS,
+                "minibatch_prompts": PROMPTS // MINIBATCHES,
+                "rollouts_per_prompt": GROUP_SIZE,
+                "max_tokens_per_microbatch": 4 * length,
+            },
+            "optimizer": {"learning_rate": learning_rate, "weight_decay": 0.0},
+        }
+    )
+
+
 def measure(seed: int, length: int, learning_rate: float) -> dict[str, float]:
     """Mean squares over the sequences of a step, and shares of routes that agree."""
     with tempfile.TemporaryDirectory() as name, single_rank():
         save_model(Path(name), seed)
-        config = config_of(
-            {
-                "model": {"hf_dir": name, "precision": "bf16"},
-                "data": {"max_prompt_tokens": 16},
-                "rollout": {"max_response_tokens": length, "temperature": 1.0},
-                "batch": {
-                    "rollout_prompts": PROMPTS,
-                    "minibatch_prompts": PROMPTS // MINIBATCHES,
-                    "rollouts_per_prompt": GROUP_SIZE,
-                    "max_tokens_per_microbatch": 4 * length,
-                },
-                "optimizer": {"learning_rate": learning_rate, "weight_decay": 0.0},
-            }
-        )
+        config = make_config(name, length, learning_rate=learning_rate)
         policy = Policy.build(config, initialize(config.parallel), "cpu")
         policy.load_initial_weights()
         batch = planned(make_batch(make_step(seed, length), config.objective.resolve()), config)
@@ -137,6 +147,55 @@ def scores(policy: Policy, batch: Batch, routes: StepRoutes) -> dict[str, dict[i
         for name, mark in ways.items():
             found[f"{name} exact"] = score(policy, batch, packing, mark=mark)
     return found
+
+
+def measure_mismatch(seed: int, length: int) -> dict[str, float]:
+    """Engine and trainer in bf16 at equal weights: mean squares over sequences, means over tokens.
+
+    A token's mismatch is the difference of its two log-probs.
+    """
+    with tempfile.TemporaryDirectory() as name, single_rank():
+        save_model(Path(name), seed)
+        config = make_config(name, length)
+        rollouts, engine = of_engine(Path(name), make_step(seed, length))
+        policy = Policy.build(config, initialize(config.parallel), "cpu")
+        policy.load_initial_weights()
+        batch = planned(make_batch(rollouts, config.objective.resolve()), config)
+        assert batch.plan is not None
+        packing = [indices for one in batch.plan.minibatches for indices in one.microbatches[0]]
+        routes = StepRoutes(policy, batch, replayed="rollout")
+        ways: dict[str, Any] = {"free": list, "replay": partial(routes.recording, 0)}
+        found = {}
+        for way, mark in ways.items():
+            ours = score(policy, batch, packing, mark=mark)
+            differences = [ours[i].double() - engine[i].double() for i in ours]
+            of_tokens = torch.cat(differences)
+            found[way] = mean_square(torch.stack([one.mean() for one in differences]))
+            found[f"{way}, token"] = float(of_tokens.abs().mean())
+            found[f"{way}, KL"] = float((of_tokens.exp() - 1 - of_tokens).mean())
+        metrics = routes.summarize()
+        destroy()
+    for name in ("", "_min"):
+        found[f"same{name}"] = metrics[f"experts/engine_same_routes_share{name}"]
+    return found
+
+
+def of_engine(folder: Path, rollouts: Rollouts) -> tuple[Rollouts, list[Tensor]]:
+    """The rollouts with the routes of transformers in bf16, and its log-probs of the responses."""
+    model: Any = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    chosen: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    routes, log_probs = [], []
+    for row in range(len(rollouts)):
+        response = torch.from_numpy(rollouts.response_ids[row]).long()
+        ids = torch.cat([torch.from_numpy(rollouts.prompt_ids[row]).long(), response])
+        chosen.clear()
+        with torch.no_grad():
+            logits = model(ids[None, :-1]).logits[0, -len(response) :].float()
+        log_probs.append(logits.log_softmax(-1).gather(1, response[:, None])[:, 0])
+        routes.append(torch.cat(chosen, dim=1).to(torch.uint8).numpy())
+    return with_columns(rollouts, routes=routes), log_probs
 
 
 def log_ratios(before: dict[int, Tensor], after: dict[int, Tensor]) -> Tensor:
@@ -175,3 +234,11 @@ if __name__ == "__main__":
         names = ("signal free", "free", "signal replay", "replay", "left out")
         cells = [f"{rate:g}", f"{same:.2%}, {lowest:.2%}", *(cell(columns[n]) for n in names)]
         print(f"| {' | '.join(cells)} |", flush=True)
+    seeds = [measure_mismatch(seed, arguments.length) for seed in range(arguments.seeds)]
+    columns = {name: [one[name] for one in seeds] for name in seeds[0]}
+    same, lowest = (np.mean(columns[name]) for name in ("same", "same_min"))
+    print(f"\nsame routes of engine and trainer: {same:.2%}, lowest layer {lowest:.2%}")
+    print("| routes | a sequence's mean log-ratio | a token's, without sign | KL (k3) |")
+    for way in ("free", "replay"):
+        of_tokens = [f"{np.mean(columns[f'{way}, {name}']):.1e}" for name in ("token", "KL")]
+        print(f"| {way} | {cell(columns[way])} | {' | '.join(of_tokens)} |", flush=True)

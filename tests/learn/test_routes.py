@@ -362,6 +362,25 @@ def test_nothing_is_replayed_beside_the_engines_log_probs() -> None:
     assert ObjectiveConfig(method="gapo", old_log_probs="rollout").replayed_routes == "none"
 
 
+def test_the_routers_own_routes_in_any_order_change_no_bit(folder: Path, policy: Policy) -> None:
+    batch = make_batch(ROLLOUTS, config_of(folder).objective.resolve())
+    packed = policy.pack(batch, range(len(batch)))
+    recorded = Recorded()
+    own = StepRoutes(policy, batch, recorded, replayed="trainer")
+    (free,) = log_probs(policy, own.recording(0, [packed]))
+    (routes,) = recorded.routes[0]
+    rows = torch.stack([*routes.values()], dim=1).numpy()  # [tokens, layers, TOP_K]
+    shuffled = np.random.default_rng(0).permuted(rows, axis=2).reshape(len(rows), -1)
+    assert (shuffled != rows.reshape(len(rows), -1)).any()
+    _, second, *parts = np.split(shuffled, batch.num_fed_tokens.cumsum(0).numpy())[:-1]
+    parts = [None, second[:3], *parts]  # tokens without routes are not compared
+    rollouts = with_columns(ROLLOUTS, routes=parts)
+    of_engine = StepRoutes(policy, rollouts, replayed="rollout")
+    (followed,) = log_probs(policy, of_engine.recording(0, [packed]))
+    assert torch.equal(followed, free)
+    assert of_engine.summarize()["experts/engine_same_routes_share"] == 1.0
+
+
 def test_carried_tokens_are_scored_with_the_engines_routes(folder: Path, policy: Policy) -> None:
     config = config_of(folder, replayed="rollout")
     groups = with_engines_routes(ROLLOUTS).changed(is_finished=False)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gapo_megatron.compat.megatron_router import layers_with_experts
 from gapo_megatron.device.transfer import to_device
+from gapo_megatron.errors import RolloutError
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.context import held_positions, num_chunks
@@ -225,6 +226,9 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
         policy: its parallel sizes decide which tokens and layers are this rank's.
         rollouts: with the tokens and routes of the micro-batch's sequences.
         microbatch: packed by `policy` from `rollouts`.
+
+    Raises:
+        RolloutError: they are not those of this model's layers and experts; names the sequence.
     """
     groups, layers = policy.groups, layers_with_experts(policy.stages)
     num_layers, multiple = policy.hf_config.num_hidden_layers, num_chunks(groups.cp_size)
@@ -237,6 +241,7 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
     for i, fed in zip(microbatch.indices, fed_lengths, strict=True):
         start, routes = edges[-1], rollouts.routes_of(i)
         if routes is not None:
+            _check_routes(policy, routes, i)
             end = start + min(len(routes), fed)
             packed[start:end].reshape(end - start, -1)[:] = routes[: end - start]
             is_known[start:end] = True
@@ -255,6 +260,17 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
     own = np.ascontiguousarray(packed[:, layers].swapaxes(0, 1))
     on_device, known = to_device([own, is_known], policy.device)
     return Known(dict(zip(layers, on_device.sort(dim=2).values, strict=True)), known)
+
+
+def _check_routes(policy: Policy, routes: np.ndarray, i: int) -> None:
+    geometry, num_layers = geometry_of(policy.hf_config), policy.hf_config.num_hidden_layers
+    wanted, largest = num_layers * geometry.experts_per_token, routes.max(initial=0)
+    if routes.shape[1] != wanted or largest >= geometry.num_experts:
+        raise RolloutError(
+            f"sequence {i}: the engine's routes have {routes.shape[1]} experts a token, up to "
+            f"{largest}; objective.routing_replay ('rollout') needs {wanted} ({num_layers} layers "
+            f"x {geometry.experts_per_token}), below {geometry.num_experts}"
+        )
 
 
 def following_engine(

@@ -18,7 +18,7 @@ from torch import Tensor
 from gapo_megatron.checkpoint import OpenStep, check_resume, load_latest
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import ObjectiveConfig
-from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.errors import CheckpointError, ConfigError, RolloutError
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import step as learn_module
@@ -29,6 +29,7 @@ from gapo_megatron.learn.routes import (
     Recorded,
     Routes,
     StepRoutes,
+    following_engine,
     recorder,
     replayer,
     summarize,
@@ -379,6 +380,25 @@ def test_the_routers_own_routes_in_any_order_change_no_bit(folder: Path, policy:
     (followed,) = log_probs(policy, of_engine.recording(0, [packed]))
     assert torch.equal(followed, free)
     assert of_engine.summarize()["experts/engine_same_routes_share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda routes: routes[:, TOP_K:], (f"{TOP_K} experts", f"2 layers x {TOP_K}")),
+        (lambda routes: routes + np.uint8(NUM_EXPERTS), ("up to", f"below {NUM_EXPERTS}")),
+    ],
+    ids=["layers", "experts"],
+)
+def test_routes_of_another_model_are_refused(
+    policy: Policy, change: Callable[[np.ndarray], np.ndarray], named: tuple[str, ...]
+) -> None:
+    """What an engine of the user's own might return: of layers with experts alone, for instance."""
+    rows = with_engines_routes(ROLLOUTS)
+    routes = [None if (one := rows.routes_of(i)) is None else change(one) for i in range(len(rows))]
+    rollouts = with_columns(ROLLOUTS, routes=routes)
+    with pytest.raises(RolloutError, match=mentions("sequence 0", "routing_replay", *named)):
+        following_engine(policy, rollouts, [policy.pack(rollouts, (0, 1))])
 
 
 def test_carried_tokens_are_scored_with_the_engines_routes(folder: Path, policy: Policy) -> None:

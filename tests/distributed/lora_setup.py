@@ -79,8 +79,8 @@ TARGETS = {
     "dense": ["qkv", "proj", "fc1", "fc2"],
     "experts": ["qkv", "proj", "experts"],
     "sinks": ["qkv", "proj"],
-    "latent": ["qkv", "proj", "fc1", "fc2", "experts"],
-    "moonlight": ["qkv", "proj", "fc1", "fc2", "experts"],
+    "latent": ["qkv", "proj", "fc1", "fc2", "experts", "latent"],
+    "moonlight": ["qkv", "proj", "fc1", "fc2", "experts", "latent"],
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
@@ -195,6 +195,8 @@ class Report:
     """`end` of a run that is resumed from its checkpoint after the first update."""
     moved: Factors
     """The same from the checkpoint of the layout before."""
+    merge_rounding: float
+    """At the start."""
 
 
 def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Report:
@@ -204,7 +206,7 @@ def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Re
     config = lora_config(hf_dir, kind, parallel=parallel, model=settings)
     policy, batch = load_policy(config), BATCHES[kind]
     randomise(policy)
-    groups, start = policy.groups, factors(policy)
+    groups, start, rounding = policy.groups, factors(policy), policy.merge_rounding()
     microbatches = [policy.pack(batch, indices) for indices in shares[groups.dp_rank]]
     losses, norms, equal = [], [], True
     with recorded_gradients(policy) as seen:
@@ -234,7 +236,8 @@ def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Re
 
     has_losses = groups.is_last_stage and groups.is_first_copy
     report = Report(
-        losses, norms, seen, start, end, equal, has_losses, resumed(run_dir), resumed(before)
+        *(losses, norms, seen, start, end, equal, has_losses, resumed(run_dir), resumed(before)),
+        merge_rounding=rounding,
     )
     destroy()
     return report

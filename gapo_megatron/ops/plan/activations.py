@@ -147,7 +147,7 @@ class LayerBytes:
             mlp = per_width * (g.intermediate // tp)
             again += mlp
         factors = _factors(config, g)
-        attention += factors["qkv"] + factors["proj"]
+        attention += factors["qkv"] + factors["proj"] + factors["latent"] // sp
         if has_experts:
             mlp += factors["experts"] // sp
         if g.shared_intermediate or not has_experts:
@@ -362,8 +362,9 @@ def _factors(config: Config, g: Geometry) -> dict[str, int]:
     adapter = config.adapter
     targets = adapter.targets if adapter.kind != "none" else ()
     one = element_bytes(config) * adapter.rank
-    of_qkv = 2 if g.latent else 1
-    numbers = {"qkv": of_qkv, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
+    of_qkv, downs = (2, 1 + bool(g.latent.query)) if g.latent else (1, 0)
+    numbers = {"qkv": of_qkv, "proj": 1, "latent": downs, "fc1": 1, "fc2": 1}
+    numbers["experts"] = 2 * g.experts_per_token
     return {target: one * number * (target in targets) for target, number in numbers.items()}
 
 

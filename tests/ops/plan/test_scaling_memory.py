@@ -102,7 +102,7 @@ def measured(policy: Policy, num_tokens: int) -> int:
         (WIDE, "bf16", "full", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
         (WIDE_QWEN3, "bf16", "none", TWO, 2, ("qkv", "proj", "fc1", "fc2")),
         (TINY_EXPERTS, "bf16", "none", ALONE, 1, ("qkv", "proj", "experts")),
-        (TINY_LATENT, "bf16", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2", "experts")),
+        (TINY_LATENT, "bf16", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2", "experts", "latent")),
     ],
 )
 def test_activations_are_what_autograd_keeps(

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.counts import layers_of_stages
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of
 from gapo_megatron.ops.plan.flops import element_bytes
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches

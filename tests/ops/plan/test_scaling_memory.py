@@ -23,16 +23,10 @@ from gapo_megatron.ops.plan.activations import (
     num_in_flight,
     routes_bytes,
 )
+from gapo_megatron.ops.plan.fit import HOST_SHARE, OUT_OF_HOST, find_refusal
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
-from gapo_megatron.ops.plan.memory import (
-    HOST_SHARE,
-    OUT_OF_HOST,
-    Memory,
-    find_refusal,
-    memory,
-    step_bytes,
-)
+from gapo_megatron.ops.plan.memory import Memory, memory, step_bytes
 from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts

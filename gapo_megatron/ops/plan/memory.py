@@ -14,7 +14,6 @@ from typing import Any
 from gapo_megatron.config import Config
 from gapo_megatron.ops.plan.activations import (
     Kernels,
-    head_bytes,
     kept_activations,
     neighbour_bytes,
     routes_bytes,
@@ -30,6 +29,7 @@ from gapo_megatron.ops.plan.flops import (
     kv_cache_tokens,
 )
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
+from gapo_megatron.ops.plan.head import head_bytes
 from gapo_megatron.ops.plan.layout import (
     Layout,
     exact_copy_bytes,

@@ -17,7 +17,6 @@ from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import (
     Kernels,
-    block_shape,
     kept_activations,
     neighbour_bytes,
     num_in_flight,
@@ -25,6 +24,7 @@ from gapo_megatron.ops.plan.activations import (
 )
 from gapo_megatron.ops.plan.fit import HOST_SHARE, OUT_OF_HOST, find_refusal
 from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.head import block_shape
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
 from gapo_megatron.ops.plan.memory import Memory, memory, step_bytes
 from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups

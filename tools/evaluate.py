@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.evaluate.options import parse
+from gapo_megatron.evaluate.options import named_as_options, parse
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
 from gapo_megatron.hf.folder import claim
@@ -64,7 +64,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
         return 0
-    with fail_fast():
+    with fail_fast(), named_as_options():
         _evaluate(arguments, settings)
     return 0
 
@@ -78,6 +78,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     from gapo_megatron import rewards
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.evaluate.chosen import choose, environment_of, judge_of, of_option
+    from gapo_megatron.evaluate.engine_checks import check_engine
     from gapo_megatron.evaluate.hints import hints
     from gapo_megatron.hf.model_folder import check_model_folder
     from gapo_megatron.rollout import environments
@@ -103,6 +104,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     with of_option(arguments.environment):
         environments.check(acts, system_prompt=config.data.system_prompt)
     facts = check_model_folder(arguments.model, field="--model")
+    check_engine(facts, config)
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
     tasks = [one.read(config, tokenizer) for one in chosen]
     with of_option(arguments.environment):
@@ -138,15 +140,23 @@ def _sample(
 ) -> None:
     """Build the engine, and sample the remaining problems."""
     from gapo_megatron import rewards
+    from gapo_megatron.compat.vllm import why_no_cpu_fp8
     from gapo_megatron.evaluate.benchmark import Sampler
+    from gapo_megatron.models.quantization import quantization_of
     from gapo_megatron.policy.model import read_hf_config
     from gapo_megatron.rollout.calls import Acting
     from gapo_megatron.rollout.turns import Turns
     from gapo_megatron.rollout.vllm import RolloutEngine, eos_token_ids
     from gapo_megatron.run import process_group
 
-    num_workers = min(process_group.share_of_cores(), 8)
     hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
+    method = quantization_of(hf_config)
+    if method and world.device.type == "cpu" and (reason := why_no_cpu_fp8()):
+        raise ConfigError(
+            f"model.hf_dir ({config.model.hf_dir}): this CPU cannot compute with {method} weights "
+            f"({reason}): give a folder of floats (docs/conversion.md makes one)"
+        )
+    num_workers = min(process_group.share_of_cores(), 8)
     eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
     turns = Turns(tasks[0].tokenizer, acts.stop, eos_token_ids=eos)
     engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)

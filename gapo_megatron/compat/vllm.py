@@ -379,7 +379,7 @@ def cpu_head_sizes() -> list[int]:
 
 
 def why_no_cpu_fp8() -> str | None:
-    """The reason why this CPU has no kernel for `fp8_per_block`; None if it has one."""
+    """Why this CPU has no kernel for block-wise FP8, nor for MXFP4; None if it has both."""
     # Uses: kernels.linear.scaled_mm.cpu.CPUFp8BlockScaledMMKernel.is_supported
     # Versions: vllm 0.32.0
     # Upstream: none found (close to it vllm-project/vllm#39065, #39663, closed)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from gapo_megatron.config.section import FIXED, Section
 from gapo_megatron.config.types import Positive
 
-Target = Literal["qkv", "proj", "fc1", "fc2", "experts"]
+Target = Literal["qkv", "proj", "fc1", "fc2", "experts", "latent"]
 Targets = Annotated[tuple[Target, ...], Field(strict=False, min_length=1)]
 
 
@@ -36,8 +36,8 @@ class AdapterConfig(Section):
     targets: Targets = ("qkv", "proj", "fc1", "fc2")
     """Linear layers with factors: `qkv` and `proj` of attention, `fc1` (gate and up projection) and
     `fc2` of a dense MLP or a shared expert, `experts`: both of every expert, a pair of factors
-    each. The router has none. The model must have every one that is named: docs/lora.md lists
-    them."""
+    each, `latent`: what makes the vectors of latent attention. The router has none. The model must
+    have every one that is named: docs/lora.md lists them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gapo_megatron import user_code
 from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.paper import read_settings
+
+_OPTIONS = {
+    "model.hf_dir": "--model",
+    "model.precision": "--precision",
+    "data.max_prompt_tokens": "--max-prompt-tokens",
+    "data.chat_template": "--chat-template",
+    "data.chat_template_kwargs": "--chat-template-kwargs",
+    "data.system_prompt": "--system-prompt",
+    "rollout.max_response_tokens": "--max-response-tokens",
+    "rollout.temperature": "--temperature",
+    "rollout.top_p": "--top-p",
+    "rollout.tensor_parallel_size": "--tensor-parallel-size",
+    "evaluation.samples_per_prompt": "--num-samples",
+}
+"""Options by the setting of a training config that has their value."""
 
 
 def parse(description: str, epilog: str) -> argparse.Namespace:
@@ -163,3 +182,13 @@ def _seeds(text: str) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"{text}: seeds must be different")
     return seeds
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Replace names of settings by those of the options that set them, in every `ConfigError`."""
+    try:
+        yield
+    except ConfigError as error:
+        named = re.sub(r"\b[a-z]+\.\w+", lambda found: _OPTIONS.get(found[0], found[0]), str(error))
+        raise ConfigError(named) from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gapo_megatron.models import parts
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import Rule
 

@@ -11,7 +11,7 @@ from gapo_megatron.models.rules import Rule, Shape, concatenate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapo_megatron.models.parts import Geometry
+    from gapo_megatron.models.geometry import Geometry
 
 
 def same(megatron: str, hf: str, shape: Shape, *, tp_dim: int | None = None, **flags: Any) -> Rule:

@@ -12,7 +12,8 @@ from typing import Any
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import FULL, WINDOWED, Geometry
+from gapo_megatron.models.geometry import Geometry
+from gapo_megatron.models.parts import FULL, WINDOWED
 from gapo_megatron.models.rope import Rope, read_rope
 
 _PATTERN = "sliding_window_pattern"

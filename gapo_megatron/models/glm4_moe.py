@@ -11,7 +11,7 @@ from typing import Any
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts, sigmoid_experts
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.rope import Rope, read_rope
 
 _SHARE = "partial_rotary_factor"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import WINDOWED, Geometry, same
+from gapo_megatron.models.geometry import Geometry
+from gapo_megatron.models.parts import WINDOWED, same
 from gapo_megatron.models.quantization import MXFP4
 from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import Rule

@@ -14,7 +14,7 @@ from gapo_megatron.models.fusions import same
 from gapo_megatron.models.rules import Rule, Shape
 
 if TYPE_CHECKING:
-    from gapo_megatron.models.parts import Geometry
+    from gapo_megatron.models.geometry import Geometry
 
 _MCORE, _HF = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
 

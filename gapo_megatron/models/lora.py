@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 _TARGETS: dict[str, Target] = {
     "self_attention.linear_qkv": "qkv",
-    # Of latent attention, what makes the heads' queries, keys and values; what makes the latent
-    # vectors themselves is whole on every rank.
+    # Of latent attention, what makes the heads' queries, keys and values; and what makes the latent
+    # vectors, which is whole on every rank.
     "self_attention.linear_q_proj": "qkv",
     "self_attention.linear_q_up_proj": "qkv",
     "self_attention.linear_kv_up_proj": "qkv",
+    "self_attention.linear_q_down_proj": "latent",
+    "self_attention.linear_kv_down_proj": "latent",
     "self_attention.linear_proj": "proj",
     "mlp.linear_fc1": "fc1",
     "mlp.linear_fc2": "fc2",
@@ -48,7 +50,8 @@ class FactorRules(NamedTuple):
 
     The factors of a column-parallel weight (`tp_dim` 0): A is whole on every tensor parallel rank
     and B is sharded like the weight. Of a row-parallel one (`tp_dim` 1): A is sharded like the
-    weight and B is whole. So every rank can add its shard of B A to its shard of the weight.
+    weight and B is whole. Of a whole one (None) both are whole. So every rank can add its shard of
+    B A to its shard of the weight.
     """
 
     target: Target
@@ -73,13 +76,12 @@ def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> l
             continue
         if rule.shape is not None:  # stored with its input dimension first
             continue
-        is_column = rule.tp_dim == 0
         a = replace(
             rule,
             megatron=f"{module}.lora_a",
             hf=rule.hf[:1],
             hf_shapes=((rank, rule.hf_shapes[0][1]),),
-            tp_dim=None if is_column else 1,
+            tp_dim=1 if rule.tp_dim == 1 else None,
             join=lambda tensors: tensors[0],
             part=lambda full: (full,),
             te_name=None,
@@ -89,7 +91,7 @@ def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> l
             rule,
             megatron=f"{module}.lora_b",
             hf_shapes=tuple((rows, rank) for rows, _ in rule.hf_shapes),
-            tp_dim=0 if is_column else None,
+            tp_dim=0 if rule.tp_dim == 0 else None,
             te_name=None,
         )
         found.append(FactorRules(target, rule, a, b))

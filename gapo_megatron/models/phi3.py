@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.models import llama, parts
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.rules import Rule, concatenate
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,

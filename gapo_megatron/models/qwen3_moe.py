@@ -7,7 +7,7 @@ from typing import Any
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts, qwen2
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 
 _DEFAULTS = qwen2.DEFAULTS | {
     "hidden_size": 2048,

@@ -7,7 +7,8 @@ from typing import Any
 
 from gapo_megatron.models import llama, parts
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.parts import Geometry, refuse_set
+from gapo_megatron.models.geometry import Geometry
+from gapo_megatron.models.parts import refuse_set
 
 
 def _check(config: Any) -> None:

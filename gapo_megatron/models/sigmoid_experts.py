@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.models.parts import COUNT, Geometry
+from gapo_megatron.models.geometry import Geometry
+from gapo_megatron.models.parts import COUNT
 
 _NUMBER = ("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
 

@@ -10,12 +10,13 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.deepseek_v3 import DEEPSEEK_V3
 from gapo_megatron.models.gemma3_text import GEMMA3_TEXT
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.glm4_moe import GLM4_MOE
 from gapo_megatron.models.gpt_oss import GPT_OSS
 from gapo_megatron.models.llama import LLAMA
 from gapo_megatron.models.mistral import MISTRAL
 from gapo_megatron.models.olmo2 import OLMO2
-from gapo_megatron.models.parts import Geometry, refuse_set
+from gapo_megatron.models.parts import refuse_set
 from gapo_megatron.models.phi3 import PHI3
 from gapo_megatron.models.quantization import check_quantization, quantization_of
 from gapo_megatron.models.qwen2 import QWEN2

@@ -40,9 +40,10 @@ class WholeLinear(nn.Module):
         self.weight = nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., in] -> [..., out], and no bias, as Megatron-core's linear layers return it."""
+        # As one matrix: torch multiplies three dimensions with a frozen weight in another order.
+        return F.linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
 class LatentAttention(MegatronModule):
@@ -138,10 +139,11 @@ class LatentAttention(MegatronModule):
         if config.q_lora_rank is None:
             of_query, _ = self.linear_q_proj(hidden)
         else:
-            latent = self.q_layernorm(self.linear_q_down_proj(hidden))
-            of_query, _ = self.linear_q_up_proj(latent)
+            latent, _ = self.linear_q_down_proj(hidden)
+            of_query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        latent, rotated_key = self.linear_kv_down_proj(hidden).split(sizes, dim=-1)
+        whole, _ = self.linear_kv_down_proj(hidden)
+        latent, rotated_key = whole.split(sizes, dim=-1)
         of_key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         if config.sequence_parallel and self.tp_group.size() > 1:
             rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.tp_group)

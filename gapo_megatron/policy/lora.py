@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "adapter"
 """Submodule of a stage with all its factors; also the first part of their keys on disk."""
-_PARALLEL: dict[int | None, Parallel] = {0: "column", 1: "row", None: "none"}
+_PARALLEL: dict[int | None, Parallel] = {0: "column", 1: "row", None: "whole"}
+"""By the dimension in which tensor parallelism cuts the weight."""
 
 
 def make_adapter(config: Config, hf_config: PretrainedConfig, groups: ParallelGroups) -> Adapter:
@@ -158,7 +159,7 @@ class Lora:
             factors.a.shard(whole, groups.tp_rank % size, size).to(weight),
             weight.new_zeros(factors.b.shard_shape(size)),
             scale=self.scale,
-            parallel=_PARALLEL[None if is_expert else factors.weight.tp_dim],
+            parallel="expert" if is_expert else _PARALLEL[factors.weight.tp_dim],
             tp_group=groups.tp_group,
             sequence_parallel=stage.config.sequence_parallel and not is_expert,
         )
@@ -248,9 +249,9 @@ class Lora:
     def _is_first_holder(self, weight: Rule) -> bool:
         """Whether this rank is the first of those with its shard of an adapted weight."""
         groups = self._groups
-        group: Group = "expert" if weight.num_experts else "tensor"
-        assert group == "expert" or weight.tp_dim is not None, weight
-        shard = groups.ep_rank if group == "expert" else groups.tp_rank
+        group: Group = "none" if weight.tp_dim is None else "tensor"
+        group = "expert" if weight.num_experts else group
+        shard = {"none": 0, "tensor": groups.tp_rank, "expert": groups.ep_rank}[group]
         return self.exported.holders(groups.pp_rank, group)[shard][0] == groups.rank
 
 

@@ -6,6 +6,7 @@ column-parallel layer and behind a row-parallel one) and r the rank:
     column-parallel    A [r, in] whole, B [out / tp, r]: z = x A^T, gathered to [T, r]; z B^T
     row-parallel       A [r, in / tp], B [out, r] whole: x A^T summed over ranks, each keeping its
                        tokens under sequence parallelism; z B^T
+    whole              A and B whole, for the tokens that this rank has: z = x A^T; z B^T
 
 Only z, of r columns, is communicated. What is whole on every rank gets the gradient of its own
 tokens under sequence parallelism, and Megatron-core sums it (`sequence_parallel`).
@@ -25,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-Parallel = Literal["column", "row", "none"]
+Parallel = Literal["column", "row", "whole", "expert"]
 
 
 class LowRank(nn.Module):
@@ -53,7 +54,8 @@ class LowRank(nn.Module):
             lora_a: see the class.
             lora_b: see the class.
             scale: see the class.
-            parallel: how tensor parallelism cuts the layer; `none`: not at all (an expert).
+            parallel: how tensor parallelism cuts the layer; `whole`: every rank has it; `expert`:
+                one rank has it.
             tp_group: the tensor parallel group.
             sequence_parallel: whether activations between the layers are sharded by tokens.
         """
@@ -65,7 +67,7 @@ class LowRank(nn.Module):
         self._is_sharded_by_tokens = sequence_parallel
         for factor, dim in ((self.lora_a, 1), (self.lora_b, 0)):
             # Of an expert, as of the expert's weight: no tensor parallel rank has the same part.
-            is_cut = parallel == "none" or (parallel == "column") == (dim == 0)
+            is_cut = parallel == "expert" or parallel == ("row" if dim == 1 else "column")
             marks: Any = factor
             marks.tensor_model_parallel = is_cut  # otherwise the norm counts one rank's alone
             marks.partition_dim, marks.partition_stride = (dim if is_cut else -1), 1
@@ -88,7 +90,7 @@ class LowRank(nn.Module):
     def _between(self, z: Tensor) -> Tensor:
         """Return what B multiplies: x A^T of all tokens of the layer's output on this rank."""
         group = self._tp_group
-        if self._parallel == "none" or group.size() == 1:
+        if self._parallel in ("whole", "expert") or group.size() == 1:
             return z
         if self._parallel == "column":
             if self._is_sharded_by_tokens:

@@ -40,7 +40,7 @@ from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.config_check import read_config
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 from gapo_megatron.policy.attention import PackedAttention
 from gapo_megatron.policy.latent import LatentAttention

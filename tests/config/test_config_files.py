@@ -14,9 +14,10 @@ from gapo_megatron.config.roles import changes
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.plan.fit import HOST_SHARE
 from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout, per_rank_parameters
-from gapo_megatron.ops.plan.memory import HOST_SHARE, memory
+from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import ROOMY_SHARE, plan, read_model
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides

@@ -125,6 +125,11 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 ARCHITECTURES = tuple(_MODELS)
+MOONLIGHT: dict[str, Any] = {
+    **{"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+"""Changes of deepseek_v3: queries straight from the hidden state, no YaRN, one group of experts."""
 
 
 def hf_config(name: str, **changes: Any) -> PretrainedConfig:

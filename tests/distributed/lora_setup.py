@@ -71,15 +71,24 @@ EXPERTS: dict[str, Layout] = {
 # gpt-oss: biases beside all that is adapted, and beside experts that are not.
 SINKS = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "context, expert")}
 LATENT = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "virtual stages")}
+# Queries straight from the hidden state.
+MOONLIGHT = {name: EXPERTS[name] for name in ("expert, tensor, sequence",)}
 LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "sinks": SINKS, "latent": LATENT}
+LAYOUTS |= {"moonlight": MOONLIGHT}
 TARGETS = {
     "dense": ["qkv", "proj", "fc1", "fc2"],
     "experts": ["qkv", "proj", "experts"],
     "sinks": ["qkv", "proj"],
-    "latent": ["qkv", "proj", "fc1", "fc2", "experts"],
+    "latent": ["qkv", "proj", "fc1", "fc2", "experts", "latent"],
+    "moonlight": ["qkv", "proj", "fc1", "fc2", "experts", "latent"],
 }
-HF_NAMES = {"experts": "qwen3_moe", "sinks": "gpt_oss", "latent": "deepseek_v3"}
-"""In `conversion_setup`."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {}),
+    "sinks": ("gpt_oss", {}),
+    "latent": ("deepseek_v3", {}),
+    "moonlight": ("deepseek_v3", conversion_setup.MOONLIGHT),
+}
+"""In `conversion_setup`, with changes."""
 NUM_UPDATES = 2
 RANK, ALPHA = 3, 5.0
 BATCHES = {
@@ -87,17 +96,19 @@ BATCHES = {
     "experts": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
     "sinks": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
     "latent": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
+    "moonlight": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
 }
 Factors = dict[str, tuple[Tensor, Tensor]]
 """A [r, in] and B [out, r] by Hugging Face module name."""
 
 
 def save_model(folder: Path, kind: str) -> None:
-    """A model of four layers: with tied embeddings and biases, or of `HF_NAMES`."""
+    """A model of four layers: with tied embeddings and biases, or of `MODELS`."""
     if kind == "dense":
         policy_setup.save_model(folder, "qwen2_tied", num_layers=4)
     else:
-        conversion_setup.save_model(folder, HF_NAMES[kind])
+        name, changes = MODELS[kind]
+        conversion_setup.save_model(folder, name, **changes)
 
 
 def lora_config(folder: Path, kind: str, **sections: Any) -> Config:
@@ -119,7 +130,7 @@ def factors(policy: Policy) -> Factors:
 def randomise(policy: Policy) -> None:
     """Give B values, the same in every layout: with B = 0 the gradient of A is 0."""
     groups = policy.groups
-    found = factors_of(policy.stages[0].rules, targets=TARGETS["dense"] + ["experts"], rank=RANK)
+    found = factors_of(policy.stages[0].rules, targets=TARGETS["latent"], rank=RANK)
     rules = [one.b for one in found]
     for stage in policy.stages:
         for name, tensor in stage.get_submodule("adapter").named():  # type: ignore[operator]
@@ -184,6 +195,8 @@ class Report:
     """`end` of a run that is resumed from its checkpoint after the first update."""
     moved: Factors
     """The same from the checkpoint of the layout before."""
+    merge_rounding: float
+    """At the start."""
 
 
 def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Report:
@@ -193,7 +206,7 @@ def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Re
     config = lora_config(hf_dir, kind, parallel=parallel, model=settings)
     policy, batch = load_policy(config), BATCHES[kind]
     randomise(policy)
-    groups, start = policy.groups, factors(policy)
+    groups, start, rounding = policy.groups, factors(policy), policy.merge_rounding()
     microbatches = [policy.pack(batch, indices) for indices in shares[groups.dp_rank]]
     losses, norms, equal = [], [], True
     with recorded_gradients(policy) as seen:
@@ -223,7 +236,8 @@ def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Re
 
     has_losses = groups.is_last_stage and groups.is_first_copy
     report = Report(
-        losses, norms, seen, start, end, equal, has_losses, resumed(run_dir), resumed(before)
+        *(losses, norms, seen, start, end, equal, has_losses, resumed(run_dir), resumed(before)),
+        merge_rounding=rounding,
     )
     destroy()
     return report

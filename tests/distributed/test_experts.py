@@ -12,7 +12,7 @@ from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import destroy
 from tests.dist import run_distributed
-from tests.distributed.conversion_setup import save_model
+from tests.distributed.conversion_setup import MOONLIGHT, save_model
 from tests.distributed.policy_setup import CP, EP, PP, SP, TP, VPP, load_policy, make_config
 from tests.distributed.training_setup import (
     APART,
@@ -51,10 +51,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "moonlight": ("deepseek_v3", MOONLIGHT),
 }
 # Gradients of norms of heads and latent vectors are small sums of large parts: 8e-6 and 7e-6
 # measured, elsewhere 4e-6.
-BOUNDS = {"glm4_moe": 3e-5, "deepseek_v3": 3e-5}
+BOUNDS = {"glm4_moe": 3e-5, "deepseek_v3": 3e-5, "moonlight": 3e-5}
 # The first of GLM's four virtual stages has an MLP, the others experts.
 SOME = [
     *(("normalised", "expert"), ("as they are", "expert"), ("glm4_moe", "virtual stages")),
@@ -63,7 +64,7 @@ SOME = [
 ]
 MORE = [("normalised", layout) for layout in LAYOUTS if "recomputation" not in layout]
 MORE += [("glm4_moe", "sequence, full recomputation"), ("gpt_oss", "pipeline")]
-MORE += [("deepseek_v3", "context, selective recomputation")]
+MORE += [("moonlight", "context, selective recomputation")]
 EVERY = [(model, layout) for model in MODELS for layout in LAYOUTS]
 
 

@@ -50,6 +50,8 @@ def test_layouts_train_factors_as_transformers_does(
             # smooth by a large eps: 6e-8.
             assert found.loss < 2e-6 and found.grad_norm < 2e-6, (case, found)
             assert found.gradient < 2e-5 and found.update < 1e-6, (case, found)
+            (rounding,) = {report.merge_rounding for report in reports}
+            assert 0 < rounding < 1e-6, case
             for report in reports:
                 assert report.ratio_is_one, case
                 assert distance(report.start, start) == 0, case  # the layout decides nothing

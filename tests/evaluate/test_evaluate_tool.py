@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,6 +26,8 @@ from gapo_megatron.evaluate.options import parse as parse_options
 from gapo_megatron.evaluate.paper import Sampling, read_settings
 from gapo_megatron.io import files
 from gapo_megatron.ops.prepare import demo_task as arithmetic
+from tests.convert_setup import pack_experts, pack_linears
+from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
 from tests.programs import Program
 from tests.waiting import wait_until
@@ -163,6 +166,44 @@ def test_sampling_is_checked_before_anything_is_built(options, named) -> None:
     arguments = parse("--model", "m", "--output", "o", *options)
     with pytest.raises(ConfigError, match=mentions(*named)):
         tool._config(arguments, tool._sampling(arguments, read_settings(), ONE_TURN), ONE_TURN)
+
+
+def quantized(root: Path, model_type: str) -> Path:
+    """A model of the type, in the weights that its publisher has, with the random one's tokens."""
+    folder = root / model_type
+    save_model(folder, model_type, hidden_size=64, intermediate_size=32, num_hidden_layers=2)
+    pack_experts(folder) if model_type == "gpt_oss" else pack_linears(folder, (128, 128))
+    for path in (root / "model").glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "named"),
+    [
+        ("gpt_oss", ["--precision", "fp32"], ["--precision ('fp32') must be 'bf16' for"]),
+        ("gpt_oss", ["--precision", "fp16"], ["--precision ('fp16') must be 'bf16' for"]),
+        ("deepseek_v3", ["--precision", "fp32"], ["('fp32') must be 'bf16' or 'fp16' for"]),
+        ("deepseek_v3", ["--tensor-parallel-size", 4], ["--tensor-parallel-size (4)", "(6)"]),
+        (
+            "deepseek_v3",
+            ["--precision", "fp16", "--max-response-tokens", 241],
+            ["--max-prompt-tokens + --max-response-tokens (257)", 256],
+        ),
+    ],
+)
+def test_what_vllm_cannot_do_with_a_model_is_said_of_the_options(
+    root, tmp_path, monkeypatch, model_type, options, named
+) -> None:
+    """Before anything is written, so that the corrected command may use the folder."""
+    if not (folder := root / model_type).exists():
+        quantized(root, model_type)
+    command = arguments(root, "--precision", "bf16", "--model", folder, "--output", tmp_path / "o")
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *command, *map(str, options)])
+    monkeypatch.setattr(tool, "fail_fast", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        tool.main()
+    assert not (tmp_path / "o").exists()
 
 
 def test_samples_of_two_models_do_not_mix(tmp_path) -> None:

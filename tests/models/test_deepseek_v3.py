@@ -120,9 +120,15 @@ def test_factors_stand_beside_what_makes_heads(name: str, made_of: str) -> None:
     assert check_adapter(facts, adapter) == {
         "qkv": 2 * num_layers, "proj": num_layers, "fc1": num_layers, "fc2": num_layers
     }  # fmt: skip
-    found = factors_of(rules_for(facts), targets=["qkv"], rank=4)
-    names = {one.weight.hf[0].rpartition("self_attn.")[2] for one in found}
-    assert names == {f"{made_of}_proj.weight", "kv_b_proj.weight"}
+    downs = ["kv_a_proj_with_mqa.weight"] + ["q_a_proj.weight"] * (made_of == "q_b")
+    latent = AdapterConfig(kind="lora", targets=("latent",))
+    assert check_adapter(facts, latent) == {"latent": len(downs) * num_layers}
+    for target, expected in (
+        ("qkv", {f"{made_of}_proj.weight", "kv_b_proj.weight"}),
+        ("latent", {*downs}),
+    ):
+        found = factors_of(rules_for(facts), targets=[target], rank=4)
+        assert {one.weight.hf[0].rpartition("self_attn.")[2] for one in found} == expected
 
 
 def test_megatron_lms_arguments_tell_latent_sizes_apart() -> None:

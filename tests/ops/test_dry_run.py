@@ -23,10 +23,10 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
+from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches, per_rank_parameters
-from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.plan.search import Search
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides

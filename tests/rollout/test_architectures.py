@@ -29,7 +29,7 @@ from gapo_megatron.types import Factors
 from tests.convert_setup import pack_experts, pack_linears
 from tests.dist import rank_context, run_distributed, single_rank
 from tests.distributed import policy_setup
-from tests.distributed.conversion_setup import save_model
+from tests.distributed.conversion_setup import MOONLIGHT, save_model
 from tests.rollout_setup import (
     EOS,
     build_engine,
@@ -57,10 +57,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     # Queries and keys of 64.
     "deepseek_v3": {"moe_intermediate_size": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
 }
-WIDTHS["moonlight"] = WIDTHS["deepseek_v3"] | {
-    **{"q_lora_rank": None, "n_group": 1, "topk_group": 1},
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-}
+WIDTHS["moonlight"] = WIDTHS["deepseek_v3"] | MOONLIGHT
 
 
 def targets(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.convert_setup import pack_linears
 from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
 from tests.rollout_setup import CPU, SIZES, make_args, make_config, make_model
+from tools import evaluate
 
 
 def test_eos_tokens_come_from_both_files(tmp_path):
@@ -148,7 +150,7 @@ def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
     assert formats == ["dummy", "auto"]
 
 
-def test_weights_from_a_quantized_folder_come_as_floats(tmp_path):
+def test_weights_from_a_quantized_folder_come_as_floats(tmp_path, monkeypatch):
     """vLLM makes layers for them, whatever config.json says (engines: `test_architectures.py`)."""
     save_model(tmp_path, "deepseek_v3", num_hidden_layers=2)
     pack_linears(tmp_path, (128, 128))
@@ -159,6 +161,12 @@ def test_weights_from_a_quantized_folder_come_as_floats(tmp_path):
     # Not where vLLM reads the folder itself.
     as_stored = engine_args(config, hf_config, CPU, load_weights=True)
     assert as_stored.hf_overrides == {"max_position_embeddings": 165}
+    monkeypatch.setattr(
+        vllm_internals.CPUFp8BlockScaledMMKernel, "is_supported", lambda: (False, "requires AMX")
+    )
+    world = SimpleNamespace(device=CPU)
+    with pytest.raises(ConfigError, match=mentions(f"({tmp_path})", "fp8", "CPU", "requires AMX")):
+        evaluate._sample(config, None, [], {}, None, world)
 
 
 def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.doctor.finding import Finding, judge
+from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.hardware import GPUS
-from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.sides import Sides, schedule
 
 _MOST_PROCESSES = 2**14

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.counts import layers_of_stages
-from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of
 from gapo_megatron.ops.plan.flops import element_bytes
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches
@@ -30,10 +30,6 @@ from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 _INDEX = 8  # int64
 _SINK_ELEMENTS = 8
 """Elements that a head grows by for a sink: a copy of `policy.sinks`, which imports torch."""
-_TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
-_TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
-"""Tile and block sizes of the head on a GPU: a copy of those in `logprob.tiles.block_shape`, which
-imports torch."""
 
 
 class Kernels(Enum):
@@ -147,7 +143,7 @@ class LayerBytes:
             mlp = per_width * (g.intermediate // tp)
             again += mlp
         factors = _factors(config, g)
-        attention += factors["qkv"] + factors["proj"]
+        attention += factors["qkv"] + factors["proj"] + factors["latent"] // sp
         if has_experts:
             mlp += factors["experts"] // sp
         if g.shared_intermediate or not has_experts:
@@ -368,8 +364,9 @@ def _factors(config: Config, g: Geometry) -> dict[str, int]:
     adapter = config.adapter
     targets = adapter.targets if adapter.kind != "none" else ()
     one = element_bytes(config) * adapter.rank
-    of_qkv = 2 if g.latent else 1
-    numbers = {"qkv": of_qkv, "proj": 1, "fc1": 1, "fc2": 1, "experts": 2 * g.experts_per_token}
+    of_qkv, downs = (2, 1 + bool(g.latent.query)) if g.latent else (1, 0)
+    numbers = {"qkv": of_qkv, "proj": 1, "latent": downs, "fc1": 1, "fc2": 1}
+    numbers["experts"] = 2 * g.experts_per_token
     return {target: one * number * (target in targets) for target, number in numbers.items()}
 
 
@@ -382,29 +379,3 @@ def _experts(g: Geometry, e: int, fused: bool) -> int:
     wide = g.expert_intermediate * (4 if fused else 8 if g.gate_limit else 6)
     states = g.hidden * (1 if fused else 2)  # torch's sum keeps the experts' outputs too
     return router + chosen * (e * (states + wide) + 4)
-
-
-def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
-    """Workspace of `logprob.token_log_probs` in its backward pass, its larger one.
-
-    It holds the gradient of the hidden states, the hidden states of all positions if sequence
-    parallelism gathers them, and one block of active rows: its states, two float32 gradients (one
-    is summed over ranks while the next is computed), the gradient of a tile of logits, and that
-    tile in float32.
-    """
-    tokens, h = tokens_per_rank(config, layout), hf_config.hidden_size
-    e = element_bytes(config)
-    sp = layout.tp_size if layout.sequence_parallel else 1
-    vocab = -(-hf_config.vocab_size // layout.tp_size)
-    block_rows, columns = block_shape(vocab)
-    rows, columns = min(block_rows, tokens), min(columns, vocab)
-    gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, gathered
-    block = rows * (h * (e + 2 * 4) + columns * e)
-    tile = 4 * min(block_rows // _TILES_PER_BLOCK, rows) * columns
-    return tokens * h * e // sp + gathered + block + tile
-
-
-def block_shape(num_columns: int) -> tuple[int, int]:
-    """What `logprob.tiles.block_shape` gives for this many columns on a GPU (Triton's too)."""
-    num_rows = _TILE_LOGITS // max(min(_TILE_COLUMNS, num_columns), 64)
-    return max(_TILES_PER_BLOCK * num_rows, _BLOCK_ROWS), _TILE_COLUMNS

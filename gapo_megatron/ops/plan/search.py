@@ -11,10 +11,11 @@ from gapo_megatron.config.counts import check_world_size, num_generation_ranks
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_engine_heads, check_shapes, num_experts
 from gapo_megatron.models.lora import check_adapter
+from gapo_megatron.ops.plan.fit import Refusal, find_refusal
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.memory import Memory, Refusal, find_refusal, memory
+from gapo_megatron.ops.plan.memory import Memory, memory
 from gapo_megatron.ops.plan.times import StepTime, generation_s, step_of
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload

@@ -13,9 +13,10 @@ from rich.table import Table
 from gapo_megatron.config import Config
 from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.ops.plan.calibration import Calibration, times_rest_on
+from gapo_megatron.ops.plan.fit import LARGER_FRACTION, SMALLER_FRACTION
 from gapo_megatron.ops.plan.hardware import Efficiency
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.memory import LARGER_FRACTION, PARTS, ROLLOUT_PARTS, SMALLER_FRACTION
+from gapo_megatron.ops.plan.memory import PARTS, ROLLOUT_PARTS
 from gapo_megatron.ops.plan.observation import STAGES, seconds
 from gapo_megatron.ops.plan.planner import (
     Plan,

@@ -19,6 +19,7 @@ K = "batch.rollouts_per_prompt"
 CLIP = "objective.eps_high_max"
 SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")
 _METHOD = "objective.method"
+_REPLAY = "objective.routing_replay"
 _ABLATED = (K, CLIP, *SIZES)
 """Settings that ablations vary; prompts change with k where the number of rollouts is fixed."""
 
@@ -162,6 +163,9 @@ def learned_settings(config: Config) -> Settings:
             settings[f"{section}.{key}"] = value
     method = asdict(config.objective.resolve())
     settings[_METHOD] = method.pop("name")
+    unset = config.objective.model_copy(update={"routing_replay": None})
+    if settings.get(_REPLAY) == unset.replayed_routes:
+        del settings[_REPLAY]  # a default that is spelled out
     return settings | {f"objective.{key}": value for key, value in method.items()}
 
 

@@ -17,22 +17,16 @@ from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import (
     Kernels,
-    block_shape,
     kept_activations,
     neighbour_bytes,
     num_in_flight,
     routes_bytes,
 )
+from gapo_megatron.ops.plan.fit import HOST_SHARE, OUT_OF_HOST, find_refusal
 from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.head import block_shape
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
-from gapo_megatron.ops.plan.memory import (
-    HOST_SHARE,
-    OUT_OF_HOST,
-    Memory,
-    find_refusal,
-    memory,
-    step_bytes,
-)
+from gapo_megatron.ops.plan.memory import Memory, memory, step_bytes
 from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
@@ -102,7 +96,7 @@ def measured(policy: Policy, num_tokens: int) -> int:
         (WIDE, "bf16", "full", ALONE, 1, ("qkv", "proj", "fc1", "fc2")),
         (WIDE_QWEN3, "bf16", "none", TWO, 2, ("qkv", "proj", "fc1", "fc2")),
         (TINY_EXPERTS, "bf16", "none", ALONE, 1, ("qkv", "proj", "experts")),
-        (TINY_LATENT, "bf16", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2", "experts")),
+        (TINY_LATENT, "bf16", "none", ALONE, 1, ("qkv", "proj", "fc1", "fc2", "experts", "latent")),
     ],
 )
 def test_activations_are_what_autograd_keeps(
@@ -114,11 +108,12 @@ def test_activations_are_what_autograd_keeps(
     world_size: int,
     targets: tuple[str, ...],
 ) -> None:
+    rank = 64 if "latent" in targets else 16  # two of eleven factors must show
     config = make_config(
         write_model(tmp_path, fields),
         model={"precision": precision, "recompute": recompute},
         parallel=parallel,
-        adapter={"kind": "lora", "rank": 16, "targets": targets} if targets else {},
+        adapter={"kind": "lora", "rank": rank, "targets": targets} if targets else {},
     )
     hf_config = read_model(tmp_path, fields)
     layout = Layout.of(config, world_size=world_size)

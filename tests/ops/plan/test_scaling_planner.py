@@ -15,10 +15,11 @@ from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.ops.plan.fit import LARGER_FRACTION, OUT_OF_HOST, SMALLER_FRACTION
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Efficiency
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.memory import LARGER_FRACTION, OUT_OF_HOST, SMALLER_FRACTION, memory
+from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides, plan
 from gapo_megatron.ops.plan.search import Candidate, Refusals, Search
 from gapo_megatron.ops.plan.tables import memory_table, nothing_fits, to_json

@@ -15,6 +15,9 @@ from gapo_megatron.models.fp8 import check_fp8_shapes
 from gapo_megatron.models.parts import EXPERTS
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 
+MOST_ENGINE_EXPERTS = 256
+"""Experts per layer that `rollout.engine.Completion.routes` can name: uint8."""
+
 
 def num_experts(hf_config: Any) -> int | None:
     """Experts per layer; None for a dense model, even if its config.json has such a field."""
@@ -70,11 +73,17 @@ def check_shapes(
 
 
 def check_replay(hf_config: Any, objective: ObjectiveConfig) -> None:
-    """Raise ConfigError if `objective.routing_replay` is set for a dense model."""
-    if objective.routing_replay is not None and not num_experts(hf_config):
+    """Raise ConfigError if `objective.routing_replay` has no experts to replay, or too many."""
+    count, field = num_experts(hf_config), "objective.routing_replay"
+    if objective.routing_replay is not None and not count:
         raise ConfigError(
-            f"objective.routing_replay ({objective.routing_replay!r}) does nothing: the model "
+            f"{field} ({objective.routing_replay!r}) does nothing: the model "
             f"({hf_config.model_type}) has no experts"
+        )
+    if objective.replayed_routes == "rollout" and count and count > MOST_ENGINE_EXPERTS:
+        raise ConfigError(
+            f"{field} ('rollout') supports at most {MOST_ENGINE_EXPERTS} experts per layer, but "
+            f"the model ({hf_config.model_type}) has {count}: routes of the engine have 8 bits"
         )
 
 

@@ -1,7 +1,7 @@
 """What vLLM's CPU build supports, without importing vLLM or torch.
 
-A dry run, and a run before its imports, refuse a model that it cannot serve; supervised training,
-which needs no engine, warns. `rollout.vllm.check_engine` asks vLLM itself.
+A dry run, and a run before its imports, refuse a model or settings that it cannot serve; supervised
+training, which needs no engine, warns. `rollout.vllm.check_engine` asks vLLM itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import geometry_of
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Values of head_dim that attention of vLLM 0.32 supports on a CPU."""
+
+RETURNS_ROUTES = False
+"""Whether vLLM 0.32 returns the experts of its tokens on a CPU."""
 
 
 def is_cpu_build() -> bool:
@@ -56,4 +60,28 @@ def check_head_dim(
         raise ConfigError(
             f"{field} ({folder}): {name} ({head_dim}) must be one of "
             f"{', '.join(map(str, supported))} for vLLM on a CPU"
+        )
+
+
+def check_routes_here(objective: ObjectiveConfig) -> None:
+    """Refuse routes of the engine if the installed vLLM cannot return them; see `check_routes`.
+
+    Raises:
+        ConfigError: see `check_routes`.
+    """
+    if is_cpu_build():
+        check_routes(objective)
+
+
+def check_routes(objective: ObjectiveConfig) -> None:
+    """Refuse routes of vLLM on a CPU.
+
+    Raises:
+        ConfigError: `objective.routing_replay` asks for them.
+    """
+    if objective.replayed_routes == "rollout" and not RETURNS_ROUTES:
+        raise ConfigError(
+            "objective.routing_replay ('rollout') needs a GPU: vLLM returns routes only with its "
+            "model runner V2, which needs Triton, and its CPU build has none. Use 'trainer', or "
+            "'none'"
         )

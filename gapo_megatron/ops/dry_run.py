@@ -27,7 +27,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.models.checks import check_positions, check_replay, check_shapes
 from gapo_megatron.models.config_json import ModelFacts
-from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.models.cpu_engine import check_engine_here, check_routes_here
 from gapo_megatron.models.lora import check_adapter, why_merged_on
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule
@@ -158,6 +158,7 @@ def why_not_run(config: Config) -> list[str]:
     if facts is not None and config.rollout.engine == VLLM:
         serving = [
             partial(check_engine_here, facts, field="model.hf_dir", folder=config.model.hf_dir),
+            partial(check_routes_here, config.objective),
             partial(check_positions, facts, config),
         ]
         if Path(config.rollout.draft_hf_dir).exists():  # a missing one is in the list

@@ -14,7 +14,7 @@ from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
 from gapo_megatron.models.checks import check_replay, check_shapes
-from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.models.cpu_engine import check_engine_here, check_routes_here
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.rollout import environments
 from gapo_megatron.run.metrics import check_sinks
@@ -47,6 +47,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     check_adapter(facts, config.adapter, config.parallel)
     if config.rollout.engine == VLLM:
         check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
+        check_routes_here(config.objective)
         check_draft(config.rollout, facts)
     if is_first() and (note := inert_clip_note(config)):
         logger.warning(note)

@@ -20,6 +20,7 @@ from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
@@ -338,6 +339,9 @@ def test_every_input_that_the_run_reads_is_looked_for(tmp_path: Path) -> None:
     assert found_template.startswith("data.chat_template") and str(model) in found_template
     (model / "chat_template.jinja").write_text("{{ messages }}")
     assert why_not_run(make_config(**given)) == []
+    write_model(model, **MOE | {"hidden_size": 128, "head_dim": 32})
+    found = why_not_run(make_config(**given, objective={"routing_replay": "rollout"}))
+    assert [one.split()[0] for one in found] == ["objective.routing_replay"] * is_cpu_build()
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,13 @@ def test_a_generation_keeps_its_prefixes_while_every_episode_waits_for_its_envir
     """What is cached must depend neither on earlier generations nor on how fast a tool is."""
     engine: Any = object.__new__(RolloutEngine)
     engine.llm = llm = Llm()
-    engine.eos_token_ids = ()
+    engine.eos_token_ids, engine.routed, engine._num_routed = (), None, {}
     engine.schedule = type("Awake", (), {"require": lambda *_: None})()
     engine._is_new_generation, engine._adapter = True, None
     monkeypatch.setattr(module.vllm, "add_tokens", lambda llm, name, *_: llm.names.append(name))
     monkeypatch.setattr(module.vllm, "request_names", lambda llm: list(llm.names))
     monkeypatch.setattr(module.vllm, "unfinished", lambda llm: {})
+    monkeypatch.setattr(module, "finish_steps", lambda llm: None)
     for generation in range(2):
         for turn in range(3):
             said = np.zeros(turn, np.int32)

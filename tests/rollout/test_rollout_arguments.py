@@ -17,12 +17,14 @@ from gapo_megatron.models.cpu_engine import CPU_HEAD_DIMS, is_cpu_build
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.vllm import eos_token_ids
+from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
+from tests.configs import config_of
 from tests.convert_setup import pack_linears
 from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
-from tests.rollout_setup import CPU, SIZES, make_args, make_config, make_model
+from tests.rollout_setup import CPU, EOS, SIZES, make_args, make_config, make_model
 from tools import evaluate
 
 
@@ -226,3 +228,45 @@ def test_drafts_are_verified_by_rejection_sampling(tmp_path, device):
         "draft_load_config": {"load_format": "safetensors"},
     }
     assert args.sleep_preserve_parameter_names == ["draft.*"]
+
+
+def config_with_routes(folder, **rollout):
+    sections = {"model": {"hf_dir": str(folder)}, "rollout": rollout}
+    return config_of(sections, {"objective": {"routing_replay": "rollout"}})
+
+
+@pytest.fixture
+def moe(tmp_path):
+    save_model(tmp_path, "qwen3_moe", hidden_size=64, head_dim=32, eos_token_id=EOS)
+    return read_hf_config(str(tmp_path))
+
+
+def test_on_a_cpu_routes_of_the_engine_are_refused_as_vllm_does(tmp_path, moe):
+    config = config_with_routes(tmp_path)
+    with pytest.raises(ConfigError, match=mentions("objective.routing_replay", "rollout", "GPU")):
+        check_engine(config, moe, CPU, world_size=1)
+    check_engine(config, moe, torch.device("cuda"), world_size=1)
+    check_engine(config, moe, CPU, world_size=1, load_weights=True)  # it has no trainer
+    with pytest.raises(ValueError, match="Model Runner V2"):
+        make_args(config, moe, CPU).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "slots"),
+    [
+        ({}, None),
+        ({}, Slots(8, frozenset({"q_proj"}))),
+        ({"tensor_parallel_size": 2}, None),
+        ({"draft": "ngram"}, None),
+    ],
+)
+def test_vllm_returns_routes_with_our_other_arguments(tmp_path, moe, monkeypatch, rollout, slots):
+    """By its own rules, once Triton is there; no engine is built."""
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    config = config_with_routes(tmp_path, **rollout)
+    made = engine_args(config, moe, CPU, slots=slots).create_engine_config()
+    assert made.aux_output_config.enabled and made.cache_config.enable_prefix_caching
+    assert made.use_v2_model_runner
+    # Not for an evaluation, nor if nobody replays them.
+    assert not engine_args(config, moe, CPU, load_weights=True).enable_return_routed_experts
+    assert not make_args(make_config(tmp_path), moe, CPU).enable_return_routed_experts

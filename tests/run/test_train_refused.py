@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import Qwen2Config
 
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError, DataError, GapoError
+from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
 from tests.messages import mentions
@@ -62,6 +64,21 @@ def test_user_mistakes_are_named(root: Path, tmp_path: Path) -> None:
     ):
         assert_refused(root, setting, named=named)
     assert_refused(root, "reward.kind=code", "reward.python=/nowhere", named=("reward.kind",))
+
+
+def test_routes_that_the_engine_does_not_return_are_refused(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "init", tmp_path / "experts")
+    path = tmp_path / "experts/config.json"
+    document = json.loads(path.read_text())
+    document |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    document |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    field = "objective.routing_replay"
+    settings = (f"model.hf_dir={tmp_path}/experts", f"{field}=rollout")
+    settings += (f"model.megatron_dir={root}/megatron",)  # its weights are looked at later
+    for count, said in ((256, "GPU"), (257, 256)):
+        path.write_text(json.dumps(document | {"num_experts": count}))
+        if count > 256 or is_cpu_build():
+            assert_refused(root, *settings, named=(f"{field} ('rollout')", said))
 
 
 def test_a_wrong_megatron_folder_is_named(root: Path, tmp_path: Path) -> None:

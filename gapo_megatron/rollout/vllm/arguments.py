@@ -18,7 +18,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads, check_positions
-from gapo_megatron.models.cpu_engine import check_head_dim
+from gapo_megatron.models.cpu_engine import check_head_dim, check_routes
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.vllm.adapter import Slots
@@ -43,16 +43,23 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
 
 
 def check_engine(
-    config: Config, hf_config: PretrainedConfig, device: torch.device, *, world_size: int
+    config: Config,
+    hf_config: PretrainedConfig,
+    device: torch.device,
+    *,
+    world_size: int,
+    load_weights: bool = False,
 ) -> None:
     """Refuse settings that the engine cannot run. Cheap: call it before any model is built.
+
+    For `load_weights` see `RolloutEngine`.
 
     Raises:
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
             has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, the KV cache
             exceeds the machine's memory, or the model folder is incomplete (weights included if
-            they are read from it) or names no EOS token; or see `check_engine_heads` and
-            `check_positions`.
+            they are read from it) or names no EOS token; or see `check_engine_heads`,
+            `check_positions` and, for an engine with a trainer, `cpu_engine.check_routes`.
     """
     size = config.rollout.tensor_parallel_size
     if world_size % size:
@@ -69,6 +76,8 @@ def check_engine(
             folder=config.model.hf_dir,
             supported=vllm.cpu_head_sizes(),
         )
+        if not load_weights:
+            check_routes(config.objective)
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB
         if config.rollout.cpu_kv_cache_gib > memory_gib:
             raise ConfigError(
@@ -120,6 +129,11 @@ def _as_floats(
     return override
 
 
+def returns_routes(config: Config, *, load_weights: bool) -> bool:
+    """Whether the engine returns the experts of every token: not without a trainer."""
+    return config.objective.replayed_routes == "rollout" and not load_weights
+
+
 def engine_args(
     config: Config,
     hf_config: PretrainedConfig,
@@ -165,6 +179,10 @@ def engine_args(
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_model_len, _CPU_STEP_TOKENS),
         }
+    routes_args: dict[str, Any] = {}
+    if returns_routes(config, load_weights=load_weights):
+        # vLLM stores routes by blocks of its prefix cache, and refuses them without one.
+        routes_args = {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     return EngineArgs(
         model=config.model.hf_dir,
         trust_remote_code=False,
@@ -184,5 +202,6 @@ def engine_args(
         **_QUANTIZATION[rollout.quantization],
         **draft_arguments(rollout),
         **(slots.arguments if slots else {}),
+        **routes_args,
         **device_args,
     )

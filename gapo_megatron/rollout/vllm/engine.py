@@ -18,13 +18,20 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
 from gapo_megatron.compat import vllm
+from gapo_megatron.compat.vllm_routes import finish_steps, routes_on_every_rank
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.engine import Completion, Needs, Request
 from gapo_megatron.rollout.factors import factor_shapes
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm.adapter import load_factors, slots_for
-from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
+from gapo_megatron.rollout.vllm.arguments import (
+    check_engine,
+    engine_args,
+    eos_token_ids,
+    returns_routes,
+)
 from gapo_megatron.rollout.vllm.guards import (
     own_shared_memory,
     trainer_num_threads,
@@ -52,6 +59,7 @@ class RolloutEngine:
         schedule: whether the engine or the trainer has the memory.
         gloo_group: gloo group of all ranks, for Python objects; also `replicas.gloo_group`.
         slots: room for the policy's adapter; None without one, and if its weights come merged.
+        routed: the model, if the engine returns routes; otherwise None.
         replicas, policy_version, max_sequence_tokens, vocab_size, verify_bound: see `Engine`.
     """
 
@@ -84,7 +92,8 @@ class RolloutEngine:
             RolloutError: vLLM cannot start, for instance for lack of memory.
         """
         self.device = device = torch.device(device)
-        check_engine(config, hf_config, device, world_size=dist.get_world_size())
+        world_size = dist.get_world_size()
+        check_engine(config, hf_config, device, world_size=world_size, load_weights=load_weights)
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
@@ -93,6 +102,10 @@ class RolloutEngine:
         self._adapter: vllm.LoRARequest | None = None
         self._has_base = False
         self._is_new_generation = True
+        has_routes = returns_routes(config, load_weights=load_weights)
+        self.routed = geometry_of(hf_config) if has_routes else None
+        self._num_routed: dict[str, int] = {}
+        """`Request.num_routed` of the requests that the engine holds, by name."""
         self.max_sequence_tokens = config.max_sequence_tokens
         self.vocab_size: int = hf_config.vocab_size
         self.verify_bound = verify_bound(config.model, config.rollout, hf_config, device)
@@ -105,6 +118,7 @@ class RolloutEngine:
             trainer_random_state(),
             trainer_num_threads(),
             own_shared_memory(self.gloo_group),
+            routes_on_every_rank(),
         ):
             try:
                 self.llm = vllm.create(
@@ -134,22 +148,25 @@ class RolloutEngine:
             # Earlier requests must not decide what is cached now: a resumed run starts from an
             # empty cache and must produce the same bits. Within a generation the engine may be
             # empty for a moment, while all episodes wait for their environment.
+            finish_steps(self.llm)
             self.llm.reset_prefix_cache()
         self._is_new_generation = False
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
         params = to_params(request, [*self.eos_token_ids, *request.stop_ids])
+        self._num_routed[request.name] = request.num_routed
         vllm.add_tokens(self.llm, request.name, tokens, params, self._adapter)
 
     def poll(self) -> list[Completion]:
         """Take one decoding step: `Engine.poll`."""
         with trainer_torch_generators():
             outputs = self.llm.step()
-        return [to_completion(one, aborted=False) for one in outputs if one.finished]
+        return [self._completion(one, aborted=False) for one in outputs if one.finished]
 
     def abort(self) -> list[Completion]:
         """Drop all requests: `Engine.abort`."""
         try:
-            return [to_completion(one, aborted=True) for one in vllm.unfinished(self.llm).values()]
+            left = vllm.unfinished(self.llm).values()
+            return [self._completion(one, aborted=True) for one in left]
         finally:
             self._drop_requests()
 
@@ -238,6 +255,7 @@ class RolloutEngine:
     def _begin(self, policy_version: int) -> None:
         """Be ready to generate at the new version, with no cache of the old."""
         self.schedule.wake_for_generation()
+        finish_steps(self.llm)
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError(
                 "weight sync: requests are in flight, so cached prefixes stay stale"
@@ -246,6 +264,7 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Release memory to the trainer: `Engine.sleep`."""
+        finish_steps(self.llm)  # vLLM empties its cache
         self.schedule.sleep()
 
     def wake(self) -> None:
@@ -259,7 +278,12 @@ class RolloutEngine:
         """
         vllm.close(self.llm)
 
+    def _completion(self, output: RequestOutput, *, aborted: bool) -> Completion:
+        num_routed = self._num_routed.pop(output.request_id)
+        return to_completion(output, aborted=aborted, routed=self.routed, num_routed=num_routed)
+
     def _drop_requests(self) -> None:
         self._is_new_generation = True
+        self._num_routed.clear()
         if left := vllm.request_names(self.llm):
             self.llm.abort_request(left)

@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from gapo_megatron.compat.vllm_drafts import draft_counts
 from gapo_megatron.errors import RolloutError
+from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.rollout.engine import Completion, Request
 
 # For every request: no detokenisation, and an output only at a request's end.
@@ -31,16 +32,25 @@ def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
         temperature=request.temperature,
         top_p=request.top_p,
         stop_token_ids=stop_token_ids,
+        routed_experts_prompt_start=request.num_routed,
         **TOKENS_ONLY,
     )
 
 
-def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
+def to_completion(
+    output: RequestOutput, *, aborted: bool, routed: Geometry | None = None, num_routed: int = 0
+) -> Completion:
     """Completion from vLLM's output of a request.
+
+    Args:
+        output: vLLM's output, with all tokens.
+        aborted: whether the request was aborted.
+        routed: the model, if the engine returns routes.
+        num_routed: that of the request.
 
     Raises:
         RolloutError: a request that was not `aborted` ended neither at EOS nor at the limit, or its
-            log-probs do not match its tokens.
+            log-probs or routes do not match its tokens.
     """
     (completion,) = output.outputs
     flat, tokens = completion.logprobs, list(completion.token_ids)
@@ -54,6 +64,10 @@ def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
         raise RolloutError(
             f"vLLM's log-probs do not match the tokens of request {output.request_id}"
         )
+    routes = None
+    if routed is not None and tokens:  # before its first token an aborted request has none
+        num_rows = len(output.prompt_token_ids or ()) + len(tokens) - 1 - num_routed
+        routes = _checked_routes(output, routed, num_rows)
     num_drafted, num_accepted = draft_counts(completion)
     return Completion(
         name=output.request_id,
@@ -62,4 +76,23 @@ def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
         reason=cast(Literal["stop", "length", "abort"], reason),
         num_drafted=num_drafted,
         num_accepted=num_accepted,
+        routes=routes,
     )
+
+
+def _checked_routes(output: RequestOutput, model: Geometry, num_rows: int) -> np.ndarray:
+    """[num_rows, layers, experts per token] uint8, the experts that vLLM chose."""
+    routes = output.outputs[0].routed_experts
+    shape = (num_rows, model.num_layers, model.experts_per_token)
+    if routes is None or (routes.shape, routes.dtype) != (shape, np.uint8):
+        found = "none" if routes is None else f"{routes.dtype} {list(routes.shape)}"
+        raise RolloutError(
+            f"vLLM's routes of request {output.request_id} must be uint8 {list(shape)}, but are "
+            f"{found}"
+        )
+    if routes.max(initial=0) >= model.num_experts:
+        raise RolloutError(
+            f"vLLM's routes of request {output.request_id} name expert {routes.max()} of "
+            f"{model.num_experts}"
+        )
+    return routes

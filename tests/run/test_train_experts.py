@@ -22,22 +22,16 @@ from tests.train_setup import (
 
 pytestmark = pytest.mark.system
 SHARED = "parallel.expert_model_parallel_size=2"
-# vLLM returns no routes on a CPU.
 ENGINE = """
-from transformers import AutoModelForCausalLM
+from gapo_megatron.rollout.vllm import RolloutEngine
+from tests.cpu_routes import routes_on_a_cpu
 
-from gapo_megatron.rollout.replicas import Replicas
-from tests.transformers_engine import TransformersEngine
+routes = routes_on_a_cpu()
+routes.__enter__()
 
 
 def build(config, hf_config, *, device, gloo_group):
-    return TransformersEngine(
-        AutoModelForCausalLM.from_config(hf_config),
-        eos_token_id=hf_config.eos_token_id,
-        replicas=Replicas.create(1, gloo_group=gloo_group),
-        verify_bound=1e-4,
-        returns_routes=True,
-    )
+    return RolloutEngine(config, hf_config, device=device, gloo_group=gloo_group)
 """
 
 
@@ -111,7 +105,8 @@ def test_routes_of_the_engine_go_on_over_partial_rollouts_and_a_stop(root: Path)
         # Without signal nothing is learned.
         same = line.get("experts/engine_same_routes_share", 1.0)
         is_fresh = line["rollout/carried_token_share"] == 0
-        assert same == 1 if is_fresh else 0.5 < same <= 1  # older weights chose for carried tokens
+        # But for tokens whose experts score the same; older weights chose for carried tokens.
+        assert (0.99 if is_fresh else 0.5) < same <= 1
         assert line["sync/max_abs_log_prob_diff"] < 1e-4
     assert any(line["rollout/carried_token_share"] > 0 for line in lines)
     (opened,) = (root / "engine/checkpoints").glob("step_*3/open_groups.pt")
@@ -121,7 +116,7 @@ def test_routes_of_the_engine_go_on_over_partial_rollouts_and_a_stop(root: Path)
     apart = [one for one in settings if one != SHARED]
     run(root, "apart", *apart, "rollout.generation_ranks=1", ranks=2)
     (line, *_) = steps_of(root / "apart")
-    assert line["experts/engine_same_routes_share"] == 1
+    assert line["experts/engine_same_routes_share"] > 0.99
     stopped = root / "engine_stopped"
     first, second = (stopped / "attempts" / name for name in ("8.0", "8.1"))
     stop = {"stage": "step 1: update", "by": "SIGUSR1", "ranks": 2}

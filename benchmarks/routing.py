@@ -182,7 +182,9 @@ def measure_mismatch(seed: int, length: int) -> dict[str, float]:
 
 def of_engine(folder: Path, rollouts: Rollouts) -> tuple[Rollouts, list[Tensor]]:
     """The rollouts with the routes of transformers in bf16, and its log-probs of the responses."""
-    model: Any = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model: Any = Qwen3MoeForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, trust_remote_code=False
+    )
     chosen: list[Tensor] = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))

@@ -30,6 +30,7 @@ from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.learn.routes import counts_shape
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.objective.diagnostics import CorrelationWindow
@@ -170,9 +171,14 @@ def _require_routes(path: Path, progress: Progress, policy: Policy, config: Conf
     """Refuse an interrupted step whose updates would replay routes that it does not have.
 
     Raises:
-        CheckpointError: names the setting.
+        CheckpointError: names the setting; or its counts are not those of this model.
     """
-    num_experts = geometry_of(policy.hf_config).num_experts
+    num_experts, counts = geometry_of(policy.hf_config).num_experts, progress.routes.counts
+    if counts is not None and counts.shape != counts_shape(policy):
+        raise CheckpointError(
+            f"{path / progress_name(dist.get_rank())} has counts of experts {list(counts.shape)} "
+            f"instead of {list(counts_shape(policy))}"
+        )
     if not num_experts or config.objective.replayed_routes != "trainer":
         return
     if progress.num_updates and progress.num_updates not in progress.routes.routes:

@@ -52,6 +52,12 @@ class Recorded:
     model without experts."""
 
 
+def counts_shape(policy: Policy) -> tuple[int, int]:
+    """Shape of `Recorded.counts` of a model with experts."""
+    num_experts = geometry_of(policy.hf_config).num_experts
+    return policy.hf_config.num_hidden_layers, num_experts + 2 * len(_SHARES)
+
+
 @dataclass(frozen=True)
 class Known:
     """Routes of a micro-batch's tokens on this rank, and of which tokens."""
@@ -88,10 +94,12 @@ class StepRoutes:
         self._replayed = replayed
         self._num_experts = geometry_of(policy.hf_config).num_experts
         if self._num_experts and recorded.counts is None:
-            shape = (policy.hf_config.num_hidden_layers, self._num_experts + 2 * len(_SHARES))
+            shape = counts_shape(policy)
             recorded.counts = torch.zeros(shape, dtype=torch.int64, device=policy.device)
         self._counts = recorded.counts
         self._routes = recorded.routes
+        self._of_engine: dict[int, list[Known]] = {}
+        """Number of a mini-batch -> the engine's routes, until its update is done."""
 
     def recording(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Micro-batches of mini-batch `number` whose next pass, without gradients, records.
@@ -101,7 +109,8 @@ class StepRoutes:
         if not self._num_experts:
             return [*microbatches]
         if self._replayed == "rollout":
-            return self._marked(number, microbatches, share="engine_same_routes")
+            known = [routes_of_engine(self._policy, self._rollouts, one) for one in microbatches]
+            return self._marked(microbatches, known, share="engine_same_routes")
         recorded = self._routes[number] = [{} for _ in microbatches]
         return [
             replace(microbatch, choose_experts=recorder(routes, num_experts=self._num_experts))
@@ -120,10 +129,18 @@ class StepRoutes:
         """
         if not self._num_experts:
             return [*microbatches]
-        # The weights are still those that the step begins with in mini-batch 0.
-        is_first = self._replayed == "rollout" and number == 0
-        share = "engine_same_routes" if is_first else "same_routes"
-        return self._marked(number, microbatches, share=share if counts else None, load=counts)
+        if self._replayed == "rollout":
+            if number not in self._of_engine:
+                self._of_engine[number] = [
+                    routes_of_engine(self._policy, self._rollouts, one) for one in microbatches
+                ]
+            known = self._of_engine[number]
+            # The weights are still those that the step begins with in mini-batch 0.
+            share = "same_routes" if number else "engine_same_routes"
+        else:
+            recorded = self._routes.get(number, [{} for _ in microbatches])
+            known, share = [Known(routes) for routes in recorded], "same_routes"
+        return self._marked(microbatches, known, share=share if counts else None, load=counts)
 
     def tracing(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """For passes that only score: the first records, later ones follow; none is counted."""
@@ -149,6 +166,7 @@ class StepRoutes:
     def forget(self, number: int) -> None:
         """Free the routes of mini-batch `number`, which no further pass follows."""
         self._routes.pop(number, None)
+        self._of_engine.pop(number, None)
 
     def summarize(self) -> dict[str, float]:
         """`experts/*` (docs/metrics.md) of the step, the same on every rank.
@@ -165,18 +183,13 @@ class StepRoutes:
 
     def _marked(
         self,
-        number: int,
         microbatches: Sequence[Microbatch],
+        known: Sequence[Known],
         *,
         share: str | None,
         load: bool = False,
     ) -> list[Microbatch]:
         """Micro-batches that follow; counted for a share of the metrics, and for the load."""
-        if self._replayed == "rollout":
-            known = [routes_of_engine(self._policy, self._rollouts, one) for one in microbatches]
-        else:
-            recorded = self._routes.get(number, [{} for _ in microbatches])
-            known = [Known(routes) for routes in recorded]
         return [
             replace(one, choose_experts=self._follower(one, routes, share=share, load=load))
             for one, routes in zip(microbatches, known, strict=True)
@@ -259,7 +272,8 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
         )
     own = np.ascontiguousarray(packed[:, layers].swapaxes(0, 1))
     on_device, known = to_device([own, is_known], policy.device)
-    return Known(dict(zip(layers, on_device.sort(dim=2).values, strict=True)), known)
+    on_device.copy_(on_device.sort(dim=2).values)  # in place: both are views of one buffer
+    return Known(dict(zip(layers, on_device, strict=True)), known)
 
 
 def _check_routes(policy: Policy, routes: np.ndarray, i: int) -> None:

@@ -254,20 +254,21 @@ def _extend(episode: Episode, completion: Completion, *, keeps_routes: bool) -> 
 def _joined_routes(episode: Episode, completion: Completion) -> np.ndarray | None:
     """Routes of the tokens up to the last of a completion, which the model has not read.
 
-    An aborted request may have none: the request that continues it returns those of all tokens.
+    An aborted request may have none: the request that continues it then returns those of all tokens
+    that have none yet.
     """
-    before, new = episode.routes, completion.routes
-    if new is not None:
+    routes, new = episode.routes, completion.routes
+    if new is not None and len(new):
         new = new.reshape(len(new), -1)
-        routes = new if before is None else np.concatenate([before, new])
-    else:
-        routes = before
+        routes = new if routes is None else np.concatenate([routes, new])
     num_tokens = len(episode.prompt.token_ids) + len(episode.token_ids) + len(completion.token_ids)
-    if completion.reason != "abort" and (routes is None or len(routes) != num_tokens - 1):
-        found = "no routes" if routes is None else f"routes of {len(routes)} tokens"
+    is_whole = routes is not None and len(routes) == num_tokens - 1
+    is_wrong = routes is not None and routes.dtype != np.uint8
+    if is_wrong or not (is_whole or completion.reason == "abort"):
+        found = "no routes" if routes is None else f"{routes.dtype} routes of {len(routes)} tokens"
         raise RolloutError(
             f"prompt {episode.prompt.id!r}, rollout {episode.sample}: {found} of "
             f"{num_tokens - 1}; objective.routing_replay ('rollout') needs an engine that returns "
-            "them all"
+            "them all, as uint8"
         )
     return routes

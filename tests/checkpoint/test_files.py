@@ -87,6 +87,7 @@ def saved_groups() -> dict[str, Any]:
     carried = {"oldest_version": 1, "old_log_probs": torch.tensor([-0.5, -0.25])}
     tokens = {"token_ids": torch.tensor([1, 2], dtype=torch.int32)}
     rollout = {"log_probs": torch.tensor([-0.5, -0.25]), "truncated": False, "finished": True}
+    rollout["routes"] = torch.arange(12, dtype=torch.uint8).view(3, 4)
     prompt = {"id": "a", "token_ids": (1, 2), "answer": "3", "level": ""}
     return {"groups": [{"prompt": prompt, "rollouts": [tokens | rollout | carried]}]}
 
@@ -117,6 +118,9 @@ PROMPT, ROLLOUT = ("groups", 0, "prompt"), ("groups", 0, "rollouts", 0)
         put(*ROLLOUT, "log_probs", value=torch.ones(3)),
         put(*ROLLOUT, "old_log_probs", value=None),
         put(*ROLLOUT, "oldest_version", value="1"),
+        put(*ROLLOUT, "routes", value=torch.zeros(4, 4, dtype=torch.uint8)),
+        put(*ROLLOUT, "routes", value=torch.zeros(0, 4, dtype=torch.uint8)),
+        put(*ROLLOUT, "routes", value=torch.zeros(3, 4)),
     ],
 )
 def test_misshapen_open_groups_are_damage(tmp_path, change):
@@ -124,6 +128,8 @@ def test_misshapen_open_groups_are_damage(tmp_path, change):
     files.write(path, files.serialise(content))
     (group,) = load_open_groups(tmp_path)
     assert group[0].prompt.token_ids == (1, 2) and group[0].carried_log_probs is not None
+    routes = group[0].routes
+    assert routes is not None and routes.tolist() == np.arange(12).reshape(3, 4).tolist()
     change(content)
     files.write(path, files.serialise(content))
     with pytest.raises(CheckpointError, match=mentions(path)):
@@ -175,6 +181,7 @@ def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
         "group_size": one,
         "valid": one.bool(),
         "carried_log_probs": [],
+        "routes": [one[None].byte()],
     }
     progress = {
         "old_log_probs": [None, [None, one.float()]],
@@ -187,14 +194,15 @@ def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
         },
     }
     array = np.ones(1, dtype=np.int32)
-    table = Rollouts.of([array], [array], [array.astype(np.float32)]).table
+    routes = [array[None].astype(np.uint8)]
+    table = Rollouts.of([array], [array], [array.astype(np.float32)], routes=routes).table
     shared = {"batch": batch, "metrics": {"reward/mean": 0.5}, "evaluated": {}}
     return shared | {"facts": torch.from_numpy(table.view(np.int32)[None])}, progress
 
 
-def count_one_more(kind: str) -> Any:
+def count_one_more(name: str) -> Any:
     def change(shared: dict[str, Any]) -> None:
-        shared["facts"].numpy().view(ROW)[0][f"num_{kind}_tokens"] += 1
+        shared["facts"].numpy().view(ROW)[0][name] += 1
 
     return change
 
@@ -214,7 +222,17 @@ SHARED = (
     put("facts", value=[[1]]),
     lambda shared: shared.update(facts=shared["facts"].long()),
     lambda shared: shared.update(facts=shared["facts"].repeat(2, 1)),
-    *map(count_one_more, ("prompt", "response", "sampled", "carried")),
+    put("batch", "routes", value=...),
+    put("batch", "routes", value=[]),
+    put("batch", "routes", value=[torch.zeros(2, 1, dtype=torch.uint8)]),
+    put("batch", "routes", value=[torch.zeros(1, 1)]),
+    *(
+        count_one_more(f"num_{kind}")
+        for kind in (
+            *("prompt_tokens", "response_tokens", "sampled_tokens", "carried_tokens"),
+            *("routed_tokens", "routes"),
+        )
+    ),
 )
 PROGRESS = (
     put("sums", value=...),
@@ -251,6 +269,22 @@ def test_a_misshapen_open_step_is_damage(tmp_path, name, change):
         change({"batch.pt": shared, "progress_00000.pt": progress}[name])
         with pytest.raises(CheckpointError, match=mentions(tmp_path / name)):
             write_and_load()
+
+
+def test_facts_of_versions_without_routes_are_read(tmp_path):
+    shared, progress = saved_step()
+    del shared["batch"]["routes"]
+    table = shared["facts"].numpy().view(ROW)
+    table["num_routed_tokens"] = table["num_routes"] = 0
+    table["log_prob_sum"], table["newest_version"] = 1.0, 7
+    num_words = ROW.itemsize // 4
+    for width in (num_words, num_words - 2):
+        older = shared | {"facts": shared["facts"][:, :width]}
+        files.write(tmp_path / "batch.pt", files.serialise(older))
+        files.write(tmp_path / "progress_00000.pt", files.serialise(progress))
+        with single_rank():
+            found = OpenStep.load(tmp_path, torch.device("cpu"), num_updates=1).batch
+        assert found.table.tolist() == table[:, 0].tolist() and not found.has_routes
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ def test_updates_follow_the_engines_routes_like_a_loop_in_float64(folder: Path, 
         rollouts = with_columns(rollouts, rollout_log_probs=scored_by_loop(folder, rollouts))
     report = run_learn(config, rollouts)
     assert_updates([report], folder, config, rollouts)
+    measured = run_learn(config, rollouts, measures_rounding=True).metrics
+    assert report.metrics.items() <= measured.items()  # passes that measure are not counted
     assert report.metrics["experts/same_routes_share"] < 0.2
     assert report.metrics["experts/engine_same_routes_share"] < 0.2
 
@@ -257,6 +259,13 @@ def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
     named = mentions("step_00000003_1", "objective.routing_replay")
     with pytest.raises(CheckpointError, match=named):
         load_latest(run_dir, policy=policy, config=config)
+    # Nor are counts of another model added to.
+    counted = Progress(
+        [[], []], grad_norms=[0.5], routes=Recorded({1: []}, torch.zeros(2, 5).long())
+    )
+    save(tmp_path / "counted", policy, config, step=3, open_step=OpenStep(batch, {}, {}, counted))
+    with pytest.raises(CheckpointError, match=mentions("step_00000003_1", [2, 5], [2, 12])):
+        load_latest(tmp_path / "counted", policy=policy, config=config)
     path = run_dir / "checkpoints" / "step_00000003_1"
     sign_document(path, put("config", "objective", "routing_replay", value=...))
     with pytest.raises(ConfigError, match=mentions("objective.routing_replay", "none")):
@@ -388,6 +397,7 @@ def test_the_routers_own_routes_in_any_order_change_no_bit(tmp_path: Path, name:
     (followed,) = log_probs(policy, of_engine.recording(0, [packed]))
     destroy()
     assert torch.equal(followed, free)
+    assert of_engine._counts is not None and not of_engine._counts[:, :-4].any()  # updates do
     assert of_engine.summarize()["experts/engine_same_routes_share"] == 1.0
 
 

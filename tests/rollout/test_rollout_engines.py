@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import gapo_megatron
 from gapo_megatron.errors import RolloutError, WeightSyncError
-from gapo_megatron.rollout.engine import Completion, Engine
+from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.generate import generate
-from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode, Prompt
@@ -208,3 +208,31 @@ def test_routes_are_kept_only_if_they_are_asked_for_and_then_all(
             pytest.raises(RolloutError, match=mentions("'a'", found, "routing_replay")),
         ):
             generate(engine, prompts, settings)
+
+
+def test_an_aborted_request_may_bring_no_routes() -> None:
+    """Those of earlier requests are kept, and the next one says how many there are."""
+    settings = replace(SETTINGS, num_samples=1, keeps_routes=True)
+    known = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    token, log_prob = np.array([7], np.int32), np.zeros(1, np.float32)
+    none, empty = np.empty(0, np.int32), np.empty(0, np.float32)
+    begun: dict[str, tuple[Episode, ...]] = {}
+    for routes, num_routed in ((known, 0), (None, 3), (known[:0], 3), (known[:1] + 1, 3)):
+        responses = Responses([Prompt("a", (3, 4, 5), answer="")], begun, settings)
+        (request,) = responses.begin()
+        assert isinstance(request, Request) and request.num_routed == num_routed
+        is_read = routes is not None and len(routes)
+        new = (token, log_prob) if is_read else (none, empty)
+        episode = responses.take(Completion("a/0", *new, "abort", routes=routes))
+        begun = {"a": (cast(Episode, episode),)}
+    (episode,) = begun["a"]
+    assert kept_rows(episode) == [*range(12), 1, 2, 3, 4]
+    other = replace(SETTINGS, num_samples=1)  # another setting, in a run that goes on
+    (episode,) = Responses([Prompt("a", (3, 4, 5), answer="")], begun, other).groups[0]
+    assert episode.for_user().routes is None
+
+
+def kept_rows(episode: Episode) -> list[int]:
+    assert episode.routes is not None
+    numbers: list[int] = episode.routes.flatten().tolist()
+    return numbers

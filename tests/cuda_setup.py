@@ -35,9 +35,12 @@ def needs_cuda_wheels() -> list[pytest.MarkDecorator]:
     return [pytest.mark.cuda_wheels, pytest.mark.skipif(not _are_here(), reason=reason)]
 
 
-def model_folder(path: Path, folder: Path, *settings: str) -> Config:
-    """A config whose model is in `folder`: its published config.json, and nothing else of it."""
-    name = Path(load_config(path).model.hf_dir).name
+def model_folder(path: Path, folder: Path, *settings: str, name: str = "") -> Config:
+    """A config whose model is in `folder`: its published config.json, and nothing else of it.
+
+    It is the config's own, or the one called `name`.
+    """
+    name = name or Path(load_config(path).model.hf_dir).name
     (folder / name).mkdir(exist_ok=True)
     fields = {"architectures": [], **shipped_fields(name)}
     (folder / name / "config.json").write_text(json.dumps(fields))

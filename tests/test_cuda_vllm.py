@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.cuda_setup import CONFIGS, load_driver, model_folder, needs_cuda_wheels
+from gapo_megatron.models.checks import num_experts
+from gapo_megatron.models.config_json import facts_of
+from gapo_megatron.models.published import shipped_fields, shipped_names
+from tests.cuda_setup import CONFIGS, ROOT, load_driver, model_folder, needs_cuda_wheels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,11 +41,13 @@ def h100(tmp_path_factory: pytest.TempPathFactory) -> None:
     platforms._current_platform = H100()
 
 
-def engine_config(path: Path, folder: Path, *settings: str) -> tuple[Any, VllmConfig]:
+def engine_config(
+    path: Path, folder: Path, *settings: str, name: str = ""
+) -> tuple[Any, VllmConfig]:
     from gapo_megatron.policy.model import read_hf_config
     from gapo_megatron.rollout.vllm.arguments import engine_args
 
-    config = model_folder(path, folder, *settings)
+    config = model_folder(path, folder, *settings, name=name)
     hf_config = read_hf_config(config.model.hf_dir)
     arguments = engine_args(config, hf_config, torch.device("cuda"), load_weights=False)
     return arguments, arguments.create_engine_config()
@@ -85,3 +90,36 @@ def test_vllm_takes_our_arguments_as_they_are(
     assert model.hf_text_config.max_position_embeddings == arguments.max_model_len
     assert (config.quant_config is None) == (not quantization)
     assert config.compilation_config.cudagraph_mode.name != "NONE" or model.enforce_eager
+
+
+PLAIN = ROOT / "configs/qwen2_5_7b/base.toml"
+WITH_EXPERTS = [
+    name for name in shipped_names() if num_experts(facts_of(shipped_fields(name), source=name))
+]
+SHORT = ("data.max_prompt_tokens=512", "rollout.max_response_tokens=1024")
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_vllm_takes_every_published_model(name: str, tmp_path: Path) -> None:
+    """On a GPU, where other kernels and other checks are chosen than on a CPU."""
+    arguments, config = engine_config(PLAIN, tmp_path, *SHORT, name=name)
+    for field, (asked, given) in asked_and_given(arguments, config).items():
+        assert given == asked, field
+    assert config.quant_config is None
+    assert config.model_config.head_dtype == torch.float32
+
+
+@pytest.mark.parametrize("settings", [(), ("rollout.draft=ngram",)], ids=["", "drafts"])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_vllm_returns_the_routes_of_every_published_model_with_experts(
+    name: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import vllm
+
+    monkeypatch.setattr(vllm, "HAS_TRITON", True)  # it looks for a device
+    settings = (*SHORT, *settings, "objective.routing_replay=rollout")
+    arguments, config = engine_config(PLAIN, tmp_path, *settings, name=name)
+    assert config.aux_output_config.enable_return_routed_experts
+    assert config.use_v2_model_runner and config.cache_config.enable_prefix_caching
+    for field, (asked, given) in asked_and_given(arguments, config).items():
+        assert given == asked, field

@@ -190,5 +190,6 @@ def named_as_options() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        named = re.sub(r"\b[a-z]+\.\w+", lambda found: _OPTIONS.get(found[0], found[0]), str(error))
+        names = r"(?<![\w./-])[a-z]+\.\w+(?![\w/])"  # not within a path
+        named = re.sub(names, lambda found: _OPTIONS.get(found[0], found[0]), str(error))
         raise ConfigError(named) from None

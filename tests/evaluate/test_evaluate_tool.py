@@ -22,6 +22,7 @@ from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.hints import hints
+from gapo_megatron.evaluate.options import named_as_options
 from gapo_megatron.evaluate.options import parse as parse_options
 from gapo_megatron.evaluate.paper import Sampling, read_settings
 from gapo_megatron.io import files
@@ -385,3 +386,9 @@ def test_a_setting_gives_what_the_command_line_does_not() -> None:
 def test_help_needs_neither_torch_nor_transformers() -> None:
     check = "import sys, tools.evaluate; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", check], cwd=TOOL.parents[1]).returncode == 0
+
+
+def test_settings_are_named_as_the_options_that_set_them() -> None:
+    with pytest.raises(ConfigError) as caught, named_as_options():
+        raise ConfigError("model.precision ('fp32') for /data/model.precision/x (rollout.draft)")
+    assert str(caught.value) == "--precision ('fp32') for /data/model.precision/x (rollout.draft)"

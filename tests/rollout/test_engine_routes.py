@@ -20,7 +20,7 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from gapo_megatron.config import Config
-from gapo_megatron.errors import RolloutError
+from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import read_hf
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.engine import Completion, Request
@@ -210,6 +210,15 @@ def test_routes_are_those_of_the_routers(tmp_path: Path) -> None:
                 engine.wake()
             engine.update_weights(changed(tmp_path, change), policy_version=version)
             check(load(tmp_path, change), full, run(engine, full)["is full"])
+
+        # Requests that have not ended are not run to their end at other weights.
+        engine.add(long[1])
+        while not is_under_way(engine):
+            engine.poll()
+        with pytest.raises(WeightSyncError, match="in flight"):
+            engine.update_weights(changed(tmp_path, endless), policy_version=3)
+        assert sum(engine.num_requests()) == 1
+        engine.abort()
         engine.close()
 
 

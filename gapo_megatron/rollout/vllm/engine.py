@@ -153,8 +153,8 @@ class RolloutEngine:
         self._is_new_generation = False
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
         params = to_params(request, [*self.eos_token_ids, *request.stop_ids])
-        self._num_routed[request.name] = request.num_routed
         vllm.add_tokens(self.llm, request.name, tokens, params, self._adapter)
+        self._num_routed[request.name] = request.num_routed
 
     def poll(self) -> list[Completion]:
         """Take one decoding step: `Engine.poll`."""
@@ -181,7 +181,6 @@ class RolloutEngine:
             RolloutError: the engine is asleep, or vLLM scored other tokens.
         """
         self.schedule.require(Phase.GENERATING, "score")
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **TOKENS_ONLY)
         tokens = [
             np.concatenate([rollouts.prompt_ids[i], rollouts.response_ids[i]]).tolist()
             for i in range(len(rollouts))
@@ -191,6 +190,13 @@ class RolloutEngine:
         with trainer_random_state():
             try:
                 for i, ids in enumerate(tokens):
+                    params = SamplingParams(
+                        temperature=0.0,
+                        max_tokens=1,
+                        prompt_logprobs=0,
+                        routed_experts_prompt_start=len(ids),  # nobody reads them
+                        **TOKENS_ONLY,
+                    )
                     vllm.add_tokens(self.llm, str(i), ids, params, self._adapter)
                 while self.llm.has_unfinished_requests():
                     outputs |= {one.request_id: one for one in self.llm.step() if one.finished}

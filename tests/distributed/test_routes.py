@@ -44,8 +44,8 @@ EIGHT: Layouts = {
     "pipeline, 4 expert": {PP: 2, EP: 4},
     "tensor, pipeline, 4 expert": {TP: 2, SP: True, PP: 2, EP: 4},
 }
+FREE: Layouts = {name: (TWO | MORE)[name] for name in ("tensor, expert", "context, expert")}
 REPLAYS = ("trainer", "rollout")
-WAYS = (*REPLAYS, "none")
 Reports = dict[tuple[str, str], Report]
 
 
@@ -89,11 +89,12 @@ def num_layers_of(layouts: Layouts) -> int:
     ("world_size", "layouts", "ways"),
     [
         (2, {"tensor, expert": TWO["tensor, expert"]}, REPLAYS),
-        pytest.param(2, TWO | MORE, WAYS, marks=pytest.mark.system),
+        pytest.param(2, FREE, ("none",), marks=pytest.mark.system),
+        pytest.param(2, TWO | MORE, REPLAYS, marks=pytest.mark.system),
         pytest.param(4, FOUR, REPLAYS, marks=pytest.mark.system),
         pytest.param(8, EIGHT, REPLAYS, marks=pytest.mark.system),
     ],
-    ids=["one", "two", "four", "eight"],
+    ids=["one", "free", "two", "four", "eight"],
 )
 def test_updates_are_those_of_a_loop_in_float64(
     tmp_path: Path, world_size: int, layouts: Layouts, ways: tuple[str, ...]

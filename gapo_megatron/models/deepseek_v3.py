@@ -12,8 +12,7 @@ from typing import Any
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models import parts, sigmoid_experts
 from gapo_megatron.models.architecture import Architecture
-from gapo_megatron.models.geometry import Geometry
-from gapo_megatron.models.latent_attention import Latent
+from gapo_megatron.models.geometry import Geometry, Latent
 from gapo_megatron.models.parts import COUNT
 from gapo_megatron.models.quantization import FP8
 from gapo_megatron.models.rope import Rope, read_rope

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gapo_megatron.models.latent_attention import Latent
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of latent attention."""
+
+    query: int
+    """Size of the latent vector that queries are made from; 0: from the hidden state itself."""
+    key_value: int
+    """Size of the one that keys and values are made from."""
+    nope: int
+    """Elements of a query or key head that are not rotated."""
+    rope: int
+    """Elements that are rotated; of keys the same in all heads."""
+    value: int
+    """Size of a value head."""
 
 
 @dataclass(frozen=True, slots=True)

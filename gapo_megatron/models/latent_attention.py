@@ -7,7 +7,6 @@ key is the same in all heads. Values may be smaller than queries and keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.models.fusions import same
@@ -17,22 +16,6 @@ if TYPE_CHECKING:
     from gapo_megatron.models.geometry import Geometry
 
 _MCORE, _HF = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Sizes of latent attention."""
-
-    query: int
-    """Size of the latent vector that queries are made from; 0: from the hidden state itself."""
-    key_value: int
-    """Size of the one that keys and values are made from."""
-    nope: int
-    """Elements of a query or key head that are not rotated."""
-    rope: int
-    """Elements that are rotated; of keys the same in all heads."""
-    value: int
-    """Size of a value head."""
 
 
 def rules(g: Geometry) -> list[Rule]:

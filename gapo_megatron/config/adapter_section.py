@@ -36,7 +36,7 @@ class AdapterConfig(Section):
     targets: Targets = ("qkv", "proj", "fc1", "fc2")
     """Linear layers with factors: `qkv` and `proj` of attention, `fc1` (gate and up projection) and
     `fc2` of a dense MLP or a shared expert, `experts`: both of every expert, a pair of factors
-    each, `latent`: what makes the vectors of latent attention. The router has none. The model must
+    each, `latent`: the down projections of latent attention. The router has none. The model must
     have every one that is named: docs/lora.md lists them."""
 
     @model_validator(mode="after")

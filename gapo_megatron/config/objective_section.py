@@ -88,10 +88,10 @@ class ObjectiveConfig(Section):
     begins with. `rollout`: the engine's, at sampling time (docs/objective.md)."""
 
     routing_replay: Literal["none", "trainer", "rollout"] | None = None
-    """Of a model with experts: the recorded experts to which updates send every token
-    (docs/objective.md). `trainer`: those that the pass of the old log-probs chose. `rollout`: those
-    that the engine chose while sampling; that pass follows them, too. By default `trainer`, and
-    `none` where there is no such pass."""
+    """Whose choice of experts the updates of a model with experts replay (docs/objective.md).
+    `trainer`: that of the pass of the old log-probs. `rollout`: the engine's while sampling; that
+    pass replays it, too. `none`: nobody's, the routers choose in every pass. By default `trainer`,
+    and `none` where there is no such pass."""
 
     @model_validator(mode="before")
     @classmethod

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _TARGETS: dict[str, Target] = {
     "self_attention.linear_qkv": "qkv",
-    # Of latent attention, what makes the heads' queries, keys and values; and what makes the latent
-    # vectors, which is whole on every rank.
+    # Of latent attention, what makes the heads' queries, keys and values; and the down projections,
+    # which are whole on every rank.
     "self_attention.linear_q_proj": "qkv",
     "self_attention.linear_q_up_proj": "qkv",
     "self_attention.linear_kv_up_proj": "qkv",

@@ -222,7 +222,6 @@ def _without_turn(episode: Episode) -> Episode:
         log_probs=np.zeros(1, np.float32),
         response_mask=np.zeros(1, bool),
         failure=episode.failure or what,
-        routes=None,
     )
 
 

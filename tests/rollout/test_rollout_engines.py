@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import gapo_megatron
+from gapo_megatron.checkpoint.open_groups import from_content, to_content
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.generate import generate
@@ -184,8 +185,11 @@ def test_a_token_keeps_the_routes_with_which_it_was_first_read(
     # The table carries them, and gives them back.
     rollouts = to_rollouts(again)
     assert rollouts.table["num_routed_tokens"].tolist() == rollouts.num_fed_tokens.tolist()
-    (first, *_) = to_episodes(rollouts, [group[0].prompt for group in again])
+    (first, *_) = to_episodes(rollouts.carried(), [group[0].prompt for group in again])
     assert [kept_by(one) for one in first] == [kept_by(one) for one in again[0]]
+    # So does a checkpoint of open groups.
+    ((*read,),) = from_content(to_content([first]))
+    assert [kept_by(one) for one in read] == [kept_by(one) for one in first]
 
 
 def test_routes_are_kept_only_if_they_are_asked_for_and_then_all(

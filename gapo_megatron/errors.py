@@ -12,20 +12,12 @@ def shown(value: Any) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Type and message of an exception of code of others, whose message may raise one itself.
-
-    As text that a log can hold: halves of characters are written as escapes.
-    """
-    name = _class_name(error)
+    """Type and message of an exception of user code, with lone surrogates escaped for logs."""
+    name = type(error).__name__
     try:
         return f"{name}: {error}".encode(errors="backslashreplace").decode()
-    except BaseException as second:  # it may raise SystemExit
-        return f"{name} (its message raises {_class_name(second)})"
-
-
-def _class_name(error: BaseException) -> str:
-    """Name of its class, whatever its metaclass says."""
-    return str(vars(type)["__name__"].__get__(type(error)))
+    except Exception as second:
+        return f"{name} (its message raises {type(second).__name__})"
 
 
 class GapoError(Exception):

@@ -13,12 +13,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import locale
-import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -102,79 +99,14 @@ def build(made: functools.partial[Any], *arguments: Any, setting: str) -> Any:
 
 
 @contextlib.contextmanager
-def no_fork_left() -> Iterator[None]:
-    """Call code of the user's own: if it forks, and its child returns as well, end the child."""
-    process = os.getpid()
+def contained() -> Iterator[None]:
+    """Run user code; turns SystemExit into RuntimeError. KeyboardInterrupt, Ctrl-C, passes."""
     try:
         yield
-    finally:
-        if os.getpid() != process:
-            os._exit(0)
-
-
-@contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """Call code of the user's own in the main thread: whatever it raises is an Exception.
-
-    All but KeyboardInterrupt, which is Ctrl-C there. It may fork, too (`no_fork_left`).
-    """
-    with no_fork_left():
-        try:
-            yield
-        except (Exception, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # SystemExit, for one
-            raise RuntimeError(said(error)) from error
-
-
-@contextlib.contextmanager
-def process_restored() -> Iterator[None]:
-    """Call code of the user's own, and restore what it may have changed for the whole process.
-
-    Working directory, environment variables, locale, umask, standard streams, recursion limit,
-    switch interval, and filters of warnings. Other threads see no values but those before, and
-    those that the code has set.
-    """
-    interval, language = sys.getswitchinterval(), locale.setlocale(locale.LC_ALL)
-    folder, variables, umask = _working_directory(), dict(os.environ), _umask()
-    streams, limit = (sys.stdin, sys.stdout, sys.stderr), sys.getrecursionlimit()
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        sys.setrecursionlimit(limit)
-        sys.setswitchinterval(interval)
-        if locale.setlocale(locale.LC_ALL) != language:  # no other thread may use it meanwhile
-            locale.setlocale(locale.LC_ALL, language)
-        sys.stdin, sys.stdout, sys.stderr = streams
-        os.umask(umask)
-        set_variables(variables)
-        if folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                os.chdir(folder)
-
-
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Give this process these environment variables; those that are the same stay untouched."""
-    for name in [one for one in os.environ if one not in variables]:
-        os.environ.pop(name, None)
-    for name, value in variables.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-
-
-def _working_directory() -> str | None:
-    """Of this process; None if it was removed."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
-
-
-def _umask() -> int:
-    """Of this process, without setting it: other threads may create files."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(said(error)) from error
 
 
 def find_file(name: str, *, setting: str) -> Path:
@@ -234,16 +166,14 @@ def _split(name: str, *, setting: str) -> tuple[str, str]:
 def _import(where: str, *, setting: str, name: str) -> ModuleType:
     path = find_file(name, setting=setting)
     try:
-        with no_fork_left():
+        with contained():
             if not where.endswith(".py"):
                 return importlib.import_module(where)
             return _execute(path.resolve())
     except ConfigError:
         raise
-    except BaseException as error:  # a user's module may also call sys.exit
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
+    except Exception as error:
+        frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
         lines = [one.lineno for one in frames if one.filename == str(path.resolve())]
         line = f", line {lines[-1]}" if lines else ""
         raise ConfigError(f"{setting} ({name!r}): importing {path}{line}: {said(error)}") from error

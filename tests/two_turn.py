@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,17 +39,23 @@ class TwoTurn:
         return " ".join(map(str, said)), episode.prompt.answer
 
 
-class Changes(TwoTurn):
-    """Changes its whole process wherever it is called."""
+class Draws(TwoTurn):
+    """Draws from the random generators of the process wherever it is called."""
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
-        os.environ["CHANGED"] = "1"
+        random.random()
         return super().begin(prompt)
 
     def respond(self, episode: Episode) -> Sequence[int] | None:
-        os.chdir("/")
+        np.random.rand()
         return super().respond(episode)
 
     def judge(self, episode: Episode) -> tuple[str, str]:
-        torch.set_default_dtype(torch.float64)
+        torch.rand(())
         return super().judge(episode)
+
+
+def state_of_generators() -> list[Any]:
+    """State of the random generators of Python, NumPy and torch."""
+    numpy = np.random.get_state()[1]
+    return [random.getstate(), numpy.tolist(), torch.get_rng_state().tolist()]  # type: ignore

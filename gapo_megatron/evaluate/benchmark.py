@@ -24,7 +24,7 @@ from gapo_megatron.rollout.calls import Acting, CallCounts, Calls
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.generate import Hooks, begin_all, generate
-from gapo_megatron.rollout.process_state import trainer_restored
+from gapo_megatron.rollout.process_state import generators_restored
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
@@ -217,7 +217,7 @@ class Sampler:
         gather = self.engine.replicas.gather
         environment, answers = self.acting.environment, task.answers
         episodes = [one for group in groups for one in group]
-        with trainer_restored() if calls.is_called else nullcontext():
+        with generators_restored() if calls.is_called else nullcontext():
             asked = [_questions(one, environment, answers[one.prompt.id]) for one in episodes]
         questions = [item for items in asked if not isinstance(items, Verdict) for item in items]
         # All ranks return together, so none waits long in the next collective.

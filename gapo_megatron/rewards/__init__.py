@@ -245,11 +245,10 @@ def ask_judge(judge: Judge, episode: Episode) -> tuple[str, str] | Verdict:
 
 def _check_texts(judged: Any) -> tuple[str, str]:
     """What `Environment.judge` returned, if it is (response, answer)."""
-    texts = [*judged] if isinstance(judged, tuple | list) else []  # once: it may change
+    texts = judged if isinstance(judged, tuple | list) else ()
     if [isinstance(one, str) for one in texts] != [True] * 2:
         raise TypeError(f"must be two strings, response and answer, not {shown(judged)}")
-    response, answer = ("".join([one]) for one in texts)  # TypeError: it only claims to be one
-    return response, answer
+    return texts[0], texts[1]
 
 
 def score(

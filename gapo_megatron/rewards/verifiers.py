@@ -122,7 +122,7 @@ def to_verdict(result: Any, *, correct_above: float) -> Verdict:
     if result is None:
         return Verdict(Outcome.UNKNOWN, "the verifier returned None")
     result = _bare(result)
-    if type(result) is bool:  # others may only claim to be
+    if isinstance(result, bool):
         return Verdict(Outcome.CORRECT if result else Outcome.WRONG)
     grade = read_grade(result)
     outcome = Outcome.CORRECT if grade > correct_above else Outcome.WRONG

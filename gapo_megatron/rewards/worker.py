@@ -12,8 +12,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping
-from json import dumps, loads  # by name: a verifier may replace those of the module
+from json import dumps, loads
 
 from gapo_megatron import user_code
 from gapo_megatron.rewards import verifiers
@@ -53,21 +52,15 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
-    # Environment variables of the user's own verifiers, which may set them once, for good.
-    variables: dict[str, Mapping[str, str]] = {}
     _send(channel, READY)
     with os.fdopen(os.dup(channel), "rb") as lines:
         for line in lines:
             index, name, response, answer, row = loads(line)
             if own:
                 _limit_memory(OWN_MEMORY_BYTES if name in own else _address_space() + MEMORY_BYTES)
-            with user_code.no_fork_left(), user_code.process_restored():
-                user_code.set_variables(variables.get(name, os.environ))
-                verdict = loaded[name].judge(
-                    response, answer, row, correct_above=settings["correct_above"]
-                )
-                if name in own:
-                    variables[name] = dict(os.environ)
+            verdict = loaded[name].judge(
+                response, answer, row, correct_above=settings["correct_above"]
+            )
             signal.setitimer(signal.ITIMER_REAL, 0)  # its alarm must not end another's judgement
             reason = str(verdict.reason)[:_MAX_REASON_CHARACTERS]
             reply = dumps([index, verdict.outcome, reason, verdict.grade])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from typing import Any
 
 import numpy as np
@@ -31,19 +29,17 @@ def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int,
     if isinstance(answer, str):
         if len(answer) > _MOST_TEXT:
             raise ValueError(f"respond returned {len(answer)} characters; at most {_MOST_TEXT}")
-        text = "".join([answer])  # its characters, whatever its class says
-        text.encode()  # raises for half a surrogate pair
-        return text
+        answer.encode()  # raises for half a surrogate pair
+        return answer
     if not isinstance(answer, list | tuple | np.ndarray):
         raise TypeError(
             f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"
         )
     tokens = []
-    # Once: a class of the user's own may have other tokens the second time, or too many.
-    for one in itertools.islice(answer, max_tokens):
+    for one in answer[:max_tokens]:
         if not isinstance(one, int | np.integer) or isinstance(one, bool):
             raise TypeError(f"respond returned {type(one).__name__} among the tokens")
-        token = operator.index(one)
+        token = int(one)
         if not 0 <= token < vocab_size:
             raise ValueError(f"respond returned the token {token}, which the model does not have")
         tokens.append(token)

@@ -28,7 +28,7 @@ from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.timing import CallCounts, Timing
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Prompt
-from gapo_megatron.user_code import contained, no_fork_left
+from gapo_megatron.user_code import contained
 
 logger = logging.getLogger(__name__)
 
@@ -348,17 +348,16 @@ class _Caller:
             return
         result: dict[str, Any]
         try:
-            with no_fork_left():
-                answer = self._acting.environment.respond(call.episode.for_user())
-                kind = "text" if isinstance(answer, str) else "tokens"
-                result = {
-                    kind: check_answer(
-                        answer,
-                        max_tokens=self._acting.max_response_tokens,
-                        vocab_size=self._acting.vocab_size,
-                    )
-                }
-        except BaseException as error:  # whatever a user's code raises, SystemExit included
+            answer = self._acting.environment.respond(call.episode.for_user())
+            kind = "text" if isinstance(answer, str) else "tokens"
+            result = {
+                kind: check_answer(
+                    answer,
+                    max_tokens=self._acting.max_response_tokens,
+                    vocab_size=self._acting.vocab_size,
+                )
+            }
+        except BaseException as error:  # a thread: also SystemExit, which would leave no answer
             result = {"failure": said(error)[:MOST_CHARACTERS]}
         is_closed = _place(call.episode) in self._closed
         if is_closed:  # the call was given up, or the generation was, and it ran on

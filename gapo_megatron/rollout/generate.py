@@ -17,7 +17,7 @@ from gapo_megatron.rewards import MOST_CHARACTERS
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
-from gapo_megatron.rollout.process_state import trainer_restored
+from gapo_megatron.rollout.process_state import generators_restored
 from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy, Tally
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
@@ -65,13 +65,13 @@ def begin_all(
 ) -> Sequence[Prompt]:
     """The prompts as `begin` makes them on the first rank of the replica.
 
-    If an environment is called, what it has changed for the whole process is then restored.
+    If an environment is called, the random generators of the process are then restored.
 
     Collectives: `Calls.agree`.
     """
     if calls is None or not calls.is_called:
         return [begin(environment, one) for one in prompts]
-    with trainer_restored():
+    with generators_restored():
         begun = [begin(environment, one) for one in prompts]
     return calls.agree(begun)
 
@@ -89,8 +89,8 @@ def generate(
     """Sample responses for this replica's prompts.
 
     Every request has its own seed (`request_seed`), so a response depends neither on other requests
-    nor on the number of replicas, up to the rounding of a batched forward pass. What an environment
-    has changed for the whole process is restored at the end (`trainer_restored`).
+    nor on the number of replicas, up to the rounding of a batched forward pass. Random
+    generators that an environment may use are restored at the end (`generators_restored`).
 
     Args:
         engine: awake; holds no request, before and after.
@@ -127,7 +127,7 @@ def generate(
     responses = Responses(prompts, begun or {}, settings, calls=calls)
     wanted = len(prompts) if num_groups is None else num_groups
     assert not (is_called and isinstance(wanted, Tally)), "calls end when they do, not at a step"
-    with trainer_restored() if is_called else nullcontext():
+    with generators_restored() if is_called else nullcontext():
         hooks.on_ended([one for group in responses.groups for one in group if one.finished])
         run = _Run(engine, responses, wanted, hooks, calls)
         run.decode()

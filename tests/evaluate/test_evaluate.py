@@ -22,10 +22,9 @@ from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.types import Prompt
 from tests.acting import acting_of
-from tests.hostile.test_environments import state_of_the_process
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, says
-from tests.two_turn import Changes
+from tests.two_turn import Draws, state_of_generators
 from tests.waiting import wait_until
 
 
@@ -194,16 +193,16 @@ def test_evaluation_meets_the_environment_of_training(pool, tokenizer):
     assert {tuple(one.prompt_ids) for one in engine.asked} == {(9, 3)}
 
 
-def test_an_environment_changes_the_process_only_during_an_evaluation(pool, tokenizer):
-    before = state_of_the_process()
-    environment = Changes((7, 8))
+def test_an_environments_draws_leave_the_random_generators_alone(pool, tokenizer):
+    before = state_of_generators()
+    environment = Draws((7, 8))
     engine = ScriptedEngine(lambda request: [tokenizer.eos_token_id])
     acting = acting_of(environment, eos_token_ids=[tokenizer.eos_token_id])
     calls = acting.calls("evaluation_0", engine.replicas)
     own = {"environment": environment, "calls": calls}
     assert evaluate(engine, PROMPTS[:1], **settings(pool, tokenizer) | own)
     assert calls.counts["a", 0].num_calls == 2
-    assert state_of_the_process() == before
+    assert state_of_generators() == before
 
 
 def test_an_unknown_verdict_leaves_the_samples(tokenizer):

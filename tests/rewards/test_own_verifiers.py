@@ -200,20 +200,13 @@ HOSTILE = {
         '[os.write(i, b\'[0, "correct", "", null]\\\\n\') for i in range(3)]; return False'
     ),
     "closes its channel": "os.closerange(0, 64); return True",
-    "changes the folder": "os.chdir('/'); return False",
-    "forks": "os.fork(); return False",
-    "leaves a child": "subprocess.Popen(['sleep', '3600']); return False",
-    "replaces json": "import json; json.dumps = None; return False",
-    "gives a class": "return Verdict",
-    "gives a huge number": "return 10**400",
-    "gives a complex number": "return 1j",
     "gives a generator": "return (one for one in [True])",
     "raises while it is read": "return Bad()",
     "is asynchronous": "return wait()",
 }
 
 HOSTILE_SOURCE = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, signal, sys, time
 from gapo_megatron.types import Outcome, Verdict
 
 class Bad:
@@ -280,26 +273,6 @@ def test_later_workers_start_where_the_first_did(
         monkeypatch.setenv("PYTHONPATH", "/nowhere")
         verdicts = pool.judge([("true", "1", "ends"), ("true", "1")])
     assert [one.outcome for one in verdicts] == [Outcome.UNKNOWN, Outcome.CORRECT]
-
-
-def test_environment_variables_are_the_verifiers_that_has_set_them(source: Path) -> None:
-    """Once, as `load_dotenv` does; the other verifiers of the worker never see them."""
-    (source.parent / "once.py").write_text(
-        "import functools, os\n"
-        "@functools.cache\n"
-        "def setup():\n"
-        "    os.environ['JUDGE_KEY'] = 'x'\n"
-        "    del os.environ['HOME']\n"
-        "def verify(response, answer):\n"
-        "    setup()\n"
-        "    return os.environ.get('JUDGE_KEY') == 'x' and 'HOME' not in os.environ\n"
-        "def other(response, answer):\n"
-        "    return 'JUDGE_KEY' not in os.environ and 'HOME' in os.environ\n"
-    )
-    config = RewardConfig(kind="once.py:verify", verifiers={"other": "once.py:other"})
-    with rewards.start_pool(config, num_workers=1) as pool:
-        verdicts = pool.judge([("", "1"), ("", "1", "other")] * 2)
-    assert [one.outcome for one in verdicts] == [Outcome.CORRECT] * 4
 
 
 def test_a_verdict_that_is_one_already() -> None:

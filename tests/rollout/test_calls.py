@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import sys
@@ -160,13 +159,6 @@ def _leave(_: Episode) -> None:
     sys.exit(3)
 
 
-def _fork(episode: Episode) -> Any:
-    if (child := os.fork()) == 0:
-        return [66]  # both go on as if they were the trainer
-    os.waitpid(child, 0)
-    return answer_of(episode)
-
-
 def _count_forever(_: Episode) -> Any:
     return iter(int, 1)
 
@@ -201,10 +193,9 @@ def test_tokens_without_room_truncate_a_response(num_tokens: int) -> None:
     assert one.token_ids[-1] == EOS
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_broken_environments_are_unknown_and_harm_no_other() -> None:
     """252 calls of 14 kinds, with the good ones between them; none is wrong, none ends the run."""
-    kinds = [*BROKEN, (_fork, ""), (answer_of, "")]
+    kinds = [*BROKEN, (answer_of, ""), (answer_of, "")]
     place = {
         (prompt.id, sample): kinds[(18 * i + sample) % len(kinds)]
         for i, prompt in enumerate(PROMPTS)
@@ -242,14 +233,6 @@ def test_broken_environments_are_unknown_and_harm_no_other() -> None:
         for one, verdict in zip(group, judged, strict=True):
             is_known = not one.failure and one.sample != 17
             assert verdict.outcome is (Outcome.CORRECT if is_known else Outcome.UNKNOWN)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_call_answers_once(tmp_path: Path) -> None:
-    """The child, which returns from `respond` too, records nothing."""
-    run(_fork, run_dir=tmp_path)
-    lines = (tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl").read_text().splitlines()
-    assert len(lines) == len({*lines}) == 2 * NUM_TURNS * 64
 
 
 def test_all_calls_of_an_episode_have_one_limit() -> None:
@@ -382,6 +365,25 @@ def test_the_ranks_of_a_replica_begin_as_its_first_does() -> None:
     assert first == second
     assert first[0] == (PROMPTS[0].token_ids, "begin: ValueError: rank 0")
     assert first[1:] == [((4,), "")] * 2
+
+
+@pytest.mark.parametrize(
+    "begins", [_raise, _leave, *(lambda _, one=one: one for one in (None, ["5"], [1.5], [], [-1]))]
+)
+def test_a_begin_that_fails_makes_its_verdicts_unknown(begins: Callable[[Any], Any]) -> None:
+    """And nobody else's: the engine gets the requests of the other problem."""
+    first, second = PROMPTS[:2]
+    environment: Any = SimpleNamespace(
+        begin=lambda prompt: begins(prompt) if prompt.id == first.id else prompt.token_ids,
+        respond=lambda _: None,
+    )
+    calls = acting_of(environment).calls("step_0", ScriptedEngine(draws).replicas)
+    prompts = calls.agree([begin(environment, one) for one in (first, second)])
+    groups = generate(ScriptedEngine(lambda request: [4, EOS]), prompts, SETTINGS, calls=calls)
+    assert groups is not None
+    assert all(one.failure.startswith("begin: ") for one in groups[0])
+    assert not any(one.is_sampled.any() for one in groups[0])
+    assert not any(one.failure for one in groups[1])
 
 
 # --- the journal ----------------------------------------------------------------------------------

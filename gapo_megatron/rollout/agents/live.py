@@ -16,7 +16,6 @@ from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.requests import RefusedError
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.types import Episode
-from gapo_megatron.user_code import no_fork_left
 
 _MOST_WAITING = 16
 """Requests of a session that wait at once; only one can be answered."""
@@ -180,10 +179,9 @@ class LiveAgent:
     def _run(self) -> None:
         """Run the agent; its thread."""
         try:
-            with no_fork_left():
-                text = self._agent(self.session)
-                if inspect.isawaitable(text):
-                    text = asyncio.run(_awaited(text))
+            text = self._agent(self.session)
+            if inspect.isawaitable(text):
+                text = asyncio.run(_awaited(text))
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"the agent returned {type(text).__name__}, not a text or None")
             end = _End(text)

@@ -3,7 +3,13 @@
 from gapo_megatron.config.adapter_section import AdapterConfig
 from gapo_megatron.config.data_section import DataConfig, DataSource
 from gapo_megatron.config.environment import EnvironmentConfig
-from gapo_megatron.config.loading import load_config, load_recorded, parse_config, with_digest
+from gapo_megatron.config.loading import (
+    check_recorded,
+    load_config,
+    load_recorded,
+    parse_config,
+    with_digest,
+)
 from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
@@ -42,6 +48,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SupervisedConfig",
+    "check_recorded",
     "load_config",
     "load_recorded",
     "parse_config",

@@ -17,6 +17,7 @@ from gapo_megatron import user_code
 from gapo_megatron.config.errors import explain
 from gapo_megatron.config.roles import ALLOWABLE, is_setting, role_of
 from gapo_megatron.config.schema import Config
+from gapo_megatron.config.user_method import find_method, values_of
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
 
@@ -35,26 +36,64 @@ def load_config(
 
     Raises:
         ConfigError: names the file or override, the field, the value and the rule; or code of the
-            user's own is not the code that the file records (`reward.code` and the like).
+            user's own is not the code that the file records (`reward.code` and the like). A method
+            with another digest than the recorded one is not executed.
     """
     tree = read_tree(Path(path))
     for override in overrides:
         apply_override(tree, override)
     for name, value in settings.items():
         set_value(tree, name, value)
-    return _with_digests(parse_config(tree, source=str(path)), source=str(path))
+    source = str(path)
+    return _with_own_method(_with_digests(parse_config(tree, source=source), source), source)
 
 
 def load_recorded(path: str | Path) -> Config:
     """Read the resolved config of a run's folder, with the digests that the run had.
 
+    It neither executes nor looks for the code that the config names.
+
     Raises:
         ConfigError: names the file, the field, the value and the rule.
     """
-    return parse_config(read_tree(Path(path)), source=str(path))
+    tree = read_tree(Path(path))
+    check_recorded(tree, source=str(path))
+    return parse_config(tree, source=str(path))
 
 
-def _with_digests(config: Config, *, source: str) -> Config:
+def check_recorded(tree: object, *, source: str) -> None:
+    """Refuse a recorded config whose method is code, but which does not say what it is.
+
+    Raises:
+        ConfigError: names the method.
+    """
+    objective = tree.get("objective") if isinstance(tree, dict) else None
+    if not isinstance(objective, dict) or objective.get("own_method") is not None:
+        return
+    name = objective.get("method")
+    if isinstance(name, str) and user_code.is_code(name):
+        raise ConfigError(
+            f"{source}: objective.method ({name!r}) is code, and there is no objective.own_method: "
+            "what a run recorded is read without executing code"
+        )
+
+
+def _with_own_method(config: Config, source: str) -> Config:
+    """Load a method of the user's own, whose digests agree, and record what it is."""
+    objective = config.objective
+    if not user_code.is_code(objective.method):
+        return config
+    own, recorded = values_of(find_method(objective.method)), objective.own_method
+    if recorded not in (None, own):
+        raise ConfigError(
+            f"{source}: objective.own_method ({recorded!r}) is not what {objective.method} defines "
+            f"now: {own!r}. Restore what it imports, or remove this line"
+        )
+    objective = objective.model_copy(update={"own_method": own})
+    return config.model_copy(update={"objective": objective})
+
+
+def _with_digests(config: Config, source: str) -> Config:
     """Fill in `code` of each section that names code of the user's own."""
     digests = {
         name: with_digest(section, name=name, source=source)
@@ -78,7 +117,9 @@ def with_digest(section: AnySection, *, name: str, source: str) -> AnySection:
     names, recorded = getattr(section, "code_names", []), getattr(section, "code", "")
     if not names and not recorded:
         return section
-    text = " ".join(filter(None, (user_code.digest(one, setting=name) for one in names)))
+    keys = {value: f"{name}.{key}" for key, value in section if isinstance(value, str)}
+    digests = (user_code.digest(one, setting=keys.get(one, name)) for one in names)
+    text = " ".join(filter(None, digests))
     if recorded not in ("", text):
         now = f"those of {', '.join(names)} are {text!r} now" if names else "it names none"
         raise ConfigError(

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gapo_megatron.config.methods import METHODS, Aggregation, Method
 from gapo_megatron.config.section import OBJECTIVE, Section
-from gapo_megatron.config.types import NonNegative, Positive, Text
-from gapo_megatron.config.user_method import code_names, find_method
+from gapo_megatron.config.types import NonNegative, Positive, Settings, Text
+from gapo_megatron.config.user_method import check_method, find_method, values_of
+from gapo_megatron.user_code import is_code
 
 METHOD_KEYS = (
     "adaptive",
@@ -31,6 +32,9 @@ OWN_KEYS = ("ratio_max", "second_moment_max", "positive_share_min")
 """Those of them that some methods do not have: None or infinite in the preset."""
 
 
+OwnMethod = Annotated[Settings, AfterValidator(lambda given: values_of(check_method(given)))]
+
+
 def _has(method: Method, key: str) -> bool:
     number = getattr(method, key)
     return number is not None and math.isfinite(number)
@@ -46,6 +50,9 @@ class ObjectiveConfig(Section):
     `package.module:NAME` (docs/objective.md)."""
     code: Text = ""
     """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
+    own_method: OwnMethod | None = None
+    """What a method of your own is, so that nothing that reads a run's folder needs its code.
+    Filled in when the config is loaded."""
     adaptive: bool | None = None
     """GAPO's upper clip, wider for small c, instead of one for all c. Not with `topr`, `m2po` and
     `bapo`."""
@@ -113,12 +120,17 @@ class ObjectiveConfig(Section):
                 f"importance_weight_max ({self.importance_weight_max}) does nothing with "
                 "importance_weights 'none'"
             )
+        if self.own_method is not None and not is_code(self.method):
+            raise ValueError(
+                f"own_method ({self.own_method!r}) does not go with method {self.method!r}, which "
+                "is no code of your own. Remove the line"
+            )
         if self.routing_replay == "trainer" and self.old_log_probs == "rollout":
             raise ValueError(
                 "routing_replay ('trainer') needs old_log_probs 'trainer': with 'rollout' there is "
                 "no pass of the trainer whose routes could be replayed"
             )
-        preset, method = find_method(self.method), self.resolve()
+        preset, method = self.preset, self.resolve()
         if method.eps_high_max == 0 < preset.eps_high_max:
             raise ValueError(f"eps_high_max ({method.eps_high_max}) must be greater than 0")
         if method.is_band and method.eps_low >= 1:
@@ -139,7 +151,7 @@ class ObjectiveConfig(Section):
     def _check_own_keys(self) -> None:
         for key in OWN_KEYS:
             value = getattr(self, key)
-            if value is None or _has(find_method(self.method), key):
+            if value is None or _has(self.preset, key):
                 continue
             with_it = ", ".join(name for name, one in METHODS.items() if _has(one, key))
             raise ValueError(
@@ -148,14 +160,24 @@ class ObjectiveConfig(Section):
             )
 
     @property
+    def preset(self) -> Method:
+        """The method without this section's values.
+
+        Code of the user's own is loaded, once, only if `own_method` does not say what it is.
+        """
+        if self.own_method is not None:
+            return Method(**self.own_method)
+        return find_method(self.method)
+
+    @property
     def code_names(self) -> list[str]:
-        """Code of the user's own that this section names."""
-        return code_names(self.method)
+        """Code of the user's own that this section names: the method, and its family."""
+        return [one for one in (self.method, self.preset.family) if is_code(one)]
 
     def resolve(self) -> Method:
         """The method with this section's values in place of its own."""
         given = {key: value for key in METHOD_KEYS if (value := getattr(self, key)) is not None}
-        return dataclasses.replace(find_method(self.method), **given)
+        return dataclasses.replace(self.preset, **given)
 
     @property
     def replayed_routes(self) -> Literal["none", "trainer", "rollout"]:

@@ -52,7 +52,7 @@ from gapo_megatron.config.types import (
     Workers,
 )
 from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
-from gapo_megatron.user_code import find_file, is_code
+from gapo_megatron.user_code import is_code
 
 CONFIG_NAME = "config.toml"
 """File in the run folder with the resolved config of the newest start."""
@@ -207,9 +207,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if is_code(self.engine):
-            find_file(self.engine, setting="rollout.engine")
-        elif self.engine != VLLM:
+        if not is_code(self.engine) and self.engine != VLLM:
             raise ValueError(
                 f"engine ({self.engine!r}) must be {VLLM!r} or code of your own, "
                 "path/to/file.py:NAME"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,11 +40,6 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def code_names(name: str) -> list[str]:
-    """Names of the user's code that a method consists of: itself, and its family."""
-    return [one for one in (name, find_method(name).family) if user_code.is_code(one)]
-
-
 @functools.cache
 def _load(name: str) -> Method:
     method = user_code.load(name, setting=SETTING)
@@ -51,15 +49,38 @@ def _load(name: str) -> Method:
             f"{type(method).__name__}"
         )
     try:
-        checked: Method = TypeAdapter(Method).validate_python(asdict(method))
+        checked = check_method(asdict(method))
+    except ValueError as error:
+        raise ConfigError(f"{SETTING} ({name!r}): {error}") from None
+    if user_code.is_code(checked.family):
+        user_code.find_file(checked.family, setting=f"{SETTING}, family of {checked.name!r}")
+    return checked
+
+
+def check_method(values: Mapping[str, Any]) -> Method:
+    """A usable method with these values. Loads and looks for no code.
+
+    Raises:
+        ValueError: names a value and the rule.
+    """
+    try:
+        method: Method = TypeAdapter(Method).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"{SETTING} ({name!r}): {first['loc'][0]} ({first['input']!r}): {first['msg']}"
-        ) from None
-    if broken := _broken_rule(checked):
-        raise ConfigError(f"{SETTING} ({name!r}): {broken}")
-    return checked
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place} ({first['input']!r}): {first['msg']}") from None
+    if broken := _broken_rule(method):
+        raise ValueError(broken)
+    return method
+
+
+def values_of(method: Method) -> dict[str, Any]:
+    """Its values, without those that `Method` has by default."""
+    return {
+        one.name: value
+        for one in fields(method)
+        if (value := getattr(method, one.name)) != one.default
+    }
 
 
 def _broken_rule(method: Method) -> str | None:
@@ -67,9 +88,7 @@ def _broken_rule(method: Method) -> str | None:
     if not _NAME.fullmatch(method.name):
         return f"name ({method.name!r}) must be a word of letters, digits and _.+-"
     families = sorted({one.family for one in METHODS.values()})
-    if user_code.is_code(method.family):
-        user_code.find_file(method.family, setting=f"{SETTING}, family of {method.name!r}")
-    elif method.family not in families:
+    if not user_code.is_code(method.family) and method.family not in families:
         return (
             f"family ({method.family!r}) must be one of {', '.join(families)}, or code of your "
             "own, path/to/file.py:NAME"
@@ -81,6 +100,9 @@ def _broken_rule(method: Method) -> str | None:
             f"eps_high_max ({method.eps_high_max}) and focal_gamma ({method.focal_gamma}) must not "
             "be negative"
         )
+    for name, value in values_of(method).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} ({value}) must be a finite number"
     needed = {"second_moment": "second_moment_max", "balanced": "positive_share_min"}
     key = needed.get(method.bounds)
     if key and getattr(method, key) is None:

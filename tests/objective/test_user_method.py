@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from gapo_megatron.config import Config, ObjectiveConfig, load_config
+from gapo_megatron.config import Config, ObjectiveConfig, load_config, load_recorded
 from gapo_megatron.config.roles import changed_work, changes
+from gapo_megatron.config.user_method import find_method
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.ops.dry_run import why_not_run
+from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.runs import read_run
 from tests.configs import config_of
@@ -235,3 +237,51 @@ def test_a_report_calls_it_by_its_name(folder: Path) -> None:
     arms = Comparison.of([read_run(one) for one in folders]).arms
     assert [arm.label for arm in arms] == ["gapo", "mine"]
     assert arms[1].settings["objective.family"] == f"{folder}/mine.py:FAMILY"
+    assert "objective.own_method" not in arms[1].settings
+
+
+@pytest.fixture
+def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run whose config names files that are not those it had, and that nobody may execute."""
+    run = write_run(folder / "run", method=f"{folder}/mine.py:MINE")
+    executed = folder / "executed"
+    (folder / "other.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    package = folder / "some_engines"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    text = (run / "config.toml").read_text().replace("/mine.py:MINE", "/other.py:MINE")
+    assert text.count('engine = "vllm"') == 1
+    text = text.replace('engine = "vllm"', 'engine = "some_engines.mine:build"')
+    (run / "config.toml").write_text(text)
+    yield run
+    assert not executed.exists()
+
+
+def test_reading_what_a_run_recorded_executes_nothing(folder: Path, recorded: Path) -> None:
+    run = read_run(recorded)
+    assert run.config.objective.preset == find_method(f"{folder}/mine.py:MINE")
+    assert run.config.rollout.engine == "some_engines.mine:build"
+    write_archive([run], folder / "archive")
+    assert read_archive(folder / "archive")[0].method == run.method
+
+
+def test_a_run_config_that_names_other_code_is_refused_unexecuted(recorded: Path) -> None:
+    path = recorded / "config.toml"
+    with pytest.raises(ConfigError, match=r"config\.toml: objective\.code .*other\.py"):
+        load_config(path, ["rollout.engine=vllm"])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if not line.startswith("own_method")))
+    with pytest.raises(ConfigError, match=mentions("objective.method", "/other.py:MINE")):
+        read_run(recorded)
+
+
+def test_a_method_that_changed_with_what_it_imports_is_refused(recorded: Path) -> None:
+    """Its own file, whose digest is compared, is the same."""
+    path = recorded / "config.toml"
+    text = path.read_text().replace("/other.py:MINE", "/mine.py:MINE")
+    path.write_text(text.replace("some_engines.mine:build", "vllm"))
+    assert load_config(path).objective == load_recorded(path).objective
+    path.write_text(path.read_text().replace('"eps_low" = 0.003', '"eps_low" = 0.004'))
+    with pytest.raises(ConfigError, match=mentions("objective.own_method", 0.004, 0.003)):
+        load_config(path)

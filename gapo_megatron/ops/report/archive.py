@@ -18,14 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, check_recorded
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import check_overwritable, real
 from gapo_megatron.io.run_folder import parse_changes
 from gapo_megatron.ops.report.runs import Run, Values, parse_branch
 from gapo_megatron.ops.report.series import Row, rollout_weights
 from gapo_megatron.ops.report.style import csv_names
-from gapo_megatron.user_code import is_code
 
 RUNS_NAME = "runs.csv"
 METRICS_NAME = "metrics.csv"
@@ -89,12 +88,9 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
         The files.
 
     Raises:
-        DataError: two runs whose folders have the same name, or a run with a method of the user's
-            own: reading it would execute code that data names.
+        DataError: two runs whose folders have the same name.
     """
     names = [run.folder.name for run in runs]
-    for run in runs:
-        _check_method(run.config.objective.method, run=run.folder.name)
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"two runs are called {name}; runs in an archive need different names")
@@ -118,15 +114,6 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
                     }
                 )
     return [folder / table for table in tables]
-
-
-def _check_method(method: object, *, run: str) -> None:
-    """Refuse code as a method."""
-    if isinstance(method, str) and is_code(method):
-        raise DataError(
-            f"run {run}: objective.method ({method!r}) is code of a user's own: an archive would "
-            "have to execute it to be read; keep the run's folder instead"
-        )
 
 
 def _settings(run: Run) -> Row:
@@ -213,8 +200,7 @@ def read_archive(folder: Path) -> list[Run]:
     runs: dict[str, Run] = {}
     for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
         try:
-            objective = json.loads(row["config"]).get("objective", {})
-            _check_method(objective.get("method"), run=row["run"])  # before it is looked up
+            check_recorded(json.loads(row["config"]), source=f"run {row['run']}")
             runs[row["run"]] = Run(
                 folder=folder / row["run"],
                 config=Config.model_validate_json(row["config"]),

@@ -161,6 +161,7 @@ def learned_settings(config: Config) -> Settings:
             if isinstance(value, list | dict):  # settings are keys, too
                 value = json.dumps(value)
             settings[f"{section}.{key}"] = value
+    settings.pop("objective.own_method", None)  # its values follow
     method = asdict(config.objective.resolve())
     settings[_METHOD] = method.pop("name")
     unset = config.objective.model_copy(update={"routing_replay": None})

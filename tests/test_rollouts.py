@@ -39,7 +39,7 @@ def whole() -> Rollouts:
 
 
 def test_a_row_is_twenty_words_in_the_order_of_its_columns() -> None:
-    """Checkpoints of earlier versions have these words, and others read them."""
+    """As in checkpoints."""
     names = (
         *("problem", "sample", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens"),
         *("num_carried_tokens", "num_carried_sampled", "oldest_version", "is_truncated"),

@@ -125,17 +125,17 @@ def _int32(value: Any) -> int:
 
 def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     token_ids = files.column(fields["token_ids"], torch.int32)
-    old, versions = fields["old_log_probs"], _to_versions(fields, len(token_ids))
+    old, versions = fields["old_log_probs"], _to_versions(fields["versions"], len(token_ids))
     if old is not None:
         old = files.column(old, torch.float32).numpy()
         if not 0 < len(old) <= len(token_ids):
             raise ValueError(f"{len(old)} old log-probs of {len(token_ids)} tokens")
-    mask = fields.get("response_mask")  # missing in files of versions without masks
+    mask = fields["response_mask"]
     if mask is not None:
         mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
         if not mask.any():
             raise ValueError("a response without a sampled token")
-    routes = fields.get("routes")  # missing in files of older versions
+    routes = fields["routes"]
     if routes is not None:
         routes = files.matrix(routes, torch.uint8).numpy()
         if not 0 < len(routes) < len(prompt.token_ids) + len(token_ids) or not routes.size:
@@ -154,14 +154,8 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     )
 
 
-def _to_versions(fields: dict[str, Any], num_tokens: int) -> np.ndarray | None:
+def _to_versions(versions: Any, num_tokens: int) -> np.ndarray | None:
     """Versions of the weights that sampled each token; None without tokens."""
-    if "versions" not in fields:  # of an older version, which kept the first token's alone
-        if fields["old_log_probs"] is None and not num_tokens:
-            return None
-        files.column(fields["old_log_probs"], torch.float32, length=num_tokens)
-        return np.full(num_tokens, _int32(fields["oldest_version"]), np.int32)
-    versions = fields["versions"]
     if versions is None and not num_tokens:
         return None
     found = files.column(versions, torch.int32, length=num_tokens)

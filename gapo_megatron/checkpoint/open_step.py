@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import operator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,7 +101,7 @@ class OpenStep:
             LookupError, TypeError, ValueError: `shared` is not a result of `OpenStep.shared`.
         """
         return cls(
-            _to_batch(shared["batch"], shared.get("facts")),
+            _to_batch(shared["batch"], shared["facts"]),
             files.numbers(shared["metrics"]),
             files.numbers(shared["evaluated"]),
         )
@@ -138,9 +137,8 @@ def progress_name(rank: int) -> str:
 
 
 def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
-    """The batch with all its tokens; `table` is None in files of versions without tables."""
-    # Files of older versions have no carried tokens or their versions, or no masks.
-    fields = {"carried_log_probs": [], "response_masks": [], "carried_versions": [], **fields}
+    """The batch with all its tokens."""
+    fields = {**fields}
     routes = [
         files.matrix(one, torch.uint8).numpy()
         for one in files.plain(fields.pop("routes", []), list)  # only of a batch with routes
@@ -182,48 +180,21 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
         response_masks=masks,
         routes=routes,
     )
-    if table is not None:
-        rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
-        if not versions:  # of an older version, which kept the first token's alone
-            rollouts = _with_oldest_versions(rollouts)
-    else:  # of an older version: a group whose verdicts are all known has the size of all
-        size = max(int(columns["group_size"].max()), 1)
-        rollouts = rollouts.changed(sample=np.arange(len(rollouts)) % size)
+    rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
     # Every rank has all tokens now: assign their holders round-robin.
     rollouts = rollouts.changed(holder=np.arange(len(rollouts)) % dist.get_world_size())
     return Batch(rollouts.table, rollouts.tokens, **columns)
 
 
-def _with_oldest_versions(rollouts: Rollouts) -> Rollouts:
-    oldest = rollouts.table["oldest_version"]
-    versions = {
-        row: np.full(len(one), oldest[row], np.int32)
-        for row, one in rollouts.carried_log_probs.items()
-    }
-    return rollouts.with_tokens({**rollouts.tokens, "carried_versions": versions})
-
-
 def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
     """The table of a file of int32 words, if its lengths match `found`."""
     num_words, count = ROW.itemsize // 4, len(found)
-    # Files of older versions have no routes, kept the log-probs of all carried tokens, or have no
-    # grades.
-    shapes = [(count, num_words - missing) for missing in (0, 2, 4, 6)]
     if (
         not isinstance(words, torch.Tensor)
         or words.dtype != torch.int32
-        or words.shape not in shapes
+        or words.shape != (count, num_words)
     ):
         raise ValueError(f"{words!r:.40} instead of the facts of {count} sequences")
-    if words.shape[1] == num_words - 6:
-        no_grades = torch.full((count, 1), math.inf, dtype=torch.float64)
-        words = torch.cat([words, no_grades.view(torch.int32)], dim=1)
-    if words.shape[1] == num_words - 4:
-        names = ("num_carried_tokens", "oldest_version")
-        columns = [(ROW.names or ()).index(name) for name in names]
-        words = torch.cat([words, words[:, columns]], dim=1)
-    if words.shape[1] == num_words - 2:
-        words = torch.nn.functional.pad(words, (0, 2))
     table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
     kinds = ("prompt", "response", "sampled", "carried", "scored", "routed")
     for name in (*(f"num_{kind}_tokens" for kind in kinds), "num_routes"):
@@ -239,19 +210,13 @@ def _to_fields(progress: Progress) -> dict[str, Any]:
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
-    # Missing in files of older versions.
-    fields = {"scores": None, "routes": vars(Recorded()), **fields}
     if missing := {one.name for one in dataclasses.fields(Progress)} - fields.keys():
         raise ValueError(f"without {', '.join(sorted(missing))}")
     progress = Progress(**fields)
     progress.scores = fields["scores"] and _to_scores(fields["scores"])
     progress.routes = _to_recorded(fields["routes"], device)
-    # In files of older versions, None for values that were not computed.
     progress.old_log_probs = [
-        [
-            values if values is None else files.column(values, torch.float32).to(device)
-            for values in files.plain([] if one is None else one, list)
-        ]
+        [files.column(values, torch.float32).to(device) for values in files.plain(one, list)]
         for one in files.plain(progress.old_log_probs, list)
     ]
     for name, total in files.plain(progress.sums, dict).items():

@@ -304,14 +304,12 @@ def _from_rank_0(value: Any) -> Any:
 def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuse the checkpoint in `path` if it belongs to another model.
 
-    Fields that an older version did not record are not compared.
-
     Raises:
         CheckpointError: names the fields that differ.
     """
     differences = [
         f"{name} is {saved.get(name)!r} there and {ours.get(name)!r} here"
-        for name in saved
+        for name in dict.fromkeys([*saved, *ours])
         if saved.get(name) != ours.get(name)
     ]
     if differences:

@@ -99,9 +99,8 @@ class State:
             "source": self.source_before if ahead else self.source,
             "window": self.window.state_dict(),
             "step": self.step,
+            "given_back": self.num_given_back,
         }
-        if self.num_given_back:
-            document["given_back"] = self.num_given_back
         text = json.dumps(document, allow_nan=False)
         assert json.loads(text) == document, f"not plain JSON values: {document}"
         content = {TRAINER_STATE_NAME: text.encode()}
@@ -127,7 +126,7 @@ class State:
                 raise ValueError(first_flaw(error)) from None
             self.open_step = replace(OpenStep.from_shared(shared), is_ahead=True)
             self.source = source
-            self.open_groups = from_content(shared.get("groups", []))
+            self.open_groups = from_content(shared["groups"])
 
     @classmethod
     def load(cls, folder: Path, *, step: int) -> State:
@@ -148,7 +147,7 @@ class State:
             raise CheckpointError(f"{path} is missing") from None
         except ValidationError as error:
             raise CheckpointError(f"{path}: {first_flaw(error)}") from None
-        if found.step not in (None, step):
+        if found.step != step:
             raise CheckpointError(
                 f"{path} belongs to step {found.step}, and the manifest to step {step}"
             )
@@ -196,9 +195,9 @@ class _Document:
     source: _AnySource
     window: list[list[tuple[Annotated[float, Field(ge=0, lt=2**31)], float, float, float]]]
     """`objective.diagnostics.CorrelationWindow.state_dict`."""
-    step: _Count | None = None
-    """Number of finished steps; missing in files of older versions."""
-    given_back: _Count = 0
+    step: _Count
+    """Number of finished steps."""
+    given_back: _Count
     """`State.num_given_back`."""
 
 

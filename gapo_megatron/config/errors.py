@@ -8,7 +8,6 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.errors import shown
 
 _WORD = re.compile(r"[\w-]{1,80}")
@@ -23,8 +22,6 @@ def explain(item: Any, model: type[BaseModel]) -> str:
     """
     where = place(item["loc"]) or "config"
     if item["type"] == "extra_forbidden":
-        if where in REMOVED:
-            return f"{where} ({shown(item['input'])}): {REMOVED[where].instead}"
         known = _fields_at(model, item["loc"][:-1])
         key = str(item["loc"][-1])[:80]
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)

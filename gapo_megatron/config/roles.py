@@ -9,16 +9,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
-from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.config.schema import Config
 from gapo_megatron.config.section import (
     HELD_OUT,
     INPUT_PATH,
     LAYOUT,
     LEARNED,
-    LIFE,
     Role,
     Section,
 )
@@ -31,20 +27,13 @@ _ROLES = {
     f"{section}.{name}": role
     for section, model in _SECTIONS.items()
     for name, role in model.roles().items()
-} | dict.fromkeys(REMOVED, LIFE)
+}
 _PATHS = frozenset(
     f"{section}.{name}"
     for section, model in _SECTIONS.items()
     for name, field in model.model_fields.items()
     if INPUT_PATH in field.metadata
 ) | {"data.source.path"}
-# The values that a config has for settings that are newer than it. So the default of a new setting
-# must be what the code did before; otherwise reading a manifest must add that (`read_manifest`).
-_DEFAULTS = {
-    section: field.annotation.model_construct().model_dump(mode="json")
-    for section, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-}
 
 
 ALLOWABLE = tuple(
@@ -63,7 +52,7 @@ def role_of(name: str) -> Role:
 
 
 def is_setting(name: str) -> bool:
-    """Whether this version or an older one has a setting `section.key`."""
+    """Whether there is a setting `section.key`."""
     return name in _ROLES
 
 
@@ -127,8 +116,7 @@ def _picks_groups(name: str, config: Config) -> bool:
 
 
 def _differing(before: Mapping[str, Any], config: Config) -> Changes:
-    there = dict(_flat(_DEFAULTS)) | dict(_flat(before))
-    here = flat(config)
+    there, here = dict(_flat(before)), flat(config)
     return {
         name: (there.get(name), here.get(name))
         for name in dict.fromkeys([*there, *here])

@@ -15,7 +15,6 @@ from gapo_megatron.config.adapter_section import AdapterConfig
 from gapo_megatron.config.data_section import DataConfig
 from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.objective_section import ObjectiveConfig
-from gapo_megatron.config.removed import drop_removed
 from gapo_megatron.config.rules import check_together
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
@@ -351,11 +350,6 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
     supervised: SupervisedConfig | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_older(cls, tree: Any) -> Any:
-        return drop_removed(tree)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -12,7 +12,7 @@ import unicodedata
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 # --- whole numbers --------------------------------------------------------------------------------
 
@@ -69,12 +69,7 @@ AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _read_older_offload(value: object) -> object:
-    return ("optimizer" if value else "none") if isinstance(value, bool) else value
-
-
-Offload = Annotated[Literal["none", "optimizer", "all"], BeforeValidator(_read_older_offload)]
-"""Older versions wrote a boolean."""
+Offload = Literal["none", "optimizer", "all"]
 
 # --- text -----------------------------------------------------------------------------------------
 

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from gapo_megatron.config import CheckpointConfig
 
 MANIFEST_NAME = "manifest.json"
-VERSION = 2
+VERSION = 3
 _STEP_NAME = re.compile(r"step_([0-9]+)(?:_([0-9]+))?")
 _READ_BYTES = 2**20
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def is_plain_name(name: str) -> bool:
@@ -122,10 +121,7 @@ class Manifest:
 
     def document(self) -> dict[str, Any]:
         """The content of manifest.json without its own digest."""
-        content = asdict(self)
-        if self.base_sha256 is None:  # programs from before adapters read it too
-            del content["base_sha256"]
-        return content | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
+        return asdict(self) | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -226,7 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json.
 
     Raises:
-        CheckpointError: the manifest is missing, truncated, altered, invalid or of a newer format,
+        CheckpointError: the manifest is missing, truncated, altered, invalid or of another format,
             or its step differs from the folder's name.
     """
     path = folder / MANIFEST_NAME
@@ -245,9 +241,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format version {document['version']!r:.40}; this program reads {VERSION}"
         )
     document.pop("config_sha256", None)
-    if isinstance(document.get("layout"), dict):
-        # Manifests from before context parallelism lack this size.
-        document["layout"].setdefault("context_parallel_size", 1)
     try:
         found = _MANIFEST.validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
@@ -258,11 +251,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has step {found.step} and open_updates {found.open_updates}, but the name of "
             "its folder says otherwise"
         )
-    # Before there was this setting, models with experts routed freely.
-    objective: Any = found.config.get("objective") or {}
-    has_old_pass = objective.get("old_log_probs", "trainer") == "trainer"
-    if has_old_pass and any(found.model.get(name) for name in _NUM_EXPERTS):
-        objective.setdefault("routing_replay", "none")
     return found
 
 

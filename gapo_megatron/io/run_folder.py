@@ -155,7 +155,7 @@ def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
 def finished_at(run_dir: str | Path) -> Path | None:
     """The folder's path when its run finished; differs if it was copied or moved later.
 
-    None if no run has finished, or an older version did not record the path.
+    None if no run has finished.
     """
     try:
         found = read_json(Path(run_dir) / FINISHED_NAME)

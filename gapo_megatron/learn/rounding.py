@@ -134,7 +134,6 @@ def measure(
     Raises:
         DivergenceError: a log-prob is not finite.
     """
-    # An interrupted step of an older version has none of before: nothing to compare with.
     has_routes = routes is not None and routes.has(_ROUTES)
     after = Scores.of(policy, batch, routes)
     method, group_size = objective.resolve(), batch.rollouts_per_prompt

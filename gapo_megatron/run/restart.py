@@ -96,7 +96,7 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
 
 def _first_due(run_dir: Path, config: Config) -> int:
     """Step after which the first checkpoint was due, by the run's own settings."""
-    with contextlib.suppress(ConfigError):  # no config there, or an older version's
+    with contextlib.suppress(ConfigError):
         config = load_recorded(run_dir / CONFIG_NAME)
     steps = (config.checkpoint.every_steps or config.run.num_steps, *config.checkpoint.keep_steps)
     return min(config.run.num_steps, *steps)

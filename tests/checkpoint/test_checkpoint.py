@@ -18,7 +18,6 @@ from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.run_folder import check_writable, checkpoints_dir, read_changes
 from tests.branch_setup import make_config, publish
-from tests.damage import put, sign_document
 from tests.messages import mentions
 
 OURS = make_config(Path("unused"), checkpoint={"branch_from": ""})
@@ -115,30 +114,6 @@ def test_what_is_learned_may_not_change_unless_it_is_said(tmp_path, name):
         check_resume(tmp_path, ours, changed)
     allowed = {name: LEARNED[name], "run__allow_changes": [setting, "optimizer.weight_decay"]}
     check_resume(tmp_path, ours, with_settings(**allowed))
-
-
-def test_experts_that_were_chosen_freely_are_replayed_only_if_it_is_said(tmp_path):
-    """A manifest of a version without routing replay; a dense model has nothing to replay."""
-    experts, dense = Qwen3MoeConfig(num_experts=4), Qwen2Config(hidden_size=64)
-    folder, name = checkpoints_dir(tmp_path), "objective.routing_replay"
-
-    def make_old(model: Any, **objective: Any) -> Path:
-        tree = OURS.model_copy(update={"objective": OURS.objective.model_copy(update=objective)})
-        path = make_checkpoint(folder, 3, model=model_identity(model), config=tree)
-        return sign_document(path, put("config", "objective", "routing_replay", value=...)).parent
-
-    path = make_old(experts)
-    with pytest.raises(ConfigError, match=mentions(name, None, "none", path, "run.allow_changes")):
-        check_resume(tmp_path, experts, OURS)
-    check_resume(tmp_path, experts, with_settings(objective__routing_replay="none"))
-    check_resume(tmp_path, experts, with_settings(run__allow_changes=[name]))
-    record_changes(tmp_path, manifest.read_manifest(path), OURS)
-    assert read_changes(tmp_path) == [{"step": 3, "changes": {name: ["none", None]}}]
-    # There was nothing to replay, then and now.
-    make_old(dense)
-    check_resume(tmp_path, dense, OURS)
-    make_old(experts, old_log_probs="rollout")
-    check_resume(tmp_path, experts, with_settings(objective__old_log_probs="rollout"))
 
 
 def test_what_is_computed_otherwise_may_change(tmp_path):

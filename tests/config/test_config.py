@@ -72,18 +72,6 @@ def test_file_beats_base_and_override_beats_file(minimal: Path) -> None:
     assert (config.run.num_steps, config.run.output_dir) == (4, "runs/x")
 
 
-def test_what_is_offloaded_is_read_as_older_versions_wrote_it(minimal: Path) -> None:
-    for written, expected in {
-        "true": "optimizer", "false": "none", "all": "all", "optimizer": "optimizer"
-    }.items():  # fmt: skip
-        config = load_config(minimal, [f"optimizer.offload={written}"])
-        assert config.optimizer.offload == expected
-    assert load_config(minimal).optimizer.offload == "none"
-    for wrong in ("weights", "1"):
-        said = error_of(minimal, f"optimizer.offload={wrong}")
-        assert re.search(mentions("optimizer.offload", wrong, "optimizer", "all"), said)
-
-
 def test_base_is_relative_to_the_file_that_names_it(minimal: Path) -> None:
     folder = minimal.parent / "methods"
     folder.mkdir()

@@ -1,19 +1,16 @@
 """Roles of settings: which may change in a resume, a branch and a study; removed settings."""
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from gapo_megatron.config import Config, load_config, parse_config
-from gapo_megatron.config.removed import REMOVED
+from gapo_megatron.config import Config, parse_config
 from gapo_megatron.config.roles import (
     broken_rules,
     changed_layout,
     changed_work,
     changes,
-    flat,
     role_of,
 )
 from gapo_megatron.config.rules import input_paths
@@ -138,7 +135,6 @@ def test_a_sources_file_may_move_and_its_weight_may_not_change() -> None:
         ("supervised.num_steps", "needs no allowance"),  # also where there is no such section
         ("data.train_path", "needs no allowance"),  # what is in it is compared
         ("data.eval_path", "needs no allowance"),
-        ("rollout.verify_sequences", "needs no allowance"),
     ],
 )
 def test_an_allowance_names_what_needs_one(name: str, hint: str) -> None:
@@ -176,45 +172,3 @@ def test_input_paths_are_those_that_runs_read() -> None:
         "supervised.train_path": "examples.jsonl",
     }
     assert "supervised.train_path" not in input_paths(config())
-
-
-# --- settings that there are no more --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_loads_as_it_was_and_else_says_what_to_write(name: str) -> None:
-    section, _, key = name.partition(".")
-    for value in REMOVED[name].defaults:
-        assert config(**{section: {key: value}}) == config()
-    with pytest.raises(ConfigError, match=mentions(name, 12345)) as caught:
-        config(**{section: {key: 12345}})
-    assert REMOVED[name].instead in str(caught.value)
-    assert "unknown key" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_of_a_manifest_is_no_change(name: str) -> None:
-    section, _, key = name.partition(".")
-    before = config().model_dump(mode="json")
-    for value in (*REMOVED[name].defaults, 12345):
-        before[section][key] = value
-        assert changes(before, config()) == changed_work(before, config()) == {}
-        assert broken_rules(before, config()) == []
-
-
-def test_what_a_run_of_the_version_before_wrote_still_loads() -> None:
-    """The config.toml in its run folder: every setting that had a value."""
-    path = GOLDEN / "older_run_config.toml"
-    written = tomllib.loads(path.read_text(encoding="utf-8"))
-    names = {f"{section}.{key}" for section, values in written.items() for key in values}
-    assert set(REMOVED) <= names
-    loaded = flat(load_config(path))
-    for name in names - set(REMOVED):
-        section, _, key = name.partition(".")
-        assert loaded[name] == written[section][key], name
-
-
-def test_a_layout_of_the_version_before_is_the_one_that_is_there_now() -> None:
-    """A user's copy of its two files; where they were, and their base, has changed."""
-    before = load_config(GOLDEN / "older_configs" / "h100_24k.toml")
-    assert before == load_config(GOLDEN.parents[1] / "configs" / "qwen2_5_32b" / "h100_24k.toml")

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.checkpoint import OpenStep, check_resume, load_latest
+from gapo_megatron.checkpoint import OpenStep, load_latest
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import ObjectiveConfig
-from gapo_megatron.errors import CheckpointError, ConfigError, RolloutError
+from gapo_megatron.errors import CheckpointError, RolloutError
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import step as learn_module
@@ -42,7 +42,6 @@ from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
-from tests.damage import put, sign_document
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save
 from tests.distributed.policy_setup import VOCAB_SIZE, WeightedLoss, load_policy
@@ -266,14 +265,6 @@ def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
     save(tmp_path / "counted", policy, config, step=3, open_step=OpenStep(batch, {}, {}, counted))
     with pytest.raises(CheckpointError, match=mentions("step_00000003_1", [2, 5], [2, 12])):
         load_latest(tmp_path / "counted", policy=policy, config=config)
-    path = run_dir / "checkpoints" / "step_00000003_1"
-    sign_document(path, put("config", "objective", "routing_replay", value=...))
-    with pytest.raises(ConfigError, match=mentions("objective.routing_replay", "none")):
-        check_resume(run_dir, policy.hf_config, config)
-    config = config_of(folder, replayed="none")
-    check_resume(run_dir, policy.hf_config, config)
-    found = load_latest(run_dir, policy=policy, config=config)
-    assert found is not None and found.num_open_updates == 1
 
 
 def test_rounding_is_measured_with_the_routes_that_updates_use(
@@ -316,12 +307,6 @@ def test_rounding_is_measured_with_the_routes_that_updates_use(
         assert metrics["experts/ratio_by_routes"] == pytest.approx(expected, rel=1e-6)
         moved[replayed] = metrics["numerics/ratio_signal"]
     assert moved["trainer"] != moved["none"] and expected > 0
-    # Goes on within a step of an older version, which kept none: there is nothing to compare.
-    recorded = Recorded()
-    routes = StepRoutes(policy, batch, recorded, replayed="none")
-    metrics = measure(policy, batch, before, config.objective, config.rollout, routes)
-    assert metrics["numerics/ratio_signal"] == moved["none"]
-    assert "experts/ratio_by_routes" not in metrics and not recorded.routes
 
 
 def test_ids_are_kept_in_the_smallest_type_that_holds_them() -> None:

@@ -25,14 +25,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config import CONFIG_NAME, Config, load_config, load_recorded
 from gapo_megatron.config.errors import place
 from gapo_megatron.config.roles import Changes, changed_work
 from gapo_megatron.config.types import PathText
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.io.documents import read_toml
 from gapo_megatron.io.run_folder import is_finished
-from gapo_megatron.ops.recorded import recorded_config
 from gapo_megatron.run.processes import quiet_libraries
 
 _RESOURCES = "resources."
@@ -204,7 +203,7 @@ def unfinished(study: Study) -> list[Run]:
 
 def _changes(run: Run) -> Changes:
     """Settings that change a run's results and differ from those it was started with."""
-    before = recorded_config(run.run_dir)
+    before = load_recorded(run.run_dir / CONFIG_NAME)
     changed = changed_work(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
     if began != given:

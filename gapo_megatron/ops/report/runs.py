@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.config import CONFIG_NAME, Config
+from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
@@ -18,7 +18,6 @@ from gapo_megatron.io.files import naming, real
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.io.run_folder import BRANCH_NAME, find_runs, read_changes
 from gapo_megatron.ops.launch.freeze import frozen_code
-from gapo_megatron.ops.recorded import recorded_config
 
 Values = dict[int, float]
 """Step -> value, in step order."""
@@ -139,7 +138,7 @@ def read_run(folder: Path) -> Run:
             metrics.setdefault(key, {})[int(row["step"])] = value
     run = Run(
         folder=folder,
-        config=recorded_config(folder),
+        config=load_recorded(folder / CONFIG_NAME),
         branch=_branch(folder / BRANCH_NAME),
         metrics=metrics,
         timings=read_rows(folder / TIMINGS_NAME),

@@ -48,13 +48,24 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+def leave_out_empty(optimizer: MegatronOptimizer) -> None:
+    """Take out the part for dense parameters where nothing but experts is trained.
+
+    Megatron-core makes it in any case, then without AdamW and buffers, and most of what a chain
+    of parts does needs both.
+    """
+    # Uses: ChainedOptimizer.chained_optimizers, MegatronOptimizer.optimizer
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    optimizer.chained_optimizers = [part for part in parts(optimizer) if part.optimizer is not None]
+
+
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """AdamW of every part that has parameters on this rank."""
+    """AdamW of every part."""
     # Uses: MegatronOptimizer.optimizer
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
-    inner = [part.optimizer for part in parts(optimizer)]
-    return [one for one in inner if one is not None]
+    return [part.optimizer for part in parts(optimizer)]
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
@@ -63,8 +74,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
     for part in parts(optimizer):
-        if part.optimizer is not None:
-            part.init_state_fn(part.optimizer, part.config)
+        part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.AdamW):  # the others count steps by group
             for state in part.optimizer.state.values():
                 state["step"] = torch.zeros(())

@@ -19,6 +19,7 @@ from gapo_megatron.compat.megatron_optimizer import (
     gather_in_pieces,
     gather_state,
     inner_optimizers,
+    leave_out_empty,
     set_weight_decay,
 )
 from gapo_megatron.config import OptimizerConfig, counts
@@ -87,6 +88,7 @@ def build_optimizer(
         model,
         use_gloo_process_groups=False,
     )
+    leave_out_empty(optimizer)
     _set_hyperparameters(optimizer, config)
     create_state(optimizer)
     gather_in_pieces(optimizer)

@@ -73,20 +73,24 @@ SINKS = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "context, 
 LATENT = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "virtual stages")}
 # Queries straight from the hidden state.
 MOONLIGHT = {name: EXPERTS[name] for name in ("expert, tensor, sequence",)}
+# Nothing but experts is trained: Megatron-core then makes an optimizer without parameters, too.
+ALONE = {name: EXPERTS[name] for name in ("expert, tensor, sequence", "virtual stages")}
 LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "sinks": SINKS, "latent": LATENT}
-LAYOUTS |= {"moonlight": MOONLIGHT}
+LAYOUTS |= {"moonlight": MOONLIGHT, "experts alone": ALONE}
 TARGETS = {
     "dense": ["qkv", "proj", "fc1", "fc2"],
     "experts": ["qkv", "proj", "experts"],
     "sinks": ["qkv", "proj"],
     "latent": ["qkv", "proj", "fc1", "fc2", "experts", "latent"],
     "moonlight": ["qkv", "proj", "fc1", "fc2", "experts", "latent"],
+    "experts alone": ["experts"],
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
     "sinks": ("gpt_oss", {}),
     "latent": ("deepseek_v3", {}),
     "moonlight": ("deepseek_v3", conversion_setup.MOONLIGHT),
+    "experts alone": ("qwen3_moe", {}),
 }
 """In `conversion_setup`, with changes."""
 NUM_UPDATES = 2
@@ -97,6 +101,7 @@ BATCHES = {
     "sinks": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
     "latent": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
     "moonlight": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
+    "experts alone": make_batch(vocab_size=conversion_setup.VOCAB_SIZE),
 }
 Factors = dict[str, tuple[Tensor, Tensor]]
 """A [r, in] and B [out, r] by Hugging Face module name."""
@@ -247,7 +252,7 @@ def train_all(root: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, str],
     """All cases on this rank; each also resumes from the checkpoint of the one before."""
     reports, before = {}, {}
     for kind, name in cases:
-        run_dir = root / f"run-{kind}-{name.replace(', ', '-').replace(' ', '_')}"
+        run_dir = root / f"run-{kind}-{name.replace(', ', '-')}".replace(" ", "_")
         reports[kind, name] = train(kind, name, root / kind, run_dir, before.get(kind, run_dir))
         before[kind] = run_dir
     return reports

@@ -22,10 +22,11 @@ SOME = [
     ("dense", "tensor, sequence, full recomputation"),
     ("dense", "virtual stages, full recomputation"),
     ("experts", "expert, tensor, sequence"),
+    ("experts alone", "expert, tensor, sequence"),
 ]
 EVERY = [(kind, name) for kind, layouts in LAYOUTS.items() for name in layouts]
-# The last two are first of their kind in SOME, and so resume there from no other layout.
-REST = [case for case in EVERY if case not in SOME] + [SOME[0], SOME[2]]
+# The last three are first of their kind in SOME, and so resume there from no other layout.
+REST = [case for case in EVERY if case not in SOME] + [SOME[0], *SOME[2:]]
 
 
 @pytest.mark.parametrize(

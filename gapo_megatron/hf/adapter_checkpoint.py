@@ -31,6 +31,7 @@ class AdapterCheckpoint:
 
     Attributes:
         settings: rank and scale of the factors.
+        targets: `adapter.targets` of the run.
         base_sha256: digest of the weights beneath them (`weights_sha256`).
         dtype: of the factors, and of the weights beneath them in the run.
     """
@@ -56,6 +57,7 @@ class AdapterCheckpoint:
         if manifest is None or manifest.base_sha256 is None or adapter.kind == "none":
             raise ConfigError(f"{found.root} is no checkpoint of a run with an adapter")
         self.settings = AdapterSettings(adapter.rank, adapter.alpha, adapter.rank_stabilized)
+        self.targets = adapter.targets
         self.base_sha256 = manifest.base_sha256
         self._factors = factors_of(rules, targets=adapter.targets, rank=adapter.rank)
         entries = {

@@ -9,9 +9,10 @@ The folder has two files:
 scale is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`. MODULE is the layer's name in
 the Hugging Face model, such as `model.layers.0.self_attn.q_proj`.
 
-Layers of experts have no place in it. transformers 5 holds a layer's experts in two parameters and
-peft adapts those with factors of another shape, while vLLM 0.32 expects one pair of factors for
-every expert: no names are right for both.
+Of a model with experts it can hold attention alone. transformers 5 has a layer's experts in two
+parameters; peft adapts those with factors of another shape, while vLLM 0.32 expects one pair of
+factors for every expert. And gate_proj, up_proj and down_proj in `target_modules` are these
+parameters to peft 0.21, which then loads no factors of dense layers and shared experts either.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from gapo_megatron.types import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-_EXPERTS = ".experts."
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (None, []),
@@ -94,8 +94,8 @@ def write_adapter(
 
     Raises:
         ConfigError: see `new_folder`.
-        ConversionError: a layer is given twice or belongs to an expert, a factor is misshapen or
-            not finite, or there are none; names the layer. Or the disk fails.
+        ConversionError: a layer is given twice, a factor is misshapen or not finite, or there are
+            none; names the layer. Or the disk fails.
     """
     tensors = {
         name: tensor.detach().cpu() for name, tensor in _named(factors, settings, str(output_dir))
@@ -154,9 +154,8 @@ def read_adapter(folder: str | Path) -> tuple[AdapterSettings, Iterator[Factors]
         ConfigError: a file is missing or damaged, or asks for what is not plain LoRA; names the
             file, the setting and the rule. Raised by the call itself, as are errors of names and
             shapes.
-        ConversionError: a factor has no partner, another shape or dtype than its partner and r ask
-            for, or belongs to an expert; names file, tensor and rule. While iterating: it is not
-            finite.
+        ConversionError: a factor has no partner, or another shape or dtype than its partner and r
+            ask for; names file, tensor and rule. While iterating: it is not finite.
     """
     root = Path(folder)
     settings = _read_settings(root / CONFIG)
@@ -216,20 +215,10 @@ def _paired(path: Path, headers: Mapping[str, Header], rank: int) -> list[str]:
 def _module_of(path: Path, name: str) -> str:
     for suffix in (_A, _B):
         if name.startswith(_PREFIX) and name.endswith(suffix):
-            module = name.removeprefix(_PREFIX).removesuffix(suffix)
-            _refuse_expert(module, f"{path}: {name}")
-            return module
+            return name.removeprefix(_PREFIX).removesuffix(suffix)
     raise ConversionError(
         f"{path}: {name} is no factor: its name must be {_PREFIX}MODULE{_A} or {_B}"
     )
-
-
-def _refuse_expert(module: str, where: str) -> None:
-    if _EXPERTS in f".{module}.":
-        raise ConversionError(
-            f"{where} is a factor of an expert's layer: peft and vLLM expect different names and "
-            "shapes for those, so an adapter folder cannot hold them; merge it instead"
-        )
 
 
 def _check_pair(where: str | Path, pair: Mapping[str, Header | Tensor], rank: int) -> None:
@@ -258,7 +247,6 @@ def _named(
     """Name the factors as in the file, and check them."""
     seen: set[str] = set()
     for module, a, b in factors:
-        _refuse_expert(module, f"{where}: {module}")
         if module in seen:
             raise ConversionError(f"{where}: {module} is given twice")
         seen.add(module)

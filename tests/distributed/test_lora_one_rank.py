@@ -14,14 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.adapter_folder import CONFIG, read_adapter
 from gapo_megatron.hf.manifest import read_manifest
 from gapo_megatron.hf.torch_dist import MegatronFolder
-from gapo_megatron.io.documents import read_object
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
-from gapo_megatron.ops.convert.adapter import convert_adapter
-from gapo_megatron.ops.convert.directions import Options
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.policy.exact import exact_arithmetic, exact_stages
 from gapo_megatron.policy.optimizer import inner_optimizers
@@ -32,7 +28,6 @@ from tests.distributed.lora_setup import (
     BATCHES,
     RANK,
     TARGETS,
-    distance,
     factors,
     lora_config,
     lora_of,
@@ -254,24 +249,6 @@ def test_a_checkpoint_holds_the_factors_and_the_bases_digest(
     other = save(tmp_path / "plain", plain, plain_config)
     assert plain.base_sha256() is None
     assert "base_sha256" not in (other / "manifest.json").read_text()
-
-
-def test_factors_of_latent_vectors_leave_a_checkpoint_under_pefts_names(
-    folders: dict[str, Path], groups: ParallelGroups, tmp_path: Path
-) -> None:
-    section = {"kind": "lora", "rank": RANK, "alpha": ALPHA, "targets": ["latent"]}
-    config = make_config(folders["latent"], adapter=section)
-    policy = load_policy(config, groups)
-    randomise(policy)
-    save(tmp_path / "run", policy, config)
-    convert_adapter(tmp_path / "run", tmp_path / "peft", Options(), kind="peft")
-    settings, found = read_adapter(tmp_path / "peft")
-    assert settings.scale == ALPHA / RANK
-    read = {name: (a, b) for name, a, b in found}
-    assert distance(read, factors(policy)) == 0
-    words = {name.rpartition(".")[2] for name in read}
-    assert words == {"q_a_proj", "kv_a_proj_with_mqa"} and len(read) == 8
-    assert set(read_object(tmp_path / "peft" / CONFIG)["target_modules"]) == words
 
 
 @pytest.mark.parametrize("damage", ["a factor is missing", "a factor has another name"])

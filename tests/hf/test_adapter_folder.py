@@ -106,7 +106,6 @@ def test_factors_that_cannot_be_written_leave_no_folder(tmp_path: Path) -> None:
     refused([(name, a, b[:, :3])], Q, "lora_B", "[20, 3]", "[out, 4]")
     refused([(name, a.float(), b)], Q, "float32", "bfloat16")
     refused([(name, a, torch.full_like(b, torch.nan))], Q, "lora_B", "nan")
-    refused(factors("model.layers.0.mlp.experts.3.up_proj"), "experts.3.up_proj", "merge")
 
 
 def broken(folder: Path, change: dict[str, Any] | None = None, **tensors: Tensor | None) -> None:
@@ -157,10 +156,6 @@ def test_settings_that_are_not_plain_lora_are_refused(
         ({A: torch.zeros(3, 12, dtype=torch.bfloat16)}, [A, "[3, 12]", "[4, in]"]),
         ({A: torch.zeros(4, 12)}, [A, "float32", B, "bfloat16"]),
         ({"lm_head.weight": torch.zeros(4)}, ["lm_head.weight", "no factor"]),
-        (
-            {"base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight": torch.zeros(1)},
-            ["experts.0.up_proj", "merge"],
-        ),
     ],
 )
 def test_tensors_that_are_no_factors_are_refused(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from gapo_megatron.hf.adapter_checkpoint import AdapterCheckpoint
 from gapo_megatron.hf.adapter_folder import read_adapter, write_adapter
 from gapo_megatron.hf.weights import HfFolder, write_hf
 from gapo_megatron.models.rules import hf_shapes
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.convert.directions import Options, check_file_digests, find_source
 from gapo_megatron.policy.digest import combined, tensor_sha256
 from gapo_megatron.rollout.adapter_sync import Merged
@@ -55,9 +55,9 @@ def convert_adapter(
 
     Raises:
         ConfigError: the checkpoint is of no such run, the output exists, the base is missing or
-            not the one that the adapter was trained on, or the dtype is to be changed.
-        ConversionError: a file or factor is damaged, or the factors have no place in an adapter
-            folder.
+            not the one that the adapter was trained on, the dtype is to be changed, or a target
+            has no place in an adapter folder.
+        ConversionError: a file or factor is damaged.
     """
     if options.dtype is not None:
         raise ConfigError("--dtype must be keep with --adapter: the dtypes are the run's")
@@ -66,6 +66,8 @@ def convert_adapter(
     found, base_dir, hf_config = find_source(megatron_dir, base_dir, output=output_dir)
     rules = rules_for(hf_config)
     adapter = AdapterCheckpoint(found, rules)
+    if kind == "peft":
+        _check_targets(adapter.targets, hf_config)
     settings = adapter.settings
     checks = {
         "adapter": f"rank {settings.rank}, scale {settings.scale:g}, {adapter.dtype}",
@@ -97,6 +99,18 @@ def convert_adapter(
     checks["base"] = f"{base_dir} has the SHA-256 of the run's base"
     checks["rounding"] = f"{merged.rounding:.3g} of the adapter's own size (Frobenius norms)"
     return AdapterResult(output_dir, checks)
+
+
+def _check_targets(targets: Sequence[str], hf_config: Any) -> None:
+    """Refuse layers that peft would not adapt, or only with a warning; see `hf.adapter_folder`."""
+    if not geometry_of(hf_config).num_experts:
+        return
+    for target in targets:
+        if target in ("fc1", "fc2", "experts"):
+            raise ConfigError(
+                f"adapter.targets ({target!r}): beside experts ({hf_config.model_type}) peft loads "
+                "factors of attention alone; --adapter merged makes a whole model"
+            )
 
 
 def _check_base(base_dir: Path, here: str, there: str) -> None:

@@ -5,6 +5,17 @@ from typing import Any
 _LONGEST = 200
 
 
+def printable(text: str, *, most: int = 500) -> str:
+    """Text of others (a model, a file, a library, a server) for a message: one line, cut.
+
+    All that a terminal obeys or a log takes for a new line, and halves of characters, is escaped.
+    """
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut
+    )
+
+
 def shown(value: Any) -> str:
     """A value in a message: as Python writes it, no longer than a message can be."""
     text = repr(value)
@@ -12,10 +23,10 @@ def shown(value: Any) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Type and message of an exception of user code, with lone surrogates escaped for logs."""
+    """Type and message of an exception of code of others, as a message can hold it."""
     name = type(error).__name__
     try:
-        return f"{name}: {error}".encode(errors="backslashreplace").decode()
+        return printable(f"{name}: {error}")
     except Exception as second:
         return f"{name} (its message raises {type(second).__name__})"
 

@@ -256,7 +256,8 @@ class VerifierConfig(Section):
     timeout_s: Seconds | None = None
     """Time limit for one response: CPU time, or time in which no CPU time is used. After it the
     verdict is unknown, and the response leaves its group. For `code` the limit is for all tests of
-    a program, and after it the response is wrong. Unset: 10 s, for `code` 60 s."""
+    a program, and after it the response is wrong. Unset: 10 s, for `code` 60 s; that of `[reward]`
+    is the default of all `verifiers`."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -301,6 +302,12 @@ class RewardConfig(VerifierConfig):
     truncated: Literal["judged", "unknown"] = "judged"
     """Training's verdict on responses that reached `rollout.max_response_tokens`: `judged` like any
     other (mostly wrong), or `unknown`, so that they leave their group (docs/rewards.md)."""
+    max_unknown_share: Annotated[float, Field(ge=0, le=1), HOW] = 0.5
+    """The run ends with an error once more than this share of a step's responses could not be
+    judged (verdict unknown) in `max_unknown_steps` steps in a row. 1: never. Responses that
+    `truncated` leaves out do not count."""
+    max_unknown_steps: Annotated[int, Field(ge=1), HOW] = 3
+    """See `max_unknown_share`."""
     sandbox: Annotated[Text, HOW] = "bubblewrap"
     """Where the model's programs run: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT`
     (a service on another machine), or `unsafe`: with your own rights (docs/sandbox.md)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -72,6 +75,9 @@ def evaluate(
     verdicts = rewards.score(judging, groups, gather=replicas.gather, should_abort=should_abort)
     if verdicts is None:
         return None
+    _, unknown = rewards.share_unknown(verdicts, gather=replicas.gather)
+    if unknown and replicas.is_first_rank:
+        logger.warning("evaluation: %s", unknown)
     pairs = zip(groups, verdicts, strict=True)
     problems = replicas.gather([(_count(*pair), _lengths(pair[0])) for pair in pairs])
     counts = [count for count, _ in problems]

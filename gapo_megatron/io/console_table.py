@@ -11,6 +11,7 @@ from rich.table import Table
 # Title, key, format, width. The most important come first: a narrow terminal shows as many as fit.
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}", 6),
+    ("unknown", "reward/unknown_share", "{:.0%}", 7),
     ("clipped", "clip/fraction_sequences", "{:.1%}", 7),
     ("seconds", "time/step_s", "{:.1f}", 7),
     ("left", "left", "", 8),

@@ -19,13 +19,15 @@ CHANGES_NAME = "changes.json"
 FINISHED_NAME = "finished.json"
 JOURNAL_FOLDER = "environment"
 """Journals of the environment's calls (`rollout.journal`)."""
+VERIFIERS_FOLDER = "verifiers"
+"""What verifiers of the user's own print, and their tracebacks: a file for each rank."""
 OWNER_NAME = "OWNER"
 """Names the attempt that may write to the folder."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "timings.jsonl", "samples.jsonl", "samples.1.jsonl"),
     *("timelines.jsonl", "timelines.1.jsonl", "evaluations", "tensorboard"),
     *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME, CHANGES_NAME),
-    JOURNAL_FOLDER,
+    *(JOURNAL_FOLDER, VERIFIERS_FOLDER),
 )
 """Files that a run creates, replaces or removes. Launchers create other folders before its first
 start, and `hf` has its own marker (`hf.folder`)."""

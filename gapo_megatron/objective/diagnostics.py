@@ -241,10 +241,11 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
         "groups/zero_advantage_share": float((valid & ~has_advantage).sum())
         / max(int(valid.sum()), 1),
         "groups/unknown_verdicts": float((~valid).sum()),
-        "groups/solve_rate_mean": float((part * correct).sum()) / num_groups,
         "groups/none_correct_share": groups(num_correct == 0) / num_groups,
         "groups/all_correct_share": groups(num_correct == size) / num_groups,
     }
+    if valid.any():
+        metrics["groups/solve_rate_mean"] = float((part * correct).sum()) / num_groups
     for c in range(group_size + 1):
         at = valid & (num_correct == c)
         tokens = float(all_tokens[at].sum())

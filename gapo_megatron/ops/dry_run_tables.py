@@ -47,8 +47,8 @@ def counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
-        "verdicts": f"{reward.kind}, time limit {rewards.timeout_s(reward)} s; workers per rank: "
-        f"{reward.num_workers or 'its share of the cores, at most 8'}",
+        "verdicts": f"{reward.kind}, time limit {rewards.timeout_s(reward, reward)} s; "
+        f"workers per rank: {reward.num_workers or 'its share of the cores, at most 8'}",
         **({"truncated responses": "leave their group"} if reward.truncated == "unknown" else {}),
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
         "one update": f"{batch.minibatch_prompts} prompts = {minibatch_sequences:,} "

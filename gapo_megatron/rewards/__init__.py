@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import DataError, said, shown
+from gapo_megatron.errors import ConfigError, DataError, said, shown
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
+from gapo_megatron.rewards.unknown import UnknownWatch, share_unknown
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 if TYPE_CHECKING:  # a worker imports this package too, and must start fast
     from gapo_megatron.config import RewardConfig
     from gapo_megatron.config.schema import VerifierConfig
 
-
-logger = logging.getLogger(__name__)
 
 MOST_CHARACTERS = 300
 """Of an error's message in a verdict's reason."""
@@ -33,9 +31,9 @@ class _AbortedError(Exception):
     pass
 
 
-def timeout_s(config: VerifierConfig) -> int:
-    """Seconds to judge one response; see `VerifierConfig.timeout_s`."""
-    return config.timeout_s or {"code": 60}.get(config.kind, 10)
+def timeout_s(one: VerifierConfig, config: RewardConfig) -> int:
+    """Seconds to judge one response with one of the config's verifiers."""
+    return one.timeout_s or config.timeout_s or {"code": 60}.get(one.kind, 10)
 
 
 def check(config: RewardConfig) -> None:
@@ -49,7 +47,7 @@ def check(config: RewardConfig) -> None:
     """
     for name, one in config.by_name.items():
         if one.kind == "code":
-            limits = Limits(total_s=timeout_s(one))
+            limits = Limits(total_s=timeout_s(one, config))
             check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
         elif user_code.is_code(one.kind):
             setting = f"reward.verifiers.{name}" if name else "reward.kind"
@@ -150,12 +148,45 @@ def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:
         raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {error}") from None
 
 
-def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
+def try_verifiers(config: RewardConfig, items: Sequence[tuple[Any, ...]]) -> list[Verdict]:
+    """Judge a few responses as a run does, in one worker process that ends with the call.
+
+    For a check before a run: that verifiers can be called, what they say of a reference answer or
+    of an empty response. It has the time limits of a run and writes no file.
+
+    Args:
+        config: section `reward`.
+        items: (response, answer, name of the verifier, other columns of the row) of each; the last
+            two may be left out: `(p.answer, p.answer, p.verifier, p.row)` of a `Prompt`.
+
+    Returns:
+        A verdict on each, in order; an unknown one has the reason.
+
+    Raises:
+        ConfigError: a verifier returned what is no verdict (a coroutine, a generator, a text, NaN);
+            names setting, code and type.
+        RewardError: the worker cannot start.
+    """
+    with start_pool(config, num_workers=1) as pool:
+        verdicts = pool.judge(items)
+    for item, verdict in zip(items, verdicts, strict=True):
+        name = item[2] if len(item) > 2 else ""
+        if verifiers.UNREADABLE in verdict.reason:
+            setting = f"reward.verifiers.{name}" if name else "reward.kind"
+            raise ConfigError(
+                f"{setting}: {verdict.reason}; a verifier is a plain function (no async def, no "
+                "yield) that returns a bool, a number, a Verdict or None"
+            )
+    return verdicts
+
+
+def start_pool(config: RewardConfig, *, num_workers: int, output: Path | None = None) -> Pool:
     """Start the worker processes of the verifiers without waiting until they have imported them.
 
     Args:
         config: verifiers and their options.
         num_workers: processes of this rank; `config.num_workers` is ignored.
+        output: see `Pool`.
     """
     by_name = {name: _for_workers(one, config) for name, one in config.by_name.items()}
     columns = {name: _columns(one) for name, one in config.by_name.items()}
@@ -168,12 +199,13 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
         others=by_name,
         correct_above=config.correct_above,
         columns=columns,
+        output=output,
     )
 
 
 def _for_workers(one: VerifierConfig, config: RewardConfig) -> tuple[str, float, Mapping[str, Any]]:
     """A verifier's name for `verifiers.load`, its time limit, and its options."""
-    limit_s: float = timeout_s(one)
+    limit_s: float = timeout_s(one, config)
     if user_code.is_code(one.kind):
         return one.kind, limit_s, one.settings
     options: dict[str, Any] = {}
@@ -293,17 +325,7 @@ def score(
     except _AbortedError:
         return None
     found = judging.unknown | dict(zip(sent, judged, strict=True))
-    verdicts = [found[key] for key in keys]
-    unknown = Counter(v.reason for v in verdicts if v.outcome is Outcome.UNKNOWN)
-    if unknown:
-        [(reason, _)] = unknown.most_common(1)
-        logger.warning(
-            "%d of %d responses could not be judged (verdict unknown); most common reason: %s",
-            unknown.total(),
-            len(keys),
-            reason,
-        )
-    remaining = iter(verdicts)
+    remaining = (found[key] for key in keys)
     return [tuple(next(remaining) for _ in group) for group in groups]
 
 
@@ -311,6 +333,7 @@ __all__ = [
     "Judge",
     "Judging",
     "Pool",
+    "UnknownWatch",
     "ask_judge",
     "check",
     "check_answer",
@@ -318,6 +341,8 @@ __all__ = [
     "check_row",
     "row_columns",
     "score",
+    "share_unknown",
     "start_pool",
     "timeout_s",
+    "try_verifiers",
 ]

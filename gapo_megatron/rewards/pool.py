@@ -18,11 +18,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from gapo_megatron.errors import RewardError
+from gapo_megatron.errors import RewardError, printable
 from gapo_megatron.rewards.processes import cpu_seconds, descendants, python_path, start
 from gapo_megatron.rewards.verifiers import read_grade
 from gapo_megatron.types import Outcome, Verdict
@@ -51,6 +53,8 @@ ignores them."""
 
 MAX_REPLY_BYTES = 64 * 1024
 """Largest reply of a worker."""
+
+_BUILT_IN = f"{__package__}."
 
 
 class Item(NamedTuple):
@@ -82,6 +86,7 @@ class Pool:
         others: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {},
         correct_above: float = 0.5,
         columns: Mapping[str, Collection[str] | None] = MappingProxyType({}),
+        output: Path | None = None,
     ) -> None:
         """Start the workers without waiting until they have imported the verifiers.
 
@@ -96,6 +101,8 @@ class Pool:
             correct_above: see `verifiers.to_verdict`.
             columns: what a worker gets of an item's row, by the name that items give; None, or
                 without the name: all of it.
+            output: file to which is appended what the user's own verifiers print, and the first
+                traceback of every place where a verifier raises; None: nowhere.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
         self.verifier = verifier
@@ -103,8 +110,9 @@ class Pool:
         settings = {
             "verifiers": {name: (code, opts) for name, (code, _, opts) in self._verifiers.items()},
             "correct_above": correct_above,
+            "output": str(output or os.devnull),
         }
-        command = [sys.executable, "-m", "gapo_megatron.rewards.worker", json.dumps(settings)]
+        command = [sys.executable, "-um", "gapo_megatron.rewards.worker", json.dumps(settings)]
         # Later workers start where these do: paths of verifiers are relative to the folder.
         variables = os.environ | {"PYTHONPATH": python_path()}
         self._start = partial(_Worker, command, variables=variables, folder=os.getcwd())
@@ -241,13 +249,22 @@ class Pool:
             if worker.failure and worker.is_fresh:
                 worker.verdict = Verdict(Outcome.UNKNOWN, worker.failure)
             if worker.verdict and worker.item:
-                verdicts[worker.item[0]] = worker.verdict
+                number, item = worker.item
+                verdicts[number] = self._named(worker.verdict, item)
             if worker.failure:
                 self._replace(place)
             elif worker.verdict:
                 worker.rest()
                 worker.is_fresh = False
         return verdicts
+
+    def _named(self, verdict: Verdict, item: Item) -> Verdict:
+        """The verdict with a reason for a message; if unknown, it names the verifier."""
+        reason = printable(verdict.reason, most=MAX_REPLY_BYTES)
+        if verdict.outcome is Outcome.UNKNOWN:
+            name, _, _ = self._verifiers[item.verifier]
+            reason = f"{name.removeprefix(_BUILT_IN)}: {reason}"
+        return replace(verdict, reason=reason)
 
     def _replace(self, place: int) -> None:
         worker = self._workers[place]

@@ -8,18 +8,23 @@ function names, or all of them with `**row`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import numbers
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, said
 from gapo_megatron.types import Outcome, Verdict
+
+UNREADABLE = "cannot be read: "
+"""Beginning of the reason where a verifier returned what is no verdict."""
 
 MOST_GRADE = 1e6
 """Largest grade, up or down: the advantages of a group with larger ones may overflow."""
@@ -37,16 +42,39 @@ class Verifier:
     """Columns of the row that `verify` takes; None: all."""
     required: frozenset[str] = frozenset()
     """Those without which it cannot be called."""
+    file: str = ""
+    """File that holds it."""
+    shown: set[str] = field(default_factory=set)
+    """Places whose traceback has been printed."""
 
     def judge(
         self, response: str, answer: str, row: Mapping[str, Any], *, correct_above: float
     ) -> Verdict:
-        """Verdict on a response; unknown if `verify` raises or returns something else."""
+        """Verdict on a response; unknown if `verify` raises or returns something else.
+
+        The first exception at each place prints its traceback.
+        """
         given = {key: one for key, one in row.items() if self.takes(key)}
         try:
-            return to_verdict(self.verify(response, answer, **given), correct_above=correct_above)
+            result = self.verify(response, answer, **given)
         except Exception as error:  # on hostile input sympy may raise anything
-            return Verdict(Outcome.UNKNOWN, said(error))
+            place = self._place(error)
+            if place not in self.shown:
+                self.shown.add(place)
+                with contextlib.suppress(Exception):  # it may have closed standard error
+                    traceback.print_exception(error)
+            return Verdict(Outcome.UNKNOWN, f"{place}: {said(error)}")
+        try:
+            return to_verdict(result, correct_above=correct_above)
+        except Exception as error:  # of an object's own methods
+            return Verdict(Outcome.UNKNOWN, f"{UNREADABLE}{said(error)}")
+
+    def _place(self, error: Exception) -> str:
+        """File and line: the innermost in the verifier's own file, else the innermost of all."""
+        frames = traceback.extract_tb(error.__traceback__)
+        of_own = [one for one in frames if one.filename == self.file]
+        innermost = (of_own or frames)[-1]
+        return f"{innermost.filename}:{innermost.lineno}"
 
     def takes(self, column: str) -> bool:
         """Whether `verify` takes this column of the row."""
@@ -67,9 +95,12 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
     if not user_code.is_code(name):
         module = importlib.import_module(name)
         built_in = functools.partial(module.verify, **settings)
-        return Verifier(built_in, getattr(module, "check_answer", None), frozenset())
+        return Verifier(
+            built_in, getattr(module, "check_answer", None), frozenset(), file=module.__file__ or ""
+        )
     made = user_code.load_with_settings(name, settings, setting=setting)
     verify: Any = made
+    source = sys.modules.get(made.func.__module__)
     if inspect.isclass(made.func):
         built = user_code.build(made, setting=setting)
         verify, check = getattr(built, "verify", None), getattr(built, "check_answer", None)
@@ -78,11 +109,12 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
                 f"{setting} ({name!r}) must have a method verify(self, response, answer, **row)"
             )
     else:
-        check = getattr(sys.modules.get(made.func.__module__), "check_answer", None)
+        check = getattr(source, "check_answer", None)
     # A class has its settings already: its method may take columns of the same names.
     given = frozenset() if inspect.isclass(made.func) else settings.keys()
     columns, required = _columns(verify, given, setting=setting, name=name)
-    return Verifier(verify, check, columns, required)
+    file = getattr(source, "__file__", None) or ""
+    return Verifier(verify, check, columns, required, file)
 
 
 def _columns(

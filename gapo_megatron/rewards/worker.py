@@ -7,6 +7,7 @@ at any time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -24,6 +25,9 @@ the user's own, which may import any library, has `OWN_MEMORY_BYTES`; beside it,
 this package may add to what the worker has."""
 
 OWN_MEMORY_BYTES = 8 * MEMORY_BYTES
+
+MOST_OUTPUT_BYTES = 16 * 2**20
+"""Size from which the file with what verifiers print gets no more."""
 
 _MAX_REASON_CHARACTERS = 500
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -46,10 +50,11 @@ def main() -> None:
         name: verifiers.load(code, options, setting="the verifier")
         for name, (code, options) in settings["verifiers"].items()
     }
-    # Discard what a verifier prints, such as thousands of parser warnings. The channel stays a bare
-    # file descriptor, which only the end of the process closes.
+    # What its own verifiers print is for the user; those of this package print thousands of parser
+    # warnings. The channel stays a bare file descriptor, which only the end of the process closes.
     channel = os.dup(0)
     nowhere = os.open(os.devnull, os.O_RDWR)
+    output = os.open(settings["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
     _send(channel, READY)
@@ -58,6 +63,9 @@ def main() -> None:
             index, name, response, answer, row = loads(line)
             if own:
                 _limit_memory(OWN_MEMORY_BYTES if name in own else _address_space() + MEMORY_BYTES)
+            has_room = os.fstat(output).st_size < MOST_OUTPUT_BYTES
+            for standard in (1, 2):
+                os.dup2(output if name in own and has_room else nowhere, standard)
             verdict = loaded[name].judge(
                 response, answer, row, correct_above=settings["correct_above"]
             )
@@ -86,4 +94,5 @@ def _send(channel: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(ConnectionError):  # the trainer has ended
+        main()

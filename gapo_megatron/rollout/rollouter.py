@@ -88,7 +88,7 @@ class Rollouter:
             acting: the episodes' environment, and how it is called.
             batch: section `batch`.
             sampling: sampling settings; `collect` sets the step.
-            reward: section `reward`; reads `truncated` and `graded`.
+            reward: section `reward`; reads `truncated`, `graded` and limits on unknown verdicts.
         """
         self.open_groups = Rollouts.join([])
         self.environment = acting.environment
@@ -102,6 +102,7 @@ class Rollouter:
         self._sampling = sampling
         self._reward = reward
         self._acting = acting
+        self._unknown = rewards.UnknownWatch(reward)
 
     def collect(self, step: int, *, attempt: Patient, stopwatch: Stopwatch) -> Rollouts | None:
         """Sample and judge `batch.rollout_prompts` groups.
@@ -119,7 +120,11 @@ class Rollouter:
 
         Collectives: per round those of `rollout.generate`, of `rewards.score`, and two
         `Replicas.gather_tables`; messages with the tokens of open groups between ranks; at the end
-        that of `Samples.take`, and gathers of counts of versions, calls and draft tokens.
+        that of `Samples.take`, and gathers of counts of verdicts, versions, calls and draft
+        tokens.
+
+        Raises:
+            ConfigError: most verdicts were unknown in several steps (`rewards.UnknownWatch`).
         """
         wanted, rounds = self._batch.rollout_prompts, self._batch.dynamic_sampling_rounds
         groups, opened = Rollouts.join([]), self.open_groups
@@ -158,6 +163,10 @@ class Rollouter:
         stopwatch.notes["perf/rollout_idle_share"] = now.occupancy.idle_share
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
+        )
+        replicas = self._engine.replicas
+        metrics["reward/unknown_share"] = self._unknown.check(
+            step, now.verdicts, gather=replicas.gather, is_first=replicas.is_first_rank
         )
         if self._batch.partial_rollouts:
             counts = self._engine.replicas.gather([count_versions(groups)])
@@ -329,6 +338,7 @@ class Rollouter:
             return None
         if self.samples is not None:
             self.samples.note(kept, verdicts, calls.timing)
+        now.verdicts.extend(verdicts)
         judges_truncated = self._reward.truncated == "judged"
         now.call_sums.append(
             sum_calls(kept, verdicts, calls.counts, judges_truncated=judges_truncated)
@@ -377,6 +387,8 @@ class _Step:
     attempt: Patient
     stopwatch: Stopwatch
     occupancy: Occupancy
+    verdicts: list[tuple[Verdict, ...]] = field(default_factory=list)
+    """Verdicts of this rank, by group."""
     call_sums: list[Sums] = field(default_factory=list)
     """Costs of the environment's calls for the groups that this rank has judged, by round."""
     draft_sums: list[Sums] = field(default_factory=list)

@@ -32,6 +32,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Mean reward, response length and share of truncated responses; cost of sampling them.
 
+    Without a known verdict there is no mean reward.
+
     Args:
         rollouts: all groups of the step, those that dynamic sampling replaced included.
         step: index of the step.
@@ -41,8 +43,8 @@ def rollout_metrics(
     """
     rewards_known = [r for r in rollouts.rewards.tolist() if r == r]
     num_tokens, num_rollouts = rollouts.num_sampled, len(rollouts)
-    metrics = {
-        "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
+    metrics = {"reward/mean": sum(rewards_known) / len(rewards_known)} if rewards_known else {}
+    metrics |= {
         "rollout/response_length/mean": num_tokens / num_rollouts,
         "rollout/truncated": int(rollouts.table["is_truncated"].sum()) / num_rollouts,
     }
@@ -78,10 +80,11 @@ def source_metrics(
         known, lengths = ~np.isnan(rewards), rollouts.table["num_sampled_tokens"][here]
         metrics |= {
             f"data/{name}/batch_share": float((of_batch == number).mean()),
-            f"data/{name}/reward": float(rewards[known].sum() / max(known.sum(), 1)),
             f"data/{name}/informative_share": float(has_gradient[of_group == number].mean()),
             f"data/{name}/response_length": float(lengths.mean()),
         }
+        if known.any():
+            metrics[f"data/{name}/reward"] = float(rewards[known].sum() / known.sum())
     return metrics
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint
-from gapo_megatron.config import BatchConfig, Config, DataConfig
+from gapo_megatron.config import BatchConfig, Config, DataConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_sources
@@ -28,7 +29,10 @@ from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.run.engines import find_engine
 from gapo_megatron.run.processes import is_first
-from gapo_megatron.types import Prompt
+from gapo_megatron.types import Outcome, Prompt
+from gapo_megatron.user_code import is_code
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ def check_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
+    if is_first():
+        _try_own_verifiers(config.reward, problems)
     source = PromptSource(problems, seed=config.run.seed, sources=config.data.source)
     if branch_point is not None:
         source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
@@ -105,6 +111,25 @@ def read_problems(
     evaluates = config.evaluation.every_steps > 0
     held_out = read_prompts(data.eval_path, data=data, **options) if evaluates else []
     return problems, held_out
+
+
+def _try_own_verifiers(config: RewardConfig, problems: Sequence[Prompt]) -> None:
+    """Call each verifier of the user's own once, with a reference answer as the response.
+
+    Raises:
+        ConfigError: it returned what is no verdict.
+    """
+    own = {name for name, one in config.by_name.items() if is_code(one.kind)}
+    first = {one.verifier: one for one in reversed(problems) if one.verifier in own}
+    items = [(one.answer, one.answer, one.verifier, one.row) for one in first.values()]
+    verdicts = rewards.try_verifiers(config, items) if items else []
+    for problem, verdict in zip(first.values(), verdicts, strict=True):
+        if verdict.outcome is Outcome.UNKNOWN:
+            logger.warning(
+                "the reference answer of problem %r, as a response, has an unknown verdict: %s",
+                problem.id,
+                verdict.reason,
+            )
 
 
 def check_problems(

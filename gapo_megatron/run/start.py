@@ -25,7 +25,7 @@ from gapo_megatron.config.roles import flat
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.metric_files import check_metrics
-from gapo_megatron.io.run_folder import is_finished
+from gapo_megatron.io.run_folder import VERIFIERS_FOLDER, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.share import DataParallelRanks
@@ -41,7 +41,7 @@ from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.verify import WeightCheck
-from gapo_megatron.run import process_group
+from gapo_megatron.run import process_group, processes
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
 from gapo_megatron.run.engines import build_engine, check_engine
@@ -97,7 +97,12 @@ def begin_branch(config: Config, inputs: Inputs, attempt: Attempt, startup: Stop
 def start_pool(config: Config) -> rewards.Pool:
     """Start the verifier workers; `Pool.wait_until_ready` waits for them. Collective."""
     num_workers = config.reward.num_workers or min(process_group.share_of_cores(), 8)
-    return rewards.start_pool(config.reward, num_workers=num_workers)
+    output = None
+    if config.reward.code_names:
+        folder = Path(config.run.output_dir) / VERIFIERS_FOLDER
+        folder.mkdir(exist_ok=True)
+        output = folder / f"rank_{processes.stated_rank() or 0}.log"
+    return rewards.start_pool(config.reward, num_workers=num_workers, output=output)
 
 
 def build_policy(config: Config, world: World, attempt: Attempt, startup: Stopwatch) -> Policy:

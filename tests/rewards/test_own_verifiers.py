@@ -14,6 +14,7 @@ from gapo_megatron.config import RewardConfig
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.types import Outcome, Verdict
+from tests.messages import mentions
 
 SOURCE = """
 import numpy as np
@@ -273,6 +274,66 @@ def test_later_workers_start_where_the_first_did(
         monkeypatch.setenv("PYTHONPATH", "/nowhere")
         verdicts = pool.judge([("true", "1", "ends"), ("true", "1")])
     assert [one.outcome for one in verdicts] == [Outcome.UNKNOWN, Outcome.CORRECT]
+
+
+NO_VERDICTS = {
+    "async def verify(response, answer): return True": "coroutine",
+    "def verify(response, answer): yield True": "generator",
+    "def verify(response, answer): return 'yes'": "str",
+    "def verify(response, answer): return float('nan')": "nan",
+    "class verify:\n  async def verify(self, response, answer): return True": "coroutine",
+}
+
+
+@pytest.mark.parametrize(("body", "returned"), NO_VERDICTS.items())
+@pytest.mark.parametrize("name", ["", "other"])
+def test_what_returns_no_verdict_is_found_by_a_call(
+    source: Path, body: str, returned: str, name: str
+) -> None:
+    source.write_text(body)
+    others = {"other": "mine.py:verify"} if name else {}
+    config = RewardConfig(kind="exact" if name else "mine.py:verify", verifiers=others)
+    setting = "reward.verifiers.other" if name else "reward.kind"
+    with pytest.raises(ConfigError, match=mentions(setting, "mine.py:verify", returned)):
+        rewards.try_verifiers(config, [("1", "1", name, {})])
+
+
+def test_a_trial_gives_verdicts_with_the_reasons(source: Path) -> None:
+    """Exceptions name the verifier's own line, also where a library raises."""
+    source.write_text(
+        "import json\ndef verify(response, answer):\n    return json.loads(response)\n"
+    )
+    config = RewardConfig(kind="mine.py:verify")
+    verdicts = rewards.try_verifiers(config, [("true", "1"), ("0", "1"), ("\x1b[2J", "1")])
+    assert [one.outcome for one in verdicts] == ["correct", "wrong", "unknown"]
+    assert verdicts[2].reason.startswith(f"mine.py:verify: {source}:3: JSONDecodeError: ")
+
+
+def test_what_a_verifier_prints_and_one_traceback_go_to_a_file(source: Path) -> None:
+    source.write_text(
+        "import os, sys\n"
+        "def verify(response, answer):\n"
+        "    print('on stdout', response)\n"
+        "    print('on stderr', response, file=sys.stderr)\n"
+        "    if response == 'exit': os._exit(3)\n"
+        "    raise KeyError(f'{response}\\n\\x1b[2J')\n"
+    )
+    output, config = source.parent / "out.log", RewardConfig(kind="mine.py:verify")
+    with rewards.start_pool(config, num_workers=1, output=output) as pool:
+        verdicts = pool.judge([("one", ""), ("two", ""), ("exit", "")])
+    text = output.read_text()
+    for response in ("one", "two", "exit"):
+        assert f"on stdout {response}" in text and f"on stderr {response}" in text
+    assert text.count("Traceback") == 1
+    assert verdicts[0].reason.isprintable() and verdicts[0].reason.endswith(r"\x1b[2J'")
+
+
+def test_a_verifier_without_a_limit_has_that_of_the_section() -> None:
+    own = {"a": {"kind": "math"}, "b": {"kind": "math", "timeout_s": 2}, "c": {"kind": "code"}}
+    for given, wanted in ((7, [7, 7, 2, 7]), (None, [10, 10, 2, 60])):
+        config = RewardConfig(kind="exact", timeout_s=given, verifiers=own)
+        found = [rewards.timeout_s(one, config) for one in config.by_name.values()]
+        assert found == wanted
 
 
 def test_a_verdict_that_is_one_already() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
 from gapo_megatron.rollout.environments.one_turn import OneTurn
-from gapo_megatron.types import Episode, Outcome, Prompt
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.messages import mentions
 
 
@@ -122,14 +122,50 @@ def test_an_environment_that_gives_no_two_texts_is_unknown(tokenizer, judged):
     assert verdicts[0].reason.startswith("judge: ")
 
 
-def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
-    groups = [_group(tokenizer, Prompt("a", (1,), ""), "1", "2", "1")]
-    # To this verifier "1" is unknown and everything else correct.
-    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        [verdicts] = rewards.score(_judging(pool, groups, tokenizer), groups)
-    assert [verdict.outcome for verdict in verdicts] == ["unknown", "correct", "unknown"]
-    (message,) = caplog.messages
-    assert re.search(r"\b2\b.*\b3\b.*\bcannot tell\b", message)
+def _verdicts(num_unknown: int, of: int = 10) -> list[tuple[Verdict, ...]]:
+    """Ever rarer reasons: the i-th of `num_unknown` halves."""
+    unknown, left = [], num_unknown
+    while left:
+        unknown += [Verdict(Outcome.UNKNOWN, f"reason {left}")] * (half := -(-left // 2))
+        left -= half
+    return [tuple(unknown), (Verdict(Outcome.WRONG),) * (of - num_unknown)]
+
+
+def test_the_most_common_reasons_of_all_ranks_are_told(caplog):
+    def gather(ours):
+        other = [(200, 34, [("reason 64", 1), ("elsewhere", 33)])]
+        return [*other, *ours]
+
+    share, text = rewards.share_unknown(_verdicts(64, of=100), gather=gather)
+    assert share == (64 + 34) / 300
+    first, *lines = text.splitlines()
+    assert {"98", "300"} <= set(first.split())
+    counts = {"reason 64": 33, "elsewhere": 33, "reason 32": 16, "reason 16": 8, "reason 8": 4}
+    assert lines == [f"  {count} x {reason}" for reason, count in counts.items()]
+    assert rewards.share_unknown(_verdicts(0), gather=list) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("most", "steps", "unknown", "ended"),
+    [
+        (0.5, 3, [6, 10, 5, 6, 6, 6], 5),  # half is no more than half: counted anew
+        (0.5, 1, [5, 0, 6], 2),
+        (0.0, 2, [1, 0, 1, 1], 3),
+        (1.0, 1, [10, 10, 10], None),
+    ],
+)
+def test_a_run_ends_after_steps_without_most_verdicts(caplog, most, steps, unknown, ended):
+    config = RewardConfig(kind="exact", max_unknown_share=most, max_unknown_steps=steps)
+    watch = rewards.UnknownWatch(config)
+    for step, num_unknown in enumerate(unknown):
+        ends = pytest.raises(
+            ConfigError,
+            match=mentions("reward.max_unknown_share", f"{most:g}", steps, step, "reason"),
+        )
+        with ends if step == ended else nullcontext():
+            share = watch.check(step, _verdicts(num_unknown), gather=list, is_first=step > 0)
+            assert share == num_unknown / 10
+    assert len(caplog.messages) == sum(number > 0 for number in unknown[1:])
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from gapo_megatron.errors import RewardError
+from gapo_megatron.errors import RewardError, printable
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rewards import pool as module
 from gapo_megatron.rewards.pool import Item
 from gapo_megatron.rewards.processes import descendants
 from gapo_megatron.types import Outcome
+from tests import reward_setup
 from tests.messages import mentions
 from tests.sandbox_setup import needs_sandbox
 from tests.waiting import HANG_S, wait_until
@@ -77,8 +78,8 @@ def test_no_items_no_verdicts(pool):
 def test_responses_of_any_size_and_any_text_arrive_whole(pool):
     text = "\x00\n\r\u2028\ud7ff\U0001f600\\ \"'" * 400_000  # more than any buffer holds
     verdicts = pool.judge([(f"echo {len(text)}", text[:40]), (text, ""), ("echo \n", "\n")])
-    assert verdicts[0].reason == f"{len(text)} for {text[:40]}"
-    assert verdicts[2].reason == "\n for \n"
+    assert verdicts[0].reason == printable(f"{len(text)} for {text[:40]}")
+    assert verdicts[2].reason == r"\n for \n"
 
 
 @pytest.mark.parametrize(
@@ -126,10 +127,17 @@ def test_every_worker_may_fail_at_once_and_again(pool):
 @pytest.mark.parametrize(
     ("command", "reason"), [("raise", "RecursionError: too deep"), ("memory", "MemoryError: ")]
 )
-def test_an_error_is_unknown_and_the_worker_stays(pool, command, reason):
+def test_an_error_is_unknown_with_its_place_and_the_worker_stays(pool, command, reason):
     before = _pids(pool)
     [verdict] = pool.judge([(command, "")])
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNKNOWN, reason)
+    source = Path(reward_setup.__file__)
+    [line] = [
+        number
+        for number, text in enumerate(source.read_text().splitlines(), start=1)
+        if {"raise": "raise RecursionError", "memory": "bytearray("}[command] in text
+    ]
+    assert verdict.outcome is Outcome.UNKNOWN
+    assert verdict.reason == f"{OBEDIENT}: {source}:{line}: {reason}"
     assert _pids(pool) == before
 
 

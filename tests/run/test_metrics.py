@@ -196,6 +196,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 
 STEP_METRICS = {
     "reward/mean": 0.25,
+    "reward/unknown_share": 0.02,
     "clip/fraction_sequences": 0.125,
     "loss/policy": -1e-3,
     "optim/grad_norm": 0.75,
@@ -229,6 +230,15 @@ def test_log_file_gets_one_line_per_step(tmp_path, monkeypatch, capsys):
     assert "loss=-1.0e-03" in line and "grad_norm=7.50e-01" in line
     assert "left=0:00:50" in line  # five more steps of ten seconds
     assert "split=rollout,60%,update,30%" in line
+    assert "unknown=2%" in line
+
+
+def test_a_step_without_verdicts_shows_no_reward(tmp_path, capsys):
+    config = make_config()
+    values = {k: v for k, v in STEP_METRICS.items() if k != "reward/mean"}
+    with MetricsWriter(tmp_path, config=config) as writer:
+        writer.log(0, values | {"reward/unknown_share": 1.0}, STEP_TIMINGS)
+    assert {"reward=-", "unknown=100%"} <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("width", [None, 40, 80, 100, 120, 160])
@@ -252,8 +262,8 @@ def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width,
     if room >= 80:
         assert {"45.0%", "100.0%"} <= set(re.findall(r"\d+\.\d%", evaluated))
         numbers = re.findall(r"(?<!\S)(?:\w+=)?(\S+)", step)
-        # Step, reward, clip fraction, seconds, time left, loss.
-        assert numbers[:6] == ["5/10", "0.250", "12.5%", "10.0", "0:00:50", "-1.0e-03"]
+        # Step, reward, unknown verdicts, clip fraction, seconds, time left.
+        assert numbers[:6] == ["5/10", "0.250", "2%", "12.5%", "10.0", "0:00:50"]
     shown_stages = re.findall(r"rollout|update", step)
     assert shown_stages == ["rollout", "update"] or room < 160 or not is_terminal
     assert not re.search(r"=$|=\S*…", text)  # whole words alone

@@ -57,6 +57,24 @@ def test_a_verifier_of_the_users_own_trains_to_the_same_bits(root: Path) -> None
     assert len(steps_of(root / "own")) == 3
 
 
+def test_a_run_whose_verifier_fails_ends_and_says_why(root: Path) -> None:
+    """It is told first that the reference answer has no verdict; then its steps are watched."""
+    broken = root / "broken.py"
+    broken.write_text(
+        "def verify(response, answer):\n    print('asked')\n    return {}['missing']\n"
+    )
+    settings = (f"reward.kind={broken}:verify", "run.num_steps=9", "evaluation.every_steps=0")
+    program = Program("gapo_megatron.train", *arguments(root, "broken", *settings))
+    output = finish(program, exit_code=2)
+    assert f"{broken}:3: KeyError: 'missing'" in output and "reward.max_unknown_share" in output
+    assert not (root / "broken" / "hf").exists()
+    steps = steps_of(root / "broken")  # the third ends the run
+    assert [step["reward/unknown_share"] for step in steps] == [1, 1]
+    assert not any("reward/mean" in step or "groups/solve_rate_mean" in step for step in steps)
+    printed = (root / "broken" / "verifiers" / "rank_0.log").read_text()
+    assert "asked" in printed and f'"{broken}", line 3' in printed
+
+
 @pytest.mark.system
 def test_a_run_learns_from_graded_rewards(root: Path) -> None:
     (root / "near.py").write_text(NEAR)

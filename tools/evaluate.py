@@ -76,8 +76,16 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     import torch.distributed as dist
 
     from gapo_megatron import rewards
+    from gapo_megatron.data.messages import begin_template
+    from gapo_megatron.data.template_date import DATE
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.evaluate.chosen import choose, environment_of, judge_of, of_option
+    from gapo_megatron.evaluate.chosen import (
+        choose,
+        date_of_run,
+        environment_of,
+        judge_of,
+        of_option,
+    )
     from gapo_megatron.evaluate.engine_checks import check_engine
     from gapo_megatron.evaluate.hints import hints
     from gapo_megatron.hf.model_folder import check_model_folder
@@ -106,28 +114,30 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     facts = check_model_folder(arguments.model, field="--model")
     check_engine(facts, config)
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
+    date = begin_template(
+        tokenizer,
+        config.data,
+        arguments.output,
+        is_used=arguments.chat_template or acts.is_called,
+        inherited=date_of_run(Path(arguments.model), arguments.config),
+    )
     tasks = [one.read(config, tokenizer) for one in chosen]
     with of_option(arguments.environment):
-        environment = environments.build(
-            acts,
-            tokenizer,
-            chat_template=arguments.chat_template,
-            template_variables=arguments.chat_template_kwargs,
-        )
-    alike = {"program": "evaluate", **vars(arguments), "[environment]": acts}
+        environment = environments.build(acts, tokenizer, chat_template=arguments.chat_template)
+    alike = {"program": "evaluate", **vars(arguments), "[environment]": acts, DATE: date}
     world = process_group.start(config.parallel.timeout_s, alike=alike)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
         for hint in hints(arguments, acts, has_template=bool(tokenizer.chat_template)):
             print(f"warning: {hint}", file=sys.stderr)
         digests = {one.name: one.sha256 for one in chosen}
-        _keep_settings(arguments, sampling, digests, acts)
+        _keep_settings(arguments, sampling, digests, acts, date=date)
         shared = [_remaining(arguments, tasks, acts)]
     dist.broadcast_object_list(shared)  # ranks may see the disk differently: the first decides
     if any(shared[0].values()):
         _sample(config, sampling, tasks, shared[0], environment, world)
     if world.rank == 0:
-        _report(arguments, sampling, tasks, digests)
+        _report(arguments, sampling, tasks, digests, date=date)
 
 
 def _sample(
@@ -183,6 +193,8 @@ def _report(
     sampling: Sampling,
     tasks: Sequence[Task],
     digests: dict[str, str],
+    *,
+    date: str,
 ) -> None:
     """Write results.json, .md, .tex and solve_rates.png of all complete benchmarks and seeds."""
     from gapo_megatron.evaluate.heat_map import draw_solve_rates
@@ -194,6 +206,7 @@ def _report(
         model=arguments.model,
         setting=arguments.setting or "",
         sampling=sampling,
+        date=date,
         files=digests,
         problem_ids={task.name: [prompt.id for prompt in task.prompts] for task in tasks},
         seeds=arguments.seeds,
@@ -299,6 +312,7 @@ def _config(arguments: argparse.Namespace, sampling: Sampling, acts: Environment
                 "chat_template": arguments.chat_template,
                 "system_prompt": arguments.system_prompt,
                 "chat_template_kwargs": arguments.chat_template_kwargs,
+                "template_date": arguments.template_date,
             },
             "batch": {"max_tokens_per_microbatch": longest},
             "rollout": {
@@ -323,8 +337,11 @@ def _keep_settings(
     sampling: Sampling,
     digests: dict[str, str],
     acts: EnvironmentConfig,
+    *,
+    date: str = "",
 ) -> None:
     """Refuse to mix samples of other weights, prompts, settings or environments in one folder."""
+    from gapo_megatron.data.template_date import DATE, DATE_NAME
     from gapo_megatron.hf.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
@@ -342,6 +359,7 @@ def _keep_settings(
         "chat_template": arguments.chat_template,
         # Older versions do not have these settings.
         **{key: value for key in _OF_TEMPLATE if (value := getattr(arguments, key))},
+        **({DATE: date} if date else {}),
         "precision": arguments.precision,
         **dataclasses.asdict(sampling),
         "environment": _settings_of(acts),
@@ -358,6 +376,8 @@ def _keep_settings(
         raise ConfigError(
             f"{error}. Nothing answered its samples: --environment one_turn continues them so"
         ) from None
+    if date:  # pinned, perhaps
+        write_atomically(arguments.output / DATE_NAME, date)
     for name, digest in digests.items():
         keep_settings(arguments.output / name / "problems.json", {"sha256": digest})
 

@@ -59,11 +59,15 @@ def main() -> int:
 
 def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
     # Tokenizers and verifiers: seconds that --help does not need.
+    from gapo_megatron.config import DataConfig
     from gapo_megatron.data.benchmarks import BOXED
+    from gapo_megatron.data.messages import bind_template
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.ops.prepare import HeldOut, Lengths, prepare
 
     tokenizer = load_tokenizer(arguments.model, field="--model")
+    # Lengths do not depend on the day; this one is long in words.
+    bind_template(tokenizer, DataConfig.model_validate({"train_path": "unused"}), date="2026-09-30")
     lengths = Lengths(tokenizer, arguments.max_prompt_tokens, arguments.chat_template)
     held_out = HeldOut(arguments.benchmarks) if arguments.benchmarks else None
     if arguments.source == "deepscaler" and arguments.suffix is None:

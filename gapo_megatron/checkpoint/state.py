@@ -162,7 +162,7 @@ class _Source:
 
     epoch: _Count
     remaining: list[_Count]
-    dataset: str
+    dataset: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class _Sources:
     """`data.source.PromptSource.state_dict` of several data sources."""
 
     sources: dict[str, _Order]
-    dataset: str
+    dataset: dict[str, str]
 
 
 _AnySource = Annotated[

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gapo_megatron.config.section import HELD_OUT, INPUT_PATH, LEARNED, Section
+from gapo_megatron.config.section import CHECKED, HELD_OUT, INPUT_PATH, LEARNED, Section
 from gapo_megatron.config.types import (
     Lines,
+    OptionalDate,
     OptionalPath,
     PathText,
     Positive,
@@ -90,6 +91,9 @@ class DataConfig(Section):
     `chat_template`."""
     chat_template_kwargs: Annotated[dict[VariableName, Scalar], Field(default_factory=dict)]
     """Variables for the chat template, such as `enable_thinking = false`. Needs `chat_template`."""
+    template_date: Annotated[OptionalDate, CHECKED] = ""
+    """Date for a chat template that asks for today's (Llama 3.x, gpt-oss), as `2026-07-01`. Empty:
+    the day on which the run began, recorded in its folder; a branch has its run's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

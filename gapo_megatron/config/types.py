@@ -6,6 +6,7 @@ cannot be read again. So the schema refuses it.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import unicodedata
@@ -121,6 +122,17 @@ def _check_given(path: str) -> str:
     return path
 
 
+def _check_date(text: str) -> str:
+    if text:
+        try:
+            datetime.datetime.strptime(check_text(text), "%Y-%m-%d")
+        except ValueError:
+            raise ValueError("must be a date, as 2026-07-01") from None
+    return text
+
+
+OptionalDate = Annotated[str, AfterValidator(_check_date)]
+"""A day as YYYY-MM-DD, or empty for none."""
 Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
 Lines = Annotated[str, Field(max_length=2**16), AfterValidator(_check_lines)]
 """Text of several lines, which may have tabs."""

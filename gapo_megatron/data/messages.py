@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
+import hashlib
 import inspect
+import json
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.config import DataConfig
+from gapo_megatron.data.template_date import DATE, asks_date, freeze_date
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.model_folder import MAX_TEMPLATE_CHARACTERS
+from gapo_megatron.hf.model_folder import MAX_TEMPLATE_CHARACTERS, tokenizer_sha256
 from gapo_megatron.io.documents import is_unicode
 
 if TYPE_CHECKING:
@@ -64,14 +70,16 @@ def _read_message(value: Any, *, where: str) -> Message:
 
 
 def render(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **variables: Any
+    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, **variables: Any
 ) -> str:
     """Apply the tokenizer's chat template, up to the beginning of the assistant's next message.
 
+    All prompts and all turns of an environment or an agent are rendered here.
+
     Args:
         messages: the conversation so far.
-        tokenizer: must have a chat template.
-        variables: `data.chat_template_kwargs`.
+        tokenizer: must have a chat template; see `bind_template`.
+        variables: of the template, beside those that the tokenizer has been bound to.
 
     Raises:
         ConfigError: the template fails, or writes far more than the messages.
@@ -79,9 +87,9 @@ def render(
     where = f"{tokenizer.name_or_path}: its chat template"
     with as_config_error(f"{where} fails"):
         text: str = tokenizer.apply_chat_template(
-            [*messages], tokenize=False, add_generation_prompt=True, **variables
+            [dict(one) for one in messages], tokenize=False, add_generation_prompt=True, **variables
         )
-    num_characters = sum(len(one["content"]) for one in messages)
+    num_characters = sum(len(str(one)) for one in (*messages, variables))
     if len(text) > num_characters + MAX_TEMPLATE_CHARACTERS:
         raise ConfigError(
             f"{where} turns a prompt of {num_characters} characters into {len(text)}; it may add "
@@ -90,35 +98,110 @@ def render(
     return text
 
 
-def check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer's chat template uses the settings of `[data]` that are for it.
+def begin_template(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    folder: str | Path,
+    *,
+    is_used: bool = True,
+    inherited: str = "",
+) -> str:
+    """Bind the tokenizer's chat template for a run or an evaluation; see `bind_template`.
+
+    Args:
+        tokenizer: of the policy.
+        data: section `data`.
+        folder: of the run or the evaluation, which records the date.
+        is_used: whether anything is rendered.
+        inherited: see `freeze_date`.
+
+    Returns:
+        The date; empty if the template asks for none.
 
     Raises:
-        ConfigError: names setting, value and rule.
+        ConfigError, MachineError: see `bind_template` and `freeze_date`.
     """
-    if not data.chat_template:
-        return
+    date = ""
+    if is_used and asks_date(tokenizer.chat_template):
+        date = freeze_date(folder, pinned=data.template_date, inherited=inherited)
+    bind_template(tokenizer, data, date=date)
+    return date
+
+
+def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date: str = "") -> None:
+    """Let `tokenizer.apply_chat_template` render as `[data]` says, whoever calls it, and whenever.
+
+    Besides prompts, environments render turns: also those of a user's own code, which gets this
+    tokenizer. Arguments of a call have precedence.
+
+    Args:
+        tokenizer: of the policy; what it was bound to before is replaced.
+        data: section `data`; its `chat_template_kwargs` become variables of the template.
+        date: what the template gets for today (`strftime_now`, at midnight); empty: the clock.
+
+    Raises:
+        ConfigError: the template does not use a setting of `[data]` that is for it; names setting,
+            value and rule.
+    """
+    bound: dict[str, Any] = dict(data.chat_template_kwargs)
+    if date:
+        bound["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
+    apply = type(tokenizer).apply_chat_template
+    if data.chat_template:
+        _check_variables(data, tokenizer)
+    tokenizer.apply_chat_template = functools.partial(apply, tokenizer, **bound)
+    if data.template_date and not asks_date(tokenizer.chat_template):
+        raise ConfigError(
+            f"data.template_date ({data.template_date!r}): the tokenizer's chat template does not "
+            "ask for the date (strftime_now)"
+        )
+    if data.system_prompt:
+        _check_system_prompt(data, tokenizer)
+
+
+def prompts_made_of(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date: str
+) -> dict[str, str]:
+    """What prompts depend on besides the rows, by name; the same text if it is the same.
+
+    A checkpoint records it, so that an error can name what has changed (`PromptSource`).
+    """
+    settings = {"system_prompt": data.system_prompt, **data.chat_template_kwargs}
+    template = tokenizer.chat_template if data.chat_template else None
+    return {
+        "chat template": _sha256(template),
+        "settings of the chat template": _sha256(settings),
+        "tokenizer": tokenizer_sha256(Path(tokenizer.name_or_path)),
+        DATE: date,
+    }
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _check_variables(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise ConfigError(
             "data.chat_template (true) needs a tokenizer with a chat template; set it to false, or "
             "use the tokenizer of an instruction-tuned model"
         )
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    taken = inspect.signature(type(tokenizer).apply_chat_template).parameters
     for name, value in data.chat_template_kwargs.items():
         setting = f"data.chat_template_kwargs.{name} ({value!r})"
         if name in (*taken, "messages"):
             raise ConfigError(f"{setting}: this name is an argument of apply_chat_template itself")
         if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
             raise ConfigError(f"{setting}: the tokenizer's chat template has no such variable")
-    if data.system_prompt:
-        messages = [
-            {"role": "system", "content": data.system_prompt},
-            {"role": "user", "content": _SAMPLE},
-        ]
-        if data.system_prompt.strip() not in render(
-            messages, tokenizer, **data.chat_template_kwargs
-        ):
-            raise ConfigError(
-                f"data.system_prompt ({reprlib.repr(data.system_prompt)}): the tokenizer's chat "
-                "template drops system messages; put the text into the prompts"
-            )
+
+
+def _check_system_prompt(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [
+        {"role": "system", "content": data.system_prompt},
+        {"role": "user", "content": _SAMPLE},
+    ]
+    if data.system_prompt.strip() not in render(messages, tokenizer):
+        raise ConfigError(
+            f"data.system_prompt ({reprlib.repr(data.system_prompt)}): the tokenizer's chat "
+            "template drops system messages; put the text into the prompts"
+        )

@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.answers import Answers
-from gapo_megatron.data.messages import Message, check_template, read_messages, render
+from gapo_megatron.data.messages import Message, read_messages, render
 from gapo_megatron.data.rows import Row, check_texts, column_names, read_lines, read_problem_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Prompt
@@ -75,7 +75,8 @@ def read_prompts(
 
     Args:
         path: .parquet, .json (a list), or JSON lines; in UTF-8, blank lines are skipped.
-        tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one).
+        tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one), and has
+            been bound to `data` (`messages.bind_template`).
         data: section `data`: the longest prompt, and the chat template.
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
@@ -90,9 +91,8 @@ def read_prompts(
         DataError: names the file, the line and the broken rule; for answers that the verifier
             cannot read, their number and the first lines. Or a row lacks a column that its verifier
             requires.
-        ConfigError: the tokenizer's chat template does not go with the settings.
+        ConfigError: the tokenizer's chat template refuses a row.
     """
-    check_template(data, tokenizer)
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
     path, wanted = Path(path), (*KEYS, *(columns or ()))
@@ -207,7 +207,6 @@ def encode_problem(
             chat_template=data.chat_template,
             max_tokens=data.max_prompt_tokens,
             system_prompt=data.system_prompt,
-            template_variables=data.chat_template_kwargs,
         )
     except LengthError as error:
         raise DataError(
@@ -293,7 +292,6 @@ def encode_prompt(
     chat_template: bool,
     max_tokens: int,
     system_prompt: str = "",
-    template_variables: Mapping[str, Any] = {},
 ) -> tuple[int, ...]:
     """Tokenise a prompt as the model sees it, with special tokens and template.
 
@@ -303,7 +301,6 @@ def encode_prompt(
         chat_template: apply its chat template; a text is a user message.
         max_tokens: longest prompt, with the template.
         system_prompt: `data.system_prompt`.
-        template_variables: `data.chat_template_kwargs`.
 
     Raises:
         LengthError: no token, or more than `max_tokens`.
@@ -316,7 +313,7 @@ def encode_prompt(
         # The template adds all special tokens itself.
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
-        text = render(messages, tokenizer, **template_variables)
+        text = render(messages, tokenizer)
     token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))

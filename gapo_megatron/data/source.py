@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gapo_megatron.config import DataConfig, DataSource
 from gapo_megatron.config.data_section import shares
+from gapo_megatron.data.template_date import DATE
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.types import Prompt
 
@@ -27,7 +28,12 @@ class PromptSource:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, sources: Sequence[DataSource] = ()
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        sources: Sequence[DataSource] = (),
+        made_of: Mapping[str, str] = {},
     ) -> None:
         """Start before the first problem of epoch 0.
 
@@ -37,10 +43,12 @@ class PromptSource:
                 source.
             sources: `data.source`; `Prompt.source` names that of a prompt. Empty: all prompts are
                 a single source.
+            made_of: `messages.prompts_made_of`.
         """
         self._prompts = list(prompts)
         self._numbers = {prompt.id: i for i, prompt in enumerate(self._prompts)}
         self._sources = tuple(sources)
+        self._made_of = dict(made_of)
         self._orders = {
             name: _Order(
                 [i for i, one in enumerate(prompts) if not sources or one.source == name],
@@ -57,6 +65,11 @@ class PromptSource:
     def problems(self) -> Sequence[Prompt]:
         """All problems of the dataset."""
         return self._prompts
+
+    @property
+    def date(self) -> str:
+        """The date in the prompts, as YYYY-MM-DD; empty: their chat template has none."""
+        return self._made_of.get(DATE, "")
 
     @property
     def names(self) -> Sequence[str]:
@@ -139,29 +152,45 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            CheckpointError: the dataset is different or has changed, or the state is damaged.
+            CheckpointError: the problems are others, in number, content or tokens; names what has
+                changed. Or the state is damaged.
         """
         states = state.get("sources", {"": state})
-        if state["dataset"] != self._fingerprint() or states.keys() != self._orders.keys():
+        changed = [*self._changed_since(state["dataset"])]
+        if changed or states.keys() != self._orders.keys():
             setting = "data.source" if self._sources else "data.train_path"
             raise CheckpointError(
                 f"the checkpoint was made with other training problems than {setting} has now "
-                f"({len(self._prompts)} problems); resume with the same file, or start a new run "
-                "in another run.output_dir"
+                f"({len(self._prompts)} problems). Changed: {'; '.join(changed) or setting}. "
+                "Resume with the same, or start a new run in another run.output_dir"
             )
         for name, order in self._orders.items():
             order.load_state_dict(states[name])
             self._credit[name] = float(states[name].get("credit", 0.0))
 
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
+    def _fingerprint(self) -> dict[str, str]:
+        """Digests of the problems, and what their prompts are made of."""
+        rows, tokens = hashlib.sha256(), hashlib.sha256()
         for prompt in self._prompts:
-            # Not the row: it has the columns that the verifiers of this run take, which may change.
-            facts: tuple[Any, ...] = (prompt.id, prompt.token_ids, prompt.answer)
-            if prompt.verifier:
-                facts += (prompt.verifier, {})
-            digest.update(repr(facts).encode())
-        return digest.hexdigest()
+            # No columns: those that the verifiers of this run take, which may change.
+            rows.update(repr((prompt.id, prompt.answer, prompt.verifier)).encode())
+            tokens.update(repr(prompt.token_ids).encode())
+        return {"rows": rows.hexdigest(), "tokens": tokens.hexdigest(), **self._made_of}
+
+    def _changed_since(self, before: Mapping[str, str]) -> Iterator[str]:
+        """What is not as in a checkpoint's fingerprint; nothing if the problems are the same."""
+        now = self._fingerprint()
+        changed = {name for name in now if before.get(name) != now[name]}
+        if not changed & {"rows", "tokens"}:
+            return
+        made_of = [name for name in self._made_of if name in changed]
+        if "rows" in changed or not made_of:
+            yield "the rows"
+        for name in made_of:
+            values = f" ({before.get(name)}, now {now[name]})" if name == DATE else ""
+            yield f"the {name}{values}"
+        if DATE in made_of:
+            yield f'data.template_date = "{before.get(DATE)}" sets the former date'
 
 
 class _Order:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
-from gapo_megatron.data.messages import check_template
 from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import encode_problem, kept_columns, read_prompts
 from gapo_megatron.evaluate.evaluate import evaluation_seed
@@ -88,11 +87,10 @@ class Task:
             columns: columns of a row for verifier and environment, as in `read_prompts`.
 
         Raises:
-            ConfigError: the tokenizer's chat template does not go with the settings of `data`.
+            ConfigError: the tokenizer's chat template refuses a prompt.
             DataError: a file has an unexpected format, or a prompt is too long; names the problem.
                 Or a row lacks a column that the verifier requires.
         """
-        check_template(data, tokenizer)
 
         def keep(row: Row, where: str) -> Row:
             shown = {key: row[key] for key in row if key not in benchmark.references}

@@ -20,6 +20,7 @@ from gapo_megatron.config import (
     with_digest,
 )
 from gapo_megatron.data.benchmarks import Benchmark, check_name, find_benchmark
+from gapo_megatron.data.template_date import read_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.benchmark import Task
 from gapo_megatron.io.files import file_sha256
@@ -156,6 +157,12 @@ def environment_of(kind: str | None, config: Path | None) -> EnvironmentConfig:
     field = f"--environment ({kind!r})"
     section = _checked(EnvironmentConfig, {"kind": kind}, field=field)
     return with_digest(section, name="environment", source=field)
+
+
+def date_of_run(model: Path, config: Path | None) -> str:
+    """Date in the prompts of the run that `--model` was exported by, or that `--config` names."""
+    runs = [model.parent, *([config] if config and config.is_dir() else [])]
+    return next(filter(None, map(read_date, runs)), "")
 
 
 @contextmanager

@@ -172,6 +172,10 @@ def _main_table(
     if len(set(samplings.values())) > 1:
         shown = "; ".join(f"{label}: {one.text}" for label, one in samplings.items())
         notes.append(f"Sampling settings differ: {shown}.")
+    dates = {method.label: [one.template_date for one in method.evaluations] for method in methods}
+    if len({date for found in dates.values() for date in found}) > 1:
+        shown = "; ".join(f"{label}: {', '.join(found)}" for label, found in dates.items())
+        notes.append(f"Dates in the prompts differ (--template-date sets one): {shown}.")
     figures = "pass@1" if k == 1 else f"pass@1/pass@{k}"
     return Table(f"{figures} in %", ["method", *map(title, columns)], rows, frozenset(best), notes)
 

@@ -22,6 +22,7 @@ _OPTIONS = {
     "data.chat_template": "--chat-template",
     "data.chat_template_kwargs": "--chat-template-kwargs",
     "data.system_prompt": "--system-prompt",
+    "data.template_date": "--template-date",
     "rollout.max_response_tokens": "--max-response-tokens",
     "rollout.temperature": "--temperature",
     "rollout.top_p": "--top-p",
@@ -138,6 +139,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         default={},
         metavar="JSON",
         help="as data.chat_template_kwargs in training: '{\"enable_thinking\": false}'",
+    )
+    group.add_argument(
+        "--template-date",
+        default="",
+        metavar="YYYY-MM-DD",
+        help="as data.template_date in training (default: the date of the run that made the model "
+        "or that --config names, or else today)",
     )
 
 

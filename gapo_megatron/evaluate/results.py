@@ -66,6 +66,8 @@ class Results:
     """Benchmark -> SHA-256 of its problem file, or of all its files."""
     benchmarks: dict[str, dict[int, SeedResult]]
     """Name -> seed -> figures, in the order of `in_order`."""
+    template_date: str = ""
+    """Date in the prompts, YYYY-MM-DD; empty: their chat template has none."""
 
     def values(self, benchmark: str, k: int) -> list[float]:
         """pass@k by seed; `average` is the mean of the paper's six mathematical benchmarks.
@@ -161,6 +163,7 @@ def collect(
     model: str,
     setting: str,
     sampling: Sampling,
+    date: str = "",
     files: dict[str, str],
     problem_ids: dict[str, Iterable[str]],
     seeds: Sequence[int],
@@ -173,6 +176,7 @@ def collect(
         model: Hugging Face folder.
         setting: see `Results`; "" keeps the one in `results.json`.
         sampling: sampling settings.
+        date: see `Results.template_date`.
         files: see `Results`.
         problem_ids: ids of the problems by benchmark.
         seeds: seeds to look for.
@@ -201,7 +205,8 @@ def collect(
                     num_samples=sampling.num_samples,
                 )
     ordered = {name: dict(sorted(found[name].items())) for name in in_order(found)}
-    return Results(model, setting, sampling, {name: files[name] for name in ordered}, ordered)
+    files = {name: files[name] for name in ordered}
+    return Results(model, setting, sampling, files, ordered, date)
 
 
 def write_results(results: Results, output_dir: Path) -> Path:

@@ -6,6 +6,8 @@ a run. Errors that only the tokenizer's library finds are in `data.tokenizer`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from gapo_megatron.hf.folder import MARKER_NAME, REPORT_NAME
 from gapo_megatron.hf.headers import INDEX, SINGLE
 from gapo_megatron.hf.model_tensors import model_tensors
 from gapo_megatron.io.documents import open_file, read_object, read_text
+from gapo_megatron.io.files import file_sha256
 from gapo_megatron.models.config_json import FLOATS, ModelFacts, read_facts, refuse_code
 from gapo_megatron.models.parts import sizes_shown
 from gapo_megatron.models.rules import Shape, check_names, hf_shapes
@@ -284,14 +287,27 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
         read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
 
 
-def has_chat_template(root: Path) -> bool:
-    """Whether the tokenizer of a model folder has a chat template."""
-    if (root / "chat_template.jinja").exists():
-        return True
+def read_chat_template(root: Path) -> Any:
+    """The chat template of a model folder's tokenizer, a text or texts by name; None: none."""
+    if (path := root / "chat_template.jinja").exists():
+        return read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
     try:
-        return bool(read_object(root / "tokenizer_config.json").get("chat_template"))
+        return read_object(root / "tokenizer_config.json").get("chat_template")
     except FileNotFoundError:
-        return False
+        return None
+
+
+def tokenizer_sha256(root: Path) -> str:
+    """Digest of the tokenizer of a model folder, without its chat template."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        path = root / name
+        if name == "tokenizer_config.json" and path.is_file():
+            settings = {k: v for k, v in read_object(path).items() if k != "chat_template"}
+            digest.update(json.dumps(settings, sort_keys=True).encode())
+        elif name != "chat_template.jinja" and path.is_file():
+            digest.update(file_sha256(path).encode())
+    return digest.hexdigest()
 
 
 # --- weights -------------------------------------------------------------------------------------

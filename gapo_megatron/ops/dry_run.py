@@ -18,10 +18,11 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config, RolloutConfig, load_config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
 from gapo_megatron.config.schema import VLLM
+from gapo_megatron.data.template_date import DATE_NAME, asks_date, expected_date, read_date
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.hf.draft_folder import check_draft
 from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
+from gapo_megatron.hf.model_folder import check_model_folder, read_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
@@ -115,7 +116,7 @@ def print_dry_run(
         for note in filter(None, (adapter, _offload_note(rules, config, layout))):
             console.print(note, markup=False)
         console.print(fit_note(hf_config, config, layout), markup=False)
-        if note := _positions_note(config, hf_config):
+        for note in filter(None, (_positions_note(config, hf_config), _date_note(config))):
             console.print(note, markup=False)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
         console.print(
@@ -168,7 +169,7 @@ def why_not_run(config: Config) -> list[str]:
                 check()
             except ConfigError as error:
                 found.append(str(error))
-    if config.data.chat_template and hf_dir.is_dir() and not has_chat_template(hf_dir):
+    if config.data.chat_template and hf_dir.is_dir() and not read_chat_template(hf_dir):
         found.append(
             f"data.chat_template (True): the tokenizer in model.hf_dir ({hf_dir}) has no chat "
             "template"
@@ -266,6 +267,24 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
         f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
         f"exceeds the model's max_position_embeddings ({positions}): positions beyond extrapolate."
     )
+
+
+def _date_note(config: Config) -> str:
+    """Which date prompts have; empty if the chat template asks for none."""
+    data, folder = config.data, config.run.output_dir
+    is_used = data.chat_template or config.environment.is_called
+    if not is_used or not asks_date(read_chat_template(Path(config.model.hf_dir))):
+        return ""
+    date, begun = expected_date(folder, pinned=data.template_date), Path(folder, DATE_NAME)
+    if data.template_date:
+        why = "data.template_date"
+    elif read_date(folder):
+        why = f"frozen in {begun}"
+    elif config.checkpoint.branch_from:
+        return "Date in the chat template: that of the run that this one branches from."
+    else:
+        why = f"today; the start freezes it in {begun}, data.template_date pins another"
+    return f"Date in the chat template: {date} ({why})."
 
 
 def _stated_ranks_per_node() -> int | None:

@@ -61,7 +61,7 @@ class Acting:
     run_dir: Path | None = None
     """Run folder, for the journal; None: calls are not recorded."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, where they decide an answer (`environments.rendered_with`)."""
+    """`data.chat_template_kwargs`, with which answers are rendered."""
     run: Run = in_thread
     running: list[_Call] = field(default_factory=list)
     """Calls whose thread may still run, those of earlier steps and those given up included."""

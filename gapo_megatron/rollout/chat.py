@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.data.messages import render
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.types import Episode
 
@@ -35,8 +36,8 @@ class ChatTemplate:
         """Read the template.
 
         Args:
-            tokenizer: the policy's.
-            options: further variables of the template, as the prompts were rendered with.
+            tokenizer: the policy's, which renders as prompts were rendered (`bind_template`).
+            options: further variables of the template.
 
         Raises:
             ConfigError: there is no template; names the tokenizer.
@@ -60,10 +61,8 @@ class ChatTemplate:
         try:
             tails = {turn: self._tail([turn], messages) for turn in (_PLAIN, _THINKING)}
             again = self._tail([_THINKING, _THINKING], messages)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a template raises
-            raise ConfigError(f"{self.name} refuses the role {named}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}, with messages of role {named}: {error}") from None
         if {*tails.values(), again} != {again}:
             raise ConfigError(f"{self.name} writes a {named} message differently by what precedes")
         self._checked.add(tuple(roles))
@@ -128,14 +127,7 @@ class ChatTemplate:
         return tail
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(one) for one in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._options,
-            )
-        )
+        return render(messages, self._tokenizer, **self._options)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -156,7 +148,7 @@ class ChatTurns:
         Args:
             tokenizer: the policy's, with its chat template.
             role: author of the messages; `user` where the template has no `tool`.
-            options: further variables of the template, as the prompts were rendered with.
+            options: further variables of the template, beside those of the prompts.
 
         Raises:
             ConfigError: there is no template, it refuses the role, or it rewrites earlier turns;

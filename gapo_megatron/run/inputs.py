@@ -14,8 +14,10 @@ from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint
 from gapo_megatron.config import BatchConfig, Config, DataConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
+from gapo_megatron.data.messages import begin_template, prompts_made_of
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_sources
+from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.hf.manifest import list_steps
@@ -69,18 +71,27 @@ def check_inputs(config: Config) -> Inputs:
         checkpoint.check_resume(run_dir, hf_config, config)
     branch_point = checkpoint.check_branch(config, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
+    date = begin_template(
+        tokenizer,
+        config.data,
+        run_dir,
+        is_used=config.data.chat_template or config.environment.is_called,
+        inherited=branch_point.state().source["dataset"].get(DATE, "") if branch_point else "",
+    )
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
     if is_first():
         _try_own_verifiers(config.reward, problems)
-    source = PromptSource(problems, seed=config.run.seed, sources=config.data.source)
+    source = PromptSource(
+        problems,
+        seed=config.run.seed,
+        sources=config.data.source,
+        made_of=prompts_made_of(tokenizer, config.data, date=date),
+    )
     if branch_point is not None:
         source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
     environment = environments.build(
-        config.environment,
-        tokenizer,
-        chat_template=config.data.chat_template,
-        template_variables=config.data.chat_template_kwargs,
+        config.environment, tokenizer, chat_template=config.data.chat_template
     )
     eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
     turns = Turns(tokenizer, config.environment.stop, eos_token_ids=eos)

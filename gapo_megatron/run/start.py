@@ -23,6 +23,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.template_date import DATE, DATE_NAME
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.io.run_folder import VERIFIERS_FOLDER, is_finished
@@ -32,7 +33,6 @@ from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.export import exported_by
-from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -69,7 +69,12 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
     with startup("process_group"):
         world = process_group.start(
             config.parallel.timeout_s,
-            alike={"program": "train", "run": str(run_dir.absolute()), **flat(config)},
+            alike={
+                "program": "train",
+                "run": str(run_dir.absolute()),
+                DATE: inputs.source.date,
+                **flat(config),
+            },
             rollout=config.rollout,
             run_dir=run_dir,
         )
@@ -143,6 +148,8 @@ def resume(
         )
     if policy.groups.rank == 0:
         write_atomically(run_dir / CONFIG_NAME, to_toml(config))
+        if source.date:  # pinned, perhaps
+            write_atomically(run_dir / DATE_NAME, source.date)
         checkpoint.record_branch(run_dir, state.branch if state else None)
         check_metrics(run_dir, resume_step=state.step if state else 0)
     if state is not None:
@@ -317,9 +324,7 @@ def build_rollouter(
         max_response_tokens=config.rollout.max_response_tokens,
         vocab_size=engine.vocab_size,
         run_dir=Path(config.run.output_dir),
-        template_variables=environments.rendered_with(
-            config.environment, config.data.chat_template_kwargs
-        ),
+        template_variables=config.data.chat_template_kwargs,
     )
     rollouter = Rollouter(
         engine,

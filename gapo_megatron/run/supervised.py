@@ -20,8 +20,9 @@ from gapo_megatron.config import (
     SupervisedConfig,
 )
 from gapo_megatron.config.roles import flat
-from gapo_megatron.data.messages import check_template
+from gapo_megatron.data.messages import begin_template
 from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
+from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.hf.weights import write_hf
@@ -41,6 +42,8 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     tokenizer = load_tokenizer(
         settings.initial_hf_dir, field="supervised.initial_hf_dir", facts=facts
     )
+    is_used = config.data.chat_template
+    date = begin_template(tokenizer, config.data, config.run.output_dir, is_used=is_used)
     examples = _read_examples(
         settings.train_path,
         tokenizer,
@@ -49,9 +52,8 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     )
 
     model = str(Path(config.model.hf_dir).absolute())
-    world = process_group.start(
-        config.parallel.timeout_s, alike={"program": "sft", "model": model, **flat(config)}
-    )
+    alike = {"program": "sft", "model": model, DATE: date, **flat(config)}
+    world = process_group.start(config.parallel.timeout_s, alike=alike)
     groups = initialize(config.parallel)
     start = config.model_copy(
         update={
@@ -131,7 +133,6 @@ def _read_examples(
     path: str, tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, longest: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
-    check_template(data, tokenizer)
     rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
@@ -142,7 +143,6 @@ def _read_examples(
                 chat_template=data.chat_template,
                 max_tokens=longest - 1,
                 system_prompt=data.system_prompt,
-                template_variables=data.chat_template_kwargs,
             )
         except LengthError as error:
             raise DataError(

@@ -22,7 +22,7 @@ from tests.dist import single_rank
 from tests.messages import mentions
 from tests.slurm.training import fill, small_disk
 
-SOURCE = {"epoch": 0, "remaining": [2, 0], "dataset": "d"}
+SOURCE = {"epoch": 0, "remaining": [2, 0], "dataset": {"rows": "d"}}
 WINDOW = [[[1, 8.0, 0.5, -1]], []]
 
 
@@ -51,6 +51,7 @@ def test_the_trainer_state_comes_back_as_it_was(tmp_path):
         (put("source", "remaining", value=[1, "2"]), ("source.remaining.1", 2)),
         (put("source", "remaining", value=None), ("source.remaining", None)),
         (put("source", "dataset", value=5), ("source.dataset", 5)),
+        (put("source", "dataset", "rows", value=5), ("source.dataset.rows", 5)),
         (put("window", value={}), ("window",)),
         (put("window", value=[[[1, 2, 3]]]), ("window.0.0",)),
         (put("window", value=[[[-1, 2, 3, 4]]]), ("window.0.0.0", -1)),

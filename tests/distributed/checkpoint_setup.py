@@ -79,7 +79,7 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
 
 def make_state(step: int, **fields: Any) -> State:
     """State of a run after `step` steps; fields are those of `State`."""
-    source = {"epoch": 1, "remaining": [step], "dataset": "d"}
+    source = {"epoch": 1, "remaining": [step], "dataset": {"rows": "d"}}
     given = {"step": step, "source": source, "source_before": source, "num_given_back": 7}
     state = State(**given | fields)
     state.window.load_state_dict([[[1, 2, 0.1, -1]]])

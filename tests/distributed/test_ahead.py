@@ -31,7 +31,7 @@ from tests.distributed.checkpoint_setup import (
 from tests.distributed.policy_setup import load_policy
 from tests.distributed.test_checkpoint import listen
 
-AFTER = {"epoch": 1, "remaining": [7, 8], "dataset": "d"}
+AFTER = {"epoch": 1, "remaining": [7, 8], "dataset": {"rows": "d"}}
 
 
 def make_batch() -> Batch:
@@ -128,7 +128,7 @@ def refuse(hf_dir: str, run_dir: Path) -> None:
         {**batch, "source": "{}"},
         {**batch, "source": "["},
         {**batch, "source": Trap(trace)},
-        {"source": '{"epoch": 1, "remaining": [], "dataset": "d"}'},
+        {"source": '{"epoch": 1, "remaining": [], "dataset": {"rows": "d"}}'},
         {**batch, "source": json.dumps(AFTER), "groups": 3},
         {**batch, "source": json.dumps(AFTER), "groups": [{"rollouts": []}]},
         b"torn",

@@ -235,6 +235,18 @@ def test_other_sampling_is_said() -> None:
     ]
 
 
+def test_other_dates_in_the_prompts_are_said() -> None:
+    """Also within a method: its training seeds may have begun on different days."""
+    days = [
+        dataclasses.replace(results({"aime24": [seed_result(0.5, 0.6)]}), template_date=day)
+        for day in ("2026-07-01", "2026-07-02")
+    ]
+    table, *_ = compare([Method("a", days)], {})
+    assert any("2026-07-01, 2026-07-02" in note for note in table.notes)
+    table, *_ = compare([Method("a", days[:1]), Method("b", days[:1])], {})
+    assert not table.notes
+
+
 def test_published_figures_stand_beside_the_same_method_and_model() -> None:
     settings = read_settings()
     published = [["method", "Avg.", *(["-"] * 6)]]

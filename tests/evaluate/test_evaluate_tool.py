@@ -20,7 +20,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.evaluate.chosen import date_of_run
 from gapo_megatron.evaluate.hints import hints
 from gapo_megatron.evaluate.options import named_as_options
 from gapo_megatron.evaluate.options import parse as parse_options
@@ -260,6 +262,32 @@ def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> No
             tool._keep_settings(arguments, sampling, {}, ONE_TURN)
     with pytest.raises(SystemExit):
         parse(*command, "--chat-template-kwargs", "enable_thinking")
+
+
+def test_samples_of_two_days_do_not_mix(tmp_path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    limits = ("--num-samples", 1, "--max-response-tokens", 8)
+    output = tmp_path / "out"
+    options = ("--chat-template", "--template-date", "2026-07-01")
+    arguments = parse("--model", tmp_path, "--output", output, *options, *limits)
+    sampling = tool._sampling(arguments, {}, ONE_TURN)
+    assert tool._config(arguments, sampling, ONE_TURN).data.template_date == "2026-07-01"
+    for _ in range(2):
+        tool._keep_settings(arguments, sampling, {}, ONE_TURN, date="2026-07-01")
+        assert freeze_date(output) == "2026-07-01", "also without the option"
+    with pytest.raises(ConfigError, match=mentions("2026-07-01", "2026-07-02", "--output")):
+        tool._keep_settings(arguments, sampling, {}, ONE_TURN, date="2026-07-02")
+    assert freeze_date(output) == "2026-07-01"
+
+
+def test_an_evaluation_has_the_date_of_the_run(tmp_path) -> None:
+    for name in ("by_export", "by_config"):
+        (tmp_path / name).mkdir()
+    freeze_date(tmp_path / "by_export", inherited="2026-07-01")
+    freeze_date(tmp_path / "by_config", inherited="2026-07-02")
+    assert date_of_run(tmp_path / "by_export/hf", None) == "2026-07-01"
+    assert date_of_run(tmp_path / "hf", tmp_path / "by_config") == "2026-07-02"
+    assert not date_of_run(tmp_path / "hf", tmp_path / "config.toml")
 
 
 def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:

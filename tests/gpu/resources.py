@@ -238,7 +238,7 @@ def save_and_load(setting: Setting, report: Report) -> None:
     run_update(policy, packed)
     run_dir = setting.folder / "run"
     attempt = make_attempt(run_dir)
-    source = {"epoch": 0, "remaining": [], "dataset": "test-gpu"}
+    source = {"epoch": 0, "remaining": [], "dataset": {"rows": "test-gpu"}}
     state = checkpoint.State(step=1, source=source)
 
     def save() -> None:

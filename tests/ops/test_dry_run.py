@@ -1,6 +1,7 @@
 """The dry run: right numbers, no GPU, and no silence about what it could not compute."""
 
 import dataclasses
+import datetime
 import errno
 import io
 import json
@@ -17,12 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.config import Config, ParallelConfig, load_config, parse_config
 from gapo_megatron.config.methods import METHODS
+from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops import dry_run
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
 from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.flops import Shape
@@ -640,6 +643,25 @@ def test_a_nodes_own_memory_is_a_limit_too() -> None:
         GPUS["huge"] = dataclasses.replace(huge, host_memory_bytes=2**50)
         (one,) = fits(hf_config, config, layout)
         assert one.fits and "host memory" not in one.shown
+
+
+def test_the_date_that_prompts_have_is_said(tmp_path: Path) -> None:
+    """The frozen one, the pinned one, or today's; nothing if the template does not ask."""
+    data, run = {"chat_template": True}, {"output_dir": str(tmp_path / "run")}
+    model = {"hf_dir": str(tmp_path / "model")}
+    write_model(tmp_path / "model", hidden_size=128)
+
+    def said(**more: Any) -> str:
+        return dry_run._date_note(make_config(run=run, model=model, data={**data, **more}))
+
+    (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}")
+    assert not said()
+    (tmp_path / "model/chat_template.jinja").write_text("{{ strftime_now('%d %b') }}")
+    assert str(datetime.date.today()) in said() and not (tmp_path / "run").exists()
+    freeze_date(tmp_path / "run", inherited="2026-07-01")
+    assert "2026-07-01" in said() and "2026-07-02" in said(template_date="2026-07-02")
+    data["chat_template"] = False
+    assert not said()
 
 
 def test_a_system_prompt_that_an_agent_would_never_send_is_refused(tmp_path: Path) -> None:

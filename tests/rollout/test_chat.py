@@ -115,7 +115,7 @@ def test_several_messages_follow_a_turn() -> None:
     [
         ("qwen3", "user", ["rewrites"]),  # removes the reasoning of turns before the last question
         ("deepseek_r1_distill", "user", ["rewrites"]),
-        ("gemma3", "tool", ["refuses"]),
+        ("gemma3", "tool", ["fails"]),
     ],
 )
 def test_a_template_that_cannot_continue_is_refused(name: str, role: str, words: list[str]) -> None:

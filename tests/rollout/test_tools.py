@@ -11,7 +11,8 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import EnvironmentConfig, RewardConfig
+from gapo_megatron.config import DataConfig, EnvironmentConfig, RewardConfig
+from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
@@ -167,34 +168,24 @@ def test_an_argument_that_is_null_is_no_missing_tool() -> None:
 
 
 def test_results_are_rendered_as_the_prompts_are() -> None:
-    """By `data.chat_template_kwargs`, unless the settings say otherwise; only `tools` take it."""
-    seen, of_data, own = [], {"thinks": True}, {"template_variables": {"thinks": False}}
+    """By `data.chat_template_kwargs`, unless the settings say otherwise."""
     tokenizer = tokenizer_of("qwen2_5")
-    render = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *args, thinks=None, **options: (
-        seen.append(thinks),
-        render(*args, **options),
-    )[1]
-    for settings, thinks in (({}, True), (own, False)):
-        seen.clear()
+    tokenizer.chat_template = "{{ thinks }}" + tokenizer.chat_template
+    data = {"chat_template": True, "chat_template_kwargs": {"thinks": 5}, "train_path": "x"}
+    bind_template(tokenizer, DataConfig.model_validate(data))
+    for settings, begins in (({}, "5"), ({"template_variables": {"thinks": 7}}, "7")):
         config = EnvironmentConfig(kind="tools", settings=settings)
-        environments.build(config, tokenizer, template_variables=of_data)
-        assert {*seen} == {thinks}
-    environments.build(EnvironmentConfig(), tokenizer, template_variables=of_data)
+        chat = environments.build(config, tokenizer)._chat
+        assert chat._template._render([{"role": "user", "content": ""}]).startswith(begins)
 
 
 def plays(session: object) -> None:
     """An agent."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_rendered"),
-    [("tools", True), (f"{__name__}:plays", True), ("tests.two_turn:TwoTurn", False)],
-)
-def test_calls_are_other_calls_with_other_variables_if_these_decide_the_answers(
-    kind: str, is_rendered: bool
-) -> None:
-    """No other environment's calls are made again because the variables have changed."""
+@pytest.mark.parametrize("kind", ["tools", f"{__name__}:plays", "tests.two_turn:TwoTurn"])
+def test_calls_are_other_calls_with_other_variables(kind: str) -> None:
+    """A user's own environment renders with them as well."""
     variables = {"enable_thinking": False}
     environment = {"kind": kind, "settings": {"given": [7]} if "two" in kind else {}}
     config = configs.config_of(
@@ -206,7 +197,7 @@ def test_calls_are_other_calls_with_other_variables_if_these_decide_the_answers(
     source, pool = PromptSource([Prompt("a", (1,), "")], seed=0), cast("Any", None)
     inputs = one_turn_inputs(source, TOKENIZER)
     rollouter = build_rollouter(config, inputs, ScriptedEngine(lambda _: []), pool)
-    assert rollouter._acting.template_variables == (variables if is_rendered else {})
+    assert rollouter._acting.template_variables == variables
 
 
 def test_a_chat_gets_its_results_as_messages() -> None:

@@ -571,7 +571,8 @@ def test_two_sides_hear_of_each_other_from_their_meeting_on(
     monkeypatch.setattr(start.process_group, "seed_everything", lambda _: None)
     monkeypatch.setattr(start.Attempt, "begin", lambda *_, **__: attempt)
     monkeypatch.setattr(start, "check_engine", lambda *_, **__: None)
-    start.join(make_config(tmp_path), cast(Any, SimpleNamespace(hf_config=None)), Stopwatch())
+    inputs = SimpleNamespace(hf_config=None, source=PromptSource(PROBLEMS, seed=0))
+    start.join(make_config(tmp_path), cast(Any, inputs), Stopwatch())
     assert attempt.on_alive is bridge.beat
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, DataConfig, RewardConfig, load_config
 from gapo_megatron.config.rules import input_paths
+from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.schema import read_training_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
@@ -149,9 +150,12 @@ def mean_prompt_tokens(config: Config) -> float:
 @functools.cache  # runs of a study share a data set of many problems
 def _mean_length(data: str, reward: str, hf_dir: str) -> float:
     judged_by = RewardConfig.model_validate_json(reward)
+    section = DataConfig.model_validate_json(data)
+    tokenizer = load_tokenizer(hf_dir)
+    bind_template(tokenizer, section, date=section.template_date)
     prompts = read_training_prompts(
-        DataConfig.model_validate_json(data),
-        tokenizer=load_tokenizer(hf_dir),
+        section,
+        tokenizer=tokenizer,
         reward=judged_by,
         columns=rewards.row_columns(judged_by),
     )

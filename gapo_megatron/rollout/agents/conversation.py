@@ -32,7 +32,6 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         *,
         first: int,
-        options: Mapping[str, Any],
         overrule: Callable[[str, Any], object],
     ) -> None:
         """Begin without a message.
@@ -40,14 +39,12 @@ class Conversation:
         Args:
             tokenizer: the policy's, with its chat template.
             first: the prompt's token, with which the template begins (`first_token`).
-            options: further variables of the template.
             overrule: receives names and values of the sampling settings of a request.
         """
         self.tokens: list[int] = []
         self._tokenizer = tokenizer
         self._first = first
-        self._options = options
-        self._template = ChatTemplate(tokenizer, options=options)
+        self._template = ChatTemplate(tokenizer)
         self._overrule = overrule
         self._request: dict[str, Any] = {}
         self._said: list[dict[str, Any]] = []
@@ -98,8 +95,7 @@ class Conversation:
     def _open(self, request: Mapping[str, Any]) -> list[int]:
         """Tokens of the first request but for the very first, which every conversation has."""
         if request["tools"]:
-            options = {**self._options, "tools": request["tools"]}
-            self._template = ChatTemplate(self._tokenizer, options=options)
+            self._template = ChatTemplate(self._tokenizer, options={"tools": request["tools"]})
         if request["messages"][-1]["role"] == "assistant":
             raise RefusedError(
                 "messages: the last is the assistant's, whose turn it is", "messages"
@@ -170,13 +166,13 @@ class Conversation:
         return entries
 
 
-def first_token(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token with which the chat template begins every conversation.
 
     Raises:
         ConfigError: there is no template, or it begins with text; names the tokenizer.
     """
-    template = ChatTemplate(tokenizer, options=options)
+    template = ChatTemplate(tokenizer)
     token = template.opening([{"role": "user", "content": "A question."}])[0]
     if token not in tokenizer.all_special_ids:
         text = str(tokenizer.decode([token]))

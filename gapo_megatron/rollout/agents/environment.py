@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.rollout.agents.conversation import Conversation, first_token
@@ -39,8 +39,6 @@ class Agents:
         self,
         tokenizer: PreTrainedTokenizerBase,
         agent: functools.partial[Any],
-        *,
-        template_variables: Mapping[str, Any] = {},
     ) -> None:
         """Check the chat template; no agent and no server starts.
 
@@ -50,15 +48,13 @@ class Agents:
         Args:
             tokenizer: the policy's, with its chat template.
             agent: called with a Session.
-            template_variables: of the chat template.
 
         Raises:
             ConfigError: there is no template, or none that begins with a special token.
         """
         self._tokenizer = tokenizer
         self._agent = agent
-        self._variables = template_variables
-        self._first = first_token(tokenizer, template_variables)
+        self._first = first_token(tokenizer)
         self._live: dict[tuple[str, int], LiveAgent] = {}
         self._lock = threading.Lock()
         self._overruled: set[str] = set()
@@ -111,7 +107,6 @@ class Agents:
         conversation = Conversation(
             self._tokenizer,
             first=self._first,
-            options=self._variables,
             overrule=self._overrule,
         )
         agent = LiveAgent(self._agent, session, conversation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
@@ -64,17 +64,14 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
     *,
     chat_template: bool = True,
-    template_variables: Mapping[str, Any] = {},
 ) -> Environment:
     """Build the config's environment.
 
     Args:
         config: section `environment`.
-        tokenizer: the policy's.
+        tokenizer: the policy's, which renders as prompts were rendered (`bind_template`).
         chat_template: `data.chat_template`: whether prompts are rendered by the tokenizer's chat
             template; for `tools`, unless its settings say otherwise.
-        template_variables: `data.chat_template_kwargs`, with which they are rendered; for agents,
-            and for `tools` unless its settings have others.
 
     Raises:
         ConfigError: see `check`; or its class refuses the settings.
@@ -83,21 +80,12 @@ def build(
     if is_agent(made.func):
         from gapo_megatron.rollout.agents.environment import Agents
 
-        return Agents(tokenizer, made, template_variables=template_variables)
+        return Agents(tokenizer, made)
     if config.kind == "tools":
-        of_data = {"chat_template": chat_template, "template_variables": template_variables}
-        made = functools.partial(made, **of_data | made.keywords)
+        made = functools.partial(made, **{"chat_template": chat_template} | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)
     _check_methods(config.kind, environment)
     return cast("Environment", environment)
-
-
-def rendered_with(config: EnvironmentConfig, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of `data.chat_template_kwargs` that decide what the environment answers.
-
-    All of them for agents and for `tools`, as in `build`; no other environment is given any.
-    """
-    return variables if config.kind == "tools" or is_agent(_load(config).func) else {}
 
 
 def _load(config: EnvironmentConfig) -> functools.partial[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import json
 import os
 import re
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
-from gapo_megatron.rollout.agents import Session
+from gapo_megatron.rollout.agents import Session, connections
 from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.agents.live import AgentError
@@ -85,13 +86,14 @@ def run(
     solve: Callable[..., Any],
     script: Callable[[Request], Sequence[int]],
     *,
+    agents: Agents | None = None,
     settings: SamplingSettings = SETTINGS,
     prompts: Sequence[Prompt] = PROMPTS,
     tokenizer: Any = TOKENIZER,
     engine: ScriptedEngine | None = None,
     **options: Any,
 ) -> tuple[list[Episode], Agents]:
-    agents = Agents(tokenizer, functools.partial(solve))
+    agents = agents or Agents(tokenizer, functools.partial(solve))
     acting = acting_of(
         agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000, **options
     )
@@ -327,6 +329,69 @@ def test_headers_without_end_are_refused_without_a_key() -> None:
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             for _ in range(128):
                 client.sendall(b"X-A: " + b"a" * 2**20 + b"\r\n")
+
+
+HALF_SENT = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+STRANGERS = [b"", HALF_SENT, HALF_SENT + b"X-API-Key: 1-x\r\n\r\n"]
+"""What they send: nothing, half of a request, or a key of no session."""
+
+
+def connect(server: Server, sent: bytes) -> socket.socket:
+    address = urllib.parse.urlsplit(server.base_url)
+    client = socket.create_connection((address.hostname, address.port), timeout=HANG_S)
+    client.sendall(sent)
+    return client
+
+
+def wait_for_end(client: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        while client.recv(2**16):
+            pass
+
+
+def test_many_connections_without_a_key_close_the_oldest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "_MOST", 20)
+    server = Server()
+    with contextlib.ExitStack() as opened:
+        clients = [
+            opened.enter_context(contextlib.closing(connect(server, sent)))
+            for sent in STRANGERS * 100
+        ]
+        for client in clients[:280]:
+            wait_for_end(client)
+        assert len(server._strangers) == 20
+    assert len(caplog.records) == 1  # one line for all of them
+
+
+def test_a_connection_must_bring_a_key_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every request; between two it may be idle for longer."""
+    monkeypatch.setattr(connections, "_WAIT_S", 0.2)
+
+    def solve(session: Session) -> str:
+        key, models = {"X-API-Key": session.api_key}, "/v1/models"
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(session.base_url).netloc)
+        connection.request("GET", models, headers=key)
+        connection.getresponse().read()
+        for sent in STRANGERS:
+            with connect(agents._server, sent) as stranger:
+                wait_for_end(stranger)
+        connection.request("GET", models, headers=key)
+        assert connection.getresponse().read()
+        connection.sock.sendall(HALF_SENT)
+        wait_for_end(connection.sock)
+        return ask(session, [QUESTION]).content
+
+    agents = Agents(TOKENIZER, functools.partial(solve))
+    (one,), _ = run(
+        solve,
+        says("84"),
+        agents=agents,
+        prompts=PROMPTS[:1],
+        settings=replace(SETTINGS, num_samples=1),
+    )
+    assert (one.failure, one.final_text) == ("", "84")
 
 
 def test_a_request_that_fails_for_any_reason_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

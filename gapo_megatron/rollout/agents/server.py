@@ -61,18 +61,28 @@ class Server:
     def _serve(self) -> None:
         import uvicorn
 
+        from gapo_megatron.rollout.agents.connections import Strangers, protocol_of
+
+        self._strangers = Strangers()
         config = uvicorn.Config(
             self._app(),
             log_config=None,
-            log_level="warning",
+            log_level="error",  # a stranger can cause any number of warnings
             access_log=False,
             lifespan="off",
             loop="asyncio",
-            http="h11",  # which limits headers; httptools keeps any number of bytes in memory
+            # h11 limits headers; httptools keeps any number of bytes in memory.
+            http=protocol_of(self._strangers),
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
-        uvicorn.Server(config).run(sockets=[self._socket])
+
+        async def serve() -> None:
+            # A process without free descriptors would log thousands of tracebacks a second.
+            asyncio.get_running_loop().set_exception_handler(self._strangers.on_error)
+            await uvicorn.Server(config).serve(sockets=[self._socket])
+
+        asyncio.run(serve())
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
@@ -123,6 +133,7 @@ class Server:
                 "no session has this key: it is wrong, or the session's episode has ended",
                 status=401,
             )
+        self._strangers.discard(request.scope["client"])
         return agent
 
 

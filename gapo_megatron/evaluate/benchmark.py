@@ -18,6 +18,7 @@ from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
 from gapo_megatron.rewards import instructions
+from gapo_megatron.rewards.final_answer import marked_text
 from gapo_megatron.rollout.call_metrics import num_turns
 from gapo_megatron.rollout.calls import Acting, CallCounts, Calls
 from gapo_megatron.rollout.engine import Engine
@@ -220,16 +221,13 @@ class Sampler:
         questions = [item for items in asked if not isinstance(items, Verdict) for item in items]
         # All ranks return together, so none waits long in the next collective.
         verdicts = iter(pool.judge(questions, may_end=lambda done: all(gather([done]))))
-        token_ids = [one.token_ids.tolist() for one in episodes]
-        # An empty list is one empty text to `batch_decode`; a rank may have no problem.
-        texts = (
-            task.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
-        )
         samples = []
-        for one, text, items in zip(episodes, texts, asked, strict=True):
+        for one, items in zip(episodes, asked, strict=True):
             own = [items] if isinstance(items, Verdict) else [next(verdicts) for _ in items]
             sample = Sample(
-                response=text,
+                response=marked_text(
+                    task.tokenizer, one.token_ids.tolist(), before=one.prompt.token_ids
+                ),
                 verdict=any_of(own),
                 num_tokens=one.num_sampled_tokens,
                 truncated=one.truncated,

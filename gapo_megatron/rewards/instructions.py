@@ -9,8 +9,7 @@ any variant of the response without its first line, last line or asterisks (`_va
 
 The checks are those of Zhou et al. 2023, "Instruction-Following Evaluation for Large Language
 Models", with two differences. Sentences and capitalised words are split by the rules below instead
-of NLTK's. Where no language can be detected, the verdict is unknown; the authors count it as
-followed.
+of NLTK's. Where no language can be detected, the verdict is unknown, not "followed".
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from langdetect import DetectorFactory, LangDetectException, detect
 
 from gapo_megatron.errors import DataError
 from gapo_megatron.io.documents import parse_json
+from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.types import Outcome, Verdict
 
 DetectorFactory.seed = 0  # langdetect samples: this makes it deterministic
@@ -39,14 +39,15 @@ class CannotTellError(Exception):
 
 
 def verify(response: str, answer: str) -> Verdict:
-    """Say whether `response` follows every instruction of `answer`.
+    """Say whether the final answer in `response` follows every instruction of `answer`.
 
     Raises:
         DataError: `parse` refuses the answer.
     """
     instructions, loose = parse(answer)
+    response = final_answer(response) or ""
     if not response.strip():
-        return Verdict(Outcome.WRONG, "the response is empty")
+        return Verdict(Outcome.WRONG, "the final answer is empty")
     versions = _variants(response) if loose else [response]
     broken, unknown = [], []
     for name, arguments in instructions:

@@ -1,9 +1,10 @@
 """Verifiers by name: modules of this package, and code of the user's own.
 
 A verifier of the user's own is a function `verify(response, answer, **row)`, or a class whose
-objects have such a method. It returns True or False, a number (`reward.correct_above`), None where
-it cannot tell, or a `Verdict`. `row` has the other columns of the problem's row: those that the
-function names, or all of them with `**row`.
+objects have such a method. `response` is the final answer (`rewards.final_answer`). It returns True
+or False, a number (`reward.correct_above`), None where it cannot tell, or a `Verdict`. `row` has
+the other columns of the problem's row: those that the function names, or all of them with `**row`.
+A function that names `whole_response` gets the response with its thinking, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, said
+from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.types import Outcome, Verdict
 
 UNREADABLE = "cannot be read: "
@@ -28,6 +30,9 @@ UNREADABLE = "cannot be read: "
 
 MOST_GRADE = 1e6
 """Largest grade, up or down: the advantages of a group with larger ones may overflow."""
+
+WHOLE = "whole_response"
+"""Parameter of a verifier that gets the whole response."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,26 @@ class Verifier:
     """File that holds it."""
     shown: set[str] = field(default_factory=set)
     """Places whose traceback has been printed."""
+    takes_whole: bool = False
+    """Whether `verify` takes `whole_response`; it then also judges a response without a final
+    answer, as an empty one."""
 
     def judge(
         self, response: str, answer: str, row: Mapping[str, Any], *, correct_above: float
     ) -> Verdict:
-        """Verdict on a response; unknown if `verify` raises or returns something else.
+        """Verdict on a text of `marked_text`; unknown if `verify` raises or returns anything else.
 
-        The first exception at each place prints its traceback.
+        A response whose thinking never ends is wrong. The first exception at each place prints its
+        traceback.
         """
         given = {key: one for key, one in row.items() if self.takes(key)}
+        final = final_answer(response)
+        if self.takes_whole:
+            given[WHOLE] = response
+        elif final is None:
+            return Verdict(Outcome.WRONG, "no final answer: the thinking never ends")
         try:
-            result = self.verify(response, answer, **given)
+            result = self.verify(final or "", answer, **given)
         except Exception as error:  # on hostile input sympy may raise anything
             place = self._place(error)
             if place not in self.shown:
@@ -112,9 +126,15 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
         check = getattr(source, "check_answer", None)
     # A class has its settings already: its method may take columns of the same names.
     given = frozenset() if inspect.isclass(made.func) else settings.keys()
-    columns, required = _columns(verify, given, setting=setting, name=name)
-    file = getattr(source, "__file__", None) or ""
-    return Verifier(verify, check, columns, required, file)
+    columns, required = _columns(verify, given | {WHOLE}, setting=setting, name=name)
+    return Verifier(
+        verify,
+        check,
+        columns,
+        required,
+        file=getattr(source, "__file__", None) or "",
+        takes_whole=WHOLE in inspect.signature(verify).parameters,
+    )
 
 
 def _columns(

@@ -64,6 +64,9 @@ class Environment(Protocol):
     def judge(self, episode: Episode) -> tuple[str, str]:
         """The pair (response, answer) that is sent to the verifier in its own process.
 
+        `turns.last_text` makes the text of the model's last turn, with its thinking between
+        `<think>` and `</think>`; the verifier gets what follows (`rewards.final_answer`).
+
         Called for every finished episode, truncated ones included, as soon as it has ended; again
         for the same episode while its group is still open (dynamic sampling, partial rollouts). It
         must be fast, have no side effects and return the same pair each time. If it raises, the

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.final_answer import marked_text
 from gapo_megatron.types import Episode
 
 if TYPE_CHECKING:
@@ -111,3 +112,11 @@ def _start_of_turn(episode: Episode) -> int:
 def last_turn(episode: Episode) -> np.ndarray:
     """[n] int32: the tokens of the model's last turn, the token that ended it included."""
     return episode.token_ids[_start_of_turn(episode) :]
+
+
+def last_text(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> str:
+    """Text of the model's last turn for a verifier, with its thinking marked (`marked_text`)."""
+    tokens = episode.token_ids.tolist()
+    start = _start_of_turn(episode)
+    before = [*episode.prompt.token_ids, *tokens[:start]]
+    return marked_text(tokenizer, tokens[start:], before=before)

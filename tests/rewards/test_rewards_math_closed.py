@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from gapo_megatron.rewards import math
+from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.rewards.math import parsing
 from gapo_megatron.rewards.math.spelling import clean
-from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome, Verdict
 
 # By class: equal pairs and different ones, (reference, given).
@@ -334,7 +334,7 @@ def test_thoughts_that_begin_after_the_answer_and_never_end_do_not_count():
     response = "<think>a</think>\\boxed{42} <think>or \\boxed{41}"
     assert math.verify(response, "42").outcome is Outcome.CORRECT
     assert math.verify(response, "41").outcome is Outcome.WRONG
-    assert final_part("<think>a") == ""
+    assert final_answer("<think>a") is None
 
 
 def _verdict(reference: str, given: str) -> Verdict:

@@ -248,7 +248,7 @@ def test_metrics_count_turns_calls_and_errors_by_c() -> None:
 
     class Calls(Tools):
         def respond(self, episode: Episode) -> list[int] | None:
-            text = self._last_turn(episode)
+            text, _ = self.judge(episode)
             if "fail" in text:
                 raise RuntimeError("tool")
             return [5] if "call" in text else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from gapo_megatron.rewards.response import final_part
+from gapo_megatron.rewards.final_answer import final_answer
 
 _LINE_END = re.compile(r"\r\n?|\n")
 _FENCE = re.compile(r"(\s*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
@@ -19,12 +19,12 @@ _ENDS = {quotes: re.compile(rf"(?:\\.|[^\\])*?{quotes}") for quotes in ('"""', "
 
 
 def extract_program(response: str) -> str | None:
-    """Return the last fenced block of the final part, preferring blocks marked as Python.
+    """Return the last fenced block of the final answer, preferring blocks marked as Python.
 
     Then come blocks without a name, then blocks with any other name ("code", "solution"). A block
     must be closed: a response that was cut off inside it holds no program.
     """
-    lines = _LINE_END.split(final_part(response))
+    lines = _LINE_END.split(final_answer(response) or "")
     blocks, is_sure = _read(lines)
     if not is_sure:
         blocks, _ = _read(lines, every_fence_ends=True)
@@ -84,7 +84,7 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
     shorter than the fence that opened the block.
 
     Args:
-        lines: lines of the final part.
+        lines: lines of the final answer.
         every_fence_ends: end a block at such fences, too.
 
     Returns:

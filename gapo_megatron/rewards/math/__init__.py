@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 
+from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.boxes import boxes, closing_bracket, without_boxes
 from gapo_megatron.rewards.math.comparison import compare, equal_lists, forget, is_read, split
 from gapo_megatron.rewards.math.limits import TooMuchWorkError, limited
 from gapo_megatron.rewards.math.spelling import clean, in_radians
-from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome, Verdict
 
 MOST_CHARACTERS = 2_000
@@ -40,7 +40,7 @@ _FAILURES = (
 
 
 def verify(response: str, answer: str) -> Verdict:
-    r"""Say whether the last `\boxed` of the final part of `response` equals `answer`.
+    r"""Say whether the last `\boxed` of the final answer in `response` equals `answer`.
 
     Unknown if the reference cannot be read. Wrong if the answer cannot be read, is far larger than
     the reference, or cannot be compared within `MOST_CPU_S` while an ordinary expression can. May
@@ -54,9 +54,9 @@ def verify(response: str, answer: str) -> Verdict:
         reference = _read_reference(answer)
     except ValueError as error:
         return Verdict(Outcome.UNKNOWN, str(error))
-    found = boxes(final_part(response))
+    found = boxes(final_answer(response) or "")
     if not found:
-        return Verdict(Outcome.WRONG, "no boxed answer in the final part")
+        return Verdict(Outcome.WRONG, "no box in the final answer")
     last = found[-1]
     if last is None:
         return Verdict(Outcome.WRONG, "the last box is never closed")
@@ -134,7 +134,7 @@ def check_reference(answer: str) -> None:
 
 def _read_reference(answer: str) -> str:
     """Clean the reference; ValueError if it is empty or no response can equal it."""
-    if final_part(answer) != answer:
+    if final_answer(answer) != answer:
         raise ValueError(f"the reference answer {answer!r} contains <think> or </think>")
     if _SOLUTION in answer:
         raise ValueError(

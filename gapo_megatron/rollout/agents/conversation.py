@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.final_answer import marked_text
 from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, read_message, read_request
 from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.rollout.environments.tools import find_calls
@@ -140,7 +141,7 @@ class Conversation:
 
     def _message(self, turn: Sequence[int]) -> dict[str, Any]:
         """The model's turn as a message, its calls parsed if the agent has said what tools are."""
-        text = str(self._tokenizer.decode([*turn], skip_special_tokens=True))
+        text = marked_text(self._tokenizer, turn, before=[self._first, *self.tokens])
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if not self._request["tools"] or self._request["tool_choice"] == "none":
             return message

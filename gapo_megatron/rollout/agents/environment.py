@@ -15,7 +15,7 @@ from gapo_megatron.rollout.agents.live import LiveAgent
 from gapo_megatron.rollout.agents.requests import MODEL
 from gapo_megatron.rollout.agents.server import Server
 from gapo_megatron.rollout.agents.session import Session
-from gapo_megatron.rollout.turns import last_turn
+from gapo_megatron.rollout.turns import last_text
 from gapo_megatron.types import Episode, Prompt
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ class Agents:
         """The text that the agent returned, or of the model's last turn."""
         text = episode.final_text
         if text is None:
-            turn = last_turn(episode).tolist()
-            text = str(self._tokenizer.decode(turn, skip_special_tokens=True))
+            text = last_text(self._tokenizer, episode)
         return text, episode.prompt.answer
 
     def close(self, episode: Episode) -> None:

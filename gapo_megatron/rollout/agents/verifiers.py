@@ -68,17 +68,20 @@ def check_settings(*, env: Mapping[str, Any]) -> None:
     load_environment(env)
 
 
-def reward(response: str, answer: str, *, unscored: float | None = None) -> float | None:
+def reward(
+    response: str, answer: str, *, whole_response: str, unscored: float | None = None
+) -> float | None:
     """The environment's reward; the verifier of `reward.kind`.
 
     Args:
-        response: what `play` returned; or, at the token limit, the model's last turn.
-        answer: of the row; not used.
+        response: not used, like `answer`.
+        answer: of the row.
+        whole_response: what `play` returned; or, at the token limit, the model's last turn.
         unscored: reward of a response that reached the token limit before the environment could
             score it; None: unknown.
     """
-    is_scored = response.startswith(SCORED)
-    return float(response.removeprefix(SCORED)) if is_scored else unscored
+    is_scored = whole_response.startswith(SCORED)
+    return float(whole_response.removeprefix(SCORED)) if is_scored else unscored
 
 
 def row_of(task: Any, *, name: str) -> dict[str, Any]:

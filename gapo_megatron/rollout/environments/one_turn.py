@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.rollout.turns import last_text
 from gapo_megatron.types import Episode, Prompt
 
 if TYPE_CHECKING:
@@ -22,10 +23,9 @@ class OneTurn:
         """The prompt's own tokens."""
         return prompt.token_ids
 
-    def respond(self, episode: Episode) -> None:
+    def respond(self, episode: Episode) -> Any:
         """The end."""
 
     def judge(self, episode: Episode) -> tuple[str, str]:
-        """The text of the response, also if it was truncated."""
-        text = self._tokenizer.decode(episode.token_ids.tolist(), skip_special_tokens=True)
-        return str(text), episode.prompt.answer
+        """The text of the model's last turn, also if it was truncated."""
+        return last_text(self._tokenizer, episode), episode.prompt.answer

@@ -20,8 +20,9 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
 from gapo_megatron.rollout.chat import ChatTurns
+from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.turns import last_turn
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,11 +36,12 @@ _MOST_DIGITS = 4000
 """Of a number that the calculator makes, in decimal; Python prints no longer ones."""
 
 
-class Tools:
+class Tools(OneTurn):
     """Runs the calls of each turn of the model; a turn without a call ends the episode.
 
     A call that cannot be read, or whose program fails, has an error as its result, which the model
-    may learn from. The verifier reads the last turn only: results of tools are not the model's.
+    may learn from. The prompt's text says which tools there are. The verifier reads the last turn
+    only: results of tools are not the model's.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Tools:
         for name, value in {"max_calls": max_calls, "timeout_s": timeout_s}.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} ({value!r}) must be a whole number from 1")
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._tools = tuple(tools)
         self._max_calls = max_calls
         self._chat = None
@@ -90,13 +92,9 @@ class Tools:
         if "python" in tools:
             check_programs(**self._box)
 
-    def begin(self, prompt: Prompt) -> Sequence[int]:
-        """The prompt's own tokens: its text says which tools there are."""
-        return prompt.token_ids
-
     def respond(self, episode: Episode) -> Sequence[int] | None:
         """The results of the turn's calls, in order; None without a call."""
-        calls = find_calls(self._last_turn(episode))
+        calls = find_calls(self._decode(last_turn(episode).tolist()))
         earlier = self._decode(episode.token_ids[episode.is_sampled].tolist())
         if not calls or len(find_calls(earlier)) > self._max_calls:
             return None
@@ -105,10 +103,6 @@ class Tools:
             return self._chat.tokens(episode, results)
         text = "".join(f"<tool_response>{result}</tool_response>" for result in results)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def judge(self, episode: Episode) -> tuple[str, str]:
-        """The text of the model's last turn."""
-        return self._last_turn(episode, skip_special_tokens=True), episode.prompt.answer
 
     def _run(self, call: str) -> str:
         """The result of a call: `name` with `arguments`."""
@@ -137,11 +131,8 @@ class Tools:
             text, num_removed = self._special.subn("", text)
         return text
 
-    def _last_turn(self, episode: Episode, *, skip_special_tokens: bool = False) -> str:
-        return self._decode(last_turn(episode).tolist(), skip_special_tokens)
-
-    def _decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
 
 
 def find_calls(text: str) -> list[str]:

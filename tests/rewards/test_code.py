@@ -10,8 +10,8 @@ import pytest
 
 from gapo_megatron.rewards.code import run_tests, verify
 from gapo_megatron.rewards.code.compare import same_text, same_value
-from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
-from gapo_megatron.rewards.code.program import extract_program
+from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, names_of, read_tests
+from gapo_megatron.rewards.code.program import blocks_of, program_of
 from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_node, tree_node
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
@@ -28,6 +28,11 @@ ADD = {"fn_name": "add", "inputs": [[3, 4], [10, 20]], "outputs": [7, 30]}
 
 
 # What is in a response
+
+
+def extract_program(response: str, *names: str) -> str | None:
+    blocks = blocks_of(response)
+    return program_of(blocks, names) if blocks else None
 
 
 @pytest.mark.parametrize(
@@ -132,6 +137,8 @@ def test_a_fence_in_a_string_is_part_of_the_program(program, mark):
         "``` `\n",
         "```\t\t",
         '```python\n"""\n```\n',
+        "```python\ndef f(): g\n```\n",
+        "```python\nimport f\n```\n",
         '```python\n"\\"',
         "```python\n'\\'\n",
         '""" ',
@@ -143,8 +150,71 @@ def test_a_fence_in_a_string_is_part_of_the_program(program, mark):
 )
 def test_a_long_response_is_read_in_linear_time(line):
     """A second; hours, which no test has, where each place is read from all before it."""
-    extract_program(line * (10**6 // len(line)))
+    extract_program(line * (10**6 // len(line)), "f")
     extract_program("```python\n" + line.replace("\n", "") * (10**6 // len(line)))
+
+
+USAGE = "Use it:\n```python\nx = {}(2, 3)\nprint(x)\n```\n"
+OUTPUT = "It prints:\n```\n5\n```\n"
+
+
+def fenced(*programs: str, mark: str = "python") -> str:
+    return "".join(f"Text.\n```{mark}\n{one}```\n" for one in programs)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def add(a, b):\n    return a + b\n",
+        "import math\n\nasync def add(a, b):\n    return 1\n",
+        "class Solution:\n    def add(self, a, b):\n        return a + b\n",
+        "class add:\n    pass\n",
+        "add = lambda a, b: a + b\n",
+        "add: F = f\n",
+        "from operator import sub, add\n",
+    ],
+)
+@pytest.mark.parametrize("mark", ["python", "", "text"])
+@pytest.mark.parametrize("after", [USAGE.format("add"), OUTPUT, "```pycon\n>>> add(1, 2)\n```\n"])
+def test_the_last_block_that_defines_what_the_tests_call_is_the_program(program, mark, after):
+    response = fenced("def add(): ...\n", program, mark=mark) + after
+    assert extract_program(response, "add") == program
+    assert extract_program(response + fenced("def add(a): ...\n"), "add") != program
+    if after == USAGE.format("add"):  # no block defines it
+        assert "print(x)" in (extract_program(response, "other") or "")
+
+
+def test_the_tests_say_which_name_a_program_must_define():
+    function = "def add(a, b):\n    return a + b\n"
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+    checked = "def check(candidate):\n    assert candidate(3, 4) == 7\n"
+    for tests, program in {
+        json.dumps(ADD): function,
+        json.dumps({"test": checked, "entry_point": "add", "prompt": ""}): function,
+        json.dumps({"test_list": ["assert add(3, 4) == 7"]}): function,
+        json.dumps({"functional": f"{checked}check(Solution().add)"}): method,
+    }.items():
+        response = fenced(program, "def check(f): ...\ncheck(add(2, 3))\n")
+        assert program_of(blocks_of(response), names_of(read_tests(tests))) == program, tests
+    assert not names_of(TextTests(("",), ("5",)))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "program"),
+    [
+        # What the last one uses and only an earlier one defines.
+        ((h := "def h(a):\n    return a\n", "x = h(1)\n"), h + "x = h(1)\n"),
+        ((i := "import math as m\n", h, "m.f(h)\n"), i + h + "m.f(h)\n"),
+        ((i, c := "class A:\n    b = m.pi\n", h, "A()\n"), i + c + "A()\n"),
+        ((k := "MOD = 7\n@f\ndef g(\n    a\n):\n    return MOD\n", "g(1)\n"), k + "g(1)\n"),
+        # Earlier versions, and what runs something of its own.
+        ((h, "def h(a):\n    return h\n"), "def h(a):\n    return h\n"),
+        ((h + "print(h(1))\n", "x = h(1)\n"), "x = h(1)\n"),
+        ((i, h), h),
+    ],
+)  # fmt: skip
+def test_blocks_that_only_define_precede_the_program_that_uses_them(blocks, program):
+    assert extract_program(fenced(*blocks)) == program
 
 
 # Comparing outputs

@@ -15,8 +15,15 @@ from contextlib import ExitStack
 from typing import Any
 
 from gapo_megatron.rewards.code.compare import TOLERANCE, same_text, same_value
-from gapo_megatron.rewards.code.forms import AssertTests, CallTests, Tests, TextTests, read_tests
-from gapo_megatron.rewards.code.program import extract_program
+from gapo_megatron.rewards.code.forms import (
+    AssertTests,
+    CallTests,
+    Tests,
+    TextTests,
+    names_of,
+    read_tests,
+)
+from gapo_megatron.rewards.code.program import blocks_of, program_of
 from gapo_megatron.rewards.sandbox import (
     SYSTEM_PYTHON,
     Limits,
@@ -54,19 +61,20 @@ def verify(
     `MAX_ASSERTS_S`.
 
     Args:
-        response: text of the model; see `extract_program`.
+        response: text of the model; see `program_of`.
         answer: JSON text of the tests; see `read_tests`.
         limits: fields of `Limits` that differ from its defaults.
         sandbox: `reward.sandbox`; `unsafe` runs programs with the trainer's rights.
         python: interpreter that runs the programs; a service has its own.
     """
-    program = extract_program(response)
-    if program is None:
+    blocks = blocks_of(response)
+    if not blocks:
         return Verdict(Outcome.WRONG, "the response holds no program")
     try:
         tests = read_tests(answer)
     except (ValueError, OSError) as error:
         return Verdict(Outcome.UNKNOWN, f"the tests cannot be read: {error}")
+    program = program_of(blocks, names_of(tests))
     return run_tests(program, tests, limits=Limits(**limits), sandbox=sandbox, python=python)
 
 

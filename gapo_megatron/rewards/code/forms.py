@@ -49,6 +49,8 @@ class AssertTests:
 Tests = TextTests | CallTests | AssertTests
 
 _DEFINES_CHECK = re.compile(r"^def\s+check\b", re.MULTILINE)
+_CALLED = re.compile(r"(?<![\w.])([^\W\d]\w*)[ \t]*\(")
+_DEFINED = re.compile(r"\bdef[ \t]+(\w+)")
 _CALLS_CHECK = re.compile(r"^check\b", re.MULTILINE)
 
 
@@ -103,6 +105,17 @@ def read_tests(answer: str) -> Tests:
             tolerance=value.get("tolerance"),
         )
     raise ValueError(f"unknown format of tests, with the keys {keys_of(value)}")
+
+
+def names_of(tests: Tests) -> frozenset[str]:
+    """Functions and classes that a program must define: those that the tests call."""
+    if isinstance(tests, CallTests):
+        return frozenset({tests.function})
+    if isinstance(tests, TextTests):
+        return frozenset()
+    if tests.entry_point:
+        return frozenset({tests.entry_point})
+    return frozenset(_CALLED.findall(tests.code)).difference(_DEFINED.findall(tests.code))
 
 
 def _json(text: str | bytes) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from gapo_megatron.rewards.final_answer import final_answer
@@ -15,29 +16,72 @@ _FENCE_BEHIND_TEXT = re.compile(r"([^`]*)(`{3,})([\w.+-]+[ \t]*)")
 _NAME = re.compile(r"[\s{]*\.?([\w.+#-]*)")
 _PYTHON = re.compile(r"(?:i?python|pypy|py)[-_]?[\d.]*\+?|[\w.-]+\.py", re.IGNORECASE)
 _STRINGS = re.compile(r"""\#|`{3,}|"{3}|'{3}|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?""")
+_WORD = re.compile(r"\w+")
+_DEFINITION = re.compile(
+    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)"
+    r"|^(?:from[ \t]+[\w.]+[ \t]+)?import[ \t]+(.*)"
+    r"|^(?=(\w+)[ \t]*(?::[^=\n]*)?=[^=])",
+    re.MULTILINE,
+)
+_DEFINES_ONLY = re.compile(r"[ \t#@)\]}]|(?:async|def|class|import|from)\b|[A-Z_][A-Z0-9_]*[ \t]*=")
+"""A line of a program that runs nothing of its own."""
 _ENDS = {quotes: re.compile(rf"(?:\\.|[^\\])*?{quotes}") for quotes in ('"""', "'''")}
 
 
-def extract_program(response: str) -> str | None:
-    """Return the last fenced block of the final answer, preferring blocks marked as Python.
+def blocks_of(response: str) -> list[Block]:
+    """Every fenced block of the final answer, in order.
 
-    Then come blocks without a name, then blocks with any other name ("code", "solution"). A block
-    must be closed: a response that was cut off inside it holds no program.
+    A block must be closed: a response that was cut off inside it holds no program.
     """
     lines = _LINE_END.split(final_answer(response) or "")
     blocks, is_sure = _read(lines)
     if not is_sure:
         blocks, _ = _read(lines, every_fence_ends=True)
-    marked = [block for block in blocks if block.is_python()]
-    plain = [block for block in blocks if not block.name]
-    for chosen in (marked, plain, blocks):
-        if chosen:
-            return chosen[-1].text()
-    return None
+    return blocks
+
+
+def program_of(blocks: Sequence[Block], names: Collection[str] = ()) -> str:
+    """The program among the blocks: the last, preferring blocks marked as Python.
+
+    Then come blocks without a name, then blocks with any other name ("code", "solution").
+
+    Earlier blocks that only import and define, and whose names the program uses without defining
+    them, precede it.
+
+    Args:
+        blocks: at least one.
+        names: functions or classes that the tests use: before all else, the last block that defines
+            one of them is the program. Others are examples of its use.
+    """
+    wanted = frozenset(names)
+    texts = [block.text() for block in blocks]
+
+    def rank(place: int) -> tuple[bool, int, int]:
+        block = blocks[place]
+        defines = bool(wanted) and not wanted.isdisjoint(_defined(texts[place]))
+        return defines, 2 if block.is_python() else int(not block.name), place
+
+    chosen = max(range(len(blocks)), key=rank)
+    program = [texts[chosen]]
+    used, defined = frozenset(_WORD.findall(texts[chosen])), _defined(texts[chosen])
+    for text in reversed(texts[:chosen]):
+        lines = filter(str.strip, text.split("\n"))
+        if all(map(_DEFINES_ONLY.match, lines)) and used & ((more := _defined(text)) - defined):
+            program.append(text)
+            used, defined = used.union(_WORD.findall(text)), defined | more
+    return "".join(reversed(program))
+
+
+def _defined(program: str) -> frozenset[str]:
+    """Names that a program defines: functions, methods, classes, variables, imports."""
+    found = (_WORD.findall(one[1] or one[2] or one[3]) for one in _DEFINITION.finditer(program))
+    return frozenset(name for names in found for name in names) - {"as"}
 
 
 @dataclass(slots=True)
-class _Block:
+class Block:
+    """A fenced block of a response."""
+
     indentation: int
     fence: str
     name: str
@@ -77,7 +121,7 @@ class _Block:
         return "".join(margin.sub("", line, count=1) + "\n" for line in self.lines)
 
 
-def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Block], bool]:
+def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[Block], bool]:
     """Read every closed block, in linear time.
 
     A fence is part of the program if it is inside a string, such as a docstring with an example, or
@@ -90,7 +134,7 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
     Returns:
         The blocks, and whether no block is left open after such a fence.
     """
-    blocks, block, is_sure = list[_Block](), None, True
+    blocks, block, is_sure = list[Block](), None, True
     for quoted_line in lines:
         margin = block.margin if block else _margin_of(quoted_line)
         line = margin.sub("", quoted_line, count=1)
@@ -121,8 +165,8 @@ def _margin_of(line: str) -> re.Pattern[str]:
     return re.compile(rf"^(?:[ \t]*> ?){{0,{depth}}}")
 
 
-def _open(fence: re.Match[str] | None, margin: re.Pattern[str]) -> _Block | None:
+def _open(fence: re.Match[str] | None, margin: re.Pattern[str]) -> Block | None:
     if fence is None:
         return None
     name = _NAME.match(fence[3])
-    return _Block(len(fence[1]), fence[2], name[1] if name else "", margin)
+    return Block(len(fence[1]), fence[2], name[1] if name else "", margin)

@@ -157,7 +157,7 @@ def _sample(
     from gapo_megatron.rollout.calls import Acting
     from gapo_megatron.rollout.turns import Turns
     from gapo_megatron.rollout.vllm import RolloutEngine, eos_token_ids
-    from gapo_megatron.run import process_group
+    from gapo_megatron.run.cores import share_of_cores
 
     hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
     method = quantization_of(hf_config)
@@ -166,7 +166,7 @@ def _sample(
             f"model.hf_dir ({config.model.hf_dir}): this CPU cannot compute with {method} weights "
             f"({reason}): give a folder of floats (docs/conversion.md makes one)"
         )
-    num_workers = min(process_group.share_of_cores(), 8)
+    num_workers = min(share_of_cores(), 8)
     eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
     turns = Turns(tasks[0].tokenizer, acts.stop, eos_token_ids=eos)
     engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)

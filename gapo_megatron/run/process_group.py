@@ -24,6 +24,7 @@ from gapo_megatron.errors import ConfigError, MachineError, shown
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
+from gapo_megatron.run.cores import check_binding
 from gapo_megatron.run.fail_fast import end_after
 from gapo_megatron.run.mailbox import shared_secret
 from gapo_megatron.run.processes import Placement
@@ -76,8 +77,8 @@ def start(
         rollout: sets how many ranks only generate; None: no rank does.
         run_dir: the run's folder, shared by all ranks; needed if some ranks only generate.
 
-    Collectives: creation of the default process group and of a gloo group, by all ranks of a side;
-    those of `Bridge` by the ranks of both.
+    Collectives: creation of the default process group and of a gloo group, and a gather, by all
+    ranks of a side; those of `Bridge` by the ranks of both.
 
     Raises:
         ConfigError: the environment contradicts itself (names the variables), or ranks differ in
@@ -99,6 +100,7 @@ def start(
         # In memory: a single process opens no port and leaves no file.
         store = dist.HashStore()
     gloo_group = _join_side(store, side, device, timeout_s)
+    check_binding(device, gloo_group)
     bridge = None
     if side.num_generation:
         assert run_dir is not None, "the secret of both sides is in the run folder"
@@ -194,17 +196,6 @@ def _build_bridge(
     if processes.attempt_folder() is None:
         bridge.watch_ranks()
     return bridge
-
-
-def share_of_cores() -> int:
-    """Cores of this process divided by the number of ranks that share them.
-
-    Collectives: one gather of objects over all ranks.
-    """
-    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return max(1, len(mine[1]) // everyones.count(mine))
 
 
 def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> dist.Store:

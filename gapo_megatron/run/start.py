@@ -44,6 +44,7 @@ from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.run import process_group, processes
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
+from gapo_megatron.run.cores import share_of_cores
 from gapo_megatron.run.engines import build_engine, check_engine
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
@@ -101,7 +102,7 @@ def begin_branch(config: Config, inputs: Inputs, attempt: Attempt, startup: Stop
 
 def start_pool(config: Config) -> rewards.Pool:
     """Start the verifier workers; `Pool.wait_until_ready` waits for them. Collective."""
-    num_workers = config.reward.num_workers or min(process_group.share_of_cores(), 8)
+    num_workers = config.reward.num_workers or min(share_of_cores(), 8)
     output = None
     if config.reward.code_names:
         folder = Path(config.run.output_dir) / VERIFIERS_FOLDER

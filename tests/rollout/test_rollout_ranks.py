@@ -18,7 +18,7 @@ from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.run.process_group import share_of_cores
+from gapo_megatron.run.cores import share_of_cores
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout_setup import (

@@ -15,7 +15,7 @@
 # MAX_RESTARTS      restarts of one job (default 50)
 # MAX_FAILURES      failed attempts in a row without a new checkpoint, before giving up (default 3)
 # CACHE_DIR         folder for compiled kernels, on a local disk of each node (default /tmp/gapo_cache_UID)
-# PYTHON, CONTAINER, SRUN_OPTIONS     see slurm/site.example.sh
+# PYTHON, CONTAINER, SRUN_OPTIONS, NODE_ADDRESS, SECRETS     see slurm/site.example.sh
 #
 # Exit codes: 0 finished, or stopped on request; 2 wrong config, data or usage; 75 stopped, start it again; 90 too few
 # healthy nodes; 143 cancelled; else the exit code of the rank that failed first (1 if it has none).
@@ -40,10 +40,7 @@ main() {
 
 say() { echo "[launch $(date +%FT%T)${attempt:+ $attempt}] $*"; }
 
-die() { # CODE MESSAGE
-  echo "[launch] $2" >&2
-  exit "$1"
-}
+die() { echo "[launch] $2" >&2; exit "$1"; } # CODE MESSAGE
 
 # --- before the ranks --------------------------------------------------------------------------------------
 
@@ -153,7 +150,7 @@ check_nodes() { # sets `used` to the nodes to run on
   # The check itself ends after 300 s: reading torch from a cold disk is slow.
   start timeout --kill-after=10 330 "${step[@]}" "${python[@]}" -m gapo_megatron.ops.launch.preflight \
     --output "$attempt_dir/check" --run-dir "$run_dir" --num-nodes "$count" \
-    ${MIN_FREE_GIB:+--min-free-gib "$MIN_FREE_GIB"}
+    --address "$NODE_ADDRESS" ${MIN_FREE_GIB:+--min-free-gib "$MIN_FREE_GIB"}
   await
   used=()
   for node in "${nodes[@]}"; do # a node without a verdict is bad
@@ -175,7 +172,7 @@ check_nodes() { # sets `used` to the nodes to run on
 # --- the ranks ---------------------------------------------------------------------------------------------
 
 run_ranks() {
-  export MASTER_ADDR=${used[0]} MASTER_PORT
+  export MASTER_ADDR=${NODE_ADDRESS//%s/${used[0]}} MASTER_PORT
   if [ "$mode" = slurm ]; then
     # Below the kernel's ephemeral ports; jobs with neighbouring ids may share a node.
     MASTER_PORT=$((20000 + (SLURM_JOB_ID * 50 + restart) % 10000))
@@ -192,10 +189,8 @@ run_ranks() {
   wait # for the tail
 }
 
-start() { # COMMAND: in the background, since bash delays traps while a foreground process runs
-  "$@" &
-  child=$!
-}
+# COMMAND: in the background, since bash delays traps while a foreground process runs
+start() { "$@" & child=$!; }
 
 await() { # returns the exit code of that process; a trap interrupts `wait`
   local exit_code
@@ -227,10 +222,7 @@ local_ranks() { # what srun does: the first rank that fails ends the others
   done
   while ((left-- > 0 && !ended)); do wait -n || break; done
   signal_ranks TERM
-  for _ in {1..100}; do
-    signal_ranks 0 || return
-    sleep 0.1
-  done
+  for _ in {1..100}; do signal_ranks 0 || return; sleep 0.1; done
   signal_ranks KILL
 } 2>/dev/null
 
@@ -334,10 +326,8 @@ requeue_without() { # NODE ...: requeues onto other nodes
 
 require_not_cancelled() { # Slurm would requeue a cancelled job too
   local state
-  for _ in {1..30}; do # wait up to 5 minutes for Slurm's controller
-    state=$(squeue -h -j "$slurm_job" -o "%T %r") && break
-    sleep 10
-  done
+  # Wait up to 5 minutes for Slurm's controller.
+  for _ in {1..30}; do state=$(squeue -h -j "$slurm_job" -o "%T %r") && break; sleep 10; done
   case $state in
     RUNNING* | *TimeLimit) trap '' TERM ;; # comes with the requeue
     *) say "cancelled: Slurm reports job $job as ${state:-unknown}"; exit 143 ;;
@@ -365,8 +355,7 @@ on_term() {
   kill -TERM "$child" 2>/dev/null
 }
 
-stop_asked=0
-trap 'stop_asked=1' USR1 USR2 # until main sets its traps
+stop_asked=0 && trap 'stop_asked=1' USR1 USR2 # until main sets its traps
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -e "$tree/slurm/launch.sh" ] || die 2 "$0 is outside its checkout: submit slurm/gapo.sbatch, which finds it"
 # A restart uses the code that the job froze at its first start, whatever has changed in the checkout.
@@ -375,13 +364,23 @@ if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -e "$tree/.jobs/$SLURM_JOB_ID/confi
   export GAPO_CODE
   exec "$GAPO_CODE/slurm/launch.sh" "$GAPO_CODE/config.toml"
 fi
+# A job that was submitted within a step (an interactive shell) inherits its number and the cores it is bound to.
+unset "${!SLURM_STEP@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 # shellcheck source=/dev/null
 [ ! -e "$tree/slurm/site.sh" ] || . "$tree/slurm/site.sh"
+if [ "${SECRETS:-}" ]; then # nothing of it is shown, not even what bash says of a wrong line
+  { [[ $(stat -Lc %a -- "$SECRETS" 2>&1) == ?00 ]] && bash -e -- "$SECRETS" &>/dev/null; } ||
+    die 2 "SECRETS ($SECRETS) must be a file of lines NAME=VALUE that only you can read (chmod 600)"
+  # shellcheck source=/dev/null
+  set -a && . "$SECRETS" &>/dev/null && set +a
+fi
 set -uo pipefail
-if [ "${SLURM_JOB_ID:-}" ]; then mode=slurm; else mode=local; fi
+if [ "${SLURM_JOB_ID:-}" ]; then mode=slurm; else mode=local NODE_ADDRESS=; fi
 read -ra python <<<"${CONTAINER:-}"
 python+=("${PYTHON:-.venv/bin/python}")
-read -ra srun <<<"srun ${SRUN_OPTIONS:-}"
+# Ranks get this environment and the job's memory, whatever sbatch was told (--export=NONE) or has inherited.
+read -ra srun <<<"srun --export=ALL --mem=0 ${SRUN_OPTIONS:-}"
+NODE_ADDRESS=${NODE_ADDRESS:-%s}
 # With SRUN_OPTIONS the interpreter is inside a container that only srun enters.
 [ "${SRUN_OPTIONS:-}" ] || command -v "${python[0]}" >/dev/null || die 2 "no ${python[0]}: set PYTHON or CONTAINER"
 # Import the package from PYTHONPATH, not from the working directory.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import read_json
-from gapo_megatron.io.files import check_overwritable, real, write_atomically
+from gapo_megatron.io.documents import open_file, read_json
+from gapo_megatron.io.files import check_overwritable, naming, real, write_atomically
 
 BRANCH_NAME = "branch.json"
 """The point at which a branched run left another run (`hf.manifest.Branch`)."""
@@ -23,6 +23,7 @@ VERIFIERS_FOLDER = "verifiers"
 """What verifiers of the user's own print, and their tracebacks: a file for each rank."""
 OWNER_NAME = "OWNER"
 """Names the attempt that may write to the folder."""
+_MAX_NAME_BYTES = 1024
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "timings.jsonl", "samples.jsonl", "samples.1.jsonl"),
     *("timelines.jsonl", "timelines.1.jsonl", "evaluations", "tensorboard"),
@@ -100,6 +101,21 @@ def check_ours(run_dir: str | Path) -> None:
     brought = any(checkpoints_dir(run_dir).glob("step_*/manifest.json"))
     is_ours = brought or (Path(run_dir) / OWNER_NAME).exists()
     check_overwritable(run_dir, _WRITTEN, field="run.output_dir", is_ours=is_ours)
+
+
+def read_owner(run_dir: str | Path) -> str:
+    """Name of the attempt that may write to the folder; empty if there is none.
+
+    Raises:
+        MachineError: the disk cannot deliver the file; names it.
+    """
+    path = Path(run_dir) / OWNER_NAME
+    with naming(path):
+        try:
+            with open_file(path) as file:
+                return file.read(_MAX_NAME_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
 
 
 def check_writable(run_dir: str | Path, *, is_first: bool = True) -> None:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from gapo_megatron.clock import Expectation
 from gapo_megatron.errors import ConfigError, FencedError
-from gapo_megatron.io.documents import open_file, read_json
+from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.files import naming, write_atomically
-from gapo_megatron.io.run_folder import OWNER_NAME
+from gapo_megatron.io.run_folder import OWNER_NAME, read_owner
 from gapo_megatron.run import processes
 from gapo_megatron.run.fail_fast import end_after, stderr
 
@@ -39,7 +39,6 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STAGE_SECONDS_NAME = "stage_seconds.json"
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 60.0
-_MAX_NAME_BYTES = 1024
 
 
 class Attempt:
@@ -251,13 +250,7 @@ class Attempt:
         Raises:
             FencedError: names the owner.
         """
-        path = self.run_dir / OWNER_NAME
-        with naming(path):
-            try:
-                with open_file(path) as file:
-                    owner = file.read(_MAX_NAME_BYTES).decode(errors="replace").strip()
-            except FileNotFoundError:
-                owner = ""
+        owner = read_owner(self.run_dir)
         if owner != self.name:
             raise FencedError(
                 f"{self.run_dir} belongs to attempt {owner or '(none: OWNER is gone)'}; this is "

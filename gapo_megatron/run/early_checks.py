@@ -12,13 +12,13 @@ from gapo_megatron.config.schema import VLLM
 from gapo_megatron.hf.draft_folder import check_draft
 from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
-from gapo_megatron.io.run_folder import check_writable, has_finished
+from gapo_megatron.io.run_folder import check_writable, has_finished, read_owner
 from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here, check_routes_here
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.rollout import environments
 from gapo_megatron.run.metrics import check_sinks
-from gapo_megatron.run.processes import is_first
+from gapo_megatron.run.processes import is_first, require_launcher
 from gapo_megatron.run.restart import adopt_export, check_not_lost
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     check_sinks(config.metrics)
     rewards.check(config.reward)
     environments.check(config.environment, system_prompt=config.data.system_prompt)
+    if is_first():
+        require_launcher(read_owner(config.run.output_dir))
     if keep_weights and is_first():
         _check_export(config)
         check_not_lost(config)

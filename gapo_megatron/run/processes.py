@@ -101,6 +101,24 @@ def is_first() -> bool:
     return placement().rank == 0
 
 
+def require_launcher(owner: str) -> None:
+    """Refuse a rank that would not know that its job's launcher owns the run.
+
+    Args:
+        owner: attempt that owns the run folder.
+
+    Raises:
+        ConfigError: the launcher of this Slurm job owns the run, but its variables are missing.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    is_ours = bool(os.environ.get("SLURM_STEP_ID")) and owner.partition(".")[0] == job
+    if is_ours and not launcher().attempt:
+        raise ConfigError(
+            f"GAPO_ATTEMPT is not set, but slurm/launch.sh of this job ({job}) owns the run: srun "
+            "must pass its environment to the ranks (--export=ALL)"
+        )
+
+
 def stated_rank() -> str:
     """This process's rank as its launcher gives it, for messages; empty without a launcher."""
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""

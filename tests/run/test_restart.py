@@ -164,6 +164,32 @@ def test_a_copied_run_folder_goes_on_and_a_model_brought_by_itself_is_kept(
     assert is_marked(tmp_path / "copy/hf", made_by="train")  # so it is replaced at the end
 
 
+@pytest.mark.parametrize(
+    ("owner", "env", "refused"),
+    [
+        ("7.0", {}, "GAPO_ATTEMPT"),
+        ("7.0", {"GAPO_ATTEMPT": "7.0"}, "model.hf_dir"),  # what is checked next
+        ("8.0", {}, "model.hf_dir"),  # another job's; this one is started by hand
+    ],
+)
+def test_a_rank_without_its_launchers_variables_does_not_own_the_run(
+    tmp_path: Path,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    env: dict[str, str],
+    refused: str,
+) -> None:
+    """As `sbatch --export=NONE` would make them."""
+    (run_dir / "OWNER").write_text(f"{owner}\n")
+    slurm = dict.fromkeys(("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID"), "0")
+    slurm |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NODELIST": "a"}
+    for name, value in (slurm | env).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=mentions(refused)):
+        check_before_imports(make_config(tmp_path, metrics={"tensorboard": False}))
+
+
 def test_it_is_refused_before_anything_is_imported_and_by_a_dry_run(
     tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 given = {k: v for k, v in os.environ.items() if k.startswith(("SLURM", "MASTER_", "GAPO_"))}
-print(json.dumps(given | {"argv": sys.argv[1:], "file": __file__}), flush=True)
+given |= {"argv": sys.argv[1:], "file": __file__, "names": sorted(os.environ)}
+print(json.dumps(given), flush=True)
 rank = os.environ["SLURM_PROCID"]
 attempt_dir = Path(os.environ["GAPO_ATTEMPT_DIR"])
 verb, *words = os.environ["STAND_IN"].split()

@@ -114,6 +114,47 @@ def test_every_task_knows_its_place(launch: Launch) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("export", ["NONE", "ALL"])
+def test_ranks_have_what_the_launcher_and_the_site_set_whatever_sbatch_passes_on(
+    launch: Launch, export: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, where a site's default is NONE; or what an interactive step has left behind.
+
+    No log and no file of the run shows a secret. The shape of a node is set as the example does.
+    """
+    secret = "hunter2"
+    secrets = launch.folder / "secrets"
+    secrets.write_text(f"WANDB_API_KEY={secret}\n")
+    secrets.chmod(0o600)
+    example = (REPOSITORY / "slurm" / "site.example.sh").read_text()
+    (shape,) = re.findall(r"^# (sbatch\(\) .*)$", example, re.MULTILINE)
+    site = [
+        *("set -a", "CHECK_NODES=0", f"PYTHON={sys.executable}", "STAND_IN=finish"),
+        *(f"GAPO_CODE={launch.code}", "GLOO_SOCKET_IFNAME=lo", "NODE_ADDRESS=%s-ib"),
+        *(f"SECRETS={secrets}", "set +a", shape),
+    ]
+    (launch.code / "slurm" / "site.sh").write_text("\n".join(site) + "\n")
+    left_behind = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_STEP_ID": "7"}
+    for name, value in (left_behind | {"SLURM_MEM_PER_CPU": "10"}).items():
+        monkeypatch.setitem(launch.cluster.env, name, value)
+    options = f"--nodes=2 --output={launch.folder}/%j.out --export={export}"
+    submit = f". slurm/site.sh && sbatch --parsable {options} slurm/gapo_demo.sbatch"
+    job = launch.cluster.run("bash", "-c", submit, cwd=launch.code).stdout.strip()
+    launch.cluster.wait(job, "COMPLETED")
+    ranks = launch.ranks(f"{job}.0")
+    assert len(ranks) == 8
+    for rank in ranks:
+        assert rank["GAPO_ATTEMPT"] == f"{job}.0"
+        assert rank["MASTER_ADDR"] == f"{launch.cluster.nodes[0]}-ib"
+        assert rank["SLURM_STEP_ID"] == "0"
+        assert {"PYTHONPATH", "GLOO_SOCKET_IFNAME", "WANDB_API_KEY"} <= set(rank["names"])
+        assert "SLURM_CPU_BIND" not in rank
+    for path in launch.folder.rglob("*"):
+        if path.is_file() and path != secrets:
+            assert secret.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.system
 def test_nodes_that_leave_none_to_train_start_nothing(launch: Launch) -> None:
     """Of two nodes, one of them spare, one cannot generate."""
     job = launch.submit("finish", GENERATION_NODES="1", NUM_NODES="1")

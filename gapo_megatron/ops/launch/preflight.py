@@ -58,16 +58,18 @@ class Preflight:
     """The check of one node.
 
     Attributes:
-        node: Slurm's name of the node, which other nodes can resolve.
+        node: Slurm's name of the node.
         folder: an existing folder on the shared disk, for the nodes' files.
         num_nodes: number of nodes in the check.
         third_s: seconds for each of: the verdicts, the all_reduce, its repetition.
+        address: how the others reach a node; %s is its name.
     """
 
     node: str
     folder: Path
     num_nodes: int
     third_s: float
+    address: str = "%s"
 
     def run(self, local: list[Check]) -> list[Check]:
         """Write the local checks, do the all_reduce, and create the .ok file if all is well.
@@ -128,8 +130,11 @@ class Preflight:
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         port_path = self.folder / f".port_{round_}"
+        first = self.address.replace("%s", members[0])
         process = context.Process(
-            target=_all_reduce_main, args=(sender, self.node, members, port_path, end), daemon=True
+            target=_all_reduce_main,
+            args=(sender, self.node, members, first, port_path, end),
+            daemon=True,
         )
         start = time.monotonic()
         process.start()
@@ -190,9 +195,12 @@ class Preflight:
 
 
 def _all_reduce_main(
-    sender: Connection, node: str, members: list[str], port_path: Path, end: float
+    sender: Connection, node: str, members: list[str], first: str, port_path: Path, end: float
 ) -> None:
-    """Do the all_reduce; before each step, send how it counts if it never returns, and its name."""
+    """Do the all_reduce; before each step, send how it counts if it never returns, and its name.
+
+    `first` is the address of the first member.
+    """
 
     def left(share: float = 1.0) -> timedelta:
         return timedelta(seconds=max((end - time.monotonic()) * share, 1.0))
@@ -202,7 +210,7 @@ def _all_reduce_main(
 
     # Otherwise a dead peer would abort this process, which would look like a crash of its own.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    rank, size, first = members.index(node), len(members), members[0]
+    rank, size = members.index(node), len(members)
     say("unfit", "importing torch")
     import torch
     import torch.distributed as dist
@@ -299,6 +307,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's output folder")
     parser.add_argument("--num-nodes", type=int, required=True, help="number of nodes in the check")
     parser.add_argument(
+        "--address", default="%s", help="how nodes reach each other; %%s is a node's name"
+    )
+    parser.add_argument(
         "--min-free-gib",
         type=float,
         default=MIN_FREE_GIB,
@@ -324,7 +335,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
             os.environ, run_dir=arguments.run_dir, min_free_gib=arguments.min_free_gib
         )
         checks = Preflight(
-            node, arguments.output, arguments.num_nodes, arguments.timeout_s / 3
+            node,
+            arguments.output,
+            arguments.num_nodes,
+            arguments.timeout_s / 3,
+            arguments.address,
         ).run(local)
     except OSError as error:
         checks = [Check("output", False, str(error))]

@@ -132,21 +132,24 @@ def stand_in(folder: Path, script: str) -> str:
 
 
 def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> None:
+    """The names of these nodes do not resolve: NODE_ADDRESS says how they reach each other."""
+    first, second, third = names = ["2", "3", "4"]
     for count in (7, 8):
         (nodes.folder / f"smi_{count}").write_text(gpu_lines(count))
-    shows = f"[ $SLURMD_NODENAME = {B} ] && n=7 || n=8; cat {nodes.folder}/smi_$n"
+    shows = f"[ $SLURMD_NODENAME = {second} ] && n=7 || n=8; cat {nodes.folder}/smi_$n"
     path = stand_in(nodes.folder / "bin", shows)
-    for node in NODES:
-        nodes.start(node, PATH=path, SLURM_GPUS_ON_NODE="8", CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    env = {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "PATH": path}
+    for node in names:
+        nodes.start(node, "--address", "127.0.0.%s", **env)
     said = nodes.end()
-    assert nodes.good() == [A, C]
-    assert nodes.verdict(A) == {}
-    [(check, detail)] = nodes.verdict(B).items()
+    assert nodes.good() == [first, third]
+    assert nodes.verdict(first) == {}
+    [(check, detail)] = nodes.verdict(second).items()
     assert check == "gpus"
     assert "7 of 8" in detail
-    assert re.search(r"gloo.* 2 of 3 nodes", nodes.link(C))
-    assert said[A] == said[C] == ""
-    assert re.fullmatch(rf".*{B} .*gpus: {detail}\n", said[B])
+    assert re.search(r"gloo.* 2 of 3 nodes", nodes.link(third))
+    assert said[first] == said[third] == ""
+    assert re.fullmatch(rf".*{second} .*gpus: {detail}\n", said[second])
 
 
 @pytest.mark.system

@@ -658,6 +658,32 @@ def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
     assert run.seen() == {"IN_CONTAINER": "1", "NCCL_DEBUG": "WARN"}
 
 
+@pytest.mark.parametrize(
+    ("content", "mode", "exit_code"),
+    [
+        ("KEY=hunter2\n", 0o600, 0),
+        ("KEY=hunter2\n", 0o640, 2),
+        ("KEY = hunter2\n", 0o600, 2),  # bash would show the line
+        ("KEY=a hunter2\nOTHER=b\n", 0o600, 2),
+        (None, 0, 2),
+    ],
+)
+def test_secrets_reach_the_ranks_and_are_not_shown(
+    start: Start, run_dir: Path, content: str | None, mode: int, exit_code: int
+) -> None:
+    secrets = run_dir.parent / "secrets"
+    if content is not None:
+        secrets.write_text(content)
+        secrets.chmod(mode)
+    run = start(run_dir, SECRETS=str(secrets), SHOW="KEY")
+    found, output = run.end()
+    assert found == exit_code
+    if exit_code:
+        assert f"SECRETS ({secrets})" in output and "hunter2" not in output
+    else:
+        assert run.seen() == {"KEY": "hunter2"}  # the stand-in shows it
+
+
 def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> None:
     """Its launcher sleeps for ten seconds, by a `sleep` that only says so."""
     slept = run_dir.parent / "slept"

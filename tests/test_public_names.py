@@ -12,7 +12,7 @@ import pytest
 
 # Positional parameters, then those by keyword that callers pass.
 SIGNATURES = {
-    "objective:group_advantages": "rewards, *, normalize_std, focal_gamma",
+    "objective:group_advantages": "rewards, *, normalize_std, focal_gamma, std_floor",
     "objective:upper_clip": "num_correct, *, group_size, eps_low, eps_high_max",
     "objective:policy_loss": "log_probs, old_log_probs, *, sequence_ids, advantages, num_correct, "
     "group_size, num_tokens_global, method",

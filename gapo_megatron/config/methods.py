@@ -34,6 +34,8 @@ class Method:
     """How the losses of the tokens become one number; see `losses.policy_loss`."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO)."""
+    std_floor: float = 0.0
+    """Least standard deviation that `normalize_std` divides by."""
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
     ratio_max: float = math.inf

@@ -20,6 +20,7 @@ METHOD_KEYS = (
     "eps_high_max",
     "aggregation",
     "normalize_std",
+    "std_floor",
     "focal_gamma",
     "ratio_max",
     "off_policy_mask",
@@ -66,6 +67,9 @@ class ObjectiveConfig(Section):
     normalize_std: bool | None = None
     """Divide advantages by their group's standard deviation, as GRPO does. So does the source of
     CISPO, but not the preset `cispo`."""
+    std_floor: NonNegative | None = None
+    """Least standard deviation that `normalize_std` divides by. Groups of graded rewards with a
+    smaller one, such as a judge's noise, then get advantages below full size."""
     focal_gamma: NonNegative | None = None
     """Exponent of F-GRPO's factor (1 - c/k)^gamma of the advantages. 0: off."""
     ratio_max: Annotated[Positive, Field(ge=1)] | None = None
@@ -145,6 +149,8 @@ class ObjectiveConfig(Section):
                 f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
                 + ("" if method.is_band else " with adaptive=true")
             )
+        if method.std_floor and not method.normalize_std:
+            raise ValueError(f"std_floor ({method.std_floor}) does nothing without normalize_std")
         self._check_own_keys()
         return self
 

@@ -25,13 +25,38 @@ def group_counts(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rewards == 1).sum(dim=1), (~rewards.isnan()).sum(dim=1)
 
 
+EQUAL = 2.0**-20
+"""Rewards of a group are equal if they differ by no more than this share of the largest.
+
+Sixteen roundings of float32, in which verifiers may count: a sum of parts in another order differs
+by fewer. Whole numbers up to the largest grade, 1e6, differ by more. The largest counts as at least
+`EQUAL`: of parts of order one that cancel, float64 leaves less than `EQUAL` squared.
+"""
+
+
+def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
+    """[G] bool: whether a group's valid rewards differ by more than rounding; else all A are 0.
+
+    Args:
+        rewards: [G, k], any floating dtype; NaN is an unknown verdict.
+    """
+    valid, known = ~rewards.isnan(), rewards.double()
+    highest = torch.where(valid, known, -torch.inf).amax(dim=1)
+    lowest = torch.where(valid, known, torch.inf).amin(dim=1)
+    return highest - lowest > EQUAL * torch.maximum(highest.abs(), lowest.abs()).clamp(min=EQUAL)
+
+
 def group_advantages(
-    rewards: torch.Tensor, *, normalize_std: bool = False, focal_gamma: float = 0.0
+    rewards: torch.Tensor,
+    *,
+    normalize_std: bool = False,
+    focal_gamma: float = 0.0,
+    std_floor: float = 0.0,
 ) -> torch.Tensor:
     """Advantage of each rollout over its group: A_i = r_i - mean(r).
 
     Exactly zero where a group says nothing: unknown verdicts, groups whose valid rewards are all
-    equal (c = 0 or c = k), groups with fewer than two valid rollouts.
+    equal (c = 0 or c = k) up to rounding (`EQUAL`), groups with fewer than two valid rollouts.
 
     Args:
         rewards: [G, k], any floating dtype. NaN is an unknown verdict: it leaves mean, standard
@@ -40,12 +65,13 @@ def group_advantages(
             to the divisor: groups where it would be needed have A = 0.
         focal_gamma: multiply by (1 - mean(r))^gamma, which is (1 - c/k)^gamma for binary rewards
             (F-GRPO); after the division, when both are asked for.
+        std_floor: least standard deviation that is divided by.
 
     Returns:
         [G, k] float64.
 
     Raises:
-        ConfigError: k < 2.
+        ConfigError: k < 2; or a mean above 1 with `focal_gamma`.
 
     Source: the paper's equation for A_i (section 2.1) and for F-GRPO (section 4.1, baselines).
     """
@@ -57,15 +83,18 @@ def group_advantages(
     deviation = torch.where(valid, known - mean, 0)
 
     # Decided on the rewards themselves: equal rewards may miss their own mean by a rounding error.
-    highest = torch.where(valid, rewards, -torch.inf).amax(dim=1, keepdim=True)
-    lowest = torch.where(valid, rewards, torch.inf).amin(dim=1, keepdim=True)
-    informative = valid & (highest > lowest)
+    informative = valid & rewards_differ(rewards)[:, None]
 
     scale = torch.ones_like(mean)
     if normalize_std:
         variance = deviation.square().sum(dim=1, keepdim=True) / (size - 1).clamp(min=1)
-        scale = scale / variance.sqrt()
+        scale = scale / variance.sqrt().clamp(min=std_floor)
     if focal_gamma:
+        if (largest := float(mean.max())) > 1:
+            raise ConfigError(
+                f"objective.focal_gamma ({focal_gamma:g}) needs rewards of at most 1: a group's "
+                f"mean is {largest:g}, and (1 - mean)^focal_gamma is no weight"
+            )
         scale = scale * (1 - mean) ** focal_gamma
     return torch.where(informative, deviation * scale, 0)
 
@@ -88,7 +117,10 @@ def make_batch(rollouts: Rollouts, method: Method) -> Batch:
     num_rows = rollouts.rollouts_per_prompt
     rewards = torch.from_numpy(rollouts.rewards).view(-1, num_rows)
     advantages = group_advantages(
-        rewards, normalize_std=method.normalize_std, focal_gamma=method.focal_gamma
+        rewards,
+        normalize_std=method.normalize_std,
+        focal_gamma=method.focal_gamma,
+        std_floor=method.std_floor,
     )
     num_correct, group_size = group_counts(torch.from_numpy(rollouts.outcomes).view(-1, num_rows))
     return Batch(

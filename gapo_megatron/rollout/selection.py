@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from gapo_megatron.config import BatchConfig
+from gapo_megatron.objective.groups import rewards_differ
 from gapo_megatron.rollouts import Rollouts
 
 
 def informative(rollouts: Rollouts) -> np.ndarray:
     """[G] bool: groups whose valid rollouts differ in reward; in the others every A is 0."""
-    rewards = rollouts.rewards.reshape(-1, max(rollouts.rollouts_per_prompt, 1))
-    lowest = np.where(np.isnan(rewards), np.inf, rewards).min(axis=1)
-    highest = np.where(np.isnan(rewards), -np.inf, rewards).max(axis=1)
-    differ: np.ndarray = highest > lowest
+    rewards = torch.from_numpy(rollouts.rewards)
+    differ: np.ndarray = rewards_differ(
+        rewards.view(-1, max(rollouts.rollouts_per_prompt, 1))
+    ).numpy()
     return differ
 
 

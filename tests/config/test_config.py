@@ -104,6 +104,13 @@ def test_objective_keys_override_the_preset(minimal: Path) -> None:
     assert (changed.eps_low, changed.eps_high_max, changed.adaptive) == (3e-3, 7e-3, True)
 
 
+def test_a_floor_of_the_deviation_needs_a_division(minimal: Path) -> None:
+    settings = ["objective.method=grpo", "objective.std_floor=0.1"]
+    assert load_config(minimal, settings).objective.resolve().std_floor == 0.1
+    message = error_of(minimal, *settings, "objective.normalize_std=false")
+    assert "std_floor (0.1)" in message and "normalize_std" in message
+
+
 NO_WIDTH_BY_C = ("topr", "m2po", "bapo")
 
 

@@ -12,9 +12,11 @@ from gapo_megatron import objective
 from gapo_megatron.errors import ConfigError, RolloutError
 from gapo_megatron.objective import METHODS, group_advantages, group_counts
 from gapo_megatron.objective.diagnostics import count_by_correct
+from gapo_megatron.objective.groups import rewards_differ
 from gapo_megatron.rollout.selection import informative
 from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_batch, make_rollouts
+from tests.messages import mentions
 
 NAN = float("nan")
 verdict_rows = st.integers(2, 16).flatmap(
@@ -70,6 +72,57 @@ def test_equal_rewards_say_exactly_nothing(reward, normalize_std):
     rewards = torch.full((1, 9), reward, dtype=torch.float64)
     advantages = group_advantages(rewards, normalize_std=normalize_std, focal_gamma=1.0)
     assert bool((advantages == 0).all())
+
+
+WEIGHTS = [0.3, 0.5, 0.15, 1 / 3, 0.1, 0.7, 1e-3]
+
+
+@given(
+    parts=st.lists(st.sampled_from(WEIGHTS), min_size=2, max_size=12),
+    orders=st.lists(st.randoms(use_true_random=False), min_size=2, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    scale=st.sampled_from([1.0, -1e5, 1e-5]),
+    normalize_std=st.booleans(),
+)
+def test_sums_of_the_same_parts_say_exactly_nothing(parts, orders, dtype, scale, normalize_std):
+    """In whatever order a verifier adds up its criteria, in float32 or float64."""
+    sums = []
+    for order in orders:
+        order.shuffle(parts)
+        total = torch.zeros((), dtype=dtype)
+        for part in parts:
+            total = total + torch.tensor(part, dtype=dtype)
+        sums.append(total * scale)
+    rewards = torch.stack(sums)[None]
+    assert not group_advantages(rewards, normalize_std=normalize_std).any()
+    assert not rewards_differ(rewards).any()
+
+
+def test_parts_that_cancel_say_nothing_and_whole_numbers_always_something():
+    cancelled = torch.tensor([[0.1 + 0.2 - 0.3, 0.1 - 0.3 + 0.2]], dtype=torch.float64)
+    assert cancelled[0, 0] != cancelled[0, 1] and not rewards_differ(cancelled).any()
+    assert rewards_differ(torch.tensor([[1e6, 1e6 - 1], [-1e6, 1 - 1e6], [0.0, 1.0]])).all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5])
+@pytest.mark.parametrize("spread", [1e-5, 0.01, 1.0])
+def test_real_spreads_keep_their_signal_and_are_centred(spread, scale):
+    rewards = scale * (0.5 + spread * torch.tensor([[0.0, 0, 1, NAN]], dtype=torch.float64))
+    advantages = group_advantages(rewards, normalize_std=True)
+    assert advantages[0].tolist() == pytest.approx([-(3**-0.5)] * 2 + [2 * 3**-0.5, 0], rel=1e-9)
+
+
+def test_a_floor_bounds_what_noise_is_blown_up_to():
+    rewards = torch.tensor([[0.5, 0.5, 0.5, 0.501], [0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    raw, full = (group_advantages(rewards, normalize_std=one) for one in (False, True))
+    floored = group_advantages(rewards, normalize_std=True, std_floor=0.1)
+    assert torch.equal(floored[0], raw[0] / 0.1) and torch.equal(floored[1], full[1])
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0])
+def test_focal_shaping_refuses_a_mean_above_one(gamma):
+    with pytest.raises(ConfigError, match=mentions("focal_gamma", f"{gamma:g}", 1.5)):
+        group_advantages(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), focal_gamma=gamma)
 
 
 def test_unknown_is_not_wrong():
@@ -233,6 +286,9 @@ def test_graded_rewards_give_the_advantages_and_verdicts_give_c() -> None:
     grades = [0.9, 0.1, math.inf, 0.7, 0.0, 0.25, 0.5, 0.25, 0.3, 0.3, 0.3, 0.3]
     graded = rollouts.changed(grade=grades)
     batch = objective.make_batch(graded, dataclasses.replace(METHODS["grpo"], normalize_std=False))
+    floored = dataclasses.replace(METHODS["grpo"], std_floor=10.0)
+    smaller = objective.make_batch(graded, floored).advantages
+    assert smaller.tolist() == pytest.approx((batch.advantages / 10).tolist(), abs=1e-15)
     known = [0.9, 0.1, 0.0]  # a verdict without a number counts 0 or 1; the unknown one nothing
     mean = sum(known) / 3
     expected = [*(one - mean for one in known), 0, -0.25, 0, 0.25, 0, 0, 0, 0, 0]

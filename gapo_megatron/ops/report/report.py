@@ -28,7 +28,7 @@ from gapo_megatron.ops.report.costs import rounding, step_time
 from gapo_megatron.ops.report.intervention import intervention
 from gapo_megatron.ops.report.learning import pass_at_k, solve_rates, spectrum
 from gapo_megatron.ops.report.outcomes import clip_sweep, others, over_k, summary
-from gapo_megatron.ops.report.runs import find_trained, read_run
+from gapo_megatron.ops.report.runs import Run, find_trained, read_run
 from gapo_megatron.ops.report.samples import page_values
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import KINDS, Exhibit, mark_changes, style
@@ -299,6 +299,8 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
     mixed = [text for arm in comparison.arms if (text := _codes(arm))]
     if mixed:
         lead.append(f"Trained by more than one version of the code: {some(mixed)}.")
+    if unknown := [text for run in runs if (text := _unknown(run))]:
+        lead.append(f"Verdicts that are unknown: {some(unknown)}.")
     if waiting:
         lead.append(f"Not started: {some([folder.name for folder in waiting])}.")
     if len(comparison.curves) < len(comparison.arms):
@@ -314,6 +316,16 @@ def some(names: Sequence[str]) -> str:
     """List the first few names, and the number of the others."""
     more = len(names) - MOST_NAMES
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
+
+
+def _unknown(run: Run) -> str:
+    """Share of a run's unknown verdicts, and the step with most; empty if all are known."""
+    shares = run.series("reward/unknown_share")
+    if not any(shares.values()):
+        return ""
+    worst = max(shares, key=lambda step: shares[step])
+    mean = sum(shares.values()) / len(shares)
+    return f"{run.folder.name} {mean:.1%} of all, {shares[worst]:.0%} in step {worst}"
 
 
 def _codes(arm: Arm) -> str:

@@ -61,7 +61,9 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Steps trained so far, those before a branch included."""
-        return max(self.series("reward/mean"), default=-1) + 1
+        return (
+            max([*self.series("reward/mean"), *self.series("reward/unknown_share")], default=-1) + 1
+        )
 
     @property
     def hours(self) -> float:
@@ -115,7 +117,7 @@ def _has_trained(path: Path) -> bool:
     if not path.exists():
         return False
     with naming(path), open_file(path) as file:
-        return b'"reward/mean"' in file.read().rpartition(b"\n")[0]
+        return b'"reward/' in file.read().rpartition(b"\n")[0]
 
 
 def read_run(folder: Path) -> Run:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.ops.report import write_report
-from gapo_megatron.ops.report.report import MAKERS, some
+from gapo_megatron.ops.report.report import MAKERS, _lead, some
+from gapo_megatron.ops.report.runs import find_trained
+from tests.messages import mentions
 from tests.needs import needs
-from tests.report_setup import write_run
+from tests.report_setup import compare, write_run
 from tests.waiting import HANG_S
 from tools import report as report_tool
 
@@ -117,6 +119,24 @@ def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys
     assert f"{tmp_path}/report.html" in printed
     assert (tmp_path / "figures" / "pass_at_k.png").exists()
     assert not older.exists()
+
+
+def test_a_page_says_which_verdicts_are_unknown(tmp_path):
+    """A run that never had a verdict is one that has trained, too."""
+    folder = write_run(tmp_path / "broken")
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [row | {"reward/unknown_share": 1.0} for row in rows if "reward/mean" in row]
+    for row in steps:
+        del row["reward/mean"]
+    steps[0]["reward/unknown_share"] = 0.0
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in steps))
+    assert find_trained([folder]) == ([folder], [])
+    comparison = compare(folder)
+    assert comparison.first.runs[0].num_steps == len(steps)
+    [lead] = [one for one in _lead(comparison, []) if "unknown" in one]
+    mean = f"{1 - 1 / len(steps):.1%}"
+    assert re.search(mentions("broken", mean, "100%", "step 1"), lead)
 
 
 def test_a_page_tells_of_no_method_but_its_own(tmp_path):

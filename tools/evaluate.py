@@ -28,7 +28,6 @@ from gapo_megatron.evaluate.options import named_as_options, parse
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
 from gapo_megatron.hf.folder import claim
-from gapo_megatron.io.documents import read_object
 from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
 
@@ -357,25 +356,14 @@ def _keep_settings(
     kept = {
         "model_sha256": model.hexdigest(),
         "chat_template": arguments.chat_template,
-        # Older versions do not have these settings.
-        **{key: value for key in _OF_TEMPLATE if (value := getattr(arguments, key))},
-        **({DATE: date} if date else {}),
+        **{key: getattr(arguments, key) for key in _OF_TEMPLATE},
+        DATE: date,
         "precision": arguments.precision,
         **dataclasses.asdict(sampling),
         "environment": _settings_of(acts),
     }
     del kept["environment_sha256"]
-    if not acts.is_called and not acts.stop:  # nor do they have this
-        del kept["environment"]
-    path = arguments.output / "settings.json"
-    try:
-        keep_settings(path, kept)
-    except ConfigError as error:
-        if "environment" not in kept or "environment" in read_object(path):
-            raise
-        raise ConfigError(
-            f"{error}. Nothing answered its samples: --environment one_turn continues them so"
-        ) from None
+    keep_settings(arguments.output / "settings.json", kept)
     if date:  # pinned, perhaps
         write_atomically(arguments.output / DATE_NAME, date)
     for name, digest in digests.items():
@@ -399,14 +387,10 @@ def _remaining(
             judged_by["environment_code"] = code_sha256(*_ENVIRONMENT_CODE)
         if "code" in [one.kind for one in task.reward.by_name.values()]:
             judged_by["sandbox"] = task.reward.sandbox
-        # Older files do not have these two, nor those of a verifier without them.
-        reward = task.reward.model_dump(include={"verifiers", "timeout_s"}, exclude_defaults=True)
-        if names := task.reward.code_names:
-            reward |= task.reward.model_dump(include={"kind", "settings", "correct_above"})
-            digests = [user_code.digest(one, setting="reward.kind") for one in names]
-            judged_by["reward_sha256"] = digests
-        if reward:
-            judged_by["reward"] = reward
+        decides = {"kind", "settings", "correct_above", "verifiers", "timeout_s"}
+        judged_by["reward"] = task.reward.model_dump(include=decides)
+        digests = [user_code.digest(one, setting="reward.kind") for one in task.reward.code_names]
+        judged_by["reward_sha256"] = digests
         keep_settings(arguments.output / task.name / "judge.json", judged_by, done="judged")
     return remaining
 

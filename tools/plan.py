@@ -62,13 +62,6 @@ only two of its runs:
   python tools/plan.py measure --gpu h200 --output two_runs \\
     runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
 """
-_FORMER = {
-    "--probe": "tools/plan.py calibrate CONFIG --gpu GPU",
-    "--from-run": "tools/plan.py calibrate --from-run RUN --gpu GPU",
-    "--measured": "tools/plan.py measure RUN ... --gpu GPU",
-    "--anchors": "docs/planned_layouts.md",
-}
-"""Options of earlier versions, and what replaced them."""
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -291,9 +284,6 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     tasks = {"plan": _plan_parser, "calibrate": _calibrate_parser, "measure": _measure_parser}
     task = words.pop(0) if words and words[0] in tasks else "plan"
     parser = tasks[task]()
-    for option, instead in _FORMER.items() if task == "plan" else ():
-        if any(word.partition("=")[0] == option for word in words):
-            parser.error(f"{option} is now: {instead}")
     arguments = parser.parse_intermixed_args(words)
     if task == "measure":
         if len(arguments.runs) > 1 and not arguments.output:

@@ -72,9 +72,7 @@ def check_replaceable(
         )
 
 
-def claim(
-    folder: Path, names: Iterable[str], *, field: str, made_by: str, or_ours: bool = False
-) -> None:
+def claim(folder: Path, names: Iterable[str], *, field: str, made_by: str) -> None:
     """Create or reuse a folder for files of these names; later calls may replace only these files.
 
     Args:
@@ -82,7 +80,6 @@ def claim(
         names: of the files that will be written or removed.
         field: setting or option that names the folder, for errors.
         made_by: command that writes them.
-        or_ours: existing files are known to be from an earlier call, even without a marker.
 
     Raises:
         ConfigError: one of the files exists and the command did not make it; or another command
@@ -95,7 +92,7 @@ def claim(
             "replace the whole folder: name another one"
         )
     name = f".gapo_megatron_{made_by}.json"
-    is_ours = or_ours or ((folder / name).exists() and _maker(folder, name) == made_by)
+    is_ours = (folder / name).exists() and _maker(folder, name) == made_by
     check_overwritable(folder, names, field=field, is_ours=is_ours)
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder, made_by=made_by, made_at=folder, name=name)
@@ -112,12 +109,12 @@ def mark(folder: Path, *, made_by: str, made_at: Path, name: str = MARKER_NAME) 
     write_atomically(folder / name, json.dumps(marker) + "\n")
 
 
-def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:
-    """Whether the command made `folder`; with `or_unmarked` also true without marker or link."""
+def is_marked(folder: str | Path, *, made_by: str) -> bool:
+    """Whether the command made `folder`."""
     try:
         return _maker(folder) == made_by
     except FileNotFoundError:
-        return or_unmarked and not Path(folder).is_symlink()
+        return False
 
 
 def adopt(folder: Path, *, made_by: str, made_at: Path) -> bool:

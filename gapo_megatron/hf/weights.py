@@ -128,7 +128,6 @@ def write_hf(
     source_dir: str | Path,
     output_dir: str | Path,
     made_by: str,
-    or_unmarked: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
 ) -> None:
@@ -144,7 +143,6 @@ def write_hf(
             the tensors, if all have the same.
         output_dir: folder to make, or an earlier result of the same command to replace.
         made_by: name of the command.
-        or_unmarked: also replace a folder without a marker.
         max_shard_bytes: largest file, unless a single tensor or all stacked experts of a layer are
             larger; of these, one expert comes after the other.
         write: False on all ranks but one.
@@ -164,7 +162,7 @@ def write_hf(
         return
     first = next(tensors)  # to estimate the space by its dtype
     num_bytes = _num_bytes(hf_shapes(rules).values(), first[1].dtype)
-    is_ours = is_marked(output_dir, made_by=made_by, or_unmarked=or_unmarked)
+    is_ours = is_marked(output_dir, made_by=made_by)
     with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
         dtypes = _write_stream(itertools.chain([first], tensors), temporary, max_shard_bytes)
         stored = {dtypes[name] for name in hf_shapes([one for one in rules if not one.is_buffer])}

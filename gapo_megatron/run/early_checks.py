@@ -12,7 +12,7 @@ from gapo_megatron.config.schema import VLLM
 from gapo_megatron.hf.draft_folder import check_draft
 from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
-from gapo_megatron.io.run_folder import check_writable, has_finished, read_owner
+from gapo_megatron.io.run_folder import check_writable, read_owner
 from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here, check_routes_here
 from gapo_megatron.models.lora import check_adapter
@@ -60,8 +60,7 @@ def _check_export(config: Config) -> None:
     run_dir = Path(config.run.output_dir)
     export = run_dir / "hf"
     adopt_export(run_dir)
-    # An unmarked export of a finished run is from an older version of this package.
-    is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
+    is_ours = is_marked(export, made_by="train")
     check_replaceable(
         export, field="run.output_dir/hf", inputs=input_paths(config), is_ours=is_ours
     )

@@ -12,7 +12,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.exchange import Channel
 from gapo_megatron.hf.manifest import earliest_resume
 from gapo_megatron.hf.weights import write_hf
-from gapo_megatron.io.run_folder import checkpoints_dir, has_finished, mark_finished
+from gapo_megatron.io.run_folder import checkpoints_dir, mark_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.journal import remove_journals
 from gapo_megatron.run.attempt import Attempt
@@ -166,7 +166,6 @@ def export(config: Config, policy: Policy, attempt: Attempt) -> None:
         source_dir=config.model.hf_dir,
         output_dir=run_dir / "hf",
         made_by="train",
-        or_unmarked=has_finished(run_dir),  # written by a version without markers
         write=is_first,
     )
     if is_first:

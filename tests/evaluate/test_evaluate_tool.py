@@ -249,7 +249,6 @@ def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> No
     plain = parse(*command)
     sampling = tool._sampling(plain, {}, ONE_TURN)
     tool._keep_settings(plain, sampling, {}, ONE_TURN)
-    assert not {*tool._OF_TEMPLATE} & {*json.loads((tmp_path / "out/settings.json").read_text())}
     silent = {"enable_thinking": False}
     for options, expected in (
         (("--system-prompt", "be\nbrief"), ("be\nbrief", {})),
@@ -302,9 +301,8 @@ def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:
         kept: dict[str, object] = json.loads((tmp_path / "out/settings.json").read_text())
         return kept
 
-    assert "environment" not in keep()  # as it always was
-    named = ("environment", "tools", "--output", "--environment one_turn")
-    with pytest.raises(ConfigError, match=mentions(*named)):
+    keep()
+    with pytest.raises(ConfigError, match=mentions("environment.kind", "tools", "--output")):
         keep(kind="tools")
     shutil.rmtree(tmp_path / "out")
     whole = {"kind": "a.py:A", "settings": {"n": 1}, "code": "x", "stop": ["</a>"]}
@@ -391,10 +389,9 @@ def test_verdicts_of_other_named_verifiers_or_limits_do_not_mix(tmp_path) -> Non
 
     path = tmp_path / "mine" / "judge.json"
     judge()
-    assert path.exists() and json.loads(path.read_text()).keys() == {"code"}  # as it always was
-    for other in {"timeout_s": 5}, {"verifiers": {"short": "exact"}}:
-        with pytest.raises(ConfigError, match=mentions("mine", "reward", repr(other)[1:12])):
-            judge(**other)
+    for key, other in {"timeout_s": 5, "verifiers": {"short": "exact"}}.items():
+        with pytest.raises(ConfigError, match=mentions("mine", f"reward.{key}")):
+            judge(**{key: other})
     path.unlink()
     judge(verifiers={"short": {"kind": "exact", "timeout_s": 5}}, timeout_s=20)
     judge(verifiers={"short": {"kind": "exact", "timeout_s": 5}}, timeout_s=20)

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.folder import (
-    MARKER_NAME,
     adopt,
     check_replaceable,
     claim,
@@ -111,21 +110,9 @@ def test_a_result_is_known_where_it_was_moved_and_by_its_own_command_alone(tmp_p
     (tmp_path / "link").symlink_to(moved)
     assert is_marked(tmp_path / "link", made_by="train")
     (tmp_path / "link to the source").symlink_to(source)
-    assert not is_marked(tmp_path / "link to the source", made_by="train", or_unmarked=True)
     shutil.copytree(moved, tmp_path / "copy")
-    for or_unmarked in (False, True):
-        assert not is_marked(tmp_path / "copy", made_by="train", or_unmarked=or_unmarked)
-        # A version that left no mark; a folder that is gone.
-        assert is_marked(source, made_by="train", or_unmarked=or_unmarked) == or_unmarked
-        assert is_marked(output, made_by="train", or_unmarked=or_unmarked) == or_unmarked
-    write_hf(
-        weights.items(), source_dir=source, output_dir=output, made_by="train", or_unmarked=True
-    )
-    (moved / MARKER_NAME).unlink()
-    write_hf(
-        weights.items(), source_dir=source, output_dir=moved, made_by="train", or_unmarked=True
-    )
-    assert is_marked(moved, made_by="train")
+    for other in ("link to the source", "copy", "source", "out"):
+        assert not is_marked(tmp_path / other, made_by="train")
 
 
 def test_files_of_a_folder_are_claimed_and_not_the_folder(tmp_path):

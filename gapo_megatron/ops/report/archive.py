@@ -4,9 +4,6 @@ runs.csv          a row per run: name, code, config and branch (JSON)
 metrics.csv       a row per run and bin of steps, named by its last step: what figures show
 timings.csv       a row per start, and per run one with the mean over its steps
 solve_rates.csv   a row per run and evaluation, a column per problem: solve rate times `per`
-
-Older archives lack `commit`, `per` and clipped tokens, and may have only the settings that are not
-defaults.
 """
 
 from __future__ import annotations
@@ -117,7 +114,7 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def _settings(run: Run) -> Row:
-    """A run's settings, with the defaults and preset of this version, which may change later."""
+    """A run's settings, with defaults and the method's preset filled in."""
     objective, method = run.config.objective, asdict(run.method)
     # Only keys that a config may have: an infinite largest ratio means that the method has none.
     own = {
@@ -208,7 +205,7 @@ def read_archive(folder: Path) -> list[Run]:
                 metrics={},
                 timings=[],
                 solve_rates={},
-                code=tuple((row.get("commit") or "").split()),
+                code=tuple(row["commit"].split()),
                 bin_steps=BIN_STEPS,
                 changes=parse_changes(json.loads(row.get("changes") or "[]"), where="changes"),
             )
@@ -219,11 +216,11 @@ def read_archive(folder: Path) -> list[Run]:
         for key, value in values.items():
             run.metrics.setdefault(key, {})[step] = value
     for _, run, values in _numbers(folder / TIMINGS_NAME, runs):
-        num_steps = int(values.pop("num_steps", 1))
+        num_steps = int(values.pop("num_steps"))
         run.timings.extend([values] * num_steps)
     for number, run, values in _numbers(folder / SOLVE_RATES_NAME, runs):
         step = _step(folder / SOLVE_RATES_NAME, number, values)
-        per = values.pop("per", 1.0)
+        per = values.pop("per")
         run.solve_rates[step] = {key: value / per for key, value in values.items()}
     return list(runs.values())
 

@@ -90,7 +90,7 @@ def deviation_per_c(comparison: Comparison) -> Exhibit:
 def clip_fraction_per_c(comparison: Comparison) -> Exhibit:
     """The paper's token clip fraction of correct rollouts; a panel per arm, a curve per c.
 
-    Of rollouts, where an older run or archive does not have it of tokens.
+    Of rollouts, where a run or archive does not have it of tokens.
     """
     runs = [run for arm in comparison.curves for run in arm.runs]
     has_tokens = all(run.keys(rf"per_c/correct/{CLIPPED_TOKENS}/c\d+") for run in runs)

@@ -13,7 +13,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
 from gapo_megatron.hf.folder import claim
-from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_megatron.ops.report.archive import check_archive, is_archive, read_archive, write_archive
@@ -39,7 +38,6 @@ FIGURES_NAME = "figures"
 MOST_NAMES = 5
 """Most names of runs listed in a sentence."""
 _TITLE = "Training report: "
-_HEAD_BYTES = 2**12
 
 MAKERS: dict[str, Callable[[Comparison], Exhibit]] = {
     "Summary": summary,
@@ -152,16 +150,11 @@ def write_report(
 
 
 def _claim(folder: Path) -> None:
-    """Refuse to overwrite files that no report wrote; older reports are known by their title."""
+    """Refuse to overwrite files that no report wrote."""
     stems = [f"{FIGURES_NAME}/{make.__name__}" for make in MAKERS.values()]
     figures = [f"{stem}{kind}" for stem in stems for kind in KINDS]
-    page = folder / PAGE_NAME
-    is_ours = False
-    if page.is_file():
-        with open_file(page) as file:
-            is_ours = f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
     names = [PAGE_NAME, SAMPLES_PAGE_NAME, *figures]
-    claim(folder, names, field="--output", made_by="report", or_ours=is_ours)
+    claim(folder, names, field="--output", made_by="report")
 
 
 def _write(

@@ -139,10 +139,7 @@ def per_c(run: Run, name: str) -> dict[int, tuple[Values, Values]]:
         c = int(key.removeprefix(prefix))
         values, weights = run.series(key), rollout_weights(run, name, c)
         if not values.keys() <= weights.keys():
-            raise NoData(
-                f"{run.folder.name} has no per_c/correct/sequences or response_length: an older "
-                "version's run"
-            )
+            raise NoData(f"{run.folder.name} has no per_c/correct/sequences or response_length")
         found[c] = (values, weights)
     return found
 

@@ -165,25 +165,6 @@ def test_a_number_that_a_method_lacks_is_no_setting_of_its_archive(tmp_path, met
     assert read_archive(tmp_path / "archive")[0].method == preset
 
 
-def test_an_older_archive_reads(study, tmp_path):
-    """Solve rates as they are, a row per bin of timings, changed settings alone, no code."""
-    run = of_archive(study / "gapo-0", tmp_path)
-    (row,) = rows_in(tmp_path / "runs.csv")
-    del row["commit"]
-    row["config"] = run.config.model_dump_json(exclude_defaults=True)
-    write_rows(tmp_path / "runs.csv", [row])
-    rows = rows_in(tmp_path / "solve_rates.csv")
-    for row in rows:
-        per = float(row.pop("per"))
-        row |= {key: float(row[key]) / per for key in row if key not in ("run", "step")}
-    write_rows(tmp_path / "solve_rates.csv", rows)
-    start, steps = rows_in(tmp_path / "timings.csv")
-    write_rows(tmp_path / "timings.csv", [start, *[steps | {"num_steps": BIN_STEPS}] * 20])
-    (older,) = read_archive(tmp_path)
-    assert older.hours == run.hours
-    assert replace(older, timings=[]) == replace(run, timings=[])
-
-
 def test_the_study_in_the_documents_is_drawn_again():
     runs = read_archive(STUDY)
     comparison = Comparison.of(runs, first="gapo")

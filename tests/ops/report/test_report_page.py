@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gapo_megatron.hf.folder import claim
 from gapo_megatron.ops.report import write_report
 from gapo_megatron.ops.report.report import MAKERS, _lead, some
 from gapo_megatron.ops.report.runs import find_trained
@@ -102,9 +103,9 @@ def test_the_page_holds_everything(report):
 
 def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys):
     (tmp_path / "figures").mkdir()
+    claim(tmp_path, ["figures/solve_rates.png"], field="--output", made_by="report")
     older = tmp_path / "figures" / "solve_rates.png"  # of a report of more runs
     older.touch()
-    (tmp_path / "report.html").write_text("<html><title>Training report: gapo</title></html>")
     arguments = [study / "gapo<&0", study / "waiting", "--output", tmp_path]
     assert report_tool.main(list(map(str, arguments))) == 0
     printed = capsys.readouterr().out

@@ -174,6 +174,9 @@ def _transformers_logits(
         kind = getattr(transformers, architecture_of(hf_config).hf_class)
         weights = dict(read_hf(hf_dir))
         source = {"pretrained_model_name_or_path": None, "config": hf_config, "state_dict": weights}
+    if num_experts(hf_config):
+        # Its default, a grouped product, needs widths that are multiples of 16 bytes.
+        source["experts_implementation"] = "eager"
     model = kind.from_pretrained(
         **source,
         dtype=torch.float32,

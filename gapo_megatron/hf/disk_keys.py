@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.models.rules import Place, Rule, Shape, some
+from gapo_megatron.models.rules import Place, Rule, Shape, check_beginning, some
 
 _LAYERS = "decoder.layers."
 _HALVES = ("_w", "_v")
@@ -125,8 +125,9 @@ def find_slots(
 
     Raises:
         ConversionError: a key belongs to no parameter or has another shape, or a parameter has no
-            key or several.
+            key or several; see also `rules.check_beginning`.
     """
+    check_beginning(shapes, "embedding.word_embeddings.weight", source=source)
     spellings: dict[str, list[Rule]] = {}
     for rule in rules:
         for key in () if rule.tied else _spellings(rule):

@@ -10,6 +10,7 @@ from gapo_megatron.hf.headers import Header, read_headers
 from gapo_megatron.hf.quantized import joined
 from gapo_megatron.hf.stacks import unstacked
 from gapo_megatron.models.config_json import read_facts
+from gapo_megatron.models.rules import check_beginning
 from gapo_megatron.models.tables import architecture_of, left_out_layers
 
 
@@ -28,9 +29,10 @@ def model_tensors(hf_dir: str | Path) -> ModelTensors:
 
     Raises:
         ConfigError, ConversionError: see `headers.read_headers`, `config_json.read_facts`,
-            `stacks.unstacked` and `quantized.joined`.
+            `rules.check_beginning`, `stacks.unstacked` and `quantized.joined`.
     """
     stored, facts = read_headers(hf_dir), read_facts(hf_dir)
+    check_beginning(stored, "model.embed_tokens.weight", source=str(hf_dir))
     layers = left_out_layers(facts)
     headers, left_out = dict[str, Header](), list[str]()
     for name, header in stored.items():

@@ -372,6 +372,30 @@ def checked(
     check_names(rules, seen)
 
 
+def check_beginning(names: Iterable[str], embedding: str, *, source: str) -> None:
+    """Tell names that begin otherwise than a model's, as of a wrapper that was saved with it.
+
+    `_orig_mod.` is torch.compile's, `base_model.model.` peft's, `module.` data parallelism's,
+    `language_model.` that of a model with other parts.
+
+    Args:
+        names: of a folder's tensors, of either format.
+        embedding: the name of the model's, which none may have but for its beginning.
+        source: the folder, for errors.
+
+    Raises:
+        ConversionError: names both beginnings.
+    """
+    first, _, last = embedding.partition(".")
+    found = [name for name in names if f".{name}".endswith(f".{last}")]
+    if found and embedding not in found:
+        raise ConversionError(
+            f"{source}: names of tensors begin with {found[0].removesuffix(last)!r} ({found[0]}), "
+            f"not with '{first}.' ({embedding}): save the model without what is wrapped around it, "
+            "or rename them"
+        )
+
+
 def check_names(rules: Sequence[Rule], names: Iterable[str]) -> None:
     """Raise ConversionError unless `names` are exactly the model's Hugging Face tensors."""
     given, wanted = set(names), set(hf_shapes(rules))

@@ -56,6 +56,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.3.mlp.up_proj.weight"
 
 
+def begin(tensors: dict[str, Any], old: str, new: str) -> None:
+    """Let names begin otherwise."""
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+
 MODEL_DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "missing tensor": (
         lambda d: rewrite(d, lambda t: t.pop(UP)),
@@ -101,6 +107,16 @@ MODEL_DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda d: (d / "tokenizer.json").write_text("{"),
         ("tokenizer",),
     ),
+    **{
+        f"{first!r} for 'model.'": (
+            lambda d, first=first: rewrite(d, lambda t: begin(t, "model.", first)),
+            (f"'{first}'", f"{first}embed_tokens.weight", "'model.'"),
+        )
+        for first in (
+            *("_orig_mod.model.", "base_model.model.model.", "language_model.model."),
+            *("model.language_model.", ""),
+        )
+    },
 }
 
 
@@ -208,6 +224,10 @@ MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "layers": (
         lambda d: set_field(d / "hf" / "config.json", num_hidden_layers=5, layer_types=None),
         ("/release/common.pt", "config.json", "num_hidden_layers", "4", "5"),
+    ),
+    "names of a wrapper": (
+        lambda d: edit_metadata(d, lambda t: begin(t, "", "module.")),
+        ("'module.embedding.'", "'embedding.'", "module.embedding.word_embeddings.weight"),
     ),
     "rope base": (
         lambda d: set_field(

@@ -49,6 +49,22 @@ _SWITCHES = (
     "use_sliding_window",
 )
 
+# Fields that no architecture here has -> who reads them all the same, and computes something else.
+_READ_BY = {
+    **dict.fromkeys(
+        (
+            *("ada_rms_norm_t_cond", "attn_logit_softcapping", "compression_config"),
+            *("dual_chunk_attention_config", "final_logit_softcapping", "head_dtype"),
+            *("hidden_size_per_head", "kv_lora_rank", "llama_4_scaling", "logit_scale"),
+            *("mrope_section", "n_head_kv", "num_kv_heads", "qk_norm"),
+            *("shared_expert_intermediate_size", "target_layer_count", "xdrope_section"),
+        ),
+        "vLLM",
+    ),
+    **dict.fromkeys(("per_layer_config", "transformers_weights"), "transformers"),
+    **dict.fromkeys(("decoder", "generator", "text_config", "text_encoder"), "both libraries"),
+}
+
 
 def _size_rule(largest: int) -> FieldRule:
     # bool is a subclass of int, and not accepted
@@ -114,6 +130,13 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     """Read and check the fields of config.json; `source` names it in errors. See `read_facts`."""
     architecture = _architecture(fields, source)
     _check_loading(fields, source)
+    for name, reader in _READ_BY.items():
+        if name not in architecture.fields and fields.get(name) not in (None, False):
+            raise ConfigError(
+                f"{source}: {name} ({json.dumps(fields[name])[:80]}) is no field of "
+                f"{architecture.model_type} models, but {reader} would compute something else "
+                "with it: remove it"
+            )
     rules = {**_RULES, **architecture.fields}
     stated = _stated(fields, rules, source)
     for name, value in stated.items():

@@ -173,7 +173,7 @@ DEEPSEEK_V3 = Architecture(
     nullable=("num_key_value_heads", "q_lora_rank"),
     refused_fields=sigmoid_experts.REFUSED_FIELDS
     | dict.fromkeys(
-        ("index_topk", "llama_4_scaling", "rswa_window", "moe_router_dtype"),
+        ("index_topk", "rswa_window", "moe_router_dtype"),
         "vLLM computes another model with it, transformers does not read it",
     ),
     quantizations=(FP8,),

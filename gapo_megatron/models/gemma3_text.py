@@ -16,7 +16,7 @@ from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.parts import FULL, WINDOWED
 from gapo_megatron.models.rope import Rope, read_rope
 
-_PATTERN = "sliding_window_pattern"
+_PATTERN, _LOCAL_BASE = "sliding_window_pattern", "rope_local_base_freq"
 # transformers does not accept an integer here.
 _CAP = (
     "null or a number above 0 with a point or an exponent",
@@ -73,14 +73,14 @@ def _read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rop
                 "transformers would take the default for this model"
             )
     full, windowed = (
-        {"rope_theta": fields.get(name), "rope_parameters": nested.get(kind)}
-        for kind, name in ((FULL, "rope_theta"), (WINDOWED, "rope_local_base_freq"))
+        {name: fields.get(name), "rope_parameters": nested.get(kind)}
+        for kind, name in ((FULL, "rope_theta"), (WINDOWED, _LOCAL_BASE))
     )
     if full["rope_theta"] is None and (nested.get(FULL) or {}).get("rope_theta") is None:
         full["rope_theta"] = 1_000_000.0
     full |= {name: fields.get(name) for name in ("rope_scaling", "partial_rotary_factor")}
     whole = read_rope(full, source=source)
-    local = read_rope(windowed, source=source)
+    local = read_rope(windowed, source=f"{source}: {WINDOWED}", base_field=_LOCAL_BASE)
     if local.kind != "default" or local.share != 1.0:
         raise ConfigError(
             f"{source}: rope_type ({local.kind!r}) of {WINDOWED} must be 'default', and its "

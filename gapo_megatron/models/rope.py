@@ -110,7 +110,9 @@ def yarn_ramp(rope: Rope, size: int) -> tuple[float, float]:
     return first, last if last != first else last + 0.001
 
 
-def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope:
+def read_rope(
+    fields: Mapping[str, Any], *, source: str = "config.json", base_field: str = "rope_theta"
+) -> Rope:
     """Read the rotary settings of a model, and refuse ambiguous ones.
 
     Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`.
@@ -120,12 +122,13 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
     Args:
         fields: the fields of config.json, or `hf_config.to_dict()`; null means missing.
         source: origin of the fields, for errors.
+        base_field: the field of the base, outside of the tables.
 
     Raises:
         ConfigError: two values of a setting differ, the kind is unknown, or a number is missing,
             invalid or does not belong to the kind.
     """
-    stated = _stated(fields, source)
+    stated = _stated(fields, source, base_field)
     values: dict[str, Any] = {}
     for name, places in stated.items():
         (first, value), *others = places.items()
@@ -139,17 +142,17 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
         raise ConfigError(f"{source}: rope_type ({kind!r}) is not supported: {_REFUSED[kind]}")
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ConfigError(f"{source}: rope_type ({kind!r}) must be one of {', '.join(_SCALINGS)}")
-    values.setdefault("rope_theta", 10_000.0)  # every reader's default
     truncate = values.pop("truncate", None)
     if truncate is not None and not isinstance(truncate, bool):
         raise ConfigError(f"{source}: truncate ({truncate!a:.80}) must be true or false")
     for name, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and 0 < value < math.inf):
-            raise ConfigError(f"{source}: {name} ({value!a:.80}) must be a positive number")
+            place = next(iter(stated[name]))
+            raise ConfigError(f"{source}: {place} ({value!a:.80}) must be a positive number")
     if (share := values.pop("partial_rotary_factor", 1.0)) > 1:
         raise ConfigError(f"{source}: partial_rotary_factor ({share}) must be 1 or less")
-    base = values.pop("rope_theta")
+    base = values.pop("rope_theta", 10_000.0)  # every reader's default
     names, optional = _SCALINGS[kind], _OPTIONAL.get(kind, {})
     if missing := [name for name in names if name not in values]:
         raise ConfigError(f"{source}: rope_type {kind!r} needs {', '.join(missing)}")
@@ -169,12 +172,15 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
     return Rope(base, kind, {name: filled[name] for name in order if name in filled}, float(share))
 
 
-def _stated(fields: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+def _stated(fields: Mapping[str, Any], source: str, base_field: str) -> dict[str, dict[str, Any]]:
     """Setting -> {its name in the config: value}, without nulls."""
     stated: dict[str, dict[str, Any]] = {}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if fields.get(name) is not None:
-            stated.setdefault(name, {})[name] = fields[name]
+    for name, field in (
+        ("rope_theta", base_field),
+        ("partial_rotary_factor", "partial_rotary_factor"),
+    ):
+        if fields.get(field) is not None:
+            stated.setdefault(name, {})[field] = fields[field]
     for section in ("rope_scaling", "rope_parameters"):
         settings = {} if fields.get(section) is None else fields[section]
         if not isinstance(settings, Mapping):
@@ -183,4 +189,6 @@ def _stated(fields: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]
             if value is not None:
                 name = "rope_type" if key == "type" else key
                 stated.setdefault(name, {})[f"{section}.{key}"] = value
+    if (name := "original_max_position_embeddings") in stated and fields.get(name) is not None:
+        stated[name][name] = fields[name]  # which readers prefer
     return stated

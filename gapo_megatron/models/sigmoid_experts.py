@@ -111,9 +111,10 @@ def check_computed(config: Any) -> None:
     if chosen == 1:
         # The expert's share is always 1.
         raise ConfigError("the model's num_experts_per_tok (1) must be 2 or more: norm_topk_prob")
-    # Megatron-core counts a group by its best num_experts_per_tok / topk_group, not its best two.
     if best < config.n_group and chosen // best != 2:
         raise ConfigError(
-            f"the model's num_experts_per_tok ({chosen}) must be twice its topk_group ({best}), "
-            f"which is below n_group ({config.n_group})"
+            f"the model's topk_group ({best}) must be n_group ({config.n_group}), or its "
+            f"num_experts_per_tok ({chosen}) from {2 * best} to {3 * best - 1}: Megatron-core "
+            f"ranks a group by its best num_experts_per_tok // topk_group ({chosen // best}) "
+            "experts, transformers and vLLM by its best 2"
         )

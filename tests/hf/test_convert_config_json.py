@@ -203,6 +203,11 @@ def test_what_transformers_refuses_is_refused(model_type: str, tmp_path: Path) -
             for name in ("llama", "mistral", "phi3")
             for bias in ({"bias": True}, {"qkv_bias": True})
         ),
+        (
+            # transformers and vLLM prefer the one outside.
+            {"rope_scaling": COMPLETE["rope_scaling"], "original_max_position_embeddings": 128},
+            ["original_max_position_embeddings", 64, 128],
+        ),
         ({"rotary_pct": 0.5}, ["rotary_pct (0.5)"]),
         ({"rotary_emb_fraction": 0.5}, ["rotary_emb_fraction (0.5)"]),
         ({"rotary_emb_base": 5e5}, ["rotary_emb_base (500000.0)"]),

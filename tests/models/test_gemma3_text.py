@@ -48,6 +48,11 @@ def nested(kind: str, **settings: Any) -> dict[str, Any]:
             {"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}},
             ["rope_type", "type ('linear')"],
         ),
+        (
+            nested("sliding_attention") | {"rope_local_base_freq": 2e4},
+            ["rope_local_base_freq is 20000.0", "sliding_attention", "10000.0"],
+        ),
+        ({"rope_local_base_freq": -1.0}, ["rope_local_base_freq (-1.0)"]),
         ({"final_logit_softcapping": 30}, ["final_logit_softcapping (30)", "a point"]),
     ],
 )

@@ -62,7 +62,10 @@ def test_a_config_that_contradicts_itself_is_refused(
         ({"norm_topk_prob": False}, ["norm_topk_prob (false)"]),
         ({"num_experts_per_tok": 1}, ["num_experts_per_tok (1)"]),
         # Megatron-core would count a group by its best four.
-        ({"n_group": 4, "topk_group": 2}, ["num_experts_per_tok (8)", "topk_group (2)"]),
+        (
+            {"n_group": 4, "topk_group": 2},
+            ["topk_group (2)", "n_group (4)", "num_experts_per_tok (8)", "from 4 to 5"],
+        ),
         ({"head_dim": None, "num_attention_heads": 80}, ["head_dim"]),
         ({"hidden_act": "gelu"}, ["hidden_act ('gelu')"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings (true)"]),
@@ -78,6 +81,9 @@ def test_what_would_be_computed_differently_is_refused(
 def test_two_experts_of_a_group_or_all_groups_are_computed() -> None:
     for best in (4, 8):
         check_shapes(read(n_group=8, topk_group=best), ParallelConfig())
+    for chosen in (4, 5):
+        changes = {"n_group": 8, "topk_group": 2, "num_experts_per_tok": chosen}
+        check_shapes(read(**changes), ParallelConfig())
 
 
 def test_sizes_that_are_cut_are_those_of_its_layers() -> None:

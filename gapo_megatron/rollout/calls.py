@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 EXCHANGE_EVERY = 8
 """Decoding steps between two broadcasts of answers, in a replica of several ranks."""
+_STOP_WAIT_S = 2.0
+"""Longest wait of a stop for answers of an environment that may not be asked again."""
 _WAIT_S = 0.1
 """Longest wait for an answer: meanwhile the verifier workers get new work."""
 
@@ -162,6 +164,14 @@ class Calls:
             for episode in episodes:
                 self._caller.close(episode)
 
+    def await_running(self) -> None:
+        """Wait a moment for the answers of calls that run, so that a resume finds them recorded.
+
+        Those that may be repeated are not waited for.
+        """
+        if self._caller is not None:
+            self._caller.await_running(_STOP_WAIT_S)
+
     def is_due(self, num_steps: int) -> bool:
         """Whether the ranks of the replica exchange answers at this decoding step."""
         every = EXCHANGE_EVERY if self._replicas.size > 1 else 1
@@ -261,6 +271,12 @@ class _Caller:
                     logger.warning(
                         "environment.kind: close(episode) failed: %s (said once)", failure
                     )
+
+    def await_running(self, limit_s: float) -> None:
+        """Wait until the calls that have begun have ended, unless they may be made again."""
+        end_s = time.monotonic() + (0.0 if self._acting.may_repeat else limit_s)
+        while any(not one.is_settled for one in self._begun) and time.monotonic() < end_s:
+            time.sleep(0.001)
 
     def _arrived(self, wait_s: float) -> Iterator[Reply]:
         while True:

@@ -206,6 +206,8 @@ class _Run:
                 self._end = self._take_steps(len(begun), bar)
         finally:
             left = self._engine.abort()
+            if self._calls and self._end.aborted:
+                self._calls.await_running()
             if self._calls:
                 self._calls.close(self._responses.unfinished())
         self.num_tokens += sum(len(one.token_ids) for one in left)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gapo_megatron import rewards
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import DataError
+from gapo_megatron.rollout import calls as calls_module
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.call_metrics import sum_calls
 from gapo_megatron.rollout.calls import Acting, in_thread
@@ -36,7 +37,7 @@ from tests.acting import EOS, acting_of, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout.test_chat import tokenizer_of
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import LoneReplicas, ScriptedEngine
 from tests.waiting import HANG_S
 
 SETTINGS = SamplingSettings(num_samples=4, max_response_tokens=200, seed=7, step=3)
@@ -291,16 +292,39 @@ def test_calls_that_were_given_up_keep_their_places_until_they_return() -> None:
     assert most == 3
 
 
-def test_a_stop_does_not_wait_for_an_environment() -> None:
-    hooks = Hooks(should_abort=lambda _: len(asked) == 4)
+@pytest.mark.parametrize(
+    ("hangs", "may_repeat", "limit_s"),
+    [(True, False, 0.01), (True, True, HANG_S), (False, False, HANG_S)],
+)
+def test_a_stop_waits_only_for_calls_that_end_soon_and_may_not_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool, may_repeat: bool, limit_s: float
+) -> None:
+    """Their answers are recorded: after the stop no episode is unknown."""
+    monkeypatch.setattr(calls_module, "_STOP_WAIT_S", limit_s)
     asked: list[Episode] = []
+    is_aborted, released = threading.Event(), threading.Event()
+
+    def should_abort(_: float) -> bool:
+        if len(asked) == 4:
+            is_aborted.set()
+        return is_aborted.is_set()
 
     def respond(episode: Episode) -> None:
         asked.append(episode)
-        threading.Event().wait()
+        (released if hangs else is_aborted).wait()
 
-    calls = calls_of(respond, run=in_thread)
+    environment = SimpleNamespace(respond=respond, may_repeat=may_repeat)
+    replicas = LoneReplicas()
+    calls = acting_of(environment, run_dir=tmp_path, run=in_thread).calls("step_0", replicas)
+    hooks = Hooks(should_abort=should_abort)
     assert generate(ScriptedEngine(draws), PROMPTS[:1], SETTINGS, calls=calls, hooks=hooks) is None
+
+    if not hangs:  # nobody is asked again
+        environment.respond = None
+        again = acting_of(environment, run_dir=tmp_path).calls("step_0", replicas)
+        (group,) = generate(ScriptedEngine(draws), PROMPTS[:1], SETTINGS, calls=again) or []
+        assert not any(one.failure for one in group)
+    released.set()
 
 
 # --- ranks of a replica ---------------------------------------------------------------------------

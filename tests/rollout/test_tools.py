@@ -17,6 +17,7 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.call_metrics import num_turns
+from gapo_megatron.rollout.environments import tools as tools_module
 from gapo_megatron.rollout.environments.tools import Tools, calculate, find_calls
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
@@ -223,6 +224,22 @@ def test_results_are_plain_text_where_prompts_are() -> None:
         text = tokenizer.decode(list(built.respond(turn) or ()))
         assert ("<|im_start|>" in text) is is_message and "84" in text
         assert is_message or text == "<tool_response>84</tool_response>"
+
+
+@pytest.mark.parametrize(
+    ("settings", "may_repeat"),
+    [
+        ({}, True),
+        ({"tools": ["calculator", "python"]}, True),
+        ({"tools": ["python"], "sandbox": "unsafe"}, False),
+        ({"tools": ["calculator"], "sandbox": "unsafe"}, True),
+    ],
+)
+def test_a_call_without_effects_is_made_again(
+    settings: dict[str, Any], may_repeat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools_module, "check_programs", lambda **_: None)
+    assert acting_of(Tools(TOKENIZER, **settings)).may_repeat is may_repeat
 
 
 def test_wrong_settings_are_named() -> None:

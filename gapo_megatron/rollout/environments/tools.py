@@ -89,6 +89,8 @@ class Tools(OneTurn):
             self._chat = ChatTurns(tokenizer, role=role, options=template_variables)
         self._special = _special_tokens(tokenizer)
         self._box: dict[str, Any] = {"timeout_s": timeout_s, "sandbox": sandbox, "python": python}
+        # What is calculated, or runs in a sandbox, has no effect: after a kill it runs again.
+        self.may_repeat = "python" not in tools or sandbox != "unsafe"
         if "python" in tools:
             check_programs(**self._box)
 

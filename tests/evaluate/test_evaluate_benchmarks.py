@@ -32,6 +32,7 @@ from tests.acting import one_turn_acting
 from tests.data.test_data_benchmarks import put
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of, says
+from tests.tokenizers import byte_level
 
 CORRECT, WRONG, UNKNOWN = map(Verdict, (Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN))
 
@@ -141,6 +142,17 @@ def test_a_rank_judges_and_keeps_its_part_of_what_its_engine_made(tmp_path, toke
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
         sample(engine, task, tmp_path, pool)
     assert list(read_samples(tmp_path / "aime24/seed_0")) == ["aime24-1", "aime24-2"]
+
+
+def test_samples_show_the_thinking_of_which_the_marks_are_tokens(tmp_path) -> None:
+    tokenizer = byte_level("<think>", "</think>")
+    rows = [{"problem": "p", "answer": "1"}]
+    task = read_task("aime24", put(tmp_path / "data", "a.json", rows), tokenizer)
+    said = "<think>\\boxed{1}</think>\\boxed{2}"
+    with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
+        sample(answers(tokenizer, said), task, tmp_path, pool)
+    kept = read_samples(tmp_path / "aime24/seed_0")["aime24-0"]
+    assert kept.samples[0].response.startswith("<think>") and kept.num_correct == 0
 
 
 def collect_all(output_dir, task, *, setting=""):

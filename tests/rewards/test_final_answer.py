@@ -215,11 +215,15 @@ def test_an_agent_sees_the_thinking_marked() -> None:
         "<|im_start|>assistant\n<think>\n"
     )
     first = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    conversation = Conversation(tokenizer, first=first, options={}, overrule=lambda *_: None)
-    conversation.ask({"model": MODEL, "messages": [{"role": "user", "content": "?"}]})
-    turn = encode(tokenizer, "a</think>b<|im_end|>")
-    message = conversation.say(turn, [0.0] * len(turn))["choices"][0]["message"]
-    assert message["content"] == "<think>a</think>b"
+    conversation = Conversation(tokenizer, first=first, overrule=lambda *_: None)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    messages = [{"role": "user", "content": "?"}]
+    conversation.ask({"model": MODEL, "messages": messages, "tools": [tool]})
+    for call in ("", '<tool_call>{"name": "f"}</tool_call>'):
+        turn = encode(tokenizer, f"a</think>b{call}<|im_end|>")
+        message = conversation.say(turn, [0.0] * len(turn))["choices"][0]["message"]
+        assert message["content"] == "<think>a</think>b" and ("tool_calls" in message) == bool(call)
+        del conversation.tokens[-len(turn) :]
 
 
 def test_a_verifier_may_take_the_whole_response(tmp_path: Path, monkeypatch: Any) -> None:

@@ -251,6 +251,17 @@ def test_an_empty_response_follows_nothing() -> None:
     assert "empty" in verdict.reason
 
 
+def test_the_final_answer_alone_is_read() -> None:
+    comma, word = "punctuation:no_comma", ("keywords:existence", {"keywords": ["bears"]})
+    both = answer_of((comma, {}), word)
+    for response, outcome in {
+        "<think>\nOkay, so bears.</think>\n\nBears sleep.": Outcome.CORRECT,
+        "<think>bears</think>They sleep.": Outcome.WRONG,
+        "<think>bears": Outcome.WRONG,
+    }.items():
+        assert instructions.verify(response, both).outcome is outcome, response
+
+
 def test_all_instructions_must_be_followed() -> None:
     given = [
         ("punctuation:no_comma", {}),

@@ -149,7 +149,8 @@ class Conversation:
         calls = [_read_call(one) for one in find_calls(whole)]
         if not calls or None in calls:
             return message
-        message["content"] = whole.partition("<tool_call>")[0].strip() or None
+        shown = text if "<tool_call>" in text else whole  # it may be a special token
+        message["content"] = shown.partition("<tool_call>")[0].strip() or None
         message["tool_calls"] = []
         for call in calls:
             self._num_calls += 1

@@ -75,8 +75,7 @@ def environment(folder: Path, **changes: str) -> dict[str, str]:
         r"|GENERATION_NODES"
     )
     kept = {name: value for name, value in os.environ.items() if not foreign.fullmatch(name)}
-    ours = {"PYTHON": str(stand_in_python(folder)), "CHECK_NODES": "0", "SITE_FILE": os.devnull}
-    return kept | ours | changes
+    return kept | {"PYTHON": str(stand_in_python(folder)), "CHECK_NODES": "0"} | changes
 
 
 def write_study(

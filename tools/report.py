@@ -21,8 +21,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.io.files import file_name
-
 EXAMPLES = """\
 one run:                    tools/report.py runs/demo
 a study, gapo vs. the rest: tools/report.py runs/studies/demo --first gapo
@@ -89,7 +87,7 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: `report` in a single RUN; of several, a folder beside them with their names",
+        help="default: `report` in the folder that contains all RUNs (a single RUN: in RUN itself)",
     )
     parser.add_argument(
         "--first",
@@ -104,13 +102,10 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(command_line)
     if arguments.output is None:
-        runs = [run.absolute() for run in arguments.runs]
-        common = Path(os.path.commonpath(runs))
+        common = Path(os.path.commonpath([run.absolute() for run in arguments.runs]))
         if common == Path(common.anchor):
             parser.error("these RUNs have no common folder: give --output")
-        # Other runs have another report: one must not replace the other's.
-        names = ["_".join(run.relative_to(common).parts) or run.name for run in runs]
-        arguments.output = common / (file_name("_vs_".join(names)) if runs[1:] else "report")
+        arguments.output = common / "report"
     return arguments
 
 

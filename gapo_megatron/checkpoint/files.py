@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.hf.unpickle import explain
+from gapo_megatron.hf.unpickle import explain, load_data
 from gapo_megatron.io.documents import open_file
 
 
@@ -43,7 +43,7 @@ def reading(path: Path) -> Iterator[dict[str, Any]]:
     """
     try:
         with open_file(path) as file:
-            content = torch.load(file, weights_only=True)
+            content = load_data(file)
         if not isinstance(content, dict):
             raise ValueError(f"it holds {type(content).__name__}, not a dictionary")
         yield content
@@ -69,6 +69,8 @@ def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torc
     """
     if not isinstance(value, torch.Tensor) or (value.dtype, value.ndim) != (dtype, 1):
         raise ValueError(f"{value!r:.40} instead of a column of {dtype}")
+    if not value.is_contiguous():  # of any length, without elements of its own
+        raise ValueError(f"a column with the stride {value.stride()}")
     if length is not None and len(value) != length:
         raise ValueError(f"{len(value)} elements instead of {length}")
     return value
@@ -82,6 +84,8 @@ def matrix(value: Any, *dtypes: torch.dtype) -> torch.Tensor:
     """
     if not isinstance(value, torch.Tensor) or value.dtype not in dtypes or value.ndim != 2:
         raise ValueError(f"{value!r:.40} instead of a matrix of {dtypes[0]}")
+    if not value.is_contiguous():
+        raise ValueError(f"a matrix with the strides {value.stride()}")
     return value
 
 

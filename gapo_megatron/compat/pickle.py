@@ -20,8 +20,8 @@ class CheckedUnpickler(pickle._Unpickler):
     # Versions: CPython 3.11, 3.12
     # Upstream: none found
     MAX_ITEMS = 2_000
-    """Items of one tuple, and of the tuples in it: the state of Python's random numbers has 629. A
-    tuple in a tuple in a tuple ... is looked through once for each, 2 million items up to here."""
+    """Items of the tuples in a tuple: the state of Python's random numbers has 625. A tuple in a
+    tuple in a tuple ... is looked through once for each, 2 million items up to here."""
     memo: dict[int, Any]
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
@@ -34,14 +34,16 @@ class CheckedUnpickler(pickle._Unpickler):
         """
         if self.memo and (index := next(reversed(self.memo))) > len(self.memo):
             raise ValueError(f"{index} as the index of object {len(self.memo)}")
-        num_items, items = 0, [self.stack[-1]]
-        while items:
-            item = items.pop()
-            num_items += 1
+        num_items, found = 0, [self.stack[-1]]
+        while found:
+            item = found.pop()
+            if not isinstance(item, tuple):
+                continue
+            inner = [one for one in item if isinstance(one, tuple)]
+            num_items += sum(1 + len(one) for one in inner)
             if num_items > self.MAX_ITEMS:
-                raise ValueError(f"a tuple of more than {self.MAX_ITEMS} items")
-            if isinstance(item, tuple):
-                items += item
+                raise ValueError(f"tuples of more than {self.MAX_ITEMS} items in a tuple")
+            found += inner
 
 
 def _checked(operation: Callable[[Any], None]) -> Callable[[Any], None]:

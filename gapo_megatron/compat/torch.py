@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -196,7 +198,20 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 
 def pickle_in(file: BinaryIO | Any) -> bytes:
-    """The pickle inside a file of `torch.save`."""
+    """The pickle inside a file of `torch.save`.
+
+    Raises:
+        ValueError: it is no such file, or its records are more bytes than the file: `torch.save`
+            does not compress, but its reader would unpack a thousand times what a file has.
+    """
+    try:
+        with zipfile.ZipFile(file) as records:
+            unpacked = sum(one.file_size for one in records.infolist())
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"not a file of torch.save: {error}") from None
+    if unpacked > (size := file.seek(0, os.SEEK_END)):
+        raise ValueError(f"{size} bytes that hold {unpacked}: torch.save does not compress")
+    file.seek(0)
     # Uses: torch.serialization._open_zipfile_reader
     # Versions: torch 2.13.0
     # Upstream: none found

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import is_unicode, keys_of, open_file, parse_json
+from gapo_megatron.io.documents import MAX_BYTES, is_unicode, keys_of, open_file, parse_json
 
 Row = dict[str, Any]
 
+MAX_ROW_BYTES = MAX_BYTES
+"""Largest row of JSON: a row may hold 100 MB of tests."""
 CHUNK = 2**20
 """Characters of a JSON list that are read at a time."""
 PARQUET_ROWS = 16
@@ -100,7 +102,7 @@ def count_rows(path: Path) -> int:
     if path.suffix == ".json":
         return sum(1 for _ in read_problem_rows(path, ()))
     with _opened(path) as file:
-        return sum(1 for line in file if line.strip())
+        return sum(1 for _, line in _lines(file, path) if line.strip())
 
 
 def column_names(path: Path, row: Row) -> str:
@@ -173,6 +175,15 @@ def _first_character(file: BinaryIO) -> bytes:
     return start[:1]
 
 
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers, from 1."""
+    lines = iter(lambda: file.readline(MAX_ROW_BYTES + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_ROW_BYTES:
+            raise DataError(f"{path}:{number}: a row of more than {MAX_ROW_BYTES} bytes")
+        yield number, line
+
+
 def _jsonl(
     file: BinaryIO,
     path: Path,
@@ -181,7 +192,7 @@ def _jsonl(
     after: int,
 ) -> Iterator[tuple[int, Any, float]]:
     size, done = os.fstat(file.fileno()).st_size, 0
-    for number, line in enumerate(file, start=1):
+    for number, line in _lines(file, path):
         done += len(line)
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)  # files from Windows
@@ -197,7 +208,7 @@ def _json(
     after: int,
 ) -> Iterator[tuple[int, Any, float]]:
     size = os.fstat(data.fileno()).st_size
-    text = _JsonText(io.TextIOWrapper(data, encoding="utf-8-sig"))
+    text = _JsonText(io.TextIOWrapper(data, encoding="utf-8-sig"), path)
     if text.take() != "[":
         raise DataError(f"{path}: must hold a JSON list")
     number, separator = 0, text.take() if text.look() == "]" else ","
@@ -216,8 +227,8 @@ class _JsonText:
 
     _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, file: TextIO, path: Path) -> None:
+        self._file, self._path = file, path
         self._text = ""
         self._position = 0
         self._decode = json.JSONDecoder().raw_decode
@@ -260,6 +271,8 @@ class _JsonText:
     def _grow(self) -> bool:
         more = self._file.read(max(CHUNK, len(self._text)))
         self._text, self._position = self._text[self._position :] + more, 0
+        if len(self._text) > 2 * MAX_ROW_BYTES:  # half of it may be read ahead
+            raise DataError(f"{self._path}: a row of more than {MAX_ROW_BYTES} characters")
         return bool(more)
 
 

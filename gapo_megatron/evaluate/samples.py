@@ -4,22 +4,24 @@
     OUTPUT/aime24/problems.json          digest of the problem file
     OUTPUT/aime24/seed_0/aime24-0.jsonl  some problems, one per line, with all of their samples
 
-A file is named after its first problem (`file_name`) and written atomically, by any rank. So a kill
-loses only the samples that are being generated.
+A file is named after its first problem (by a digest, if that id is no file name) and written
+atomically, by any rank. So a kill loses only the samples that are being generated.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gapo_megatron.data.rows import read_lines
-from gapo_megatron.errors import ConfigError, DataError, said
-from gapo_megatron.io.documents import differences, read_object
-from gapo_megatron.io.files import file_name, write_atomically
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.documents import read_object
+from gapo_megatron.io.files import write_atomically
 from gapo_megatron.types import Outcome, Verdict
 
 
@@ -81,7 +83,10 @@ def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
     lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
     # A response or a program's message may contain a lone surrogate, which UTF-8 cannot encode.
     text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
-    write_atomically(folder / f"{file_name(problems[0].id)}.jsonl", text)
+    name = problems[0].id
+    if not re.fullmatch(r"\w[\w.+-]{0,99}", name):  # the ids of one's own problems are any text
+        name = hashlib.sha256(name.encode()).hexdigest()
+    write_atomically(folder / f"{name}.jsonl", text)
 
 
 def read_samples(folder: Path) -> dict[str, Solved]:
@@ -129,11 +134,20 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=2) + "\n")
     else:
-        if changed := [*differences(before, settings)]:
+        if differences := [*_differences(before, settings)]:
             raise ConfigError(
                 f"{path.parent} has samples {done} with other settings "
-                f"({'; '.join(changed)}): use another --output, or remove the folder"
+                f"({'; '.join(differences)}): use another --output, or remove the folder"
             )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[str]:
+    for key in sorted(before.keys() | now.keys()):
+        was, is_now = before.get(key), now.get(key)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            yield from _differences(was, is_now, f"{within}{key}.")
+        elif was != is_now:
+            yield f"{within}{key} was {was!r}, is {is_now!r}"
 
 
 def _to_json(problem: Solved) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def _from_json(row: Any, *, where: str) -> Solved:
         samples = tuple(map(_sample, row["samples"]))
         return Solved(_typed(row, "id", str), _typed(row, "level", str), samples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = said(error)
+        why = f"{type(error).__name__}: {error!s:.200}"
         raise DataError(f"{where}: must be a problem with its samples ({why})") from None
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gapo_megatron.errors import ConversionError
+from gapo_megatron.hf.unpickle import load_data
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.huge_pages import empty
 from gapo_megatron.models.rules import Shape
@@ -119,7 +120,7 @@ class Chunks:
         try:
             with open_file(path) as file:
                 stream: Any = _Part(file.fileno(), info.offset, info.length)
-                tensor = torch.load(stream, map_location="cpu", weights_only=True)
+                tensor = load_data(stream, map_location="cpu")
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise ConversionError(f"{at} cannot be read: {error}") from None
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (

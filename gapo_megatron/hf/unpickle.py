@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from gapo_megatron.compat.pickle import CheckedUnpickler
 from gapo_megatron.compat.torch import pickle_in, storage_info
-from gapo_megatron.errors import ConversionError, printable
+from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.manifest import is_plain_name
 from gapo_megatron.io.documents import open_file
 
@@ -110,6 +110,28 @@ def read_common(root: Path, metadata: Metadata) -> dict[str, Any]:
     return common
 
 
+def load_data(file: Any, **options: Any) -> Any:
+    """Read a file of `torch.save` that holds tensors and plain values alone.
+
+    First its sizes and its pickle are checked (`pickle_in`, `CheckedUnpickler`): torch's own reader
+    of data can be made to end the process, or to fill its memory.
+
+    Args:
+        file: opened, at its start.
+        options: of `torch.load`.
+
+    Raises:
+        pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError: it is damaged, or holds
+            something else.
+    """
+    try:
+        _DataUnpickler(_Content(pickle_in(file)), Path(), _ANY).load()
+    except (AttributeError, LookupError, MemoryError, OverflowError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    file.seek(0)
+    return torch.load(file, weights_only=True, **options)
+
+
 def check_extra_state(value: Any, *, source: str) -> None:
     """Refuse an `_extra_state` with anything that Transformer Engine would run on unpickling it.
 
@@ -134,7 +156,7 @@ def check_extra_state(value: Any, *, source: str) -> None:
 
 def explain(error: BaseException) -> str:
     """An error in one line; of torch's unpickler, without the advice to trust the file."""
-    text = printable(" ".join(str(error).split()))
+    text = " ".join(str(error).split())
     found = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL (\S+)", text)
     return f"it would run {found[1]}, which is no data" if found else text
 
@@ -203,11 +225,12 @@ class _DataUnpickler(CheckedUnpickler):
 
 def _load(file: Any, path: Path) -> Any:
     """Read a file of `torch.save`, with stand-ins."""
+    content = _Content(pickle_in(file))
+    file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # torch knows its own
     if foreign := [name for name in names if not _COMMON.fullmatch(name)]:
         raise _foreign(path, foreign)
-    file.seek(0)
-    return _DataUnpickler(_Content(pickle_in(file)), path, _ANY).load()
+    return _DataUnpickler(content, path, _ANY).load()
 
 
 def _foreign(path: Path, names: list[str]) -> ConversionError:

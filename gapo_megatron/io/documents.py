@@ -14,19 +14,18 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from gapo_megatron.errors import ConfigError, GapoError, shown
+from gapo_megatron.errors import ConfigError, GapoError
 
 MAX_BYTES = 2**28
 """Largest document: some ten times the largest published tokenizer.json."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects."""
 MAX_BITS = 1024
-"""Largest integer in TOML, whose hexadecimal ones could have more digits than Python prints.
-Integers in JSON have at most the 4,300 digits that Python reads."""
+"""Largest integer in TOML, whose hexadecimal ones could have more digits than Python prints."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -132,7 +131,11 @@ def parse_json(
             value = json.loads(text, object_pairs_hook=keep)
             return _unique(outermost) if isinstance(value, dict) else value
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_number,
+            parse_float=_finite,
+            parse_int=_whole,
         )
     except UnicodeDecodeError as problem:
         raise error(f"{where} is not valid UTF-8: {problem.reason}") from None
@@ -185,6 +188,11 @@ def _finite(digits: str) -> float:
     return value
 
 
+def _whole(digits: str) -> int:
+    _finite(digits)  # what should be any number may be written without a point
+    return int(digits)
+
+
 def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
     """Refuse deep nesting, unpaired surrogates and huge numbers; without recursion."""
     level, depth = [value], 0
@@ -209,18 +217,6 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
 def keys_of(row: Mapping[str, Any]) -> str:
     """The keys of an object, for a message; surrogates are escaped."""
     return ", ".join(row).encode("utf-8", "backslashreplace").decode()[:500] or "none"
-
-
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], within: str = ""
-) -> Iterator[str]:
-    """Texts that name each value that differs, `within` a table of this name, and both values."""
-    for key in sorted(before.keys() | now.keys()):
-        was, is_now = before.get(key), now.get(key)
-        if isinstance(was, dict) and isinstance(is_now, dict):
-            yield from differences(was, is_now, f"{within}{key}.")
-        elif was != is_now:
-            yield f"{within}{key} was {shown(was)}, is {shown(is_now)}"
 
 
 def is_unicode(text: str) -> bool:

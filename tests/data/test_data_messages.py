@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, DataConfig, RewardConfig, load_config, parse_config
+from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.data.schema import read_training_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
@@ -189,6 +191,26 @@ def test_a_system_prompt_that_the_template_drops_is_refused(
     path = put(tmp_path / "p.jsonl", [row()])
     with pytest.raises(ConfigError, match=mentions("data.system_prompt ('be brief')")):
         read(path, tokenizer, chat_template=True, system_prompt="be brief")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "('a' * 2000000000) | length",
+        "('%2000000000d' % 1) | length",
+        "'{:2000000000}'.format(1) | length",
+        "('a' | center(2000000000)) | length",
+    ],
+)
+def test_a_template_that_takes_all_memory_is_refused(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{{ " + line + " }}")
+    data = DataConfig(train_path="unused", chat_template=True)
+    with pytest.raises(ConfigError, match=mentions("chat template", "memory", 2**30)):
+        bind_template(tokenizer, data)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_only_asked_for_columns_are_kept(

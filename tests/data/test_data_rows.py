@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from gapo_megatron.data import rows as rows_module
-from gapo_megatron.data.rows import check_format, read_rows
+from gapo_megatron.data.rows import check_format, count_rows, read_rows
 from gapo_megatron.errors import DataError
 from tests.messages import mentions
 from tests.prepare_data_setup import put
@@ -54,6 +54,24 @@ def test_memory_holds_a_few_rows(tmp_path, monkeypatch, suffix):
         tracemalloc.stop()
     assert path.stat().st_size > 4_000_000
     assert peak < 1_000_000  # a chunk, the rest of the one before, and their sum
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_row_without_end_is_not_read_whole(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(rows_module, "CHUNK", 2**10)
+    monkeypatch.setattr(rows_module, "MAX_ROW_BYTES", 2**16)
+    path = put(tmp_path / f"rows{suffix}", [{"a": "x"}, {"a": "y" * 2**15}])
+    assert len(read(path)) == 2
+    path.write_bytes(b'[{"a": "' if suffix == ".json" else b'{"a": 1}\n')
+    os.truncate(path, 2**30)  # a hole, of zeros
+    tracemalloc.start()
+    try:
+        for reads in (read, count_rows):
+            with pytest.raises(DataError, match=mentions(path, 2**16)):
+                reads(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_parquet_file_is_read_a_few_rows_at_a_time_and_only_its_columns(tmp_path, monkeypatch):

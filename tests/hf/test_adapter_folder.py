@@ -132,6 +132,7 @@ A, B = (f"base_model.model.{Q}.lora_{factor}.weight" for factor in "AB")
         ({"r": 0}, ["r (0)", "1"]),
         ({"lora_alpha": "16"}, ["lora_alpha ('16')", "number"]),
         ({"lora_alpha": -1}, ["lora_alpha (-1)", "above 0"]),
+        ({"lora_alpha": 10**400}, ["adapter_config.json", "largest number"]),
         ({"use_rslora": 1}, ["use_rslora (1)", "true or false"]),
         ({"use_dora": True}, ["use_dora (True)", "False"]),
         ({"bias": "all"}, ["bias ('all')", "none"]),

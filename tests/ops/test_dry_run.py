@@ -54,7 +54,6 @@ TINY = {
 
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

@@ -52,7 +52,7 @@ def engines(kind: str) -> Iterator[tuple[Engine, list[int]]]:
         model = make_model(tied=True)
         model.save_pretrained(folder)
         engine = build_engine(make_config(Path(folder), max_response_tokens=100))
-        yield engine, [*engine.eos_token_ids]
+        yield engine, engine.eos_token_ids
         engine.close()
 
 

@@ -21,11 +21,11 @@ class Family:
 
     template: str
     ends: str
-    """Token with which the template ends the model's turn; a family may have several."""
+    """Token with which the template ends the model's turn, or begins what follows it."""
     eos: str
     """`eos_token` of its tokenizer."""
     special: tuple[str, ...] = ()
-    """Other special tokens; one that begins with `<bos` or is marked so is the BOS."""
+    """Other special tokens."""
     bos: str = ""
 
     @property
@@ -33,13 +33,25 @@ class Family:
         return "strftime_now" in self.template
 
 
-def chat(begin: str, before: str, after: str, opening: str, **roles: tuple[str, str]) -> str:
-    """A template: `before`, the message and `after` for each, with ROLE; `roles` have their own."""
+def chat(
+    begin: str,
+    before: str,
+    after: str,
+    opening: str,
+    last: str = "",
+    **roles: tuple[str, str],
+) -> str:
+    """A template: `before`, the message and `after` for each, with ROLE; `roles` have their own.
+
+    `last` is in place of `after` where the conversation ends with the model's turn.
+    """
     turns = {role: (before.replace("ROLE", role), after.replace("ROLE", role)) for role in ROLES}
     return (
         f"{{%- set turns = {json.dumps(turns | roles, ensure_ascii=False)} -%}}{begin}"
         "{%- for m in messages -%}"
-        "{{ turns[m.role][0] + m.content + turns[m.role][1] }}"
+        "{{ turns[m.role][0] + m.content }}"
+        f"{{% if loop.last and not add_generation_prompt and {json.dumps(last)} %}}"
+        f"{{{{ {json.dumps(last)} }}}}{{% else %}}{{{{ turns[m.role][1] }}}}{{% endif %}}"
         "{%- endfor -%}"
         f"{{%- if add_generation_prompt -%}}{{{{ {json.dumps(opening)} }}}}{{%- endif -%}}"
     )
@@ -156,10 +168,11 @@ FAMILIES = {
             "<|end|>",
             "<|start|>assistant",
             assistant=("<|start|>assistant<|channel|>final<|message|>", "<|end|>"),
+            last="<|return|>",
         ),
-        "<|end|>",
         "<|return|>",
-        ("<|start|>", "<|message|>", "<|channel|>"),
+        "<|return|>",
+        ("<|start|>", "<|message|>", "<|channel|>", "<|end|>"),
     ),
     "seed_oss": Family(
         chat("", "<seed:bos>ROLE\n", "<seed:eos>", "<seed:bos>assistant\n"),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 console = Console()
 
-_OF_TEMPLATE = ("system_prompt", "chat_template_kwargs")
+_OF_TEMPLATE = ("system_prompt", "chat_template_kwargs", "end_tokens")
 
 _ENVIRONMENT_CODE = (
     *("rollout/environments", "rollout/agents"),
@@ -150,12 +150,13 @@ def _sample(
     """Build the engine, and sample the remaining problems."""
     from gapo_megatron import rewards
     from gapo_megatron.compat.vllm import why_no_cpu_fp8
+    from gapo_megatron.data.end_tokens import find_end_tokens
     from gapo_megatron.evaluate.benchmark import Sampler
     from gapo_megatron.models.quantization import quantization_of
     from gapo_megatron.policy.model import read_hf_config
     from gapo_megatron.rollout.calls import Acting
     from gapo_megatron.rollout.turns import Turns
-    from gapo_megatron.rollout.vllm import RolloutEngine, eos_token_ids
+    from gapo_megatron.rollout.vllm import RolloutEngine
     from gapo_megatron.run.cores import share_of_cores
 
     hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
@@ -166,8 +167,16 @@ def _sample(
             f"({reason}): give a folder of floats (docs/conversion.md makes one)"
         )
     num_workers = min(share_of_cores(), 8)
-    eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
-    turns = Turns(tasks[0].tokenizer, acts.stop, eos_token_ids=eos)
+    ends = find_end_tokens(
+        tasks[0].tokenizer,
+        config.data,
+        config.model.hf_dir,
+        vocab_size=hf_config.vocab_size,
+        field="--model",
+    )
+    if ends.warning and world.rank == 0:
+        print(f"warning: {ends.warning}", file=sys.stderr)
+    turns = Turns(tasks[0].tokenizer, acts.stop, eos_token_ids=ends.ids)
     engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)
     acting = Acting(
         environment,
@@ -311,6 +320,7 @@ def _config(arguments: argparse.Namespace, sampling: Sampling, acts: Environment
                 "chat_template": arguments.chat_template,
                 "system_prompt": arguments.system_prompt,
                 "chat_template_kwargs": arguments.chat_template_kwargs,
+                "end_tokens": arguments.end_tokens,
                 "template_date": arguments.template_date,
             },
             "batch": {"max_tokens_per_microbatch": longest},

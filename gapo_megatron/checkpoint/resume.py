@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Mapping
@@ -56,6 +57,14 @@ def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Confi
         if not is_finished(run_dir, num_steps=config.run.num_steps):
             require_same_sampling(folder, found, config)
             require_allowed(folder, found, config)
+
+
+def newest_source(run_dir: str | Path) -> Mapping[str, Any] | None:
+    """Data position in the newest checkpoint of a run; None if there is none, or it is damaged."""
+    if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
+        with contextlib.suppress(CheckpointError):  # `load_latest` handles it
+            return State.load(newest[0], step=newest[1].step).source
+    return None
 
 
 def load_latest(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gapo_megatron.config.section import CHECKED, HELD_OUT, INPUT_PATH, LEARNED, Section
+from gapo_megatron.config.section import CHECKED, HELD_OUT, INPUT_PATH, LEARNED, SAMPLED, Section
 from gapo_megatron.config.types import (
     Lines,
     OptionalDate,
@@ -17,6 +17,7 @@ from gapo_megatron.config.types import (
     PathText,
     Positive,
     StepsOrZero,
+    Text,
     Tokens,
     check_text,
 )
@@ -34,6 +35,7 @@ def _check_scalar(value: Any) -> Any:
     return value
 
 
+EndToken = Annotated[Text, Field(min_length=1)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Scalar = Annotated[Any, AfterValidator(_check_scalar)]
 
@@ -91,6 +93,10 @@ class DataConfig(Section):
     `chat_template`."""
     chat_template_kwargs: Annotated[dict[VariableName, Scalar], Field(default_factory=dict)]
     """Variables for the chat template, such as `enable_thinking = false`. Needs `chat_template`."""
+    end_tokens: Annotated[tuple[EndToken, ...], SAMPLED, Field(strict=False)] = ()
+    """Tokens that end a response, such as `<|im_end|>`; training examples (`sft`) end with the
+    first. Empty: the chat template's end of turn, the tokenizer's `eos_token`, and those of
+    generation_config.json and config.json ([data.md](data.md#ends-of-responses))."""
     template_date: Annotated[OptionalDate, CHECKED] = ""
     """Date for a chat template that asks for today's (Llama 3.x, gpt-oss), as `2026-07-01`. Empty:
     the day on which the run began, recorded in its folder; a branch has its run's."""

@@ -47,7 +47,7 @@ SAMPLED = replace(LEARNED, carried=True)
 """Role of settings that decide which distribution responses are sampled from."""
 FIXED = Role(fixed=True)
 """Role of settings that decide what a checkpoint holds."""
-CHECKED = Role(resume=True, branch=True)
+CHECKED = Role(resume=True, branch=True, study=True)
 """Role of settings that a checkpoint's own record is compared with, by what they lead to."""
 SEED = Role(arm=False, step=False)
 """Role of settings that may differ between the runs of one arm."""

@@ -13,7 +13,7 @@ import unicodedata
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 # --- whole numbers --------------------------------------------------------------------------------
 
@@ -131,7 +131,12 @@ def _check_date(text: str) -> str:
     return text
 
 
-OptionalDate = Annotated[str, AfterValidator(_check_date)]
+OptionalDate = Annotated[
+    str,
+    # TOML has dates, and the command line reads them as TOML.
+    BeforeValidator(lambda given: str(given) if type(given) is datetime.date else given),
+    AfterValidator(_check_date),
+]
 """A day as YYYY-MM-DD, or empty for none."""
 Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
 Lines = Annotated[str, Field(max_length=2**16), AfterValidator(_check_lines)]

@@ -83,15 +83,17 @@ def render(
     Args:
         messages: the conversation so far.
         tokenizer: must have a chat template; see `bind_template`.
-        variables: of the template, beside those that the tokenizer has been bound to.
+        variables: of the template, beside those that the tokenizer has been bound to; with
+            `add_generation_prompt=False` the assistant's next message does not begin.
 
     Raises:
         ConfigError: the template fails, or writes far more than the messages.
     """
+    variables = {"add_generation_prompt": True, **variables}
     where = f"{tokenizer.name_or_path}: its chat template"
     with as_config_error(f"{where} fails"):
         text: str = tokenizer.apply_chat_template(
-            [dict(one) for one in messages], tokenize=False, add_generation_prompt=True, **variables
+            [dict(one) for one in messages], tokenize=False, **variables
         )
     num_characters = sum(len(str(one)) for one in (*messages, variables))
     if len(text) > num_characters + MAX_TEMPLATE_CHARACTERS:

@@ -152,8 +152,19 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            CheckpointError: the problems are others, in number, content or tokens; names what has
-                changed. Or the state is damaged.
+            CheckpointError: see `require_same`; or the state is damaged.
+        """
+        self.require_same(state)
+        states = state.get("sources", {"": state})
+        for name, order in self._orders.items():
+            order.load_state_dict(states[name])
+            self._credit[name] = float(states[name].get("credit", 0.0))
+
+    def require_same(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of other problems.
+
+        Raises:
+            CheckpointError: names what has changed.
         """
         states = state.get("sources", {"": state})
         changed = [*self._changed_since(state["dataset"])]
@@ -164,9 +175,6 @@ class PromptSource:
                 f"({len(self._prompts)} problems). Changed: {'; '.join(changed) or setting}. "
                 "Resume with the same, or start a new run in another run.output_dir"
             )
-        for name, order in self._orders.items():
-            order.load_state_dict(states[name])
-            self._credit[name] = float(states[name].get("credit", 0.0))
 
     def _fingerprint(self) -> dict[str, str]:
         """Digests of the problems, and what their prompts are made of."""

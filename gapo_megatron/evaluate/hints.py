@@ -14,6 +14,7 @@ _OF_PROMPTS: dict[str, Any] = {
     "chat_template": False,
     "system_prompt": "",
     "chat_template_kwargs": {},
+    "end_tokens": [],
 }
 """Settings of [data] that have an option of the same name, and their defaults."""
 
@@ -60,6 +61,8 @@ def _differences(data: dict[str, Any], arguments: Namespace) -> list[str]:
             option += f" {shlex.quote(trained)}"
         elif isinstance(trained, dict):
             option += f" {shlex.quote(json.dumps(trained))}"
+        elif isinstance(trained, list):
+            option += f" {shlex.join(trained)}"
         remedy = f"give {option}" if trained else f"leave out {option.split()[0]}"
         found.append(f"--config ({arguments.config}): data.{name} is {trained!r}: {remedy}")
     return found

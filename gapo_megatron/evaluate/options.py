@@ -22,6 +22,7 @@ _OPTIONS = {
     "data.chat_template": "--chat-template",
     "data.chat_template_kwargs": "--chat-template-kwargs",
     "data.system_prompt": "--system-prompt",
+    "data.end_tokens": "--end-tokens",
     "data.template_date": "--template-date",
     "rollout.max_response_tokens": "--max-response-tokens",
     "rollout.temperature": "--temperature",
@@ -139,6 +140,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         default={},
         metavar="JSON",
         help="as data.chat_template_kwargs in training: '{\"enable_thinking\": false}'",
+    )
+    group.add_argument(
+        "--end-tokens",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help="as data.end_tokens in training (default: all that the model's files name)",
     )
     group.add_argument(
         "--template-date",

@@ -101,8 +101,8 @@ def _check_readable(root: Path) -> None:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
+def end_tokens(root: Path, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """`eos_token_id` of generation_config.json and of config.json, by the file's name.
 
     Args:
         root: the folder; either file may be missing.
@@ -111,7 +111,7 @@ def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
     Raises:
         ConfigError: a file is damaged, or a token id is not below `vocab_size`.
     """
-    found: set[int] = set()
+    found: dict[str, tuple[int, ...]] = {}
     # No other field is used: generation needs the end tokens, the embedding its padding index.
     for name, known in (
         ("generation_config.json", ["eos_token_id"]),
@@ -133,8 +133,8 @@ def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
                         f"{_IDS.format(vocab_size=vocab_size)}"
                     )
             if field == "eos_token_id":
-                found.update(ids)
-    return tuple(sorted(found))
+                found[name] = tuple(ids)
+    return found
 
 
 def _is_id(value: Any, vocab_size: int) -> bool:

@@ -22,7 +22,7 @@ from gapo_megatron.data.template_date import DATE_NAME, asks_date, expected_date
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.hf.draft_folder import check_draft
 from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.hf.model_folder import check_model_folder, read_chat_template
+from gapo_megatron.hf.model_folder import VOCABULARY_FILES, check_model_folder, read_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
@@ -116,7 +116,7 @@ def print_dry_run(
         for note in filter(None, (adapter, _offload_note(rules, config, layout))):
             console.print(note, markup=False)
         console.print(fit_note(hf_config, config, layout), markup=False)
-        for note in filter(None, (_positions_note(config, hf_config), _date_note(config))):
+        for note in filter(None, _notes_of_prompts(config, hf_config)):
             console.print(note, markup=False)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
         console.print(
@@ -267,6 +267,23 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
         f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
         f"exceeds the model's max_position_embeddings ({positions}): positions beyond extrapolate."
     )
+
+
+def _notes_of_prompts(config: Config, hf_config: ModelFacts) -> list[str]:
+    """Positions, the date, and what ends a response."""
+    notes = [_positions_note(config, hf_config), _date_note(config)]
+    hf_dir = Path(config.model.hf_dir)
+    if any((hf_dir / name).is_file() for name in VOCABULARY_FILES):
+        # Slow to import.
+        from gapo_megatron.data.end_tokens import find_end_tokens
+        from gapo_megatron.data.messages import bind_template
+        from gapo_megatron.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(hf_dir, facts=hf_config)
+        bind_template(tokenizer, config.data, date=config.data.template_date)
+        ends = find_end_tokens(tokenizer, config.data, hf_dir, vocab_size=hf_config.vocab_size)
+        notes += [f"A response ends at: {ends}.", ends.warning and f"Warning: {ends.warning}."]
+    return notes
 
 
 def _date_note(config: Config) -> str:

@@ -43,7 +43,8 @@ class Request:
     top_p: float
     """Nucleus sampling, in (0, 1]."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the request like EOS; they stay in the response, as EOS does."""
+    """Tokens that end the request, EOS included; they stay in the response. Empty: EOS tokens of
+    the model's files."""
     num_routed: int = 0
     """First input tokens whose routes are kept from earlier requests (`Completion.routes`)."""
 

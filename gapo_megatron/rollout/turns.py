@@ -1,7 +1,7 @@
 """Where the model's turn ends: at EOS, or at a text of `environment.stop`.
 
 Engines stop at tokens, not at texts: detokenised text has no exact place in the sampled tokens. So
-the engine stops at every token that may complete a text (`Request.stop_ids`), and `Turns` decides
+the engine stops also at every token that may complete a text (`Request.stop_ids`); `Turns` decides
 on the tokens so far. Where no text has ended, the model continues after the same tokens; this costs
 a request, whose prefix the engine has cached. A text that is one token costs nothing.
 """
@@ -29,7 +29,7 @@ class Turns:
     """Ends of the model's turns.
 
     Attributes:
-        eos_token_ids: the model's EOS tokens.
+        eos_token_ids: tokens that end a response (`data.end_tokens`).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Turns:
         Args:
             tokenizer: the policy's.
             stop: texts that end a turn (`environment.stop`).
-            eos_token_ids: tokens at which the engine ends a request anyway.
+            eos_token_ids: tokens that end a response.
 
         Raises:
             ConfigError: a text is not ASCII and no token by itself: a part of a character has no
@@ -66,8 +66,8 @@ class Turns:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that may complete a text, ascending; no EOS token."""
-        found = set(self._whole)
+        """Tokens at which a request ends, ascending: EOS, and those that may complete a text."""
+        found = self._whole | self.eos_token_ids
         ends = tuple(text[i:] for text in self._stop for i in range(len(text)))
         if ends:
             first = self._encode(_BEFORE)
@@ -76,7 +76,7 @@ class Turns:
                 text = self._decode([*first, token])[skipped:]
                 if text.startswith(ends) or any(one in text for one in self._stop):
                     found.add(token)
-        return tuple(sorted(found - self.eos_token_ids))
+        return tuple(sorted(found))
 
     def is_over(self, episode: Episode) -> bool:
         """Whether the model's turn is over: its last token is EOS, or completes a text."""

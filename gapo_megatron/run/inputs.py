@@ -14,6 +14,7 @@ from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint
 from gapo_megatron.config import BatchConfig, Config, DataConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
+from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template, prompts_made_of
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_sources
@@ -21,14 +22,13 @@ from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.run.engines import find_engine
 from gapo_megatron.run.processes import is_first
 from gapo_megatron.types import Outcome, Prompt
@@ -71,12 +71,13 @@ def check_inputs(config: Config) -> Inputs:
         checkpoint.check_resume(run_dir, hf_config, config)
     branch_point = checkpoint.check_branch(config, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
+    begun = branch_point.state().source if branch_point else checkpoint.newest_source(run_dir)
     date = begin_template(
         tokenizer,
         config.data,
         run_dir,
         is_used=config.data.chat_template or config.environment.is_called,
-        inherited=branch_point.state().source["dataset"].get(DATE, "") if branch_point else "",
+        inherited=begun["dataset"].get(DATE, "") if begun else "",
     )
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
@@ -88,13 +89,17 @@ def check_inputs(config: Config) -> Inputs:
         sources=config.data.source,
         made_of=prompts_made_of(tokenizer, config.data, date=date),
     )
-    if branch_point is not None:
-        source.load_state_dict(dict(branch_point.state().source))  # raises if the problems differ
+    if begun and is_first() and not is_finished(run_dir, num_steps=config.run.num_steps):
+        source.require_same(begun)
     environment = environments.build(
         config.environment, tokenizer, chat_template=config.data.chat_template
     )
-    eos = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
-    turns = Turns(tokenizer, config.environment.stop, eos_token_ids=eos)
+    ends = find_end_tokens(
+        tokenizer, config.data, config.model.hf_dir, vocab_size=hf_config.vocab_size
+    )
+    if ends.warning and is_first():
+        logger.warning("%s", ends.warning)
+    turns = Turns(tokenizer, config.environment.stop, eos_token_ids=ends.ids)
     return Inputs(
         hf_config, tokenizer, environment, turns, problems, held_out, source, branch_point
     )

@@ -20,6 +20,7 @@ from gapo_megatron.config import (
     SupervisedConfig,
 )
 from gapo_megatron.config.roles import flat
+from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template
 from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
 from gapo_megatron.data.template_date import DATE
@@ -44,9 +45,17 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     )
     is_used = config.data.chat_template
     date = begin_template(tokenizer, config.data, config.run.output_dir, is_used=is_used)
+    ends = find_end_tokens(
+        tokenizer,
+        config.data,
+        settings.initial_hf_dir,
+        vocab_size=facts.vocab_size,
+        field="supervised.initial_hf_dir",
+    )
     examples = _read_examples(
         settings.train_path,
         tokenizer,
+        end=ends.ids[0],
         data=config.data,
         longest=config.max_sequence_tokens,
     )
@@ -130,9 +139,9 @@ def _learning_rate(peak: float, step: int, num_steps: int) -> float:
 
 
 def _read_examples(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, longest: int
+    path: str, tokenizer: PreTrainedTokenizerBase, *, end: int, data: DataConfig, longest: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
+    """Token ids of every prompt, as in training with rewards, and of every response, with `end`."""
     rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
@@ -152,7 +161,7 @@ def _read_examples(
         try:
             check_length(row["response"], tokenizer, max_tokens=longest)
             response = tokenizer.encode(row["response"], add_special_tokens=False)
-            response.append(tokenizer.eos_token_id)
+            response.append(end)
             if len(prompt) + len(response) > longest:
                 raise LengthError(len(response))
         except LengthError as error:

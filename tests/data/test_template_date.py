@@ -84,7 +84,7 @@ def test_all_of_a_run_has_the_day_on_which_it_began(
     again.source.load_state_dict(json.loads(json.dumps(first.source.state_dict())))
     assert ChatTemplate(again.tokenizer).opening(ASKED) == tokens_of(first)
     [(prompt, _)] = _read_examples(
-        config.data.train_path, again.tokenizer, data=config.data, longest=200
+        config.data.train_path, again.tokenizer, end=0, data=config.data, longest=200
     )
     assert prompt.tolist() == tokens_of(first)
 

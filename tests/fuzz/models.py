@@ -13,14 +13,13 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.hf.model_folder import check_model_folder, end_tokens
 from gapo_megatron.hf.weights import read_hf
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import to_megatron
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.prepare.demo_task import write_tokenizer
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout.vllm.arguments import eos_token_ids
 from tests.configs import config_of
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
@@ -65,7 +64,7 @@ def _read_all(folder: Path) -> dict[str, Any]:
     facts = check_model_folder(folder, field="model.hf_dir")
     check_shapes(facts, _parallel())
     read_hf_config(str(folder))
-    eos = eos_token_ids(folder, facts.vocab_size)
+    eos = end_tokens(folder, facts.vocab_size)
     tokenizer = load_tokenizer(folder, facts=facts)
     tokens = tokenizer(_TEXT)["input_ids"]
     tokenizer.decode(tokens)

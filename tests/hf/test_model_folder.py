@@ -347,7 +347,10 @@ def test_a_template_is_no_book(folder: Path, name: str) -> None:
 def test_end_tokens_are_of_both_files(folder: Path) -> None:
     change(folder / "generation_config.json", eos_token_id=[3, 2], pad_token_id=-1)
     check_model_folder(folder)
-    assert end_tokens(folder, VOCAB_SIZE) == (1, 2, 3)
+    assert end_tokens(folder, VOCAB_SIZE) == {
+        "generation_config.json": (3, 2),
+        "config.json": (1,),
+    }
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def config(**sections: dict[str, Any]) -> Config:
     return config_of(usual, sections)
 
 
-LIMITS: dict[str, Any] = {"data": DataConfig(train_path="unused"), "longest": 12}
+LIMITS: dict[str, Any] = {"end": 3, "data": DataConfig(train_path="unused"), "longest": 12}
 """Arguments of `_read_examples`, as `config` gives them."""
 
 
@@ -75,13 +75,13 @@ def write(path: Path, *rows: dict[str, str]) -> str:
     return str(path)
 
 
-def test_examples_are_tokens_with_one_eos(
+def test_examples_are_tokens_with_one_end(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1+2=", "response": "3"})
     ((prompt, response),) = _read_examples(path, tokenizer, **LIMITS)
     assert tokenizer.decode(prompt) == "1+2="
-    assert response.tolist() == [*tokenizer.encode("3"), tokenizer.eos_token_id]
+    assert response.tolist() == [*tokenizer.encode("3"), LIMITS["end"]]
 
 
 def test_bad_examples_name_file_and_line(

@@ -21,6 +21,7 @@ from gapo_megatron.config.methods import METHODS
 from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
+from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.models.published import find_model
@@ -35,6 +36,7 @@ from gapo_megatron.ops.plan.search import Search
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
 from gapo_megatron.run.early_checks import check_before_imports
+from tests.chat_templates import put_family
 from tests.draft_setup import write_draft
 from tests.messages import mentions
 
@@ -662,6 +664,17 @@ def test_the_date_that_prompts_have_is_said(tmp_path: Path) -> None:
     assert "2026-07-01" in said() and "2026-07-02" in said(template_date="2026-07-02")
     data["chat_template"] = False
     assert not said()
+
+
+def test_what_ends_a_response_is_said(tmp_path: Path) -> None:
+    model = put_family(tmp_path / "model", "qwen3", eos_token_id=7)
+    config = make_config(model={"hf_dir": str(model)}, data={"chat_template": True})
+    facts = check_model_folder(model)
+    ends = mentions("<|im_end|>", "chat template, tokenizer", 7, "config.json")
+    assert any(re.search(ends, note) for note in dry_run._notes_of_prompts(config, facts))
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}\nUser:")
+    notes = dry_run._notes_of_prompts(config, facts)
+    assert any("Warning" in note and "User:" in note for note in notes)
 
 
 def test_a_system_prompt_that_an_agent_would_never_send_is_refused(tmp_path: Path) -> None:

@@ -301,7 +301,10 @@ def test_stops_at_the_tokens_that_a_request_names(fresh):
     found = Counter(np.concatenate([one.token_ids for one in alone]).tolist())
     stop = tuple(token for token, _ in found.most_common(6) if token not in fresh.ends)
     calls = calls_of(lambda _: None, eos_token_ids=fresh.ends)
-    calls.turns, calls.timing = SimpleNamespace(stop_ids=stop, is_over=lambda _: True), None
+    calls.turns, calls.timing = (
+        SimpleNamespace(stop_ids=(*stop, *fresh.ends), is_over=lambda _: True),
+        None,
+    )
     groups = generate(fresh.engine, prompts, calls=calls, **LONG)
     num_stopped = 0
     for one, whole in zip((one for group in groups for one in group), alone, strict=True):

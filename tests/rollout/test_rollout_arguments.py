@@ -1,6 +1,5 @@
 """vLLM's arguments, and checks before an engine is built."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.cpu_engine import CPU_HEAD_DIMS, is_cpu_build
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
@@ -26,21 +24,6 @@ from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
 from tests.rollout_setup import CPU, EOS, SIZES, make_args, make_config, make_model
 from tools import evaluate
-
-
-def test_eos_tokens_come_from_both_files(tmp_path):
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 6}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
-    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3, 5)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 6]}))
-    with pytest.raises(ConfigError, match=mentions("generation_config.json", "eos_token_id", 6)):
-        eos_token_ids(tmp_path, config["vocab_size"])
-    (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        eos_token_ids(tmp_path, config["vocab_size"])
 
 
 @pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.headers import find_files
-from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads, check_positions
 from gapo_megatron.models.cpu_engine import check_head_dim, check_routes
 from gapo_megatron.models.quantization import quantization_of
@@ -58,7 +56,7 @@ def check_engine(
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
             has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, the KV cache
             exceeds the machine's memory, or the model folder is incomplete (weights included if
-            they are read from it) or names no EOS token; or see `check_engine_heads`,
+            they are read from it); or see `check_engine_heads`,
             `check_positions` and, for an engine with a trainer, `cpu_engine.check_routes`.
     """
     size = config.rollout.tensor_parallel_size
@@ -96,22 +94,6 @@ def check_engine(
                 )
     if not config.model.megatron_dir:
         find_files(config.model.hf_dir)
-    eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
-
-
-def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
-
-    Raises:
-        ConfigError: neither file names one, or see `model_folder.end_tokens`.
-    """
-    found = end_tokens(Path(hf_dir), vocab_size)
-    if not found:
-        raise ConfigError(
-            f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "
-            "eos_token_id, so no response could end"
-        )
-    return found
 
 
 def _as_floats(

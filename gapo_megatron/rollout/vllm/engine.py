@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm_routes import finish_steps, routes_on_every_rank
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
+from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.engine import Completion, Needs, Request
 from gapo_megatron.rollout.factors import factor_shapes
@@ -29,7 +31,6 @@ from gapo_megatron.rollout.vllm.adapter import load_factors, slots_for
 from gapo_megatron.rollout.vllm.arguments import (
     check_engine,
     engine_args,
-    eos_token_ids,
     returns_routes,
 )
 from gapo_megatron.rollout.vllm.guards import (
@@ -109,7 +110,8 @@ class RolloutEngine:
         self.max_sequence_tokens = config.max_sequence_tokens
         self.vocab_size: int = hf_config.vocab_size
         self.verify_bound = verify_bound(config.model, config.rollout, hf_config, device)
-        self.eos_token_ids = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
+        in_files = end_tokens(Path(config.model.hf_dir), hf_config.vocab_size)
+        self.eos_token_ids = sorted({one for found in in_files.values() for one in found})
         self.gloo_group = gloo_group or dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)
         )
@@ -152,7 +154,7 @@ class RolloutEngine:
             self.llm.reset_prefix_cache()
         self._is_new_generation = False
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
-        params = to_params(request, [*self.eos_token_ids, *request.stop_ids])
+        params = to_params(request, list(request.stop_ids) or self.eos_token_ids)
         vllm.add_tokens(self.llm, request.name, tokens, params, self._adapter)
         self._num_routed[request.name] = request.num_routed
 

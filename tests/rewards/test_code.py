@@ -16,7 +16,7 @@ from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_nod
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
 from tests.problem_sets import SETS
-from tests.sandbox_setup import CORRECT, SUM, judge, needs_sandbox
+from tests.sandbox_setup import CORRECT, PATIENT, SUM, judge, needs_sandbox
 
 ROOT = Path(__file__).parents[2]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -197,6 +197,16 @@ def test_the_tests_say_which_name_a_program_must_define():
         response = fenced(program, "def check(f): ...\ncheck(add(2, 3))\n")
         assert program_of(blocks_of(response), names_of(read_tests(tests))) == program, tests
     assert not names_of(TextTests(("",), ("5",)))
+
+
+@needs_sandbox
+def test_an_example_of_its_use_beside_a_program_changes_no_verdict():
+    right, wrong = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return a\n"
+    for program, outcome in {right: Outcome.CORRECT, wrong: Outcome.WRONG}.items():
+        verdict = verify(
+            fenced(program, "print(add(2, int(input())))\n"), json.dumps(ADD), limits=PATIENT
+        )
+        assert verdict.outcome is outcome, verdict
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_it_says_when_the_engine_gets_merged_weights(tmp_path: Path) -> None:
 
 def test_what_is_offloaded_is_in_host_memory(tmp_path: Path) -> None:
     model = {"hf_dir": write_model(tmp_path / "m")}
-    offloaded = text_of(make_config(model=model, optimizer={"offload": True}))
+    offloaded = text_of(make_config(model=model, optimizer={"offload": "optimizer"}))
     assert "Offload" in offloaded and "Offload" not in text_of(make_config(model=model))
     sizes = [
         float(re.search(r"([\d.e-]+)\s+GiB\s+of\s+host\s+memory\s+per\s+rank", text)[1])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from gapo_megatron.learn.routes import Recorded, StepRoutes
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
-from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import (
     Kernels,
     kept_activations,
@@ -25,8 +23,8 @@ from gapo_megatron.ops.plan.activations import (
 from gapo_megatron.ops.plan.fit import HOST_SHARE, OUT_OF_HOST, find_refusal
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.head import block_shape
-from gapo_megatron.ops.plan.layout import Layout, most_microbatches, state_bytes
-from gapo_megatron.ops.plan.memory import Memory, memory, step_bytes
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import Memory, memory
 from gapo_megatron.ops.plan.no_data import KeptForBackward, fake_groups
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
@@ -174,34 +172,6 @@ def test_our_layers_with_one_kernel_of_attention_recompute_the_mlp(
     assert kept.most == pytest.approx(found, rel=0.05), kept.most / found
 
 
-@pytest.mark.parametrize(
-    ("model_type", "precision", "cp", "kernels"),
-    [
-        ("phi3", "bf16", 1, Kernels.TRANSFORMER_ENGINE),
-        ("phi3", "fp32", 1, Kernels.PADDED),
-        ("gemma3_text", "bf16", 1, Kernels.FLASH),
-        ("gemma3_text", "bf16", 2, Kernels.PADDED),
-        ("gemma3_text", "fp32", 1, Kernels.PADDED),
-    ],
-)
-def test_what_computes_the_layers(
-    tmp_path: Path, model_type: str, precision: str, cp: int, kernels: Kernels
-) -> None:
-    """And the masks of windows, which only padded attention has."""
-    fields = WIDE | {"model_type": model_type, "sliding_window": 16}
-    config = make_config(str(tmp_path), model={"precision": precision})
-    hf_config, layout = read_model(tmp_path, fields), make_layout(cp=cp)
-    assert Kernels.of(hf_config, config, layout) is kernels
-    without = read_model(tmp_path, fields | {"sliding_window": 128})
-    kept, kept_without = (
-        kept_activations(one, config, layout, stage=0, num_microbatches=1, kernels=kernels).layers
-        for one in (hf_config, without)
-    )
-    # Sequences of at most 128 tokens: of each length one mask; under context parallelism one for
-    # each of a rank's 128 tokens.
-    assert kept - kept_without == (128 * 128 if kernels is Kernels.PADDED else 0)
-
-
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3), (8, 2)])
 def test_in_flight_is_the_warm_up_and_one_more(pp: int, vpp: int) -> None:
     """Megatron-core's own count, of more micro-batches than are ever in flight, and of fewer."""
@@ -214,57 +184,6 @@ def test_in_flight_is_the_warm_up_and_one_more(pp: int, vpp: int) -> None:
         most = min(own.num_ahead + 1, len(own.forward))
         assert num_in_flight(layout, stage=rank, num_microbatches=pp) == most
         assert num_in_flight(layout, stage=rank, num_microbatches=1) == vpp
-
-
-def test_no_more_in_flight_than_an_update_has(tmp_path: Path) -> None:
-    """Eight prompts of 8 responses, two to a micro-batch: on 16 data parallel ranks two."""
-    hf_config = read_model(tmp_path, WIDE | {"num_hidden_layers": 8})
-    config = make_config(str(tmp_path), batch={"rollout_prompts": 8, "minibatch_prompts": 8})
-    for dp in (1, 3, 16, 100):
-        layout = make_layout(pp=8, dp=dp)
-        # Two of 128 tokens to a micro-batch, of 64 sequences.
-        assert most_microbatches(config, layout) == math.ceil(64 / dp / 2)
-    layout = make_layout(pp=8, dp=16)
-    trainer = memory(hf_config, config, layout, GPUS["h100"]).trainer
-    of_two, of_eight = (
-        step_bytes(
-            hf_config,
-            config,
-            layout,
-            stage=trainer.stage,
-            num_microbatches=m,
-            kernels=Kernels.TRANSFORMER_ENGINE,
-        )
-        for m in (2, 8)
-    )
-    assert trainer.activations == of_two.activations < of_eight.activations
-
-
-def test_activations_of_virtual_and_unequal_stages(tmp_path: Path) -> None:
-    """By hand: of four ranks with two stages each the first holds 11 of them, the last one 5."""
-    hf_config = read_model(tmp_path, WIDE | {"num_hidden_layers": 16})
-    config = make_config(str(tmp_path))
-
-    def layers(stage: int, **cut: Any) -> int:
-        layout = make_layout(pp=4, **cut)
-        kept = kept_activations(
-            hf_config,
-            config,
-            layout,
-            stage=stage,
-            num_microbatches=8,
-            kernels=Kernels.TRANSFORMER_ENGINE,
-        )
-        return kept.layers
-
-    tokens, index = 256, 8
-    one = layers(3) // 4  # a layer of one micro-batch
-    assert layers(0) == 4 * (4 * one + tokens * index)
-    assert layers(0, vpp=2) == 11 * (2 * one + tokens * index)
-    assert [layers(stage, vpp=2) for stage in (1, 2, 3)] == [9 * 2 * one, 7 * 2 * one, 5 * 2 * one]
-    unequal = [layers(stage, first=6, last=2) for stage in (1, 2, 3)]
-    assert unequal == [3 * 4 * one, 2 * 4 * one, 2 * one]
-    assert layers(0, first=6, last=2) == 4 * (6 * one + tokens * index)
 
 
 def held_for_neighbours(layout: Layout, num_microbatches: int, rank: int) -> int:
@@ -300,126 +219,6 @@ def test_what_is_held_for_neighbours(tmp_path: Path, pp: int, vpp: int) -> None:
             )
             found = held_for_neighbours(layout, rounds * pp, rank)
             assert found * hidden <= held <= (found + spare) * hidden
-
-
-def test_what_four_ranks_of_two_stages_hold(tmp_path: Path) -> None:
-    hf_config, layout = read_model(tmp_path, WIDE), make_layout(pp=4, vpp=2)
-    config = make_config(str(tmp_path))
-    held = [
-        neighbour_bytes(hf_config, config, layout, stage=rank, num_microbatches=8)
-        for rank in range(4)
-    ]
-    # In flight 11, 9, 7, 5; the first rank's first stage has no inputs, the others' next one.
-    hidden = 256 * 64 * 2
-    assert held == [size * hidden for size in (15, 19, 15, 11)]
-    full = dataclasses.replace(layout, recompute="full")
-    held = [
-        neighbour_bytes(hf_config, config, full, stage=rank, num_microbatches=8)
-        for rank in range(4)
-    ]
-    # The layers have the inputs, but for the next one.
-    assert held == [size * hidden for size in (11, 10, 8, 6)]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
-    fields = WIDE | {"num_hidden_layers": 8}
-    hf_config, gpu = read_model(tmp_path, fields), GPUS["h100"]
-
-    def predict(memory_fraction: float, *, offload: str = "none") -> Memory:
-        config = make_config(
-            str(tmp_path),
-            model={"precision": precision},
-            rollout={"memory_fraction": memory_fraction},
-            optimizer={"offload": offload},
-        )
-        return memory(hf_config, config, layout, gpu)
-
-    layout = Layout(
-        tp_size=2,
-        pp_size=4,
-        cp_size=1,
-        dp_size=2,
-        ep_size=1,
-        sequence_parallel=True,
-        recompute="none",
-        rollout_tp_size=2,
-    )
-    config = make_config(str(tmp_path), model={"precision": precision})
-    states = state_bytes(rules_for(hf_config), config, layout)
-    # The first of four stages has four micro-batches in flight, and most of the memory.
-    stage = predict(1e-6).trainer
-    assert stage.stage == 0 and stage.head == stage.kv_cache == 0
-    # Of a GPU alone: on a CPU a sleeping engine gives nothing up, and all of it counts elsewhere.
-    assert stage.engine_asleep >= 3 * 2**30
-    cpu = dataclasses.replace(gpu, name="cpu")
-    assert memory(hf_config, config, layout, cpu).trainer.engine_asleep == 0
-    assert (stage.weights, stage.gradients, stage.optimizer) == states[0]
-    assert stage.training == (
-        sum(states[0])
-        + stage.activations
-        + stage.layer
-        + stage.communication
-        + stage.fragmentation
-        + stage.engine_asleep
-    )
-    generating = predict(0.4).engine
-    assert generating.rollout_weights + generating.kv_cache == int(0.4 * gpu.memory_bytes)
-    # The engine wakes when the gradients' memory has been given back.
-    assert generating.generating == (
-        generating.weights
-        + generating.optimizer
-        + generating.communication
-        + int(0.4 * gpu.memory_bytes)
-    )
-    # An offloaded optimizer is not there then; while training everything is as it was.
-    offloaded = predict(0.4, offload="optimizer")
-    assert offloaded.generating == generating.generating - generating.optimizer
-    assert offloaded.training == predict(0.4).training
-    assert offloaded.offloaded == max(optimizer for _, _, optimizer in states)
-    # Nor offloaded weights, once the engine has them; until then it keeps room for no cache.
-    alone = predict(0.4, offload="all")
-    assert alone.generating == int(0.4 * gpu.memory_bytes) + generating.communication
-    assert alone.training == predict(0.4).training
-    assert alone.offloaded == max(weights + optimizer for weights, _, optimizer in states)
-    without_cache = predict(1e-6, offload="all").engine
-    assert without_cache.generating == (
-        without_cache.weights
-        + without_cache.rollout_weights
-        + without_cache.engine_asleep
-        + without_cache.communication
-    )
-    parameters = 97 * 64 + 8 * (64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
-    assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "cut", "matrices"),
-    [
-        # Query, key and value; projection; gate and up; down: all but the norms, in two layers.
-        (WIDE, {"tp": 1, "pp": 2}, 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96)),
-        (WIDE, {"tp": 2, "pp": 2}, 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) // 2),
-        # All experts of four layers, without the router; then two of the four of each.
-        (TINY_EXPERTS, {}, 4 * (40 * 48 * 4 + 4 * 3 * 40 * 24)),
-        (TINY_EXPERTS, {"tp": 2, "dp": 1, "ep": 2}, 4 * (40 * 48 * 4 // 2 + 2 * 3 * 40 * 24)),
-    ],
-)
-def test_fp8_takes_two_bytes_more_of_a_matrix_while_it_trains(
-    tmp_path: Path, fields: dict[str, Any], cut: dict[str, int], matrices: int
-) -> None:
-    """And nothing while the engine is awake: they go with the gradients."""
-    hf_config, layout = read_model(tmp_path, fields), make_layout(**cut)
-    fp8, bf16 = (
-        memory(
-            hf_config,
-            make_config(str(tmp_path), model={"precision": precision}),
-            layout,
-            GPUS["h200"],
-        )
-        for precision in ("fp8", "bf16")
-    )
-    assert fp8.training - bf16.training == fp8.trainer.fp8_copies == 2 * matrices
-    assert fp8.generating == bf16.generating
 
 
 LORA = {"kind": "lora", "rank": 8, "targets": ("qkv", "proj", "fc1", "fc2")}
@@ -485,60 +284,6 @@ def test_an_engine_that_gets_factors_sleeps_in_host_memory(
         refusal = find_refusal(found, dataclasses.replace(layout, num_generation=0), gpu)
         assert (refusal is None) == fits
         assert refusal is None or refusal.reason == OUT_OF_HOST
-
-
-def test_more_recomputation_takes_less(tmp_path: Path) -> None:
-    fields = WIDE | {"num_hidden_layers": 8}
-    hf_config = read_model(tmp_path, fields)
-    taken = []
-    for recompute in ("none", "selective", "full"):
-        config = make_config(str(tmp_path), model={"recompute": recompute})
-        layout = Layout.of(config, world_size=1)
-        taken.append(memory(hf_config, config, layout, GPUS["h100"]).trainer.activations)
-    assert taken == sorted(taken, reverse=True)
-    assert len(set(taken)) == 3
-
-
-@pytest.mark.parametrize("fields", [WIDE, TINY_EXPERTS])
-def test_what_transformer_engines_layers_recompute(tmp_path: Path, fields: dict[str, Any]) -> None:
-    """The norm before the MLP and the MLP, of experts their activation: of one layer at once."""
-    hf_config = read_model(tmp_path, fields)
-    none, selective = (
-        step_bytes(
-            hf_config,
-            make_config(str(tmp_path), model={"recompute": recompute}),
-            make_layout(recompute=recompute),
-            stage=0,
-            num_microbatches=1,
-            kernels=Kernels.TRANSFORMER_ENGINE,
-        )
-        for recompute in ("none", "selective")
-    )
-    hidden, tokens = fields["hidden_size"], 256
-    # Of a dense layer gate, up and their product; of each of two chosen experts the product.
-    wide = 2 * 24 if "num_experts" in fields else 3 * fields["intermediate_size"]
-    again = tokens * (2 * (hidden + wide) + 4)
-    assert none.activations - selective.activations == 4 * again
-    assert selective.layer - none.layer == again
-
-
-def test_each_phase_has_its_own_stage(tmp_path: Path) -> None:
-    """Untied, the last stage has as much state as the first, and a norm more; it trains on less."""
-    hf_config = read_model(tmp_path, WIDE_QWEN3)
-    config = make_config(str(tmp_path), parallel=parallel_of(1, 4))
-    found = memory(hf_config, config, Layout.of(config, world_size=8), GPUS["h100"])
-    assert (found.trainer.stage, found.engine.stage) == (0, 3)
-    assert found.training > found.engine.training
-
-
-def test_the_head_and_a_layer_never_work_at_once(tmp_path: Path) -> None:
-    hf_config = read_model(tmp_path, WIDE)
-    config = make_config(str(tmp_path), model={"recompute": "full"})
-    stage = memory(hf_config, config, Layout.of(config, world_size=1), GPUS["h100"]).trainer
-    assert min(stage.layer, stage.head) > 0
-    assert stage.training - stage.fragmentation == (
-        stage.state + stage.engine_asleep + stage.activations + max(stage.layer, stage.head)
-    )
 
 
 @pytest.mark.parametrize("vocab", [16, 64, 97, 2048, 8191, 8192, 151936])

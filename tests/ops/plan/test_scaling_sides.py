@@ -9,9 +9,9 @@ import pytest
 from gapo_megatron.config import load_config
 from gapo_megatron.config.roles import flat
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.plan.flops import Shape, engine_bytes
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Efficiency
-from gapo_megatron.ops.plan.memory import BUCKET_BYTES, memory, received_bytes
+from gapo_megatron.ops.plan.memory import BUCKET_BYTES, memory
 from gapo_megatron.ops.plan.planner import (
     Plan,
     memory_fraction,
@@ -21,13 +21,11 @@ from gapo_megatron.ops.plan.planner import (
     sides_of,
 )
 from gapo_megatron.ops.plan.search import Search
-from gapo_megatron.ops.plan.sync_times import send_s, sync_s
 from gapo_megatron.ops.plan.tables import ahead_hint, sides_table, to_json
-from gapo_megatron.ops.plan.times import SidesTime, reward_s, step_time
+from gapo_megatron.ops.plan.times import SidesTime
 from gapo_megatron.rollout.transfer import TRANSFER_BYTES
-from tests.hf.test_convert_models import NUM_PARAMETERS
 from tests.messages import mentions
-from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, training
+from tests.scaling_setup import H200, WORKLOAD, config, hf, layout
 from tools import plan as tool
 
 SEVEN = "Qwen2.5-7B"
@@ -70,71 +68,7 @@ def test_what_a_side_does_and_waits_for_is_the_step(staleness, generation_s):
         assert one.at(other).sync_s == pytest.approx(8 / max(1, other))
 
 
-def test_sides_take_what_each_takes_alone():
-    """Generation of the ranks that generate, training of those that train."""
-    model, run = hf(SEVEN), config(rollout={"generation_nodes": 1, "memory_fraction": 0.9})
-    found = step_time(model, run, apart(16, dp=8, rollout_tp=2), WORKLOAD, H200, Efficiency())
-    alone = step_time(model, run, layout(dp=16, rollout_tp=2), WORKLOAD, H200, Efficiency())
-    trainer = step_time(model, run, layout(dp=8), WORKLOAD, H200, Efficiency())
-    assert (found.generation_s, found.reward_s) == (alone.generation_s, alone.reward_s)
-    assert found.old_log_probs_s == trainer.old_log_probs_s
-    assert found.update_s == trainer.update_s
-    assert found.max_staleness == 0
-    verdicts = Efficiency(verdict_s=0.01)
-    one = training(efficiency=verdicts, dp=8)
-    assert reward_s(dataclasses.replace(one, layout=apart(16, dp=8))) == reward_s(one) / 2
-
-
-def test_weights_go_over_all_network_adapters_and_nobody_gathers():
-    size = 2 * NUM_PARAMETERS[SEVEN]
-    # A colocated sync of one rank has no gather: what is left are copies and checks.
-    load = sync_s(training(dp=1))
-    for cut, num_generation, seconds in (
-        # A range each over the network, the rest over a node's links or eight adapters.
-        ({"dp": 8}, 8, size / 8 / 50e9 + size * 7 / 8 / 450e9),
-        ({"tp": 2, "dp": 4}, 64, size / 64 / 50e9 + size * 63 / 64 / 400e9),
-        ({"dp": 4}, 4, size / 4 / 450e9 + size * 3 / 4 / 450e9),
-        # One trainer of two sends at a time, through one adapter.
-        ({"pp": 2, "dp": 1}, 8, size / 50e9),
-    ):
-        one = training(**cut)
-        one = dataclasses.replace(one, layout=apart(num_generation, **cut))
-        more = seconds + 2 * size / 4.8e12
-        assert send_s(one) - load == pytest.approx(more, rel=1e-6)
-
-
-def test_many_receivers_pay_for_the_steps_of_their_rings():
-    """Of the bytes, and two a layer."""
-    num_buckets = 2 * NUM_PARAMETERS[SEVEN] / 2**28 + 2 * 28
-    one = training(dp=8)
-    one = dataclasses.replace(one, layout=apart(64, dp=8))
-    slow = dataclasses.replace(one.efficiency, ring_step_s=1e-3)
-    more = send_s(dataclasses.replace(one, efficiency=slow)) - send_s(one)
-    assert more == pytest.approx(num_buckets * 63 * 1e-3, rel=1e-6)
-
-
 # --- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("quantization", ["", "fp8"])
-def test_a_gpu_that_only_generates_holds_weights_and_cache(quantization):
-    model = hf(SEVEN)
-    run = config(rollout={"memory_fraction": 0.9, "quantization": quantization})
-    found = memory(model, run, apart(8, dp=8, rollout_tp=2), H200)
-    engine, trainer = found.engine, found.trainer
-    weights = engine_bytes(Shape.of(model), run, H200, rollout_tp_size=2)
-    assert engine.rollout_weights == int(weights)
-    share = 0.9 * H200.memory_bytes
-    assert engine.rollout_weights + engine.kv_cache == pytest.approx(share, abs=2)
-    assert found.generating == engine.rollout_weights + engine.kv_cache + engine.communication
-    assert found.generating <= H200.memory_bytes
-    assert engine.weights == engine.gradients == engine.optimizer == 0
-    # And where it trains there is no engine.
-    assert trainer.rollout_weights == trainer.kv_cache == trainer.engine_asleep == 0
-    with_engine = memory(model, run, layout(dp=8, rollout_tp=2), H200).trainer
-    assert trainer.state > with_engine.state - with_engine.engine_asleep
-    assert found.training < with_engine.training
-    assert found.offloaded == 0
 
 
 def test_the_share_of_vllm_leaves_room_for_buckets():
@@ -336,15 +270,6 @@ def test_a_split_is_written_as_a_config(tmp_path, capsys):
 
 def test_the_buckets_counted_are_those_that_weights_travel_in() -> None:
     assert TRANSFER_BYTES["cuda"] == BUCKET_BYTES
-
-
-@pytest.mark.parametrize(("model", "largest"), [(SEVEN, 152064 * 3584), ("Qwen3-30B-A3B", None)])
-def test_a_parameter_larger_than_a_bucket_takes_its_place(model, largest) -> None:
-    """Qwen2.5-7B: 1.09 GB come in, and vLLM holds as much; the experts of a layer are 1.2 GB."""
-    held = {SEVEN: 152064 * 3584, "Qwen3-30B-A3B": 128 * 3 * 768 * 2048}[model]
-    one = 151936 * 2048 if largest is None else largest
-    found = received_bytes(Shape.of(hf(model)), config())
-    assert found == 3 * 2**28 + 2 * one + 2 * held
 
 
 def test_tables_show_both_kinds(capsys):

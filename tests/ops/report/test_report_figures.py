@@ -18,7 +18,8 @@ from gapo_megatron.ops.report import style
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.clipping import draw_correlation
-from gapo_megatron.ops.report.picture import draw_picture
+from gapo_megatron.ops.report.learning import OTHER
+from gapo_megatron.ops.report.picture import draw_picture, write_picture
 from gapo_megatron.ops.report.report import MAKERS, note_missing
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData, windowed
@@ -481,3 +482,43 @@ def test_a_method_without_data_is_named(tmp_path):
     }
     assert notes.pop("step_time")[-1] == "No data: gspo_asym."
     assert not any("No data" in note for one in notes.values() for note in one)
+
+
+def test_of_many_methods_each_stands_beside_the_first(tmp_path):
+    """In a panel of its own, with the first method in one colour."""
+    many = (*METHODS, "grpo", "gspo", "f_grpo", "f_gspo", "gapo_token", "cispo")
+    with style.style():
+        figure = FIGURES["pass_at_k"](write_study(tmp_path, many, (0, 1))).figure
+    axes = figure.axes
+    titles = [title for a in axes if (title := a.get_title() or a.get_title(loc="left"))]
+    assert titles == list(many[1:]) and len(axes) == 2 * len(titles)
+    for axis in axes:
+        lines = lines_of(axis)
+        assert (to_hex(lines["gapo"].get_color()), to_hex(lines[OTHER].get_color())) == (
+            *("#0072b2", "#d55e00"),
+        )
+
+
+@pytest.mark.parametrize(("number", "kept"), [(300, 300), (301, 151), (1500, 301)])
+def test_a_line_has_no_more_points_than_are_seen(number, kept):
+    rows = [{"step": step} for step in range(number)]
+    found = style.thinned(rows)
+    assert len(found) == kept
+    assert (found[0], found[-1]) == (rows[0], rows[-1])
+
+
+@pytest.mark.parametrize("methods", [("gapo",), METHODS])
+def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
+    folders = [write_run(tmp_path / method, method=method) for method in methods]
+    assert image.imread(write_picture(folders, tmp_path / "out" / "report.png")).shape[2] == 4
+    with style.style():
+        axes = draw_picture(compare(*folders)).axes
+    assert len(axes) == 6
+    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
+    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
+    for axis in axes:
+        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
+        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
+    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
+    for method in methods:
+        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()

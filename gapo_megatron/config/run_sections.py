@@ -225,9 +225,15 @@ class MetricsConfig(Section):
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
     """Responses of each step that `samples.jsonl` keeps as text, spread over c and verdicts
     (docs/metrics.md). 0: none."""
-    rounding_every_steps: StepsOrZero = 10
+    rounding_every_steps: StepsOrZero | None = None
     """Steps between measurements of what rounding does to the ratios (docs/numerics.md), from step
-    0 on. 0: never."""
+    0 on. 0: never. Unset: 10, and never in fp32, whose rounding is far below any clip."""
+
+    def rounding_every(self, precision: str) -> int:
+        """`rounding_every_steps`, or its default with this `model.precision`."""
+        if self.rounding_every_steps is None:
+            return 0 if precision == "fp32" else 10
+        return self.rounding_every_steps
 
 
 class SupervisedConfig(Section):

@@ -10,12 +10,30 @@ from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Plan
 
 ROUNDING_SEQUENCES = 16
-"""Smallest number of sequences that measure a step's rounding, with at least two on each
-data-parallel rank: enough for a correlation, few beside the hundreds of a step."""
+"""Number of sequences that measure a step's rounding, with at least two on each data-parallel rank:
+enough for a correlation."""
+
+_EXACT_COST = {"fp32": 4, "bf16": 15, "fp16": 15, "fp8": 15}
+"""Cost of a pass in the higher precision, in passes of the run's: float64 products, and logits that
+the fused head does not make; float32 products, 67 against 989 TFLOP/s on an H100."""
+
+
+def rounding_share(precision: str) -> float:
+    """Largest share of a step's tokens that measure its rounding: half of what the updates cost.
+
+    A token costs an update three passes, and the measurement two in either precision. Counted, not
+    timed: a clock must not decide what is measured.
+    """
+    return 0.5 * 3 / (2 * (1 + _EXACT_COST[precision]))
 
 
 def plan_step(
-    batch: Batch, settings: BatchConfig, *, needs_every_sequence: bool, data_parallel_size: int
+    batch: Batch,
+    settings: BatchConfig,
+    *,
+    needs_every_sequence: bool,
+    data_parallel_size: int,
+    measured_share: float = 1.0,
 ) -> Plan:
     """Plan a step's mini-batches, without the sequences that cannot change the weights (A = 0).
 
@@ -27,6 +45,7 @@ def plan_step(
         needs_every_sequence: also compute sequences with A = 0
             (`ObjectiveConfig.needs_every_sequence`).
         data_parallel_size: number of data-parallel ranks.
+        measured_share: `rounding_share`; with few sequences perhaps too small for one.
 
     Raises:
         ConfigError: see `batching.plan`.
@@ -43,9 +62,13 @@ def plan_step(
     )
     # Evenly spaced, hence from different prompts, among sequences that the clip affects (A != 0).
     active = (batch.valid & (batch.advantages != 0)).nonzero().flatten()
-    count = min(max(ROUNDING_SEQUENCES, 2 * data_parallel_size), len(active))
+    budget = measured_share * steps.num_tokens_computed
     chosen = torch.zeros_like(batch.valid)
-    chosen[active[torch.arange(count) * len(active) // max(count, 1)]] = True
+    for count in range(min(max(ROUNDING_SEQUENCES, 2 * data_parallel_size), len(active)), 0, -1):
+        spaced = active[torch.arange(count) * len(active) // count]
+        if int(batch.num_fed_tokens[spaced].sum()) <= budget:
+            chosen[spaced] = True
+            break
     rounding = plan_scoring(
         batch,
         max_tokens_per_microbatch=settings.max_tokens_per_microbatch,

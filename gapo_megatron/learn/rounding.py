@@ -102,7 +102,7 @@ def is_due(
         return False
     if objective.old_log_probs == "rollout" and rollout.max_staleness:
         return False
-    every = metrics.rounding_every_steps
+    every = metrics.rounding_every(policy.precision)
     return every > 0 and step % every == 0
 
 

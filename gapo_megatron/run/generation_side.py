@@ -18,7 +18,7 @@ from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.learn.plan import plan_step
+from gapo_megatron.learn.plan import plan_step, rounding_share
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.models.lora import FactorRules, in_pairs, rules_of
 from gapo_megatron.models.rules import split_all
@@ -200,6 +200,7 @@ class GenerationSide:
             self.config.batch,
             needs_every_sequence=self.config.objective.needs_every_sequence,
             data_parallel_size=len(self._ranks.scorers),
+            measured_share=rounding_share(self.config.model.precision),
         )
         posted = exchange.post(
             rollouts.tokens,

@@ -19,7 +19,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import rounding
-from gapo_megatron.learn.plan import plan_step
+from gapo_megatron.learn.plan import plan_step, rounding_share
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
@@ -259,7 +259,8 @@ class Run:
         """
         config, open_step = self.config, self.state.open_step
         assert open_step is not None
-        measures = rounding.is_due(
+        assert batch.plan is not None
+        measures = any(map(any, batch.plan.rounding)) and rounding.is_due(
             self.state.step, self.policy, config.objective, config.rollout, config.metrics
         )
         stages = ("old_log_probs", "update", *("rounding",) * measures)
@@ -392,5 +393,6 @@ class Run:
                 self.config.batch,
                 needs_every_sequence=self.config.objective.needs_every_sequence,
                 data_parallel_size=self.policy.groups.dp_size,
+                measured_share=rounding_share(self.config.model.precision),
             )
         return replace(batch, plan=plan)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import BatchConfig, Config
 from gapo_megatron.learn import rounding
-from gapo_megatron.learn.plan import plan_step
+from gapo_megatron.learn.plan import plan_step, rounding_share
 from gapo_megatron.learn.rounding import Scores, measure
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import upper_clip
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 GRPO = {"method": "grpo"}
 
 
-def batch_of(*, data_parallel_size: int = 1, **facts: Tensor) -> Batch:
+def batch_of(*, data_parallel_size: int = 1, measured_share: float = 1.0, **facts: Tensor) -> Batch:
     """c = 1, 2, 3 of k = 4 in turns, A of both signs; every fourth sequence has A = 0.
 
     Planned for a step of two mini-batches.
@@ -65,7 +65,11 @@ def batch_of(*, data_parallel_size: int = 1, **facts: Tensor) -> Batch:
     batch = replace(batch, group_size=torch.full_like(index, K), **columns)
     sizes = BatchConfig(rollout_prompts=6, minibatch_prompts=3, rollouts_per_prompt=K)
     plan = plan_step(
-        batch, sizes, needs_every_sequence=False, data_parallel_size=data_parallel_size
+        batch,
+        sizes,
+        needs_every_sequence=False,
+        data_parallel_size=data_parallel_size,
+        measured_share=measured_share,
     )
     return replace(batch, plan=plan)
 
@@ -151,6 +155,22 @@ def test_sixteen_sequences_with_an_advantage_or_two_of_each_rank() -> None:
         assert len({len(rank) for rank in shares}) == 1
     few = batch_of(valid=torch.arange(NUM_SEQUENCES) < 3)
     assert len(shares_of(few)[0][0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "exact_cost"), [("fp32", 4), *((name, 15) for name in ("bf16", "fp16", "fp8"))]
+)
+def test_measuring_costs_at_most_half_of_the_updates(precision: str, exact_cost: int) -> None:
+    """The most evenly spaced sequences, at most 16, for which that holds; perhaps none."""
+    batch, counts = batch_of(), set()
+    computed = int(batch.num_fed_tokens[batch.advantages != 0].sum())
+    share = rounding_share(precision)
+    for factor in (1e-3, 1.0, 10.0, 100.0):
+        [chosen] = shares_of(batch_of(measured_share=share * factor))
+        measured = int(batch.num_fed_tokens[[i for part in chosen for i in part]].sum())
+        assert 2 * (1 + exact_cost) * measured <= 0.5 * factor * 3 * computed
+        counts.add(sum(map(len, chosen)))
+    assert min(counts) == 0 and max(counts) == 16 and len(counts) > 2
 
 
 def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in_16_bits(
@@ -377,8 +397,10 @@ def test_measured_at_every_so_many_steps(folder: Path) -> None:
     for every, expected in ((0, []), (1, [*range(8)]), (3, [0, 3, 6])):
         metrics = {"rounding_every_steps": every}
         assert [step for step in range(8) if is_due(step, metrics=metrics)] == expected
-    assert not is_due(0, "cuda"), "float64 attention on a GPU"
-    assert is_due(0, "cuda", model={"precision": "bf16"})
+    assert not is_due(0), "never in fp32, unless asked for"
+    assert not is_due(0, "cuda", metrics={"rounding_every_steps": 1}), "float64 attention on a GPU"
+    model = {"precision": "bf16"}
+    assert [step for step in range(21) if is_due(step, "cuda", model=model)] == [0, 10, 20]
     in_context = {"parallel": {"context_parallel_size": 2}, "model": {"precision": "bf16"}}
     assert not is_due(0, "cuda", **in_context)
     assert is_due(0, **in_context)

@@ -27,7 +27,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import RolloutError
-from gapo_megatron.learn.plan import plan_step
+from gapo_megatron.learn.plan import plan_step, rounding_share
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy.adapters import FULL_WEIGHTS
 from gapo_megatron.rewards import Pool
@@ -253,6 +253,7 @@ def train(
             config.batch,
             needs_every_sequence=config.objective.needs_every_sequence,
             data_parallel_size=world.world_size,
+            measured_share=rounding_share(config.model.precision),
         )
         batch = generation.bring_tokens(replace(batch, plan=plan))
         at_step()

@@ -279,7 +279,7 @@ def exact_copy_bytes(
     """
     is_quadratic = config.model.precision == "fp32" or layout.cp_size > 1
     is_behind = config.objective.old_log_probs == "rollout" and config.rollout.max_staleness > 0
-    is_measured = config.metrics.rounding_every_steps > 0 and not is_behind
+    is_measured = config.metrics.rounding_every(config.model.precision) > 0 and not is_behind
     if config.adapter.kind == "none" or not is_measured or (on_gpu and is_quadratic):
         return [0] * layout.pp_size
     size = 8 if config.model.precision == "fp32" else 4

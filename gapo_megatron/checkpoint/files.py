@@ -62,7 +62,9 @@ def reading(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torch.Tensor:
-    """The value, if it is a one-dimensional tensor of this dtype and length.
+    """The value, if it is a one-dimensional tensor of this dtype and length, of valid numbers.
+
+    Valid are finite floats (log-probs, advantages) and integers from 0 (tokens, counts, versions).
 
     Raises:
         ValueError: it is not.
@@ -73,6 +75,8 @@ def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torc
         raise ValueError(f"a column with the stride {value.stride()}")
     if length is not None and len(value) != length:
         raise ValueError(f"{len(value)} elements instead of {length}")
+    if not (value.isfinite() if value.is_floating_point() else value >= 0).all():
+        raise ValueError("numbers that are not finite, or below 0")
     return value
 
 

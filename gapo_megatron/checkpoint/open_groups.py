@@ -158,7 +158,4 @@ def _to_versions(versions: Any, num_tokens: int) -> np.ndarray | None:
     """Versions of the weights that sampled each token; None without tokens."""
     if versions is None and not num_tokens:
         return None
-    found = files.column(versions, torch.int32, length=num_tokens)
-    if (found < 0).any():
-        raise ValueError("tokens of a version below 0")
-    return found.numpy()
+    return files.column(versions, torch.int32, length=num_tokens).numpy()

@@ -160,8 +160,6 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
         raise ValueError("prompts, responses and log-probs differ in number or length")
     if not lengths or not all(map(len, [*prompts, *responses])):
         raise ValueError("no sequences, or an empty prompt or response")
-    if not columns["advantages"].isfinite().all():
-        raise ValueError("advantages that are not finite")
     if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
         raise ValueError("response masks that do not match the responses")
     counts = [[*map(len, arrays)] for arrays in (scored, versions, responses) if arrays]
@@ -216,7 +214,10 @@ def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
     progress.scores = fields["scores"] and _to_scores(fields["scores"])
     progress.routes = _to_recorded(fields["routes"], device)
     progress.old_log_probs = [
-        [files.column(values, torch.float32).to(device) for values in files.plain(one, list)]
+        [
+            values if values is None else files.column(values, torch.float32).to(device)
+            for values in files.plain(one, list)  # None off the last pipeline stage
+        ]
         for one in files.plain(progress.old_log_probs, list)
     ]
     for name, total in files.plain(progress.sums, dict).items():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from transformers import PretrainedConfig
@@ -197,6 +198,31 @@ def _require_routes(path: Path, progress: Progress, policy: Policy, config: Conf
         )
 
 
+def require_known(path: Path, state: State, hf_config: PretrainedConfig) -> None:
+    """Refuse tokens and experts that the model does not have.
+
+    Raises:
+        CheckpointError: names the number, and how many there are.
+    """
+    episodes = [one for group in state.open_groups for one in group]
+    tokens: list[Any] = [ids for one in episodes for ids in (one.prompt.token_ids, one.token_ids)]
+    routes = [one.routes for one in episodes]
+    if state.open_step is not None:
+        batch = state.open_step.batch
+        for i in range(len(batch)):
+            tokens += [batch.prompt_ids[i], batch.response_ids[i]]
+            routes.append(batch.routes_of(i))
+    known = {"token": (tokens, hf_config.vocab_size)}
+    known["expert"] = (routes, geometry_of(hf_config).num_experts)
+    for kind, (arrays, count) in known.items():
+        found = max((int(np.max(one)) for one in arrays if one is not None and len(one)), default=0)
+        if found >= max(count, 1):
+            raise CheckpointError(
+                f"{path} has {kind} {found} in an unfinished step or group, but the model has "
+                f"{count}"
+            )
+
+
 def _load(
     path: Path, found: Manifest, policy: Policy, config: Config
 ) -> tuple[State | None, str | None]:
@@ -223,6 +249,7 @@ def _load(
             state.open_groups = load_open_groups(path)
         if AHEAD_NAME in found.files and not changed:
             state.load_ahead(path)
+        require_known(path, state, policy.hf_config)
         if any(name.startswith("objective.") for name in changed):
             state.window = CorrelationWindow()  # the window must not mix objectives
     except (CheckpointError, ConversionError) as error:

@@ -15,6 +15,7 @@ import socket
 from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.documents import read_text
 from gapo_megatron.io.files import naming
 
 DATE = "date in the chat template"
@@ -36,10 +37,10 @@ def read_date(folder: str | Path) -> str:
     """
     path = Path(folder, DATE_NAME)
     try:
-        return datetime.date.fromisoformat(path.read_text(encoding="utf-8").strip()).isoformat()
+        return datetime.date.fromisoformat(read_text(path).strip()).isoformat()
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"{path} must hold the date of the prompts, as 2026-07-01: {error}"
         ) from None

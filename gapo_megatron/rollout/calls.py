@@ -79,6 +79,10 @@ class Acting:
         """Whether a call that was interrupted is made again (`Environment.may_repeat`)."""
         return bool(getattr(self.environment, "may_repeat", False))
 
+    def checked(self, answer: Any) -> tuple[int, ...] | str | None:
+        """`check_answer` with the model's limits."""
+        return check_answer(answer, max_tokens=self.max_response_tokens, vocab_size=self.vocab_size)
+
     def calls(self, name: str, replicas: Replicas) -> Calls:
         """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
         caller, timing = None, Timing()
@@ -90,6 +94,7 @@ class Acting:
                 self.run_dir,
                 name,
                 replica=replicas.rank // replicas.size,
+                check=self.checked,
                 environment=what,
                 may_repeat=self.may_repeat,
             )
@@ -366,13 +371,7 @@ class _Caller:
         try:
             answer = self._acting.environment.respond(call.episode.for_user())
             kind = "text" if isinstance(answer, str) else "tokens"
-            result = {
-                kind: check_answer(
-                    answer,
-                    max_tokens=self._acting.max_response_tokens,
-                    vocab_size=self._acting.vocab_size,
-                )
-            }
+            result = {kind: self._acting.checked(answer)}
         except BaseException as error:  # a thread: also SystemExit, which would leave no answer
             result = {"failure": said(error)[:MOST_CHARACTERS]}
         is_closed = _place(call.episode) in self._closed

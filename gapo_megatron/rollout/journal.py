@@ -4,15 +4,18 @@ A file for each step and replica in the run folder. A line is on disk before the
 another before its answer is used. A resumed run samples the same tokens, and so asks for the same
 calls: it reads their answers here, unless another environment gave them. A call that had begun, but
 has no answer, may have had its side effects; it is not repeated, and the verdict on its episode is
-unknown, unless the environment says that it may be (`may_repeat`).
+unknown, unless the environment says that it may be (`may_repeat`). Each line begins with a digest
+of its rest, so a line that has changed is not read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gapo_megatron.errors import DataError
+from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import naming
 from gapo_megatron.io.run_folder import JOURNAL_FOLDER
 from gapo_megatron.types import Episode
@@ -55,6 +59,7 @@ class Journal:
         name: str,
         *,
         replica: int,
+        check: Callable[[Any], Any],
         environment: str = "",
         may_repeat: bool = False,
     ) -> None:
@@ -64,15 +69,18 @@ class Journal:
             run_dir: the run folder.
             name: of the step (`step_name`) or the evaluation.
             replica: number of this replica, which writes a file of its own.
+            check: refuses what is no answer, as of a call (`answers.check_answer`).
             environment: what answers, and its limits: the calls of another one are other calls.
             may_repeat: a call without an answer counts as never made (`Environment.may_repeat`).
 
         Raises:
             DataError: a file is damaged, other than by an interrupted last line; names file and
                 line.
+            MachineError: a file cannot be read, or is no regular one; names it.
         """
         folder = run_dir / JOURNAL_FOLDER
         self._path = folder / f"{name}_{replica}.jsonl"
+        self._check = check
         self._environment = environment
         self._may_repeat = may_repeat
         self._lock = threading.Lock()
@@ -115,29 +123,50 @@ class Journal:
             self._path.parent.mkdir(exist_ok=True)
             with open(self._path, "ab") as file:
                 if self._mends:  # the line that a kill has interrupted
-                    file.truncate(_whole_bytes(self._path))
+                    file.truncate(len(_whole_lines(self._path)))
                     self._mends = False
-                file.write(json.dumps(record).encode() + b"\n")
+                file.write(to_line(record))
                 file.flush()
                 os.fsync(file.fileno())
 
     def _read(self, path: Path) -> None:
         with naming(path):
-            content = path.read_bytes()[: _whole_bytes(path)]
+            content = _whole_lines(path)
         for number, line in enumerate(content.splitlines(), 1):
             try:
-                record = json.loads(line)
+                digest, _, text = line.partition(b" ")
+                if digest != _digest(text):
+                    raise ValueError("it does not match its digest")
+                record = json.loads(text)
                 if "begun" in record:
                     self._begun.add(record["begun"])
                     continue
-                name, tokens = record.pop("call"), record.pop("tokens")
-                reply = Reply(**record, tokens=None if tokens is None else tuple(tokens))
+                name, reply = record.pop("call"), self._to_reply(record)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(
                     f"{path}:{number}: not a record of a call ({type(error).__name__}: {error}); "
                     "remove the file, and calls of this step are made again"
                 ) from None
             self._replies.setdefault(name, reply)
+
+    def _to_reply(self, record: dict[str, Any]) -> Reply:
+        """A recorded reply. TypeError, ValueError, KeyError: it is none."""
+        tokens, text = self._check(record["tokens"]), self._check(record["text"])
+        if isinstance(tokens, str) or isinstance(text, tuple):
+            raise TypeError("a text as tokens, or tokens as a text")
+        reply = Reply(**record | {"tokens": tokens, "text": text})
+        for name, kind in {"prompt": str, "sample": int, "failure": str, "seconds": float}.items():
+            if type(getattr(reply, name)) is not kind:
+                raise TypeError(f"{name} must be of type {kind.__name__}")
+        if not 0 <= reply.seconds < math.inf:
+            raise ValueError(f"seconds ({reply.seconds}) must be finite and at least 0")
+        return reply
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """A line of the file: a digest, and the record as JSON."""
+    text = json.dumps(record).encode()
+    return _digest(text) + b" " + text + b"\n"
 
 
 def step_name(step: int) -> str:
@@ -159,6 +188,12 @@ def remove_journals(run_dir: Path, *, before: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _whole_bytes(path: Path) -> int:
-    """Length of a file up to the end of its last whole line."""
-    return path.read_bytes().rfind(b"\n") + 1
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:16].encode()
+
+
+def _whole_lines(path: Path) -> bytes:
+    """Content of a file up to the end of its last whole line."""
+    with open_file(path) as file:
+        content = file.read()
+    return content[: content.rfind(b"\n") + 1]

@@ -6,14 +6,16 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PretrainedConfig
 
-from gapo_megatron.checkpoint import OpenStep, files, rng
-from gapo_megatron.checkpoint.open_groups import load_open_groups
+from gapo_megatron.checkpoint import OpenStep, files, resume, rng
+from gapo_megatron.checkpoint.open_groups import from_content, load_open_groups
 from gapo_megatron.checkpoint.state import State
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.rollouts import ROW, Rollouts
@@ -113,7 +115,10 @@ PROMPT, ROLLOUT = ("groups", 0, "prompt"), ("groups", 0, "rollouts", 0)
         put(*ROLLOUT, "finished", value=...),
         put(*ROLLOUT, "truncated", value=None),
         put(*ROLLOUT, "token_ids", value=torch.ones(2)),
+        put(*ROLLOUT, "token_ids", value=torch.tensor([1, -1]).int()),
         put(*ROLLOUT, "log_probs", value=torch.ones(3)),
+        put(*ROLLOUT, "log_probs", value=torch.tensor([-1.0, torch.nan])),
+        put(*ROLLOUT, "old_log_probs", value=torch.tensor([-torch.inf])),
         put(*ROLLOUT, "versions", value=...),
         put(*ROLLOUT, "routes", value=torch.zeros(4, 4, dtype=torch.uint8)),
         put(*ROLLOUT, "routes", value=torch.zeros(0, 4, dtype=torch.uint8)),
@@ -131,6 +136,34 @@ def test_misshapen_open_groups_are_damage(tmp_path, change):
     files.write(path, files.serialise(content))
     with pytest.raises(CheckpointError, match=mentions(path)):
         load_open_groups(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("groups", put(*ROLLOUT, "token_ids", value=torch.tensor([1, 99]).int()), ("token", 99)),
+        ("groups", put(*PROMPT, "token_ids", value=(1, 100)), ("token", 100)),
+        ("groups", put(*ROLLOUT, "routes", value=torch.full((3, 4), 12).byte()), ("expert", 12)),
+        ("step", put("batch", "response_ids", value=[torch.tensor([99]).int()]), ("token", 99)),
+        ("step", put("batch", "prompt_ids", value=[torch.tensor([99]).int()]), ("token", 99)),
+        ("step", put("batch", "routes", value=[torch.tensor([[12]]).byte()]), ("expert", 12)),
+    ],
+)
+def test_what_the_model_does_not_have_is_damage(tmp_path, monkeypatch, name, change, named):
+    """A model with 99 tokens and 12 experts."""
+    monkeypatch.setattr(resume, "geometry_of", lambda _: SimpleNamespace(num_experts=12))
+    groups, (shared, _) = saved_groups(), saved_step()
+
+    def check() -> None:
+        state = State(open_groups=from_content(groups["groups"]))
+        state.open_step = OpenStep.from_shared(shared)
+        resume.require_known(tmp_path, state, PretrainedConfig(vocab_size=99))
+
+    with single_rank():
+        check()
+        change({"groups": groups, "step": shared}[name])
+        with pytest.raises(CheckpointError, match=mentions(tmp_path, *named)):
+            check()
 
 
 @pytest.mark.parametrize(
@@ -217,6 +250,9 @@ SHARED = (
     put("batch", "advantages", value=torch.tensor([torch.nan]).double()),
     put("batch", "prompt_ids", value=[]),
     put("batch", "response_ids", value=[[1]]),
+    put("batch", "response_ids", value=[torch.tensor([-1]).int()]),
+    put("batch", "rollout_log_probs", value=[torch.tensor([torch.nan])]),
+    put("batch", "group_size", value=torch.tensor([-1])),
     put("batch", "carried_log_probs", value=[torch.ones(2)]),
     put("facts", value=[[1]]),
     lambda shared: shared.update(facts=shared["facts"].long()),
@@ -240,6 +276,7 @@ PROGRESS = (
     put("learning_rate", value=None),
     put("old_log_probs", value=[[1.0]]),
     put("old_log_probs", value=[None]),
+    put("old_log_probs", value=[[torch.tensor([torch.nan])]]),
     put("scores", value=...),
     put("more", value=1),
     put("routes", value=None),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import random
 import re
 import sys
@@ -20,14 +23,14 @@ import torch.distributed as dist
 
 from gapo_megatron import rewards
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import DataError, MachineError
 from gapo_megatron.rollout import calls as calls_module
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.call_metrics import sum_calls
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
-from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals
+from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals, to_line
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.table import to_rollouts
@@ -503,9 +506,8 @@ def test_a_recorded_call_counts_once_in_the_episodes_limit(tmp_path: Path) -> No
     calls = calls_of(answer_of, run_dir=tmp_path, episode_timeout_s=10)
     calls.ask(first)
     path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
-    text, num_changed = re.subn(r'"seconds": [\d.e-]+', '"seconds": 6.0', path.read_text())
-    assert num_changed == 1
-    path.write_text(text)
+    begun, ended = map(_record, path.read_bytes().splitlines())
+    path.write_bytes(to_line(begun) + to_line(ended | {"seconds": 6.0}))
     calls = calls_of(answer_of, run_dir=tmp_path, episode_timeout_s=10)
     for episode in (first, second):
         calls.ask(episode)
@@ -513,14 +515,52 @@ def test_a_recorded_call_counts_once_in_the_episodes_limit(tmp_path: Path) -> No
         assert not reply.failure and reply.tokens
 
 
-def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:
+def _record(line: bytes) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(line.partition(b" ")[2])
+    return record
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"tokens": [100_000]}, {"tokens": [-1]}, {"tokens": ["5"]}, {"tokens": [True]}),
+        *({"tokens": 5}, {"tokens": "5"}, {"text": 5}, {"text": "\ud800"}, {"more": 1}),
+        *({"seconds": "0.1"}, {"seconds": math.nan}, {"seconds": -1.0}, {"seconds": math.inf}),
+        *({"sample": "0"}, {"prompt": 0}, {"failure": None}, {"call": None, "begun": []}),
+    ],
+)
+def test_a_journal_with_what_is_no_answer_names_its_line(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Though its digest is right; the vocabulary has 100,000 tokens."""
     run(answer_of, run_dir=tmp_path)
     path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    for damage in (b"{}\n", b"[]\n", b"\xff\n", b'{"call": "a", "tokens": 5}\n'):
-        path.write_bytes(b"".join([*lines[:6], damage, *lines[7:]]))
-        with pytest.raises(DataError, match=mentions(f"{path}:7")):
+    number = next(i for i, line in enumerate(lines) if "call" in _record(line))
+    lines[number] = to_line(_record(lines[number]) | change)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(DataError, match=mentions(f"{path}:{number + 1}")):
+        calls_of(answer_of, run_dir=tmp_path)
+
+
+def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:
+    """One changed byte anywhere; and a FIFO in its place, which nobody writes to."""
+    run(answer_of, run_dir=tmp_path)
+    path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    for _ in range(100):
+        place = generator.randrange(len(whole) - 1)  # without the end: a cut off line is no damage
+        damaged = bytearray(whole)
+        damaged[place] ^= generator.randrange(1, 256)
+        path.write_bytes(damaged)
+        number = whole[:place].count(b"\n") + 1
+        with pytest.raises(DataError, match=mentions(f"{path}:{number}")):
             calls_of(answer_of, run_dir=tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(MachineError, match=mentions(path)):
+        calls_of(answer_of, run_dir=tmp_path)
 
 
 def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_groups import (
-    OPEN_GROUPS_NAME,
     load_open_groups,
     serialised_groups,
 )
@@ -294,22 +293,6 @@ def test_what_the_environment_gave_is_carried_as_zero(
         else:
             assert one.response_mask is not None and one.response_mask.dtype == bool
             assert one.response_mask.tolist() == other.response_mask.tolist()
-
-
-def test_groups_written_before_there_were_masks_are_read(
-    policy: Policy, folder: Path, tmp_path: Path
-) -> None:
-    groups = carry(policy, GROUPS, config_of(folder), policy_version=5)
-    save_open_groups(tmp_path, groups)
-    path = tmp_path / OPEN_GROUPS_NAME
-    content = torch.load(path)
-    for group in content["groups"]:
-        for rollout in group["rollouts"]:
-            del rollout["response_mask"]
-    torch.save(content, path)
-    read = load_open_groups(tmp_path)
-    assert carried_of(read) == carried_of(groups)
-    assert all(one.response_mask is None for group in read for one in group)
 
 
 CHANGES: dict[str, tuple[Any, Any]] = {

@@ -25,6 +25,10 @@ def explain(item: Any, model: type[BaseModel]) -> str:
         known = _fields_at(model, item["loc"][:-1])
         key = str(item["loc"][-1])[:80]
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+        is_close = bool(difflib.get_close_matches(key, known, n=1, cutoff=0.8))
+        if len(item["loc"]) == 2 and not is_close:  # perhaps a key of another section
+            sections = [one for one in model.model_fields if key in _fields_at(model, (one,))]
+            near = [f"{one}.{key}" for one in sections[:1]] or near
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return f"{where}: unknown key; {hint}"
     if item["type"] == "missing":

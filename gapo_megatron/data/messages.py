@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import re
 import reprlib
 import resource
@@ -21,9 +22,12 @@ from gapo_megatron.data.template_date import DATE, asks_date, freeze_date
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.model_folder import MAX_TEMPLATE_CHARACTERS, tokenizer_sha256
 from gapo_megatron.io.documents import is_unicode
+from gapo_megatron.rewards.final_answer import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -71,6 +75,13 @@ def _read_message(value: Any, *, where: str) -> Message:
     if not is_unicode(content):
         raise DataError(f"{where}: content ({reprlib.repr(content)}) contains a lone surrogate")
     return {"role": role, "content": content}
+
+
+def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the text of each special token, which a tokenizer reads as the token."""
+    texts = filter(None, special_tokens(tokenizer).values())
+    longest_first = sorted({*texts}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def render(
@@ -165,6 +176,27 @@ def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date:
         )
     if data.system_prompt:
         _check_system_prompt(data, tokenizer)
+    if data.chat_template and (header := _missing_header(tokenizer)):
+        logger.warning(
+            "%s: its chat template ignores add_generation_prompt: before an answer it writes %r, "
+            "which no prompt ends with, so the model has to begin its turn itself",
+            tokenizer.name_or_path,
+            header,
+        )
+
+
+def _missing_header(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the template writes before an answer, if prompts should end with it and do not."""
+    asked, answer = {"role": "user", "content": _SAMPLE}, "It is 3."
+    try:
+        prompt = render([asked], tokenizer)
+        if prompt != render([asked], tokenizer, add_generation_prompt=False):
+            return ""
+        whole = render([asked, {"role": "assistant", "content": answer}], tokenizer)
+    except ConfigError:
+        return ""  # it wants other messages
+    header, _, _ = whole.removeprefix(prompt).partition(answer)
+    return header.strip() if whole.startswith(prompt) else ""
 
 
 def prompts_made_of(

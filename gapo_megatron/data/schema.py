@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import reprlib
 from collections.abc import Collection, Sequence
@@ -26,7 +27,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.answers import Answers
-from gapo_megatron.data.messages import Message, read_messages, render
+from gapo_megatron.data.messages import Message, read_messages, render, special_pattern
 from gapo_megatron.data.rows import Row, check_texts, column_names, read_lines, read_problem_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Prompt
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 QUICK_CHARACTERS = 2**16
 """Characters that are tokenised quickly; a hundred times as many take a minute."""
+
+logger = logging.getLogger(__name__)
 
 KEYS = ("id", "prompt", "messages", "answer", "level", "verifier")
 """Keys of a row that become part of its `Prompt`."""
@@ -96,6 +99,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
     path, wanted = Path(path), (*KEYS, *(columns or ()))
+    oddities = _Oddities(tokenizer, chat_template=data.chat_template)
     with closing(Answers(path.parent)) as answers:
         for number, whole in read_problem_rows(path, None if columns is None else wanted):
             where = f"{path}:{number}"
@@ -106,10 +110,12 @@ def read_prompts(
             if id in line_of:
                 raise DataError(f"{where}: id {id[:60]!r} was used in line {line_of[id]}")
             line_of[id] = number
+            token_ids = _encode(row, tokenizer, data, where=where, id=id)
+            oddities.look_at(row, token_ids, where=where)
             prompts.append(
                 Prompt(
                     f"{source}/{id}" if source else id,
-                    _encode(row, tokenizer, data, where=where, id=id),
+                    token_ids,
                     answer,
                     row.get("level", ""),
                     source=source,
@@ -121,6 +127,32 @@ def read_prompts(
         raise DataError(f"{path}: contains no problems")
     answers.report(path, num_problems=len(prompts), is_error=not keep_unreadable)
     return prompts
+
+
+class _Oddities:
+    """Warns of prompts that are hardly meant so, the first of each kind."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> None:
+        self._bos = tokenizer.bos_token_id
+        # Without a template it is the data that writes control tokens.
+        self._special = special_pattern(tokenizer) if chat_template else None
+        self._warned: set[str] = set()
+
+    def look_at(self, row: Row, token_ids: Sequence[int], *, where: str) -> None:
+        """Look at a row's prompt and its tokens."""
+        if self._bos is not None and [*token_ids[:2]] == [self._bos] * 2:
+            self._warn("begins with BOS twice: the text has it, and the tokenizer adds it", where)
+        given = row["messages"] if "messages" in row else row["prompt"]
+        texts = [given] if isinstance(given, str) else [one["content"] for one in given]
+        for found in filter(None, map(self._special.search, texts) if self._special else ()):
+            self._warn(
+                "has %r in its text, which the tokenizer reads as a control token", where, found[0]
+            )
+
+    def _warn(self, what: str, where: str, *values: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning(f"%s: the prompt {what} (later rows are not named)", where, *values)
 
 
 def _check_row(row: Row, whole: Row, *, path: Path, number: int) -> str:

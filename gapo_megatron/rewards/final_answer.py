@@ -79,11 +79,20 @@ def marked_text(
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[int], frozenset[str]]:
     """Special tokens that a text leaves out, and the marks of thinking that are tokens."""
     added = tokenizer.added_tokens_decoder
+    special = special_tokens(tokenizer).keys()
     known = {OPEN, CLOSE, *_SPELLINGS, *_HARMONY}
     marks = {number: str(one) for number, one in added.items() if str(one) in known}
-    special = {number for number, one in added.items() if one.special}
-    left_out = special.union(tokenizer.all_special_ids) - marks.keys()
-    return frozenset(left_out), frozenset(marks.values())
+    return frozenset(special - marks.keys()), frozenset(marks.values())
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Texts of special tokens, by id: those that have a name (EOS, ...), and all others.
+
+    The latter are only in tokenizer.json's `added_tokens`.
+    """
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    added = tokenizer.added_tokens_decoder.items()
+    return dict(named) | {number: str(one) for number, one in added if one.special}
 
 
 def _of_channels(text: str) -> str:
@@ -106,4 +115,4 @@ def _of_channels(text: str) -> str:
     return thought if answer is None else thought + CLOSE + answer
 
 
-__all__ = ["final_answer", "marked_text"]
+__all__ = ["final_answer", "marked_text", "special_tokens"]

@@ -9,7 +9,7 @@ import numpy as np
 from gapo_megatron.rollout.calls import CallCounts
 from gapo_megatron.types import Episode, Outcome, Verdict
 
-_NAMES = ("rollouts", "turns", "calls", "errors", "seconds")
+_NAMES = ("rollouts", "turns", "calls", "errors", "cut", "seconds")
 
 Sums = Mapping[int, Mapping[str, float]]
 """By c: sums over rollouts."""
@@ -41,6 +41,7 @@ def sum_calls(
                 "turns": num_turns(one),
                 "calls": cost.num_calls,
                 "errors": cost.num_errors,
+                "cut": cost.num_cut,
                 "seconds": cost.seconds,
             }
             sums[num_correct] = added(sums.get(num_correct, {}), found)
@@ -84,6 +85,7 @@ def call_metrics(sums: Sums) -> tuple[dict[str, float], dict[str, float]]:
     for name in ("turns", "calls"):
         metrics[f"environment/{name}"] = total[name] / max(total["rollouts"], 1)
     metrics["environment/error_share"] = total["errors"] / max(total["calls"], 1)
+    metrics["environment/cut_share"] = total["cut"] / max(total["rollouts"], 1)
     timings["perf/environment_s"] = total["seconds"] / max(total["rollouts"], 1)
     for c, part in sorted(sums.items()):
         for name in ("turns", "calls", "errors"):

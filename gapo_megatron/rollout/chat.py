@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.data.messages import render
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.final_answer import special_tokens
 from gapo_megatron.types import Episode
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._options = dict(options)
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(special_tokens(tokenizer))
         self._checked: set[tuple[str, ...]] = set()
         self.name = f"model.hf_dir: the chat template of {tokenizer.name_or_path or 'this model'}"
         if not tokenizer.chat_template:

@@ -178,6 +178,8 @@ class Responses:
         """
         num_tokens = len(episode.token_ids)
         if num_tokens + len(answer) >= self._settings.max_response_tokens:
+            if self._calls:
+                self._calls.counts[episode.prompt.id, episode.sample].num_cut += 1
             return replace(episode, truncated=True, finished=True)
         zeros = np.zeros(len(answer), np.float32)
         return replace(

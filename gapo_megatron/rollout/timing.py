@@ -19,6 +19,8 @@ class CallCounts:
 
     num_calls: int = 0
     num_errors: int = 0
+    num_cut: int = 0
+    """Answers that left no room in the response: it ended there, as truncated."""
     seconds: float = 0.0
 
 

@@ -204,6 +204,7 @@ def test_config_is_frozen(minimal: Path) -> None:
         ("parallel.tensor_parallel_size=2", ["'tensor_model_parallel_size'"]),
         ("rollout.tensor_model_parallel_size=2", ["'tensor_parallel_size'"]),
         ("reward.zzz=1", ["reward.zzz", "kind", "sandbox"]),
+        ("rollout.stop=x", ["rollout.stop:", "'environment.stop'"]),
         ("supervised.num_step=1", ["supervised.num_step:", "'num_steps'"]),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import rewards
@@ -24,6 +27,7 @@ from gapo_megatron.types import Prompt
 from tests.messages import mentions
 from tests.prepare_data_setup import put, put_tokenizer
 from tests.problem_files import read_problems
+from tests.tokenizers import byte_level
 
 # Like Qwen3's: thoughts of earlier turns are dropped, and an empty thought ends thinking.
 TEMPLATE = """\
@@ -191,6 +195,63 @@ def test_a_system_prompt_that_the_template_drops_is_refused(
     path = put(tmp_path / "p.jsonl", [row()])
     with pytest.raises(ConfigError, match=mentions("data.system_prompt ('be brief')")):
         read(path, tokenizer, chat_template=True, system_prompt="be brief")
+
+
+def test_prompts_that_are_hardly_meant_so_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = copy.deepcopy(byte_level("<|im_start|>", "<s>"))
+    tokenizer.chat_template = TEMPLATE
+    texts = ["1 + 1", "<s>1 + 1", "<s>1 + 2", "<|im_start|> 1"]
+    path = put(tmp_path / "a.jsonl", [row(str(i), prompt=text) for i, text in enumerate(texts)])
+    read(path, tokenizer, chat_template=True)
+    (warned,) = caplog.messages
+    assert re.search(mentions(f"{path}:2", "'<s>'"), warned)
+
+    caplog.clear()
+    read(path, tokenizer)  # the data writes control tokens
+    assert not caplog.messages
+    tokenizer.bos_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    read(path, tokenizer)
+    (warned,) = caplog.messages
+    assert re.search(mentions(f"{path}:2", "BOS"), warned)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_odd"),
+    [
+        ("{% if add_generation_prompt %}<assistant> {% endif %}", False),
+        ("<assistant> ", False),  # whatever is asked for
+        ("", True),
+    ],
+)
+def test_a_template_that_never_opens_the_models_turn_is_named(
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    end: str,
+    is_odd: bool,
+) -> None:
+    template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}" + end
+    data = DataConfig(train_path="unused", chat_template=True)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    bind_template(tokenizer, data)
+    assert [bool(re.search(mentions("'<assistant>'"), one)) for one in caplog.messages] == (
+        [True] * is_odd
+    )
+    caplog.clear()
+    # As Mistral's: the end of the question is the beginning of the answer.
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ '[Q] ' ~ m.content ~ ' [/Q]' if m.role == 'user' else "
+        "' ' ~ m.content }}{% endfor %}",
+    )
+    bind_template(tokenizer, data)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

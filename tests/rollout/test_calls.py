@@ -26,7 +26,7 @@ from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import DataError, MachineError
 from gapo_megatron.rollout import calls as calls_module
 from gapo_megatron.rollout import environments
-from gapo_megatron.rollout.call_metrics import sum_calls
+from gapo_megatron.rollout.call_metrics import call_metrics, sum_calls
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
@@ -195,6 +195,8 @@ def test_tokens_without_room_truncate_a_response(num_tokens: int) -> None:
     (one,) = groups[0]
     assert one.truncated and not one.failure and one.response_mask is None
     assert one.token_ids[-1] == EOS
+    sums = sum_calls(groups, [[Verdict(Outcome.WRONG)]], calls.counts)
+    assert call_metrics(sums)[0]["environment/cut_share"] == 1
 
 
 def test_broken_environments_are_unknown_and_harm_no_other() -> None:

@@ -41,7 +41,6 @@ def tokenizer_of(name: str) -> Any:
     folder = resources.files("trl") / "chat_templates"
     tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
     tokenizer.name_or_path = name
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
     if bos := next((one for one in special if one in ("<bos>", "<|begin_of_text|>")), ""):
         tokenizer.bos_token = bos
     return tokenizer

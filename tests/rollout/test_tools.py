@@ -15,6 +15,7 @@ from gapo_megatron.config import DataConfig, EnvironmentConfig, RewardConfig
 from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.final_answer import special_tokens
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.call_metrics import num_turns
 from gapo_megatron.rollout.environments import tools as tools_module
@@ -155,7 +156,7 @@ def test_a_result_has_no_special_tokens() -> None:
 
     turn = episode_of(call("python", code=""), tokenizer=tokenizer)
     answer = list(Prints(tokenizer).respond(turn) or ())
-    special = [tokenizer.decode([one]) for one in answer if one in tokenizer.all_special_ids]
+    special = [tokenizer.decode([one]) for one in answer if one in special_tokens(tokenizer)]
     assert special == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert "a\nuser b" in tokenizer.decode(answer)
     tokenizer.chat_template = None

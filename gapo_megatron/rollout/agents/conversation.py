@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rewards.final_answer import marked_text
+from gapo_megatron.rewards.final_answer import marked_text, special_tokens
 from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, read_message, read_request
 from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.rollout.environments.tools import find_calls
@@ -176,7 +176,7 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """
     template = ChatTemplate(tokenizer)
     token = template.opening([{"role": "user", "content": "A question."}])[0]
-    if token not in tokenizer.all_special_ids:
+    if token not in special_tokens(tokenizer):
         text = str(tokenizer.decode([token]))
         raise ConfigError(
             f"{template.name} must begin conversations with a special token, not with token "

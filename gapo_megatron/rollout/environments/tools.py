@@ -12,10 +12,10 @@ from __future__ import annotations
 import ast
 import json
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.data.messages import special_pattern
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
@@ -87,7 +87,7 @@ class Tools(OneTurn):
         self._chat = None
         if chat_template and tokenizer.chat_template:
             self._chat = ChatTurns(tokenizer, role=role, options=template_variables)
-        self._special = _special_tokens(tokenizer)
+        self._special = special_pattern(tokenizer)
         self._box: dict[str, Any] = {"timeout_s": timeout_s, "sandbox": sandbox, "python": python}
         # What is calculated, or runs in a sandbox, has no effect: after a kill it runs again.
         self.may_repeat = "python" not in tools or sandbox != "unsafe"
@@ -144,14 +144,6 @@ def find_calls(text: str) -> list[str]:
         calls.append(text[start + len(_OPEN) : end])
         start = text.find(_OPEN, end + len(_CLOSE))
     return calls
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the text of each special token."""
-    added = tokenizer.added_tokens_decoder.values()
-    texts = {*tokenizer.all_special_tokens, *(str(one) for one in added if one.special)}
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def calculate(expression: str) -> str:

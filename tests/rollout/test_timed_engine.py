@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -102,6 +103,9 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
     config = config_of({"data": {"max_prompt_tokens": 16}, "batch": batch, "rollout": rollout})
 
     class Tokenizer:
+        added_tokens_decoder: ClassVar[dict[int, object]] = {}
+        all_special_ids = ()
+
         def decode(self, *_: object, **__: object) -> str:
             return ""
 

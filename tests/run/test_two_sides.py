@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -81,6 +81,9 @@ def response(problem: str, sample: int, *, version: int) -> list[int]:
 
 class Tokenizer:
     """Every second sample is correct, as defined by `tests.reward_setup`."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_ids = ()
 
     def decode(self, ids: list[int], **_: Any) -> str:
         if ids[0] < 100:

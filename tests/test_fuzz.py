@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
 from tests.dist import run_distributed
-from tests.fuzz import campaign as campaign_module
-from tests.fuzz.campaign import RAN, Target, campaign
-from tests.fuzz.mutate import Damage, damage_file, damage_json
+from tests.fuzz.campaign import Target, campaign
+from tests.fuzz.mutate import damage_json
 
 _NUMBER = 500
 
@@ -81,46 +78,3 @@ def test_readers_that_do_less_are_found():
 
     assert {"accepted", "traceback"} <= set(outcomes_of(make_target(trusts)))
     assert {"accepted", "unnamed"} <= set(outcomes_of(make_target(hides)))
-
-
-def test_a_reader_that_does_not_end_is_found(monkeypatch):
-    monkeypatch.setattr(campaign_module, "HANG_S", 0.05)
-    is_whole = iter([True])
-
-    def read(folder: Path) -> None:
-        if not next(is_whole, False):
-            threading.Event().wait()
-
-    assert outcomes_of(make_target(read), number=1) == {"hang": 1}
-
-
-def test_a_reader_that_runs_code_of_the_input_is_found():
-    is_whole = iter([True])
-
-    def read(folder: Path) -> None:
-        if not next(is_whole, False):
-            Path(RAN).touch()
-            raise ConfigError("file.json has code")
-
-    assert outcomes_of(make_target(read), number=1) == {"accepted": 1}
-
-
-def test_a_case_is_the_same_whatever_else_is_run():
-    seen: list[list[str]] = []
-
-    def damage(rng: Random, folder: Path) -> Damage:
-        done = damage_file(rng, folder, "file.json")
-        seen[-1].append(done.what)
-        return done
-
-    def refuse(folder: Path) -> None:
-        if seen[-1]:
-            raise ConfigError("file.json")
-
-    for numbers in ([0, 1, 2, 3, 4, 5], [4]):
-        seen.append([])
-        with campaign([make_target(refuse, damage=damage)], seed=3) as prepared:
-            target = next(prepared.cases(1))[0]
-            for number in numbers:
-                prepared.run(target, number)
-    assert len({*seen[0]}) > 1 and seen[1] == seen[0][4:5]

@@ -197,25 +197,12 @@ HOSTILE = {
     "recurses": "return verify(response, answer)",
     "fills memory": "return len('x' * 2**40)",
     "floods": "print('x' * 10**7); return Verdict(Outcome.WRONG, 'x' * 10**7)",
-    "writes to every descriptor": (
-        '[os.write(i, b\'[0, "correct", "", null]\\\\n\') for i in range(3)]; return False'
-    ),
     "closes its channel": "os.closerange(0, 64); return True",
-    "gives a generator": "return (one for one in [True])",
-    "raises while it is read": "return Bad()",
-    "is asynchronous": "return wait()",
 }
 
 HOSTILE_SOURCE = """
 import ctypes, os, signal, sys, time
 from gapo_megatron.types import Outcome, Verdict
-
-class Bad:
-    def item(self):
-        raise SystemExit(3)
-
-async def wait():
-    return True
 
 def verify(response, answer):
     if response == "fine":

@@ -45,19 +45,24 @@ logger = logging.getLogger(__name__)
 def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Config) -> None:
     """Refuse a run folder whose newest checkpoint cannot be resumed; reads one small file.
 
-    Call it before any model is built. A damaged manifest passes: `load_latest` handles it.
+    Call it before any model is built. A damaged manifest passes if an older checkpoint has a whole
+    one: `load_latest` handles it.
 
     Raises:
-        CheckpointError: it belongs to another model; names the fields that differ.
+        CheckpointError: it belongs to another model (names the fields that differ); or no manifest
+            can be read, as of another format version.
         ConfigError: it has open groups, and settings of their sampling have changed; or settings
             that change what is learned have changed, and `run.allow_changes` does not name them.
     """
+    finished = is_finished(run_dir, num_steps=config.run.num_steps)
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         folder, found = newest
         require_same_model(folder, found.model, model_identity(hf_config))
-        if not is_finished(run_dir, num_steps=config.run.num_steps):
+        if not finished:
             require_same_sampling(folder, found, config)
             require_allowed(folder, found, config)
+    elif not finished and (steps := manifest.list_steps(checkpoints_dir(run_dir))):
+        manifest.read_manifest(steps[0])  # says why
 
 
 def newest_source(run_dir: str | Path) -> Mapping[str, Any] | None:

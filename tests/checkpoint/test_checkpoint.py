@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.run_folder import check_writable, checkpoints_dir, read_changes
 from tests.branch_setup import make_config, publish
+from tests.damage import put, sign_document
 from tests.messages import mentions
 
 OURS = make_config(Path("unused"), checkpoint={"branch_from": ""})
@@ -158,12 +160,17 @@ def test_other_held_out_problems_are_recorded_and_need_no_allowance(tmp_path):
     assert read_changes(tmp_path) == [{"step": 3, "changes": change}]
 
 
-def test_check_resume_leaves_damage_to_the_resume(tmp_path):
-    ours = Qwen2Config(hidden_size=64)
-    make_checkpoint(checkpoints_dir(tmp_path), 1, model=model_identity(ours))
-    other = make_checkpoint(checkpoints_dir(tmp_path), 2, model={"hidden_size": 1})
-    (other / "manifest.json").write_text("{")
+def test_check_resume_leaves_damage_to_the_resume_while_one_manifest_is_whole(tmp_path):
+    ours, folder = Qwen2Config(), checkpoints_dir(tmp_path)
+    older = make_checkpoint(folder, 1, model=model_identity(ours))
+    (make_checkpoint(folder, 2) / "manifest.json").write_text("{}")
     check_resume(tmp_path, ours, OURS)
+    sign_document(older, put("version", value=2))  # one of another format is whole nowhere
+    with pytest.raises(CheckpointError, match=mentions("step_00000002/manifest.json")):
+        check_resume(tmp_path, ours, OURS)
+    shutil.rmtree(folder / "step_00000002")
+    with pytest.raises(CheckpointError, match=mentions(older, "version 2", manifest.VERSION)):
+        check_resume(tmp_path, ours, OURS)
 
 
 def test_identity_is_plain_json():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from gapo_megatron import checkpoint
 from gapo_megatron.config import Config
 from gapo_megatron.data import template_date
 from gapo_megatron.data.messages import begin_template
@@ -123,6 +124,12 @@ def _write_row(root: Path, **row: str) -> None:
     (root / "train.jsonl").write_text(json.dumps({"id": "a", "prompt": "?", **row}) + "\n")
 
 
+def _prefix_spaces(path: Path) -> None:
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["add_prefix_space"] ^= True
+    path.write_text(json.dumps(content))
+
+
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "rows": lambda root: _write_row(root, answer="3"),
     "chat template": lambda root: (root / "llama3/chat_template.jinja").write_text(
@@ -130,35 +137,47 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
     ),
     "date": lambda root: (root / "run" / template_date.DATE_NAME).write_text(LATER),
     "settings": lambda root: {"system_prompt": "Be brief."},
+    "tokenizer": lambda root: _prefix_spaces(root / "llama3/tokenizer.json"),
 }
 
 
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> Callable[[Inputs], Any]:
+    """Lets later starts find a checkpoint of a run, of which they read the data position."""
+
+    def save(inputs: Inputs) -> Any:
+        state = json.loads(json.dumps(inputs.source.state_dict()))
+        monkeypatch.setattr(checkpoint, "newest_source", lambda run_dir: state)
+        return state
+
+    return save
+
+
 @pytest.mark.parametrize("what", CHANGES)
-def test_other_problems_are_refused_with_what_has_changed(what: str, tmp_path: Path) -> None:
-    state = check_inputs(config_of(tmp_path, "llama3")).source.state_dict()
+def test_other_problems_are_refused_with_what_has_changed(
+    what: str, tmp_path: Path, saved: Callable[[Inputs], Any]
+) -> None:
+    """Before any model is built."""
+    before = saved(check_inputs(config_of(tmp_path, "llama3")))
     data = CHANGES[what](tmp_path)
-    changed = check_inputs(
-        config_of(tmp_path, "llama3", **(data if isinstance(data, dict) else {}))
-    )
     with pytest.raises(CheckpointError) as caught:
-        changed.source.load_state_dict(state)
+        check_inputs(config_of(tmp_path, "llama3", **(data if isinstance(data, dict) else {})))
     _, _, listed = str(caught.value).partition("Changed: ")
     assert listed.startswith(f"the {what}")
     assert listed.count(";") == (what == "date"), "and nothing else but the way back"
-    assert (state["dataset"][template_date.DATE] in listed) == (what == "date")
+    assert (before["dataset"][template_date.DATE] in listed) == (what == "date")
 
 
-def test_another_tokenizer_is_named(tmp_path: Path) -> None:
-    state = check_inputs(config_of(tmp_path, "qwen3")).source.state_dict()
-    path = tmp_path / "qwen3/tokenizer.json"
-    path.write_text(
-        path.read_text()
-        .replace('"add_prefix_space":false', '"add_prefix_space":true')
-        .replace('"add_prefix_space": false', '"add_prefix_space": true')
-    )
-    changed = check_inputs(config_of(tmp_path, "qwen3"))
-    with pytest.raises(CheckpointError, match=mentions("Changed: the tokenizer")):
-        changed.source.load_state_dict(state)
+def test_a_copied_checkpoint_brings_its_day(
+    tmp_path: Path, set_clock: Callable[[str], None], saved: Callable[[Inputs], Any]
+) -> None:
+    """Of a branch as well, into whose folder no record was copied."""
+    first = check_inputs(config_of(tmp_path, "llama3"))
+    saved(first)
+    set_clock(LATER)
+    copied = check_inputs(config_of(tmp_path, "llama3", out="copied"))
+    assert tokens_of(copied) == tokens_of(first)
+    assert template_date.read_date(tmp_path / "copied") == FIRST
 
 
 def test_ranks_that_start_around_midnight_agree(

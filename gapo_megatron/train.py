@@ -16,6 +16,8 @@ from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.run.processes import choose_cuda_queues, quiet_libraries, world_size
 
+DRY_RUNS = ("plain", "data", "deep")
+
 
 def train(config: Config, *, keep_weights: bool = True) -> None:
     """Train to the last step, from the newest whole checkpoint of the run's folder, if any.
@@ -86,10 +88,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         nargs="?",
-        choices=("plain", "deep"),
-        help="print the resolved config and its arithmetic, build nothing, and exit, with 2 where "
-        "an input is missing (plain, the default); deep: also build one rank and let it take one "
-        "step, on a CPU",
+        choices=DRY_RUNS,
+        help="print what the run would find, the resolved config and its arithmetic, build "
+        "nothing, and exit, with 2 where the run would not start (plain, the default: reads the "
+        "first rows of each file); data: read all rows; deep: also build one rank and let it take "
+        "one step, on a CPU",
     )
     parser.add_argument(
         "--rank",
@@ -100,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     given = sys.argv[1:]
     if "--dry-run" in given:  # else it would take the config that follows it for its value
         at = given.index("--dry-run")
-        mode = given.pop(at + 1) if given[at + 1 : at + 2] in (["plain"], ["deep"]) else "plain"
+        mode = given.pop(at + 1) if {*given[at + 1 : at + 2]} & {*DRY_RUNS} else "plain"
         given[at] = f"--dry-run={mode}"
     arguments = parser.parse_intermixed_args(given)
     if arguments.rank and not arguments.dry_run:

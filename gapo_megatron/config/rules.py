@@ -223,16 +223,26 @@ def input_paths(config: Config) -> dict[str, str]:
 
 
 def missing_inputs(config: Config) -> list[str]:
-    """List the missing inputs of a run: a line for each, with setting and path."""
+    """List the missing inputs of a run: a line for each, with setting, path and what is there."""
     unused = () if config.evaluation.every_steps else ("data.eval_path",)
     return [
-        f"{name} ({path}) does not exist"
+        f"{name} ({path}) {why}"
         for name, path in input_paths(config).items()
         if path
-        and not os.path.exists(path)
+        and (why := why_missing(name, path))
         and name not in unused
         and not name.startswith("supervised.")  # read by `gapo_megatron.sft` only
     ]
+
+
+def why_missing(name: str, path: str) -> str:
+    """Why the input of the setting `name` is not there, for a message; empty if it is."""
+    if not os.path.exists(path):
+        return "does not exist"
+    is_file = name.startswith("data.")  # all others are folders
+    if os.path.isdir(path) == is_file:
+        return "is a folder, but must be a file" if is_file else "is a file, but must be a folder"
+    return ""
 
 
 def check_paths(config: Config) -> None:

@@ -14,6 +14,7 @@ Answers that are too large for the memory of every rank (tests of programs) are 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import math
@@ -67,25 +68,27 @@ def read_training_prompts(
 def read_prompts(
     path: str | Path,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     data: DataConfig,
     reward: RewardConfig,
     source: str = "",
     keep_unreadable: bool = False,
     columns: Collection[str] | None = (),
+    most: int | None = None,
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
 
     Args:
         path: .parquet, .json (a list), or JSON lines; in UTF-8, blank lines are skipped.
         tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one), and has
-            been bound to `data` (`messages.bind_template`).
+            been bound to `data` (`messages.bind_template`). None: prompts are not encoded.
         data: section `data`: the longest prompt, and the chat template.
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
         keep_unreadable: only warn about unreadable answers, for runs that started with them.
         columns: columns to keep as `Prompt.row`, for verifiers of the user's own, if a row has
             them, `answer` and `verifier` excepted; None: all.
+        most: number of rows to read, from the first; None: all.
 
     Returns:
         The problems in file order, the same on every rank.
@@ -101,7 +104,8 @@ def read_prompts(
     path, wanted = Path(path), (*KEYS, *(columns or ()))
     oddities = _Oddities(tokenizer, chat_template=data.chat_template)
     with closing(Answers(path.parent)) as answers:
-        for number, whole in read_problem_rows(path, None if columns is None else wanted):
+        rows = read_problem_rows(path, None if columns is None else wanted)
+        for number, whole in itertools.islice(rows, most):
             where = f"{path}:{number}"
             row = {key: whole[key] for key in KEYS if whole.get(key) is not None}
             id = _check_row(row, whole, path=path, number=number)
@@ -197,15 +201,17 @@ def _verifier(row: Row, reward: RewardConfig, *, where: str) -> tuple[str, Verif
 
 
 def _encode(
-    row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, where: str, id: str
+    row: Row, tokenizer: PreTrainedTokenizerBase | None, data: DataConfig, *, where: str, id: str
 ) -> tuple[int, ...]:
-    """The tokens of the row's prompt."""
+    """The tokens of the row's prompt; none without a tokenizer."""
     prompt = row.get("prompt")
     if not isinstance(prompt, str):
         key = "messages" if prompt is None else "prompt"
         if not data.chat_template:
             raise DataError(f"{where}: {key}: a list of messages needs data.chat_template = true")
         prompt = read_messages(row[key], where=f"{where}: {key}")
+    if tokenizer is None:
+        return ()
     return encode_problem(prompt, tokenizer, data, id=id, where=where)
 
 

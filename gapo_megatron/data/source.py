@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gapo_megatron.config import DataConfig, DataSource
+from gapo_megatron.config import BatchConfig, DataConfig, DataSource
+from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.data_section import shares
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
@@ -265,30 +266,39 @@ class _Order:
         return [self._numbers[i] for i in random.permutation(len(self._numbers))]
 
 
-def check_sources(
-    data: DataConfig, prompts: Sequence[Prompt], *, num_steps: int, most: int
+def check_counts(
+    counts: Mapping[str, int], batch: BatchConfig, *, data: DataConfig, num_steps: int
 ) -> None:
-    """Refuse sources with fewer problems than their share of a step.
+    """Refuse files with fewer problems than a step may draw without repetition.
 
     Args:
-        data: section `data`.
-        prompts: the problems of all sources.
+        counts: number of training problems by `Prompt.source`.
+        batch: section `batch`.
+        data: section `data`, of whose sources each must have its share.
         num_steps: steps of the run.
-        most: different problems that a step may draw.
 
     Raises:
-        DataError: names source, steps, weight and numbers.
+        DataError: names the numbers and the settings they come from; of a source also its steps.
     """
-    counts = dict.fromkeys(data.train_files, 0)
-    for prompt in prompts:
-        counts[prompt.source] += 1
-    for steps, given in data.stages(num_steps):
+    rounds, total = batch.dynamic_sampling_rounds, sum(counts.values())
+    most = num_begun(batch, batch.rollout_prompts) * (1 + rounds)
+    if total < most:
+        factors = f"batch.rollout_prompts ({batch.rollout_prompts})"
+        if batch.oversampling > 1:
+            factors += f" x batch.oversampling ({batch.oversampling:g})"
+        if rounds:
+            factors += f", up to 1 + batch.dynamic_sampling_rounds ({rounds}) times"
+        raise DataError(
+            f"one step may draw {most} different problems: {factors}; "
+            f"{', '.join(data.train_files.values())} holds {total} problems"
+        )
+    for steps, given in data.stages(num_steps) if data.source else ():
         for name, share in given.items():
             needed = math.ceil(round(most * share, 6))
-            if counts[name] < needed:
+            if counts.get(name, 0) < needed:
                 raise DataError(
                     f"data.source {name!r}: each of the steps {steps[0]} to {steps[-1]} may draw "
                     f"{most} different problems, of which its weight asks for {share:.1%}: "
-                    f"{needed}; {data.train_files[name]} holds {counts[name]}. Lower the weight, "
-                    "or batch.rollout_prompts"
+                    f"{needed}; {data.train_files[name]} holds {counts.get(name, 0)}. Lower the "
+                    "weight, or batch.rollout_prompts"
                 )

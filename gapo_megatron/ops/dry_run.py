@@ -1,14 +1,15 @@
-"""`train --dry-run`: the resolved config, and the processes, sequences and shapes it leads to.
+"""`train --dry-run`: what the run would find, the resolved config, and what it leads to.
 
-Reads the config and, if they exist, the model's config.json and the number of problems. Builds no
-model, starts no process group, needs no GPU.
+Reads the config and, if they exist, the model's folder and its tokenizer, rows of the data and the
+manifest of the newest checkpoint. Builds no model, starts no process group, needs no GPU.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from gapo_megatron.data.template_date import DATE_NAME, asks_date, expected_date
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.hf.draft_folder import check_draft
 from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.hf.model_folder import VOCABULARY_FILES, check_model_folder, read_chat_template
+from gapo_megatron.hf.model_folder import check_model_folder, read_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
@@ -33,6 +34,7 @@ from gapo_megatron.models.lora import check_adapter, why_merged_on
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.dry_run_data import SAMPLE, Seen, look_at_data
 from gapo_megatron.ops.dry_run_tables import counts_table, memory_table, method_table, shapes_table
 from gapo_megatron.ops.plan.fit import fit_note
 from gapo_megatron.ops.plan.hardware import GIB
@@ -55,8 +57,9 @@ def print_dry_run(
     world_size: int,
     ranks_per_node: int | None = None,
     console: Console | None = None,
-) -> None:
-    """Print the resolved config as TOML, then its counts, method, shapes and memory as tables.
+    look: Callable[[], Seen] = Seen,
+) -> list[str]:
+    """Print what was found, the resolved config as TOML, and what follows from it as tables.
 
     If the model folder or the dataset does not exist, a message replaces what depends on it;
     `check_paths` says which missing paths are errors.
@@ -66,10 +69,14 @@ def print_dry_run(
         world_size: processes of the job.
         ranks_per_node: None if unknown; the output then states what is assumed.
         console: where to print; None: stdout.
+        look: called once all that the config alone tells has been checked; its errors come first.
+
+    Returns:
+        The errors of `look`.
 
     Raises:
-        ConfigError: world size, model and parallel sizes do not match; a branch changes a setting
-            that it may not change; the run's checkpoints are missing.
+        ConfigError: world size, model and parallel sizes do not match; a branch or a resume changes
+            a setting that it may not change; the run's checkpoints are missing.
         CheckpointError: the branch point is damaged, or is of another model.
     """
     console = console or Console()
@@ -89,7 +96,7 @@ def print_dry_run(
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
         check_replay(hf_config, config.objective)
-        adapter = _adapter_note(hf_config, config)
+        check_adapter(hf_config, config.adapter, config.parallel)
         if not shipped:
             hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
             check_model_folder(hf_dir, weights=has_weights, field="model.hf_dir")
@@ -97,36 +104,62 @@ def print_dry_run(
     _check_megatron_dir(config)
     branch = _branch_note(config)
 
-    # The config, and its meaning.
+    rules = [] if hf_config is None else rules_for(hf_config)
+    seen = look()
+    notes = [
+        *(f"error: {error}" for error in seen.errors),
+        *(f"warning: {warning}" for warning in seen.warnings),
+        *seen.notes,
+        shipped,
+        *_model_notes(config, hf_config, rules, layout),
+        _date_note(config),
+        branch,
+        _engine_memory_note(config, sides),
+        inert_clip_note(config),
+    ]
+
+    # As comments: all above the tables is TOML. Then the config, and its meaning.
+    for note in filter(None, notes):
+        text = "# " + note.replace("\n", "\n# ")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
     console.print(counts_table(config, sides, is_assumed=ranks_per_node is None))
     console.print(method_table(config))
-    if hf_config is None:
-        console.print(
-            f"Model: {config.model.hf_dir} does not exist, so shapes, memory and positions are not "
-            "checked.",
-            markup=False,
-        )
-    else:
-        if shipped:
-            console.print(shipped, markup=False, highlight=False, soft_wrap=True)
-        rules = rules_for(hf_config)
+    if rules:
         print_whole(console, shapes_table(rules, config.parallel))
         print_whole(console, memory_table(rules, config, layout))
-        for note in filter(None, (adapter, _offload_note(rules, config, layout))):
-            console.print(note, markup=False)
-        console.print(fit_note(hf_config, config, layout), markup=False)
-        for note in filter(None, _notes_of_prompts(config, hf_config)):
-            console.print(note, markup=False)
-    if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
-        console.print(
-            f"Weights: {config.model.megatron_dir} does not exist, so it is not checked.",
-            markup=False,
+    return seen.errors
+
+
+def _model_notes(
+    config: Config, hf_config: ModelFacts | None, rules: list[Rule], layout: Layout
+) -> Iterator[str]:
+    """What the model and its layout lead to, besides the tables."""
+    if hf_config is None:
+        yield (
+            f"Model: {config.model.hf_dir} does not exist, so shapes, memory and positions are not "
+            "checked."
         )
-    if branch:
-        console.print(branch, markup=False)
-    for note in filter(None, (_engine_memory_note(config, sides), inert_clip_note(config))):
-        console.print(note, markup=False)
+    else:
+        yield _adapter_note(hf_config, config)
+        yield _offload_note(rules, config, layout)
+        yield fit_note(hf_config, config, layout)
+        yield _positions_note(config, hf_config)
+    if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
+        yield f"Weights: {config.model.megatron_dir} does not exist, so it is not checked."
+
+
+def look_at_inputs(config: Config, *, most: int | None) -> Seen:
+    """What a run on this machine would find: `why_not_run`, and its data (`look_at_data`).
+
+    Args:
+        config: config of the run.
+        most: rows of each file to read; None: all.
+    """
+    reasons = why_not_run(config)
+    # The tokenizer comes with transformers: seconds, spent only where nothing else is wrong.
+    seen = look_at_data(config, most=most, tokenises=not reasons)
+    return replace(seen, errors=[*reasons, *seen.errors])
 
 
 def why_not_run(config: Config) -> list[str]:
@@ -238,14 +271,17 @@ def _branch_note(config: Config) -> str:
     if not given and not folder.exists():
         return ""
     # Slow to import, so only if there are checkpoints.
-    from gapo_megatron.checkpoint import check_branch
+    from gapo_megatron.checkpoint import check_branch, check_resume
     from gapo_megatron.policy.model import read_hf_config
 
     has_begun = bool(list_steps(folder))
     if given and not has_begun and not Path(given).parent.is_dir():
         return f"Branch: {Path(given).parent} does not exist, so {given} is not checked."
     hf_dir = config.model.hf_dir
-    point = check_branch(config, read_hf_config(hf_dir) if Path(hf_dir).is_dir() else None)
+    hf_config = read_hf_config(hf_dir) if Path(hf_dir).is_dir() else None
+    if hf_config is not None:
+        check_resume(config.run.output_dir, hf_config, config)
+    point = check_branch(config, hf_config)
     if point is None:
         return f"Branch: started from {given}; resumes from its own checkpoints." if given else ""
     changed = [
@@ -267,23 +303,6 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
         f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
         f"exceeds the model's max_position_embeddings ({positions}): positions beyond extrapolate."
     )
-
-
-def _notes_of_prompts(config: Config, hf_config: ModelFacts) -> list[str]:
-    """Positions, the date, and what ends a response."""
-    notes = [_positions_note(config, hf_config), _date_note(config)]
-    hf_dir = Path(config.model.hf_dir)
-    if any((hf_dir / name).is_file() for name in VOCABULARY_FILES):
-        # Slow to import.
-        from gapo_megatron.data.end_tokens import find_end_tokens
-        from gapo_megatron.data.messages import bind_template
-        from gapo_megatron.data.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(hf_dir, facts=hf_config)
-        bind_template(tokenizer, config.data, date=config.data.template_date)
-        ends = find_end_tokens(tokenizer, config.data, hf_dir, vocab_size=hf_config.vocab_size)
-        notes += [f"A response ends at: {ends}.", ends.warning and f"Warning: {ends.warning}."]
-    return notes
 
 
 def _date_note(config: Config) -> str:
@@ -321,7 +340,13 @@ def main() -> None:
     with fail_fast():
         config = load_config(arguments.config, arguments.overrides)
         ranks_per_node = _stated_ranks_per_node()
-        print_dry_run(config, world_size=num_ranks, ranks_per_node=ranks_per_node)
+        most = None if arguments.dry_run == "data" else SAMPLE
+        reasons = print_dry_run(
+            config,
+            world_size=num_ranks,
+            ranks_per_node=ranks_per_node,
+            look=partial(look_at_inputs, config, most=most),
+        )
         if arguments.dry_run == "deep":
             quiet_libraries()
             # Slow to import.
@@ -330,7 +355,7 @@ def main() -> None:
             print_deep_dry_run(
                 config, rank=rank, world_size=num_ranks, ranks_per_node=ranks_per_node
             )
-        if reasons := why_not_run(config):
+        if reasons:
             raise ConfigError("training could not start on this machine: " + "; ".join(reasons))
 
 

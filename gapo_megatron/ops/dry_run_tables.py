@@ -11,6 +11,7 @@ from rich.text import Text
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.config.counts import num_begun
+from gapo_megatron.config.rules import why_missing
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.draft_folder import describe_draft
@@ -123,8 +124,8 @@ def _epochs(config: Config) -> dict[str, str]:
 
 
 def _epochs_of(path: str, num_drawn: float, num_steps: int, *, field: str) -> str:
-    if not Path(path).is_file():
-        return f"unknown: {path} does not exist"
+    if why := why_missing("data.", path):
+        return f"unknown: {path} {why}"
     try:
         num_prompts = count_rows(Path(path))
     except DataError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint
-from gapo_megatron.config import BatchConfig, Config, DataConfig, RewardConfig
-from gapo_megatron.config.counts import num_begun
+from gapo_megatron.config import Config, RewardConfig
 from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template, prompts_made_of
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
-from gapo_megatron.data.source import PromptSource, check_sources
+from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.errors import DataError
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.objective.families import find_family
@@ -123,7 +122,8 @@ def read_problems(
         "columns": None if config.environment.code_names else rewards.row_columns(config.reward),
     }
     problems = read_training_prompts(data, **options)
-    check_problems(problems, config.batch, data=data, num_steps=config.run.num_steps)
+    counts = Counter(problem.source for problem in problems)
+    check_counts(counts, config.batch, data=data, num_steps=config.run.num_steps)
     evaluates = config.evaluation.every_steps > 0
     held_out = read_prompts(data.eval_path, data=data, **options) if evaluates else []
     return problems, held_out
@@ -146,33 +146,3 @@ def _try_own_verifiers(config: RewardConfig, problems: Sequence[Prompt]) -> None
                 problem.id,
                 verdict.reason,
             )
-
-
-def check_problems(
-    problems: Sequence[Prompt], batch: BatchConfig, *, data: DataConfig, num_steps: int
-) -> None:
-    """Refuse a dataset with fewer problems than a step may draw without repetition.
-
-    Args:
-        problems: the training problems of all files.
-        batch: section `batch`.
-        data: section `data`, of whose sources each must have its share.
-        num_steps: steps of the run.
-
-    Raises:
-        DataError: names the numbers and the settings they come from.
-    """
-    rounds = batch.dynamic_sampling_rounds
-    most = num_begun(batch, batch.rollout_prompts) * (1 + rounds)
-    if len(problems) < most:
-        factors = f"batch.rollout_prompts ({batch.rollout_prompts})"
-        if batch.oversampling > 1:
-            factors += f" x batch.oversampling ({batch.oversampling:g})"
-        if rounds:
-            factors += f", up to 1 + batch.dynamic_sampling_rounds ({rounds}) times"
-        raise DataError(
-            f"one step may draw {most} different problems: {factors}; "
-            f"{', '.join(data.train_files.values())} holds {len(problems)} problems"
-        )
-    if data.source:
-        check_sources(data, problems, num_steps=num_steps, most=most)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from gapo_megatron.config import DataConfig, DataSource
-from gapo_megatron.data.source import PromptSource, check_sources
+from gapo_megatron.config import BatchConfig, DataConfig, DataSource
+from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.types import Prompt
 from tests.messages import mentions
@@ -171,11 +172,17 @@ def test_a_source_too_small_for_its_share_is_refused_with_the_numbers() -> None:
         DataSource(name="code", path="c.jsonl", first_step=100),
     )
     data = DataConfig(source=given)
-    check_sources(data, problems(math=16, code=4), num_steps=200, most=16)
-    with pytest.raises(
-        DataError, match=mentions("'code'", "steps 100 to 199", 16, "25.0%", 4, "c.jsonl", 3)
+    batch = BatchConfig(rollout_prompts=16, minibatch_prompts=16)
+    for num_steps, counts, said in (
+        (200, {"math": 16, "code": 4}, ()),
+        (
+            200,
+            {"math": 16, "code": 3},
+            ("'code'", "steps 100 to 199", 16, "25.0%", 4, "c.jsonl", 3),
+        ),
+        (100, {"math": 16, "code": 3}, ()),
+        (200, {"math": 15, "code": 4}, ("'math'", "steps 0 to 99", 16, 15)),
     ):
-        check_sources(data, problems(math=16, code=3), num_steps=200, most=16)
-    check_sources(data, problems(math=16, code=3), num_steps=100, most=16)
-    with pytest.raises(DataError, match=mentions("'math'", "steps 0 to 99", 16, 15)):
-        check_sources(data, problems(math=15, code=4), num_steps=200, most=16)
+        expected = pytest.raises(DataError, match=mentions(*said)) if said else nullcontext()
+        with expected:
+            check_counts(counts, batch, data=data, num_steps=num_steps)

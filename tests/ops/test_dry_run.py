@@ -21,13 +21,13 @@ from gapo_megatron.config.methods import METHODS
 from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
-from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops import dry_run
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
+from gapo_megatron.ops.dry_run_data import look_at_data
 from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
@@ -669,12 +669,11 @@ def test_the_date_that_prompts_have_is_said(tmp_path: Path) -> None:
 def test_what_ends_a_response_is_said(tmp_path: Path) -> None:
     model = put_family(tmp_path / "model", "qwen3", eos_token_id=7)
     config = make_config(model={"hf_dir": str(model)}, data={"chat_template": True})
-    facts = check_model_folder(model)
     ends = mentions("<|im_end|>", "chat template, tokenizer", 7, "config.json")
-    assert any(re.search(ends, note) for note in dry_run._notes_of_prompts(config, facts))
+    seen = look_at_data(config)
+    assert any(re.search(ends, note) for note in seen.notes) and not seen.warnings
     (model / "chat_template.jinja").write_text("{{ messages[-1].content }}\nUser:")
-    notes = dry_run._notes_of_prompts(config, facts)
-    assert any("Warning" in note and "User:" in note for note in notes)
+    assert any("User:" in warning for warning in look_at_data(config).warnings)
 
 
 def test_a_system_prompt_that_an_agent_would_never_send_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops import dry_run
+from gapo_megatron.ops.dry_run_data import Seen
 from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run
 from tests import scaling_setup
 from tests.messages import mentions
@@ -65,7 +66,7 @@ def test_the_nodes_that_are_assumed_are_said() -> None:
 def test_ranks_of_a_node_are_the_launchers_else_slurms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dry_run, "why_not_run", lambda _: [])
+    monkeypatch.setattr(dry_run, "look_at_inputs", lambda *_, **__: Seen())
 
     def said() -> str:
         dry_run.main()

@@ -19,7 +19,7 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, DataSource
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout import rollouter as rollouter_module
@@ -31,7 +31,6 @@ from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.selection import choose, informative
 from gapo_megatron.rollout.table import to_episodes
 from gapo_megatron.rollouts import ROW, Rollouts
-from gapo_megatron.run.inputs import check_problems
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.acting import one_turn_inputs
@@ -300,7 +299,7 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     config = config_of(8, oversampling=1.3, dynamic_sampling_rounds=2)
     problems = [Prompt(str(3 * i), (i,), "") for i in range(3 * 11)]
     limits: dict[str, Any] = {"data": config.data, "num_steps": 1}
-    check_problems(problems, config.batch, **limits)
+    check_counts({"": len(problems)}, config.batch, **limits)
     source, stopwatch = PromptSource(problems, seed=0), Stopwatch()
     given_back: list[Prompt] = []
     monkeypatch.setattr(source, "give_back", lambda prompts, step: given_back.extend(prompts))
@@ -321,9 +320,9 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     rounds = ("batch.oversampling (1.3)", "batch.dynamic_sampling_rounds (2)")
     named = mentions("batch.rollout_prompts (8)", *rounds, 33, config.data.train_path, 32)
     with pytest.raises(DataError, match=named):
-        check_problems(problems[1:], config.batch, **limits)
+        check_counts({"": len(problems) - 1}, config.batch, **limits)
     with pytest.raises(DataError, match=mentions("batch.rollout_prompts (64)", 33)) as caught:
-        check_problems(problems, config_of(64).batch, **limits)
+        check_counts({"": len(problems)}, config_of(64).batch, **limits)
     assert "oversampling" not in str(caught.value)
 
 

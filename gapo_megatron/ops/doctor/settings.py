@@ -7,12 +7,13 @@ from pathlib import Path
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
-from gapo_megatron.data.rows import count_rows
+from gapo_megatron.config.rules import missing_inputs
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models.published import find_model
-from gapo_megatron.ops.doctor.finding import Finding, judge
+from gapo_megatron.ops.doctor.finding import Finding, Status, judge
+from gapo_megatron.ops.dry_run_data import look_at_data
 from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.sides import Sides, schedule
@@ -30,9 +31,10 @@ def look_at_settings(
         world_size: number of processes; 0: the smallest that works, and eight for the memory.
         ranks_per_node: see `Sides.of`.
     """
-    yield _look_at_model(settings)
-    yield from _look_at_data(settings)
-    yield _look_at_verifier(settings)
+    model, verifier = _look_at_model(settings), _look_at_verifier(settings)
+    yield model
+    yield from _look_at_data(settings, tokenises=model.status == verifier.status == "ok")
+    yield verifier
     yield from _look_at_world_size(settings, world_size, ranks_per_node)
     yield from _look_at_memory(settings, world_size, ranks_per_node)
 
@@ -69,25 +71,18 @@ def _look_at_model(settings: Config) -> Finding:
     return Finding("config", "model", "ok", detail)
 
 
-def _look_at_data(settings: Config) -> Iterator[Finding]:
-    """The files with problems; of several sources, each needs at least one."""
-    data, needed = settings.data, 1 if settings.data.source else settings.batch.rollout_prompts
-    for name, path in data.train_files.items():
-        field = f"source {name}" if name else "train_path"
-        yield _look_at_file(field, Path(path), least=needed)
-    if data.eval_path:
-        yield _look_at_file("eval_path", Path(data.eval_path), least=1)
-
-
-def _look_at_file(name: str, path: Path, *, least: int) -> Finding:
-    if not path.is_file():
-        return Finding("config", name, "fail", f"{path} does not exist", "see docs/data.md")
-    try:
-        count = count_rows(path)
-    except GapoError as error:
-        return Finding("config", name, "fail", str(error), "see docs/data.md")
-    advice = "a batch needs distinct problems: add problems, or lower batch.rollout_prompts"
-    return judge("config", name, count >= least, f"{path}: {count:,} problems", advice)
+def _look_at_data(settings: Config, *, tokenises: bool) -> Iterator[Finding]:
+    """The problem files: what is missing, and what a dry run finds in the others."""
+    missing = [one for one in missing_inputs(settings) if one.startswith("data.")]
+    seen = look_at_data(settings, tokenises=tokenises)
+    found: dict[Status, list[str]] = {
+        "fail": [*missing, *seen.errors],
+        "warn": seen.warnings,
+        "ok": seen.notes,
+    }
+    for status, details in found.items():
+        advice = "" if status == "ok" else "see docs/data.md and docs/rewards.md"
+        yield from (Finding("config", "data", status, one, advice) for one in details)
 
 
 def _look_at_verifier(settings: Config) -> Finding:

@@ -133,7 +133,8 @@ def look_at_config(
 @pytest.mark.system
 def test_this_machine_can_train(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    (tmp_path / "train.jsonl").write_text('{"id": "1"}\n\n{"id": "2"}\n')
+    rows = [json.dumps({"id": id, "prompt": "1+2=", "answer": "3"}) for id in "ab"]
+    (tmp_path / "train.jsonl").write_text("\n\n".join(rows))
     config = write_config(tmp_path / "run.toml", model={"precision": "fp32"})
     code, found = run(config)
     failed = {name for name, one in found.items() if one["status"] == "fail"}
@@ -148,7 +149,7 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
         "run_dir": (tmp_path,),
         "config": (config,),
         "model": ("Qwen2ForCausalLM", tmp_path / "model"),
-        "train_path": (tmp_path / "train.jsonl", "2 problems"),
+        "data": ("math", "reference answers", "2 correct"),  # the last that is said of it
         "world_size": ("tensor 1", "pipeline 1", "data 1"),
     }
     for name, parts in named.items():
@@ -173,23 +174,29 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_config_whose_model_and_data_are_not_here(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"id": "1"}\n\n')
+    (tmp_path / "train.jsonl").write_text('{"id": "1", "prompt": "1+2=", "answer": "3"}\n\n')
     config = write_config(
         tmp_path / "run.toml",
-        data={"eval_path": f"{tmp_path}/eval.jsonl"},
         parallel={"tensor_model_parallel_size": 2},
     )
     found = look_at_config(config, world_size=3)
     for name, status, *parts in (
         ("config", "ok", config),
         ("model", "fail", f"model.hf_dir ({tmp_path}/model)", f"{tmp_path}/model/config.json"),
-        ("train_path", "fail", f"{tmp_path}/train.jsonl", "1 problems"),
-        ("eval_path", "fail", f"{tmp_path}/eval.jsonl"),
         ("world_size", "fail", "parallel.tensor_model_parallel_size (2)", "world size (3)"),
     ):
         assert found[name].status == status
         assert re.search(mentions(*parts), found[name].detail), name
     assert f"hf download --local-dir {tmp_path}/model" in found["model"].advice
+    settings = load_config(config, [f"data.eval_path={tmp_path}", "evaluation.every_steps=1"])
+    answer = probe.look_at_config(settings, world_size=1)
+    data = [one for one in judge_config(answer, config)[1] if one.name == "data"]
+    assert [one.status for one in data] == ["fail", "fail", "ok"]
+    train = f"{tmp_path}/train.jsonl"
+    said = [(f"data.eval_path ({tmp_path})", "folder"), (train, "1 problems"), (train, "1 of 1")]
+    assert all(
+        re.search(mentions(*parts), one.detail) for one, parts in zip(data, said, strict=True)
+    )
 
 
 def test_an_interpreter_without_packages_is_told_what_it_lacks(tmp_path: Path) -> None:

@@ -1,0 +1,180 @@
+"""What the dry run and the doctor find in a run's data, which they read as the run does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron import rewards
+from gapo_megatron.config import Config, RewardConfig
+from gapo_megatron.data.rows import count_rows
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.source import check_counts
+from gapo_megatron.data.template_date import asks_date, expected_date
+from gapo_megatron.errors import ConfigError, GapoError, RewardError, printable
+from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.types import Outcome, Prompt, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLE = 100
+"""Rows of each file that are read, and of the training files that are judged, by default."""
+_NUM_SHOWN, _NUM_FIRST = 3, 3
+"""Prompts that are shown; problems after which a verifier that says nothing is not asked again."""
+_HEAD, _TAIL = 200, 100
+"""Characters of a prompt that are shown."""
+
+
+@dataclass
+class Seen:
+    """What a look has found."""
+
+    errors: list[str] = field(default_factory=list)
+    """Why the run would end at its start."""
+    warnings: list[str] = field(default_factory=list)
+    """What no run should begin with, though it would."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should read before the run starts."""
+
+
+def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool = True) -> Seen:
+    """Read the problem files that exist as the run does, show prompts, and ask the verifiers.
+
+    Args:
+        config: config of the run, whose verifiers can be loaded (`rewards.check`).
+        most: rows of each file to read; None: all.
+        tokenises: also load the tokenizer, which imports transformers, to encode the prompts and
+            to judge reference answers and empty responses.
+    """
+    seen = Seen()
+    data, tokenizer = config.data, None
+    try:
+        columns = None if config.environment.code_names else rewards.row_columns(config.reward)
+        if tokenises:
+            tokenizer = _tokenizer(config, seen)
+    except GapoError as error:
+        seen.errors.append(str(error))
+        return seen
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "data": data,
+        "reward": config.reward,
+        "keep_unreadable": bool(list_steps(checkpoints_dir(config.run.output_dir))),
+        "columns": columns,
+        "most": most,
+    }
+    files: list[tuple[str, str | None]] = [(path, name) for name, path in data.train_files.items()]
+    if config.evaluation.every_steps:
+        files.append((data.eval_path, None))
+    problems: list[Prompt] = []
+    counts: dict[str, int] = {}
+    for path, source in files:
+        if not Path(path).is_file():
+            continue  # in the list of missing inputs
+        try:
+            found = read_prompts(path, source=source or "", **options)
+            num_rows = count_rows(Path(path))
+        except GapoError as error:
+            seen.errors.append(str(error))
+            continue
+        seen.notes.append(_about_rows(path, found, num_rows))
+        if source is not None:
+            counts[source] = num_rows
+            problems += found[:SAMPLE]
+    if counts.keys() == data.train_files.keys():
+        try:
+            check_counts(counts, config.batch, data=data, num_steps=config.run.num_steps)
+        except GapoError as error:
+            seen.errors.append(str(error))
+    if tokenizer is not None and not seen.errors:
+        seen.notes += [_about_prompt(one, tokenizer) for one in problems[:_NUM_SHOWN]]
+        _ask_verifiers(config.reward, problems, seen)
+    return seen
+
+
+def _tokenizer(config: Config, seen: Seen) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, bound to its chat template as in the run; notes what ends a response."""
+    from gapo_megatron.data.end_tokens import find_end_tokens
+    from gapo_megatron.data.messages import bind_template
+    from gapo_megatron.data.tokenizer import load_tokenizer
+
+    hf_dir = config.model.hf_dir
+    facts = check_model_folder(hf_dir, weights=False, field="model.hf_dir")
+    tokenizer = load_tokenizer(hf_dir, facts=facts)
+    date = ""
+    if asks_date(tokenizer.chat_template):
+        date = expected_date(config.run.output_dir, pinned=config.data.template_date)
+    bind_template(tokenizer, config.data, date=date)
+    ends = find_end_tokens(tokenizer, config.data, hf_dir, vocab_size=facts.vocab_size)
+    seen.notes.append(f"A response ends at: {ends}.")
+    seen.warnings += [ends.warning] if ends.warning else []
+    return tokenizer
+
+
+def _about_rows(path: str, found: Sequence[Prompt], num_rows: int) -> str:
+    lengths = [len(one.token_ids) for one in found]
+    text = f"Data: {path}: read {len(found):,} of {num_rows:,} rows"
+    if len(found) < num_rows:
+        text += " (--dry-run=data reads all)"
+    return text + (f", prompts of {min(lengths)} to {max(lengths)} tokens" if max(lengths) else "")
+
+
+def _about_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A prompt as the model sees it, with its special tokens; of a long one both ends."""
+    text: str = tokenizer.decode(prompt.token_ids)
+    if len(text) > _HEAD + _TAIL:
+        text = f"{text[:_HEAD]} [...] {text[-_TAIL:]}"
+    shown = printable(text, most=2 * (_HEAD + _TAIL))
+    return f"Prompt {prompt.id[:60]!r}, {len(prompt.token_ids)} tokens: {shown}"
+
+
+def _ask_verifiers(reward: RewardConfig, problems: Sequence[Prompt], seen: Seen) -> None:
+    """Judge each problem's reference answer and an empty response; warn of odd verdicts."""
+    for name, one in reward.by_name.items():
+        asked = [problem for problem in problems if problem.verifier == name]
+        wanted = {"empty responses": Outcome.WRONG}
+        if one.kind not in ("code", "instructions"):  # whose answers are no responses
+            wanted["reference answers"] = Outcome.CORRECT
+        found: dict[str, list[Verdict]] = {what: [] for what in wanted}
+        try:
+            for part in (asked[:_NUM_FIRST], asked[_NUM_FIRST:]):
+                for what in wanted if part and _says_something(found) else ():
+                    texts = [_answer(one.kind, p) if "answers" in what else "" for p in part]
+                    items = [
+                        (text, p.answer, name, p.row) for text, p in zip(texts, part, strict=True)
+                    ]
+                    found[what] += rewards.try_verifiers(reward, items)
+        except (ConfigError, RewardError) as error:
+            seen.errors.append(str(error))
+            continue
+        for what, outcome in wanted.items():
+            verdicts = found[what]
+            counts = Counter(verdict.outcome.value for verdict in verdicts)
+            note = f"{one.kind}, {what}: {', '.join(f'{n} {k}' for k, n in counts.items())}"
+            odd = [
+                pair for pair in zip(asked, verdicts, strict=False) if pair[1].outcome != outcome
+            ]
+            if odd:
+                problem, verdict = odd[0]
+                note += f". First {verdict.outcome}: {problem.id[:60]!r}: {verdict.reason}"
+            if verdicts:
+                (seen.warnings if odd else seen.notes).append(f"Verifier {note}")
+
+
+def _says_something(found: Mapping[str, Sequence[Verdict]]) -> bool:
+    """Whether a verdict is known, or there is none yet: each unknown one may take a time limit."""
+    verdicts = [verdict for some in found.values() for verdict in some]
+    return not verdicts or any(verdict.outcome is not Outcome.UNKNOWN for verdict in verdicts)
+
+
+def _answer(kind: str, problem: Prompt) -> str:
+    """The reference answer as a response."""
+    if kind != "math" or "\\boxed" in problem.answer:
+        return problem.answer
+    return f"\\boxed{{{problem.answer}}}"

@@ -57,7 +57,7 @@ def print_plan(
         top: how many layouts of each kind to show.
     """
     if note:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        console.print(note, highlight=False, soft_wrap=True)
     _print_assumptions(console, config, workload, found)
 
     # Layouts, and why others do not run.
@@ -66,14 +66,14 @@ def print_plan(
         print_whole(console, sides_table(result, top=top))
     print_whole(console, memory_table(result, top=top))
     if result.current_refusal:
-        console.print(f"* Your layout does not run: {result.current_refusal}", markup=False)
+        console.print(f"* Your layout does not run: {result.current_refusal}")
     if result.refusals:
         print_whole(console, refusals_table(result))
     if result.best is None:
         console.print(nothing_fits(result, config))
         return
     if hint := ahead_hint(result):
-        console.print(hint, markup=False, soft_wrap=True)
+        console.print(hint, soft_wrap=True)
 
     # The layout to choose.
     roomy = roomy_candidates(result)
@@ -84,7 +84,6 @@ def print_plan(
     console.print(
         f"Overrides of the quickest layout that leaves 5 % of a GPU free ({_row_of(result, best)}; "
         f"--write writes it to a file): {' '.join(overrides(best))}",
-        markup=False,
         soft_wrap=True,
     )
     if unset := leave_out(config):
@@ -102,7 +101,6 @@ def _print_assumptions(
         f"tokens) x {config.batch.rollouts_per_prompt} responses (mean "
         f"{workload.mean_response_tokens:g}, at most {workload.longest_response_tokens:,} tokens), "
         f"{workload.active_share:.0%} of them with A != 0. {times_rest_on(found)}",
-        markup=False,
         highlight=False,
     )
     if config.model.precision == "fp8" or config.rollout.quantization:
@@ -110,42 +108,60 @@ def _print_assumptions(
             "fp8 times assume that matrix products reach the same share of the doubled peak as in "
             "bf16, and that casts are free. The assumed efficiencies rest on no fp8 measurement: "
             "unless a calibration was measured in fp8, expect slower steps rather than faster.",
-            markup=False,
             highlight=False,
         )
 
 
 def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
-    """The quickest layouts, the quickest with generation nodes, and the config's own."""
-    steps = config.run.num_steps
-    table = Table(
-        title=f"Layouts on {plan.num_gpus:,} x {plan.gpu.name}, quickest first (seconds per step)",
-        title_justify="left",
-    )
-    for heading in (
-        *("", "nodes", "TP", "PP", "CP", "DP", "EP", "SP", "recompute", "vLLM TP", "micro-batch"),
-        *("generate", "reward", "old pass", "update", "sync", "step", f"GPU-h of {steps:,}"),
-    ):
+    """The quickest layouts, the quickest with generation nodes, and the config's own.
+
+    Seconds and GPU hours first; sizes that all layouts share are in the title.
+    """
+    steps, rows = config.run.num_steps, _rows(plan, top)
+    cells = [_layout_cells(plan, candidate, steps) for _, candidate in rows]
+    first = cells[0] if cells else {}
+    shared = {
+        heading: value
+        for heading, value in first.items()
+        if len(rows) > 1 and all(one[heading] == value for one in cells)
+    }
+    title = f"Layouts on {plan.num_gpus:,} x {plan.gpu.name}, quickest first (seconds per step)"
+    if shared:
+        title += "; all have " + ", ".join(f"{name} {value}" for name, value in shared.items())
+    table = Table(title=title, title_justify="left")
+    shown = [heading for heading in first if heading not in shared]
+    for heading in ("", *shown):
         table.add_column(heading, justify="right", no_wrap=True)
-    for place, (name, candidate) in enumerate(_rows(plan, top)):
+    for place, ((name, _), values) in enumerate(zip(rows, cells, strict=True)):
         if place and name in ("s1", *_OWN):
             table.add_section()
-        # The layout's sizes, then seconds by stage and GPU hours.
-        layout = candidate.layout
-        values = [(seconds(candidate.times, stage), ".1f") for stage in (*STAGES, "total")]
-        values.append((plan.gpu_hours(candidate, steps), ",.0f"))
-        table.add_row(
-            name,
-            _nodes(plan, candidate),
-            *(str(layout.tp_size), pipeline_ranks(layout)),
-            *map(str, (layout.cp_size, layout.dp_size, layout.ep_size)),
-            "yes" if layout.sequence_parallel else "no",
-            layout.recompute,
-            str(layout.rollout_tp_size),
-            f"{candidate.max_tokens_per_microbatch:,}",
-            *("-" if _finite(value) is None else format(value, form) for value, form in values),
-        )
+        table.add_row(name, *(values[heading] for heading in shown))
     return table
+
+
+def _layout_cells(plan: Plan, candidate: Candidate, steps: int) -> dict[str, str]:
+    """A row of `layouts_table`, by heading."""
+    layout = candidate.layout
+    values = [(seconds(candidate.times, stage), ".1f") for stage in ("total", *STAGES)]
+    values.append((plan.gpu_hours(candidate, steps), ",.0f"))
+    step, *stages, hours = (
+        "-" if _finite(value) is None else format(value, form) for value, form in values
+    )
+    return {
+        "nodes": _nodes(plan, candidate),
+        "step": step,
+        f"GPU-h of {steps:,}": hours,
+        "TP": str(layout.tp_size),
+        "PP": pipeline_ranks(layout),
+        "CP": str(layout.cp_size),
+        "DP": str(layout.dp_size),
+        "EP": str(layout.ep_size),
+        "SP": "yes" if layout.sequence_parallel else "no",
+        "recompute": layout.recompute,
+        "vLLM TP": str(layout.rollout_tp_size),
+        "micro-batch": f"{candidate.max_tokens_per_microbatch:,}",
+        **dict(zip(("generate", "reward", "old pass", "update", "sync"), stages, strict=True)),
+    }
 
 
 def sides_table(plan: Plan, *, top: int) -> Table:

@@ -22,7 +22,7 @@ from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides, plan
 from gapo_megatron.ops.plan.search import Candidate, Refusals, Search
-from gapo_megatron.ops.plan.tables import memory_table, nothing_fits, to_json
+from gapo_megatron.ops.plan.tables import layouts_table, memory_table, nothing_fits, to_json
 from gapo_megatron.ops.plan.times import step_time
 from gapo_megatron.ops.plan.workload import Workload
 from tests.hf.test_convert_models import NUM_PARAMETERS
@@ -60,6 +60,19 @@ def test_what_is_ranked_fits_and_runs(on_one_node):
         check_shapes(model, run.parallel)
         assert Layout.of(run, world_size=8) == candidate.layout
         assert candidate.max_tokens_per_microbatch >= run.max_sequence_tokens
+
+
+def test_layouts_show_times_first_and_what_they_share_once(on_one_node):
+    table = layouts_table(on_one_node, config(), top=5)
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert list(columns)[1] == "step"
+    assert all(len(set(cells)) > 1 for cells in columns.values())
+    assert "nodes 1, " in str(table.title) and "nodes" not in columns
+    # Of a single layout nothing is left out.
+    plan = dataclasses.replace(on_one_node, current=None)
+    alone = [str(column.header) for column in layouts_table(plan, config(), top=1).columns]
+    assert alone[:3] == ["", "nodes", "step"] and alone[3].startswith("GPU-h")
+    assert {"TP", "generate", "old pass", *columns} <= {*alone}
 
 
 def test_fp8_takes_no_layout_whose_matrices_it_cannot_multiply():

@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.methods import Method
-from gapo_megatron.config.roles import role_of
+from gapo_megatron.config.roles import is_input, role_of
 from gapo_megatron.errors import DataError
-from gapo_megatron.io.files import real
+from gapo_megatron.io.files import file_sha256, real
 from gapo_megatron.ops.report.runs import Run
 
 K = "batch.rollouts_per_prompt"
@@ -22,6 +22,9 @@ _METHOD = "objective.method"
 _REPLAY = "objective.routing_replay"
 _ABLATED = (K, CLIP, *SIZES)
 """Settings that ablations vary; prompts change with k where the number of rollouts is fixed."""
+_LONGEST_VALUE, _LONGEST_LABEL = 40, 80
+_MOST_COMPARED = 2**30
+"""Bytes of files that are compared; larger ones are the same if their paths are."""
 
 Settings = dict[str, Hashable]
 """`section.key` -> value."""
@@ -68,7 +71,7 @@ class Comparison:
             DataError: two runs of an arm have the same seed; more than one run may be the one that
                 a branch left; no curve is called `first`.
         """
-        of_runs = [settings_of(run) for run in runs]
+        of_runs = _by_content([settings_of(run) for run in runs])
         members: dict[tuple[tuple[str, Hashable], ...], list[Run]] = {}
         for run, settings in zip(runs, of_runs, strict=True):
             members.setdefault(tuple(settings.items()), []).append(run)
@@ -207,8 +210,39 @@ def _left(run: Run, runs: Sequence[Run]) -> Run | None:
     return found[0] if found else None
 
 
+def _by_content(of_runs: Sequence[Settings]) -> list[Settings]:
+    """The settings with one path for all files, or model folders, that hold the same."""
+    found = [dict(settings) for settings in of_runs]
+    for key in {key for settings in found for key in settings if is_input(key)}:
+        first: dict[Hashable, Hashable] = {}
+        paths = dict.fromkeys(settings[key] for settings in found if key in settings)
+        if len(paths) > 1:
+            paths = {path: first.setdefault(_content(str(path)), path) for path in paths}
+            for settings in found:
+                if key in settings:
+                    settings[key] = paths[settings[key]]
+    return found
+
+
+def _content(path: str) -> Hashable:
+    """Digests of a file, or of a folder's model; the path where they cannot be had."""
+    root = Path(path)
+    files = [root]
+    if root.is_dir():
+        files = sorted([root / "config.json", *root.glob("*.safetensors")])
+    try:
+        if sum(file.stat().st_size for file in files) > _MOST_COMPARED:
+            return path
+        return tuple(file_sha256(file) for file in files)
+    except OSError:
+        return path
+
+
 def _labels(arms: Sequence[Settings], runs: Sequence[Settings]) -> list[str]:
-    """The method and its unusual settings, k first; batch sizes beside k only if needed."""
+    """The method and its unusual settings, k first; batch sizes beside k only if needed.
+
+    Different, and short enough for a legend.
+    """
     whole, short = [], []
     for settings in arms:
         keys = sorted(_unusual(settings, runs), key=lambda key: (key != K, key))
@@ -217,9 +251,18 @@ def _labels(arms: Sequence[Settings], runs: Sequence[Settings]) -> list[str]:
         whole.append(" ".join([_origin(settings), *parts.values()]))
         kept = [part for key, part in parts.items() if key not in goes_with_k]
         short.append(" ".join([_origin(settings), *kept]))
-    return [
+    labels = [
         one if short.count(one) == 1 else other for one, other in zip(short, whole, strict=True)
     ]
+    labels = [_capped(label, _LONGEST_LABEL) for label in labels]
+    numbers = [labels[:place].count(label) + 1 for place, label in enumerate(labels)]
+    return [f"{one} ({n})" if n > 1 else one for one, n in zip(labels, numbers, strict=True)]
+
+
+def _capped(text: str, longest: int) -> str:
+    """The text, without its middle if it is too long."""
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
 
 
 def _origin(settings: Settings) -> str:
@@ -243,7 +286,7 @@ def _origin(settings: Settings) -> str:
 
 
 def _part(key: str, value: Hashable) -> str:
-    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    shown = f"{value:g}" if isinstance(value, float) else _capped(str(value), _LONGEST_VALUE)
     return f"{'k' if key == K else key.rpartition('.')[2]}={shown}"
 
 

@@ -182,6 +182,32 @@ def test_an_arm_is_called_by_what_is_unusual_about_it(tmp_path, usual, unusual, 
     assert labels(compare(*folders)) == ["gapo", label][: 1 + bool(label)]
 
 
+def test_the_same_files_elsewhere_are_no_difference(tmp_path):
+    folders = []
+    for seed, name in enumerate("ab"):
+        data, model = tmp_path / name / "t.jsonl", tmp_path / name / "m"
+        model.mkdir(parents=True)
+        for file in (data, model / "config.json", model / "model.safetensors"):
+            file.write_text("{}")
+        paths = [f"data.train_path={data}", f"data.eval_path={data}", f"model.hf_dir={model}"]
+        folders.append(write_run(tmp_path / f"run_{name}", *paths, seed=seed))
+    assert labels(compare(*folders)) == ["gapo"]
+    (tmp_path / "b" / "m" / "model.safetensors").write_text("other")
+    (label,) = labels(compare(*folders))[1:]
+    assert label.startswith("gapo hf_dir=") and label.endswith("/m")
+
+
+def test_labels_are_short_and_differ(tmp_path):
+    long = "x" * 100
+    changed = [
+        [f"data.train_path=data/{first}/{long}/{last}.jsonl", f"data.eval_path=data/{long}.jsonl"]
+        for first, last in (("a", "a"), ("a", "b"), (f"{long}/y", "a"), (f"{long}/z", "a"))
+    ]
+    folders = [write_run(tmp_path / str(n), *given) for n, given in enumerate(changed)]
+    found = labels(compare(*folders))
+    assert len(set(found)) == 4 and max(map(len, found)) < 90
+
+
 def test_methods_that_differ_in_more_than_their_objective_say_so(tmp_path):
     """Alone of its method, and yet not as the others: a gain may be that of its learning rate."""
     folders = [

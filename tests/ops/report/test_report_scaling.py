@@ -181,7 +181,7 @@ def test_an_over_sampled_run_is_measured_but_not_predicted(study, tmp_path):
     assert len(predicted) == len(STAGES) + 3
     assert {rows["over"][key] for key in predicted} == {None}
     assert None not in {rows["one"][key] for key in predicted}
-    console = Console(file=io.StringIO(), width=180)
+    console = Console(markup=False, file=io.StringIO(), width=180)
     console.print(scaling_tables(list(rows.values()), gpu=H200)[0])
     (line,) = [one for one in console.file.getvalue().splitlines() if one.startswith("│ over ")]
     assert [cell.strip() for cell in line.split("│")].count("-") == 4  # efficiencies, too
@@ -351,7 +351,7 @@ def larger(tmp_path_factory):
 def test_a_table_of_many_runs_can_be_read(larger, width):
     rows = scaling_rows(larger, gpu=H200, efficiency=Efficiency())
     for table in scaling_tables(rows, gpu=H200):
-        console = Console(file=io.StringIO(), width=width)
+        console = Console(markup=False, file=io.StringIO(), width=width)
         console.print(table)
         text = console.file.getvalue()
         assert "…" not in text

@@ -96,7 +96,7 @@ def main() -> None:
         torch.set_num_threads(task["threads"])
         print(json.dumps(check_alone(task)))
         return
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     output: Path = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)
     if not arguments.report:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from gapo_megatron.config import load_config
 from gapo_megatron.data.schema import read_prompts
@@ -29,12 +28,22 @@ LANGUAGE = str(ROOT / "configs" / "demo_language.toml")
 
 
 @pytest.fixture
-def demo(monkeypatch):
+def demo():
     spec = importlib.util.spec_from_file_location("demo", ROOT / "tools" / "demo.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "console", Console(file=io.StringIO(), width=80))
+    module.console.file, module.console.width = io.StringIO(), 80
     return module
+
+
+def test_an_error_is_shown_with_its_brackets(demo, monkeypatch):
+    def fail(*_):
+        raise ConfigError("needs evaluation, and [supervised] unless")
+
+    monkeypatch.setattr(demo, "load_config", fail)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--config", CONFIG])
+    assert demo.main() == 2
+    assert "ConfigError: needs evaluation, and [supervised] unless" in demo.console.file.getvalue()
 
 
 def _arguments(

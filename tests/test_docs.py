@@ -80,6 +80,29 @@ def test_commands_name_things_that_exist(path: Path) -> None:
             assert module.exists(), f"{' '.join(words)}: no {module}"
 
 
+OTHER_SPELLING = re.compile(
+    r"(?<![\w/-])python3? (?=-m (?:gapo_megatron|tests|benchmarks)\b|tools/)"
+    r"|(?<![\w/-])torchrun (?=--)"
+    r"|`(?=tools/\w+\.py [^`])"  # with arguments; without, it is the file
+    r"|^(?!.*`)(?:[# ]+|[\w ,.]+: +)?(?=tools/\w+\.py [-\w]+[/.=]|tools/\w+\.py -)",
+    re.MULTILINE,
+)
+
+
+def test_commands_have_one_spelling() -> None:
+    """`.venv/bin/python ...`: files have no execute bit, and `python` may be any."""
+    tools = list(ROOT.glob("tools/*.py"))
+    assert not [tool for tool in tools if tool.stat().st_mode & 0o111]
+    files = [*DOCUMENTS, *ROOT.glob("configs/**/*.toml"), *tools]
+    wrong = [
+        f"{name_of(path)}: {text[found.start() :].splitlines()[0][:80]}"
+        for path in files
+        for text in [path.read_text(encoding="utf-8")]
+        for found in OTHER_SPELLING.finditer(text)
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_overrides_in_commands_are_valid(path: Path) -> None:
     for words in commands_of(path):
@@ -108,6 +131,26 @@ def test_the_configuration_reference_is_current() -> None:
     tool = runpy.run_path(str(ROOT / "tools/configuration.py"))
     written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     assert written == tool["document"](), "run tools/configuration.py"
+
+
+def test_no_two_presets_look_alike() -> None:
+    _, _, table = (ROOT / "docs/configuration.md").read_text("utf-8").partition("### Presets")
+    rows = [row.split("|", 2)[2] for row in table.splitlines() if row.startswith("| `")]
+    assert len(rows) > 20 and len(set(rows)) == len(rows)
+
+
+def test_names_are_in_the_files_beside_them() -> None:
+    """`NAME` (`path/to/file.py`)."""
+    wrong = [
+        f"{name_of(path)}: {name} is not in {file}"
+        for path in DOCUMENTS
+        for name, file in re.findall(
+            r"`(?:\w+\.)*(\w+)` \(`(?:gapo_megatron/)?([\w/]+\.py)`\)", path.read_text("utf-8")
+        )
+        for found in [[one for one in (ROOT / "gapo_megatron" / file, ROOT / file) if one.exists()]]
+        if not found or name not in found[0].read_text("utf-8")
+    ]
+    assert not wrong
 
 
 def _needs_arguments(script: Path) -> bool:

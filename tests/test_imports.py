@@ -201,3 +201,22 @@ def test_parallel_state_is_read_in_one_place() -> None:
         if "parallel_state." in path.read_text(encoding="utf-8")
     }
     assert readers == {"policy/parallel.py", "compat/megatron.py"}
+
+
+def test_no_console_takes_brackets_for_markup() -> None:
+    """What others wrote, such as `[supervised]` in an error, would vanish."""
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "tools").glob("*.py")]
+    calls = [
+        (path.name, node)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
+    ]
+    assert len(calls) > 5
+    off = {"markup": "False"}
+    wrong = [
+        name
+        for name, call in calls
+        if not off.items() <= {key.arg: ast.unparse(key.value) for key in call.keywords}.items()
+    ]
+    assert wrong == []

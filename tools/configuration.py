@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Write the tables of docs/configuration.md from the configuration's schema.
 
 Run it after a change of a setting; the text above the tables is written by hand, and stays.
@@ -97,12 +96,13 @@ def _rules(setting: str) -> tuple[str, str]:
 
 
 def _methods() -> Iterator[str]:
-    keys = ("ratio", *METHOD_KEYS)
+    keys = ("family", "ratio", *METHOD_KEYS, "has_floor")
     yield "### Presets of the methods\n"
     yield f"| `method` | {' | '.join(f'`{key}`' for key in keys)} |"
     yield "|---" * (len(keys) + 1) + "|"
     for name, method in METHODS.items():
-        values = [getattr(method, key) for key in keys]
+        values = [getattr(method, key) for key in keys[:-1]]
+        values.append(method.has_floor if method.adaptive else None)
         words = {None: "-", True: "yes", False: "no"}
         shown = [f"{one:.4g}" if type(one) is float else words.get(one, one) for one in values]
         yield f"| `{name}` | {' | '.join(shown)} |"

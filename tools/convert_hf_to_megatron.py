@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Convert a Hugging Face model folder to a Megatron-core checkpoint that loads in any layout.
 
 Before anything is written, config.json must agree with the weights, every tensor must have exactly
@@ -20,8 +19,8 @@ from gapo_megatron.ops.convert.command import EXIT_CODES, add_options, options, 
 
 EXAMPLES = """\
 examples:
-  tools/convert_hf_to_megatron.py --hf models/Qwen2.5-1.5B --megatron models/Qwen2.5-1.5B-megatron
-  tools/convert_hf_to_megatron.py --hf models/Qwen3-30B-A3B --megatron OUT --verify full
+  .venv/bin/python tools/convert_hf_to_megatron.py --hf models/Qwen2.5-1.5B --megatron OUT
+  .venv/bin/python tools/convert_hf_to_megatron.py --hf models/MODEL --megatron OUT --verify full
 
 OUT/release is the checkpoint, OUT/hf has the config and tokenizer. Megatron-LM's --load takes OUT;
 so does model.megatron_dir of a training config.
@@ -53,7 +52,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     result = hf_to_megatron(arguments.hf, arguments.megatron, options(arguments))
     settings = f"model.hf_dir={arguments.megatron}/hf model.megatron_dir={arguments.megatron}"
-    show(result, next_step=f"python -m gapo_megatron.train CONFIG.toml {settings}")
+    show(result, next_step=f".venv/bin/python -m gapo_megatron.train CONFIG.toml {settings}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Convert a Megatron-core checkpoint of any layout to a Hugging Face model folder.
 
 Reads the output of convert_hf_to_megatron.py, a run folder of this project (its newest checkpoint,
@@ -23,11 +22,11 @@ from gapo_megatron.ops.convert.command import EXIT_CODES, add_options, options, 
 
 EXAMPLES = """\
 examples:
-  tools/convert_megatron_to_hf.py --megatron models/Qwen2.5-1.5B-megatron --hf OUT
-  tools/convert_megatron_to_hf.py --megatron runs/ds_r1_1_5b/gapo --hf OUT --dtype bf16
-  tools/convert_megatron_to_hf.py --megatron checkpoints/iter_0001000 --hf OUT \\
+  .venv/bin/python tools/convert_megatron_to_hf.py --megatron models/Qwen2.5-1.5B-megatron --hf OUT
+  .venv/bin/python tools/convert_megatron_to_hf.py --megatron runs/gapo --hf OUT --dtype bf16
+  .venv/bin/python tools/convert_megatron_to_hf.py --megatron checkpoints/iter_0001000 --hf OUT \\
     --hf-config models/Qwen2.5-1.5B
-  tools/convert_megatron_to_hf.py --megatron runs/lora --hf OUT --adapter peft
+  .venv/bin/python tools/convert_megatron_to_hf.py --megatron runs/lora --hf OUT --adapter peft
 
 """
 

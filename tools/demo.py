@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Train a small model with GAPO on this CPU: task, warm start, reinforcement learning, report.
 
 Each seed, layout and method has a folder of its own (runs/demo, runs/demo_seed1, ...) with the
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
@@ -52,7 +52,7 @@ OTHERS = {
 }
 """Methods that the demo suggests to compare with."""
 
-console = Console()
+console = Console(markup=False)
 
 
 def main() -> int:
@@ -74,10 +74,10 @@ def main() -> int:
             _compare_seeds(arguments.seed, folders)
         _show_next(arguments, folders)
     except GapoError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(Text.assemble((type(error).__name__, "bold red"), f": {error}"))
         return 2 if isinstance(error, ConfigError) else 1
     except subprocess.CalledProcessError as error:
-        console.print(f"[bold red]failed[/] with exit code {error.returncode}", highlight=False)
+        console.print(Text.assemble(("failed", "bold red"), f" with exit code {error.returncode}"))
         return 1
     return 0
 
@@ -187,12 +187,12 @@ def _prepare(arguments: argparse.Namespace, config: Config, settings: Sequence[s
 
 def _stage(title: str, start: float) -> None:
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
-    console.rule(f"[bold]{title}[/]  (after {minutes}:{seconds:02d})")
+    console.rule(Text.assemble((title, "bold"), f"  (after {minutes}:{seconds:02d})"))
 
 
 def _say(text: str) -> None:
-    """Print a line without wrapping or markup, so that paths and commands can be copied."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print a line without wrapping, so that paths and commands can be copied."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _write_task(config: Config) -> None:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Check whether this machine can train, and say what is missing.
 
 Checks the program (commit, package versions against requirements/), the libraries with kernels (do
@@ -61,26 +60,26 @@ def _patience() -> contextlib.AbstractContextManager[object]:
     """A message on the terminal while the libraries load."""
     from rich.console import Console
 
-    return Console(stderr=True).status("Loading libraries, updating a tiny model ...")
+    return Console(stderr=True, markup=False).status("Loading libraries, updating a tiny model ...")
 
 
 def _print(findings: Sequence[Finding]) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
         console.width = 120
     table = Table(show_header=False, box=None)
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for before, finding in zip([None, *findings], findings, strict=False):
         if before is None or before.section != finding.section:
-            table.add_row("", f"[bold]{finding.section}[/]")
-        status = f"[{styles[finding.status]}]{finding.status}[/]"
-        table.add_row(status, finding.name, escape(finding.detail))
+            table.add_row("", finding.section, style="bold")
+        status = Text(finding.status, styles[finding.status])
+        table.add_row(status, finding.name, finding.detail)
         if finding.advice:
-            table.add_row("", "", f"[dim]-> {escape(finding.advice)}[/]")
+            table.add_row("", "", f"-> {finding.advice}", style="dim")
     console.print(table)
     warned, failed = (sum(f.status == status for f in findings) for status in ("warn", "fail"))
     s = "" if warned == 1 else "s"

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Evaluate a model on benchmarks, the paper's or your own, or compare evaluations.
 
 Uses the engine and the verifiers of training. Started by torchrun or srun, several ranks share the
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from gapo_megatron.rollout.environment import Environment
     from gapo_megatron.run.process_group import World
 
-console = Console()
+console = Console(markup=False)
 
 _OF_TEMPLATE = ("system_prompt", "chat_template_kwargs", "end_tokens")
 
@@ -236,10 +235,9 @@ def _report(
     picture = draw_solve_rates(rates, arguments.output / "solve_rates.png")
     console.print(
         f"results        {arguments.output / 'results.json'} (.md, .tex)",
-        markup=False,
         soft_wrap=True,
     )
-    console.print(f"picture        {picture}", markup=False, soft_wrap=True)
+    console.print(f"picture        {picture}", soft_wrap=True)
 
 
 def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
@@ -265,12 +263,12 @@ def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Non
     }
     if rates:
         draw_solve_rates(rates, arguments.output / "comparison.png")
-    console.print(f"written        {arguments.output}/comparison.*", markup=False, soft_wrap=True)
+    console.print(f"written        {arguments.output}/comparison.*", soft_wrap=True)
 
 
 def _print_tables(tables: Sequence[Table]) -> None:
     for table in tables:
-        console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
+        console.print(table.to_text(), highlight=False, soft_wrap=True)
 
 
 def _write_tables(tables: Sequence[Table], path: Path) -> None:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Predict which layouts of a config fit on N nodes, and how long a step takes in each.
 
 CONFIG is the config of the run; section.key=value overrides a setting. Needs no GPU, and only
@@ -28,38 +27,39 @@ if TYPE_CHECKING:
 
 _PLAN = """\
 layouts, memory and times on one node of H200:
-  python tools/plan.py configs/qwen_math_1_5b/gapo.toml --nodes 1 --gpu h200
+  .venv/bin/python tools/plan.py configs/qwen_math_1_5b/gapo.toml --nodes 1 --gpu h200
 with known lengths, and another model:
-  python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
+  .venv/bin/python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
     --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
 write the quickest layout as a config to train with:
-  python tools/plan.py configs/qwen2_5_32b/base.toml batch.max_tokens_per_microbatch=10240 \\
-    --nodes 2 --gpu h200 --write configs/qwen2_5_32b/two_nodes.toml
+  .venv/bin/python tools/plan.py configs/qwen2_5_32b/base.toml \\
+    batch.max_tokens_per_microbatch=10240 --nodes 2 --gpu h200 \\
+    --write configs/qwen2_5_32b/two_nodes.toml
 with generation nodes that run one step ahead of training:
-  python tools/plan.py CONFIG --nodes 6 --gpu h200 --max-staleness 1
+  .venv/bin/python tools/plan.py CONFIG --nodes 6 --gpu h200 --max-staleness 1
 with measured efficiencies:
-  python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
+  .venv/bin/python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
 
-python tools/plan.py calibrate --help   measure the efficiencies behind the predicted times
-python tools/plan.py measure --help     compare finished runs with the predictions
+.venv/bin/python tools/plan.py calibrate --help   measure the efficiencies behind the times
+.venv/bin/python tools/plan.py measure --help     compare finished runs with the predictions
 
 Without --calibration, times rest on assumed efficiencies (gapo_megatron/ops/plan/hardware.py);
 docs/scaling.md explains the model. Exit codes: 0 done; 1 nothing fits, or wrong input; 2 usage.
 """
 _CALIBRATE = """\
 measure this machine at two sizes, and test the fit at a third:
-  python tools/plan.py calibrate configs/demo.toml --gpu cpu --calibration cpu.toml \\
+  .venv/bin/python tools/plan.py calibrate configs/demo.toml --gpu cpu --calibration cpu.toml \\
     --size "" --size "batch.rollout_prompts=16 batch.minibatch_prompts=4" \\
     --test-size "batch.rollout_prompts=64 batch.minibatch_prompts=16"
 fit finished runs, and test the fit on another one:
-  python tools/plan.py calibrate --gpu h200 --from-run runs/a --from-run runs/b \\
+  .venv/bin/python tools/plan.py calibrate --gpu h200 --from-run runs/a --from-run runs/b \\
     --test-run runs/c --calibration h200.toml
 """
 _MEASURE = """\
 all runs of a scaling study; figures go to runs/studies/scaling_qwen/scaling:
-  python tools/plan.py measure runs/studies/scaling_qwen --gpu h200
+  .venv/bin/python tools/plan.py measure runs/studies/scaling_qwen --gpu h200
 only two of its runs:
-  python tools/plan.py measure --gpu h200 --output two_runs \\
+  .venv/bin/python tools/plan.py measure --gpu h200 --output two_runs \\
     runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
 """
 
@@ -69,14 +69,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
     arguments = _parse(command_line)
     from gapo_megatron.errors import GapoError
 
-    console = Console()
+    console = Console(markup=False)
     if not (console.is_terminal or "COLUMNS" in os.environ):
         console.width = 180
     try:
         exit_code: int = arguments.act(arguments, console)
         return exit_code
     except GapoError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, markup=False).print(f"error: {error}", highlight=False, soft_wrap=True)
         return 1
 
 
@@ -195,7 +195,7 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"Largest error on the test runs: {worst['total']:.0%} of the step time")
     if arguments.calibration:
         write_calibration(found, arguments.calibration)
-        console.print(f"calibration: {arguments.calibration}", markup=False)
+        console.print(f"calibration: {arguments.calibration}")
     return 0
 
 
@@ -259,11 +259,11 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     for table in scaling_tables(rows, gpu=found.gpu):
         print_whole(console, table)
     for line in (times_rest_on(found), *left_out):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     for exhibit, paths in write_scaling(observed, rows, gpu=found.gpu, folder=folder):
-        console.print("\n" + " ".join([exhibit.aid, *exhibit.notes]), markup=False, highlight=False)
+        console.print("\n" + " ".join([exhibit.aid, *exhibit.notes]), highlight=False)
         for path in paths:
-            console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  {path}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Make a problem file for training from DeepScaleR, DeepCoder, files or environments of your own.
 
 Reads .jsonl, .json (a list) and .parquet as published, and downloads nothing. --output is a new
@@ -32,7 +31,7 @@ KINDS = ("math", "code", "instructions", "exact")
 MOST_LEVELS = 20
 """Levels that the table shows at most."""
 
-console = Console()
+console = Console(markup=False)
 if not console.is_terminal:
     console.width = 120
 
@@ -151,7 +150,7 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
     elif held_out.absent:
         lines["not compared"] = f"with {', '.join(held_out.absent)}: no such folders there"
     for name, text in lines.items():
-        console.print(f"{name:14} {text}", markup=False, highlight=False)
+        console.print(f"{name:14} {text}", highlight=False)
 
 
 def _parse() -> argparse.Namespace:

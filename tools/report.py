@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Write a report on runs: one page (report.html), and every figure as PNG, PDF and CSV.
 
 RUN is a run folder, or a folder of runs such as a study's. Runs that differ only in the seed are
@@ -22,10 +21,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 EXAMPLES = """\
-one run:                    tools/report.py runs/demo
-a study, gapo vs. the rest: tools/report.py runs/studies/demo --first gapo
-two methods, elsewhere:     tools/report.py runs/a runs/b --output /tmp/a_and_b
-keep the data, redraw:      tools/report.py runs/a --archive a_data; tools/report.py a_data
+one run:                    .venv/bin/python tools/report.py runs/demo
+a study, gapo vs. the rest: .venv/bin/python tools/report.py runs/studies/demo --first gapo
+two methods, elsewhere:     .venv/bin/python tools/report.py runs/a runs/b --output /tmp/a_and_b
+keep the data:              .venv/bin/python tools/report.py runs/a --archive a_data
+draw them again:            .venv/bin/python tools/report.py a_data
 
 The page needs no network. docs/report.md explains each figure.
 Exit codes: 0 done; 1 a folder has no run or a damaged one; 2 wrong arguments.
@@ -40,7 +40,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     from gapo_megatron.ops.report import write_report
     from gapo_megatron.ops.report.report import some
 
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
         with Progress(
@@ -59,9 +59,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
                 on_part=show,
             )
     except GapoError as error:
-        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {error}", highlight=False, soft_wrap=True)
         return 1
-    width = Console().width
+    width = Console(markup=False).width
     paragraph = textwrap.TextWrapper(
         width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )

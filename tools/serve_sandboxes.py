@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Run programs for verifiers on other machines, each in bubblewrap on this machine.
 
 For compute nodes whose kernel allows no user namespaces. Start this here and leave it running; set
@@ -29,7 +28,7 @@ from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.server import Server
 from gapo_megatron.rewards.sandbox.service import make_secret
 
-console = Console(stderr=True)
+console = Console(stderr=True, markup=False)
 
 
 def main() -> int:
@@ -67,7 +66,6 @@ def main() -> int:
     console.print(
         f"serving {arguments.num_programs} programs at a time; in the run's config:\n"
         f'  reward.sandbox = "tcp://{name}:{server.port}"\nCtrl-C ends it',
-        markup=False,
         highlight=False,
     )
     server.serve()

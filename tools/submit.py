@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Submit a run or a study to Slurm, run it on this machine, or show the status of runs.
 
 A study (configs/studies/) becomes one job array, or one for each set of resources that its runs ask
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 _LONGEST_CHAIN = 1000
 
-console = Console()
+console = Console(markup=False)
 if not console.is_terminal:
     console.width = 160
 
@@ -113,9 +112,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         parallel = min(arguments.parallel or 1, len(runs))
         run_locally(arrays, console, title=study.name, parallel=parallel)
     if num_finished:
-        console.print(
-            f"{num_finished} of {len(study.runs)} runs had finished already", markup=False
-        )
+        console.print(f"{num_finished} of {len(study.runs)} runs had finished already")
 
     # Show the status.
     if arguments.local:
@@ -125,7 +122,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         return _exit_code(statuses)
     if not arguments.wait:
         console.print(status_table(read_statuses(run_dirs), title=str(study.folder)))
-        console.print(f"to see their status: tools/submit.py --status {study.folder}", markup=False)
+        console.print(f"to see their status: tools/submit.py --status {study.folder}")
         return 0
     return _wait(run_dirs, title=str(study.folder))
 
@@ -147,7 +144,6 @@ def _idle(runs: Sequence[Run]) -> list[Run]:
     if len(idle) < len(runs):
         console.print(
             f"{len(runs) - len(idle)} of {len(runs)} runs are queued or running already",
-            markup=False,
         )
     return idle
 

@@ -17,7 +17,7 @@ from gapo_megatron.ops.report.style import Exhibit, style
 
 HEAD = """# The arena's tables
 
-What `python -m benchmarks.arena report` prints; [arena.md](../arena.md) says how to read it.
+What `.venv/bin/python -m benchmarks.arena report` prints; [arena.md](../arena.md) explains it.
 Differences are in percentage points, with intervals that hold for all rows of a table together.
 """
 Table = Callable[[Arms, Results], str]

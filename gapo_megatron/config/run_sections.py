@@ -237,7 +237,7 @@ class MetricsConfig(Section):
 
 
 class SupervisedConfig(Section):
-    """Supervised training by `python -m gapo_megatron.sft`, which writes `model.hf_dir`."""
+    """Supervised training (`.venv/bin/python -m gapo_megatron.sft`); it writes `model.hf_dir`."""
 
     role = MEASURED
 

@@ -37,7 +37,7 @@ class ConsoleTable:
 
     def __init__(self, *, num_steps: int, columns_are_set: bool) -> None:
         self._columns_are_set = columns_are_set
-        self._console = Console(file=sys.stdout, highlight=False)
+        self._console = Console(file=sys.stdout, highlight=False, markup=False)
         self._num_steps = num_steps
         self._num_shown = 0
         self._seconds = 0.0
@@ -70,7 +70,7 @@ class ConsoleTable:
             step = f"{self._step(num_trained):>{self._step_width}}"
             words = [step, "held out:", *(f"{name} {value}" for name, value in found.items())]
             line = "  ".join(_fitting(words, self._console.width, gap=_GAP))
-            self._console.print(line, style="bold", markup=False)
+            self._console.print(line, style="bold")
         else:
             self._print_line({"step": self._step(num_trained), **found})
 

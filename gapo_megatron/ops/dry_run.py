@@ -79,7 +79,7 @@ def print_dry_run(
             a setting that it may not change; the run's checkpoints are missing.
         CheckpointError: the branch point is damaged, or is of another model.
     """
-    console = console or Console()
+    console = console or Console(markup=False)
     if not console.is_terminal:
         console.width = 120
     check_paths(config)
@@ -121,8 +121,8 @@ def print_dry_run(
     # As comments: all above the tables is TOML. Then the config, and its meaning.
     for note in filter(None, notes):
         text = "# " + note.replace("\n", "\n# ")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
+    console.print(to_toml(config), highlight=False, soft_wrap=True)
     console.print(counts_table(config, sides, is_assumed=ranks_per_node is None))
     console.print(method_table(config))
     if rules:

@@ -176,7 +176,7 @@ class GenerationProgress:
     """Finished responses and tokens/s. Runs without a thread: vLLM needs the interpreter."""
 
     def __init__(self, num_requests: int, *, shown: bool) -> None:
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False)
         self._progress = Progress(
             TextColumn("rollout"),
             BarColumn(),

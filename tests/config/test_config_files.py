@@ -85,7 +85,9 @@ def test_file_dry_runs_and_plans_on_a_fresh_clone(
     monkeypatch.chdir(tmp_path)
     output = io.StringIO()
     config, num_nodes = load_config(path), nodes_of(path)
-    print_dry_run(config, world_size=8 * num_nodes, console=Console(file=output, width=120))
+    print_dry_run(
+        config, world_size=8 * num_nodes, console=Console(markup=False, file=output, width=120)
+    )
     text = output.getvalue()
     assert f" {8 * num_nodes} = tensor " in text
     model, note = read_model(config)

@@ -137,7 +137,7 @@ def test_a_dry_run_ends_well_or_names_what_is_wrong() -> None:
         if not all(has_text(one, section, key) for one in taken):
             taken = [taken[0], taken[-1]]
         for config in taken:
-            console = Console(file=io.StringIO(), width=120)
+            console = Console(markup=False, file=io.StringIO(), width=120)
             try:
                 print_dry_run(config, world_size=1, console=console)
             except GapoError as error:

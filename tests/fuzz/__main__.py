@@ -29,7 +29,7 @@ def main() -> int:
     chosen = [one for one in TARGETS if one.name in (arguments.target or names)]
     if arguments.case is not None and len(chosen) != 1:
         parser.error("--case goes with one --target: findings name both")
-    began, console = time.monotonic(), Console(stderr=True)
+    began, console = time.monotonic(), Console(markup=False, stderr=True)
     outcomes: dict[str, Counter[str]] = {one.name: Counter() for one in chosen}
     findings: list[Finding] = []
     with single_rank(), campaign(chosen, seed=arguments.seed) as prepared:
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _print(outcomes: dict[str, Counter[str]], *, title: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(markup=False, width=None if sys.stdout.isatty() else 160)
     table = Table("input", "cases", *OUTCOMES, title=title)
     for name, found in [*outcomes.items(), ("all", sum(outcomes.values(), Counter()))]:
         table.add_row(name, str(found.total()), *(str(found[kind] or "") for kind in OUTCOMES))

@@ -78,7 +78,7 @@ def text_of(config: Config, *, world_size: int = 1, ranks_per_node: int | None =
         config,
         world_size=world_size,
         ranks_per_node=ranks_per_node,
-        console=Console(file=output, width=120),
+        console=Console(markup=False, file=output, width=120),
     )
     return output.getvalue()
 

@@ -146,7 +146,7 @@ def test_a_rank_that_trains_is_built_among_those_that_train(tmp_path: Path) -> N
             rollout={"max_response_tokens": 48, **rollout},
         )
         output = io.StringIO()
-        console = Console(file=output)
+        console = Console(markup=False, file=output)
         print_deep_dry_run(
             config, rank=rank, world_size=world_size, ranks_per_node=4, console=console
         )

@@ -250,7 +250,9 @@ def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width,
     if is_terminal:
         look = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
         monkeypatch.setattr(
-            console_table, "Console", lambda **_: Console(file=sys.stdout, width=width, **look)
+            console_table,
+            "Console",
+            lambda **_: Console(markup=False, file=sys.stdout, width=width, **look),
         )
     log_a_step(tmp_path)
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
@@ -280,7 +282,7 @@ def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width,
 )
 def test_a_long_time_left_is_not_cut(tmp_path, monkeypatch, capsys, step_s, left):
     look = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
-    console = Console(file=sys.stdout, width=200, **look)
+    console = Console(markup=False, file=sys.stdout, width=200, **look)
     monkeypatch.setattr(console_table, "Console", lambda **_: console)
     with MetricsWriter(tmp_path, config=make_config(), resume_step=4) as writer:
         writer.log(4, STEP_METRICS, STEP_TIMINGS | {"time/step_s": step_s})  # five more
@@ -289,7 +291,7 @@ def test_a_long_time_left_is_not_cut(tmp_path, monkeypatch, capsys, step_s, left
 
 def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys):
     def terminal(**_):
-        return Console(file=sys.stdout, force_terminal=True, width=200, no_color=True)
+        return Console(markup=False, file=sys.stdout, force_terminal=True, width=200, no_color=True)
 
     monkeypatch.setattr(console_table, "Console", terminal)
     write_steps(tmp_path, range(3))

@@ -270,8 +270,10 @@ def _gate(
     if options.mode == "none":
         checks |= dict.fromkeys(("round trip", "logits"), "skipped: --verify none")
         return report.parts, checks
+    left = report.num_parameters - report.num_compared
     checks["round trip"] = (
-        f"{report.num_compared} of {report.num_parameters} parameters equal bit for bit ({reading})"
+        f"all {report.num_compared} parameters that were compared equal bit for bit ({reading})"
+        + (f"; {left} not compared: --verify full does" if left else "")
     )
     checks["logits"] = _compare_logits(hf, megatron, options.dtype)
     return report.parts, checks
@@ -284,7 +286,7 @@ def _compare_logits(hf: HfFolder, megatron: MegatronFolder, dtype: torch.dtype |
 
     if reason := logits_check.obstacle(hf.root):
         return f"not compared: {reason}"
-    with Console(stderr=True).status("logits"), _quiet():
+    with Console(stderr=True, markup=False).status("logits"), _quiet():
         logits = logits_check.compare_logits(hf.root, megatron.root, dtype=dtype)
     if not logits.agrees:
         raise ConversionError(

@@ -65,7 +65,7 @@ def progress(title: str, num_bytes: int) -> Iterator[tuple[Pass, Callable[[int],
     """
     # On stderr, so that a pipe gets the report alone.
     done, start, lock = Pass(), time.monotonic(), threading.Lock()
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     bar = Progress(
         TextColumn(f"{title:8}"),
         BarColumn(),
@@ -123,7 +123,7 @@ def write_report(
 
 def show(result: Result, *, next_step: str) -> None:
     """Print what was converted, what the checks found, and the next command."""
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
         console.width = 160
     table = Table(box=None, header_style="bold", pad_edge=False)

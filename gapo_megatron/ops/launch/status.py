@@ -186,7 +186,7 @@ def live_table(console: Console, *, title: str) -> Iterator[Callable[[Sequence[S
             for one in statuses:
                 if not console.is_terminal and shown.get(one.run_dir) != one.state:
                     line = f"{Path(one.run_dir).name}: {one.state}"
-                    console.print(line, markup=False, highlight=False)
+                    console.print(line, highlight=False)
                 shown[one.run_dir] = one.state
 
         yield show

@@ -201,7 +201,7 @@ def print_deep_dry_run(
     Raises:
         ConfigError: see `step_one_rank`; or the rank only generates.
     """
-    console = console or Console()
+    console = console or Console(markup=False)
     if not console.is_terminal:
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
@@ -222,20 +222,18 @@ def print_deep_dry_run(
         f"stage {rank // layout.ranks_per_stage}. The trainer's own code built it and took one "
         f"step of {found.num_microbatches} micro-batch(es) of {found.num_tokens:,} tokens, without "
         "data.",
-        markup=False,
     )
     if config.model.precision == "fp8" or config.model.head == "triton":
         console.print(
             "It ran in bf16 with torch's log-prob head, since fp8 and the Triton kernels need a "
             "GPU. Weights, gradients and optimizer state have the same size; fp8 adds copies of "
             "the weights.",
-            markup=False,
         )
     console.print(_shapes_table(found))
     console.print(_traffic_table(found))
     predicted = _predict(hf_config, config, rank, layout, found.num_microbatches)
     console.print(_memory_table(found, predicted))
-    console.print(LEFT_OUT, markup=False)
+    console.print(LEFT_OUT)
 
 
 def _shapes_table(found: Found) -> Table:

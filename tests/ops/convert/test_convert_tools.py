@@ -83,7 +83,8 @@ def test_a_round_trip_changes_no_bit(root, tmp_path, name, num_parameters):
     assert (done.exit_code, done.err) == (0, "")
     assert_equal(weights(tmp_path / "back"), weights(root / name))
     for out in (done.out, (root / f"{name}.txt").read_text()):
-        assert f"{num_parameters} of {num_parameters} parameters" in out
+        assert re.search(mentions("round trip", num_parameters), out)
+        assert "not compared" not in out
         assert "100%" in out
     assert f"vllm serve {tmp_path / 'back'}" in done.out
     for file in CARRIED:
@@ -103,7 +104,7 @@ def test_a_folder_says_what_it_was_made_of_and_hands_that_to_nobody(root, tmp_pa
         *("config", "record", "files", "accounting", "round trip", "logits")
     ]
     assert "manifest.json" in said["checks"]["files"]  # there is none
-    assert said["checks"]["round trip"].startswith("24 of 31 ")  # a sample
+    assert re.search(mentions(24, 7, "--verify full"), said["checks"]["round trip"])  # of 31
     succeeded(to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "none"))
     assert not (tmp_path / "again" / "hf" / "conversion.json").exists()
     said = json.loads((tmp_path / "again" / "conversion.json").read_text())
@@ -329,7 +330,6 @@ finally:
     assert (done.returncode, done.stderr) == (0, "")
     for option in ("--verify", "--overwrite"):
         assert option in done.stdout
-    assert tool.stat().st_mode & 0o111 == 0o111
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_narrow_terminal_shows_all_of_the_table() -> None:
         elapsed_s=8,
         why="rank 1 was ended by a signal",
     )
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(markup=False, file=io.StringIO(), width=80)
     console.print(status_table([one], title="runs"))
     lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
     cells = ["".join(line[column].strip() for line in lines) for column in range(9)]
@@ -218,7 +218,7 @@ def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
     make_run(tmp_path / "[bold]x")
     status = read_status(tmp_path / "[bold]x")
     broken = dataclasses.replace(status, why="rank 0: [/tmp/x] is gone", job="[/17]")
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(markup=False, file=io.StringIO(), width=160)
     console.print(status_table([status, broken], title=f"{tmp_path}/[/x]"))
     text = console.file.getvalue()
     assert all(part in text for part in ("[bold]x", "[/tmp/x]", "[/17]", "/[/x]"))

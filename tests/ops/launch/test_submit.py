@@ -193,7 +193,7 @@ def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
     monkeypatch.setattr(local, "_LocalRuns", Runs)
     monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=rest))
-    local.run_locally([], Console(quiet=True), title="study", parallel=1)
+    local.run_locally([], Console(markup=False, quiet=True), title="study", parallel=1)
     # At first, when another run began; and at the end, for the screen and for the caller.
     assert len(made) == 4
 

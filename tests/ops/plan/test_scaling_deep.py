@@ -183,7 +183,9 @@ def test_virtual_stages_have_the_same_weights(tmp_path: Path, rank: int) -> None
 
 def printed(config: Config, *, rank: int, world_size: int) -> str:
     output = io.StringIO()
-    print_deep_dry_run(config, rank=rank, world_size=world_size, console=Console(file=output))
+    print_deep_dry_run(
+        config, rank=rank, world_size=world_size, console=Console(markup=False, file=output)
+    )
     return output.getvalue()
 
 

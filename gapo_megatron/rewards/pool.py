@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from gapo_megatron.errors import RewardError, printable
-from gapo_megatron.rewards.processes import cpu_seconds, descendants, python_path, start
+from gapo_megatron.rewards.processes import cpu_s, cpu_s_of_all, python_path, start
 from gapo_megatron.rewards.verifiers import read_grade
 from gapo_megatron.types import Outcome, Verdict
 
@@ -53,8 +53,6 @@ ignores them."""
 
 MAX_REPLY_BYTES = 64 * 1024
 """Largest reply of a worker."""
-
-_BUILT_IN = f"{__package__}."
 
 
 class Item(NamedTuple):
@@ -263,7 +261,7 @@ class Pool:
         reason = printable(verdict.reason, most=MAX_REPLY_BYTES)
         if verdict.outcome is Outcome.UNKNOWN:
             name, _, _ = self._verifiers[item.verifier]
-            reason = f"{name.removeprefix(_BUILT_IN)}: {reason}"
+            reason = f"{name.removeprefix(f'{__package__}.')}: {reason}"
         return replace(verdict, reason=reason)
 
     def _replace(self, place: int) -> None:
@@ -318,18 +316,18 @@ class _Worker:
         """Allow this many seconds from now: of CPU time, and of wall-clock time without any."""
         self.limit_s = limit_s
         # Without its child processes, which take longer to look at.
-        self._cpu_s_before = self._cpu_s_seen = _cpu_s(self.process.pid)
+        self._cpu_s_before = self._cpu_s_seen = cpu_s(self.process.pid)
         self._computed_at = time.monotonic()
         self._set_deadline()
 
     def look(self) -> None:
         """Measure its CPU time; set `failure` and `verdict` if the time is over."""
         pid, now = self.process.pid, time.monotonic()
-        cpu_s, cpu_s_of_all = _cpu_s(pid), _cpu_s_of_all(pid)
-        computed_s, passed_s = cpu_s_of_all - self._cpu_s_seen, now - self._computed_at
+        own_s, all_s = cpu_s(pid), cpu_s_of_all(pid)
+        computed_s, passed_s = all_s - self._cpu_s_seen, now - self._computed_at
         if computed_s > 0 and computed_s >= LEAST_SHARE * passed_s:
-            self._cpu_s_seen, self._computed_at = cpu_s_of_all, now
-        if cpu_s - self._cpu_s_before > self.limit_s:
+            self._cpu_s_seen, self._computed_at = all_s, now
+        if own_s - self._cpu_s_before > self.limit_s:
             self.failure = f"took more than {self.limit_s:g} s of CPU time"
         elif now - self._computed_at > self.limit_s:
             self.failure = (
@@ -398,16 +396,6 @@ class _Worker:
             self.verdict = verdict
         else:
             self.failure = "the verifier sent something other than its verdict"
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process without its children."""
-    return cpu_seconds(str(pid), with_children=False)
-
-
-def _cpu_s_of_all(pid: int) -> float:
-    """CPU seconds of a process and its children."""
-    return sum(map(cpu_seconds, (str(pid), *descendants(pid))))
 
 
 __all__ = ["Pool"]

@@ -69,6 +69,16 @@ def cpu_seconds(process: str, *, with_children: bool = True) -> float:
         return 0.0
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process without its children."""
+    return cpu_seconds(str(pid), with_children=False)
+
+
+def cpu_s_of_all(pid: int) -> float:
+    """CPU seconds of a process and its children."""
+    return sum(map(cpu_seconds, (str(pid), *descendants(pid))))
+
+
 def can_run(process: str) -> bool:
     """Whether a thread of the process is runnable and not of low priority; False if it has ended.
 
@@ -93,4 +103,7 @@ def _stat(path: str) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
-__all__ = ["can_run", "cpu_seconds", "descendants", "python_path", "start"]
+__all__ = [
+    *("can_run", "cpu_s", "cpu_s_of_all", "cpu_seconds", "descendants"),
+    *("python_path", "start"),
+]

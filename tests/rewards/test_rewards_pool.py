@@ -43,7 +43,7 @@ def clock(monkeypatch) -> SimpleNamespace:
     """The pool's: time passes only where a test sets `now`, and its workers' only in `cpu_s`."""
     clock = SimpleNamespace(now=0.0, cpu_s=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    for name in ("_cpu_s", "_cpu_s_of_all"):
+    for name in ("cpu_s", "cpu_s_of_all"):
         monkeypatch.setattr(module, name, lambda pid: clock.cpu_s)
     return clock
 
@@ -247,11 +247,11 @@ def test_a_worker_computes_where_a_process_that_it_started_does(tmp_path):
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout and process.stdout.readline()
-            before = module._cpu_s_of_all(process.pid)
+            before = module.cpu_s_of_all(process.pid)
             wait_until(
-                lambda: module._cpu_s_of_all(process.pid) > before + 0.05, "what the child computes"
+                lambda: module.cpu_s_of_all(process.pid) > before + 0.05, "what the child computes"
             )
-            assert module._cpu_s(process.pid) < before + 0.05
+            assert module.cpu_s(process.pid) < before + 0.05
         finally:
             for one in (*map(int, descendants(process.pid)), process.pid):
                 os.kill(one, signal.SIGKILL)

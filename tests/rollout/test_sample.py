@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -423,7 +423,16 @@ def decode(token_ids: Sequence[int], **_: Any) -> str:
     return f"echo {len(token_ids)} tokens"
 
 
-TOKENIZER: Any = SimpleNamespace(decode=decode)
+class Decoder:
+    """A stand-in for a tokenizer, with what the final answer is read with."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_ids = ()
+    all_special_tokens = ()
+    decode = staticmethod(decode)
+
+
+TOKENIZER: Any = Decoder()
 
 
 @pytest.fixture(scope="module")

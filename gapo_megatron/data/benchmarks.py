@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import pickletools
-import re
 import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from gapo_megatron import rewards, user_code
 from gapo_megatron.data.rows import Row, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import is_unicode, keys_of
+from gapo_megatron.io.files import file_name
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
 """Instruction at the end of every mathematical problem; the verifier reads the box."""
@@ -392,8 +392,8 @@ def check_name(name: str, *, field: str) -> None:
     Raises:
         ConfigError: names the field, the name and the rule.
     """
-    if not re.fullmatch(r"\w[\w+-]{0,99}", name) or name in ("average", *BENCHMARKS):
+    if file_name(name) != name or "." in name or name in ("average", *BENCHMARKS):
         raise ConfigError(
-            f"{field} ({name!r}) must be a word of letters, digits and _+-, and none of average, "
-            f"{', '.join(BENCHMARKS)}"
+            f"{field} ({name!r}) must be a word of letters, digits and _+-, of at most 100 bytes, "
+            f"and none of average, {', '.join(BENCHMARKS)}"
         )

@@ -10,9 +10,7 @@ atomically, by any rank. So a kill loses only the samples that are being generat
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 from gapo_megatron.data.rows import read_lines
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import read_object
-from gapo_megatron.io.files import write_atomically
+from gapo_megatron.io.files import file_name, write_atomically
 from gapo_megatron.types import Outcome, Verdict
 
 
@@ -83,10 +81,7 @@ def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
     lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
     # A response or a program's message may contain a lone surrogate, which UTF-8 cannot encode.
     text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
-    name = problems[0].id
-    if not re.fullmatch(r"\w[\w.+-]{0,99}", name):  # the ids of one's own problems are any text
-        name = hashlib.sha256(name.encode()).hexdigest()
-    write_atomically(folder / f"{name}.jsonl", text)
+    write_atomically(folder / f"{file_name(problems[0].id)}.jsonl", text)
 
 
 def read_samples(folder: Path) -> dict[str, Solved]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,12 @@ _PACKAGE = Path(__file__).parents[1]
 def real(path: str | Path) -> Path:
     """The absolute path without links; unlike `Path.resolve`, accepts links in a circle."""
     return Path(os.path.realpath(path))
+
+
+def file_name(text: str) -> str:
+    """A file name for `text`: itself if it is a word of at most 100 bytes, otherwise its digest."""
+    is_word = re.fullmatch(r"\w[\w.+-]*", text) and len(text.encode()) <= 100
+    return text if is_word else hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager

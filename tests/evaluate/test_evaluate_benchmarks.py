@@ -234,6 +234,16 @@ def test_text_that_has_no_form_in_utf_8_is_kept_but_for_that(tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["\u9898" * 90, "\u00e9" * 100, "a" * 101, "a/../b", "..", "-rf", "x\u2028y", ""],
+    ids=lambda name: ascii(name)[:12],
+)
+def test_any_id_has_a_file_for_its_samples(tmp_path, name: str) -> None:
+    write_samples(tmp_path / "samples", [solved(name, CORRECT)])
+    assert [*read_samples(tmp_path / "samples")] == [name]
+
+
 def test_damaged_and_repeated_samples_are_refused(tmp_path) -> None:
     write_samples(tmp_path, [solved("a", CORRECT), solved("b", WRONG)])
     assert list(read_samples(tmp_path)) == ["a", "b"]

@@ -359,8 +359,9 @@ def test_problems_that_cannot_be_read_are_refused(tmp_path, tokenizer) -> None:
         chosen(path, kind="maht")
     with pytest.raises(ConfigError, match=mentions("--problems", "'held_out'")):
         chosen(path, problems(tmp_path, "held_out.jsonl"))
-    with pytest.raises(ConfigError, match=mentions("--problems", "'aime24'")):
-        chosen(problems(tmp_path, "aime24.jsonl"))
+    for name in ("aime24", "\u9898" * 80):  # 80 characters are 240 bytes
+        with pytest.raises(ConfigError, match=mentions("--problems", f"'{name}'")):
+            chosen(problems(tmp_path, f"{name}.jsonl"))
     path.write_text('{"id": "a", "prompt": "1+2="}\n')
     with pytest.raises(DataError, match=mentions(f"{path}:1", "answer")):
         (one,) = chosen(path)

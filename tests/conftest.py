@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from gapo_megatron.run.processes import quiet_libraries
+from tests.clone import make_clone
 
 # The same examples on every machine, and no time limit on one of them: a first call may compile.
 settings.register_profile("repository", derandomize=True, deadline=None, print_blob=True)
@@ -48,6 +49,15 @@ gc.disable()  # while a million objects are imported, none of them garbage
 # would inherit that: Ctrl-C is among what is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bare clone as the working directory, not the checkout, whose runs and models may be any."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    monkeypatch.chdir(make_clone(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,8 @@ def environment(folder: Path, **changes: str) -> dict[str, str]:
         r"|GENERATION_NODES"
     )
     kept = {name: value for name, value in os.environ.items() if not foreign.fullmatch(name)}
-    return kept | {"PYTHON": str(stand_in_python(folder)), "CHECK_NODES": "0"} | changes
+    ours = {"PYTHON": str(stand_in_python(folder)), "CHECK_NODES": "0", "SITE_FILE": os.devnull}
+    return kept | ours | changes
 
 
 def write_study(

@@ -27,11 +27,11 @@ from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.inputs import Inputs, check_inputs
 from gapo_megatron.types import Outcome, Prompt
+from tests.clone import ROOT, make_clone
 from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine
 from tests.train_setup import steps_of
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
 PAGES = sorted(path.stem for path in (ROOT / "docs/howto").glob("*.md"))
 FILE = re.compile(r"^```(?:python|toml)\n# (\w+\.\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -67,13 +67,6 @@ def run_line(line: str, folder: Path) -> str:
     return done.stdout
 
 
-def make_clone(folder: Path) -> Path:
-    """What a page finds in a clone."""
-    for name in ("configs", "docs", "gapo_megatron", "tools"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
-
-
 def write_files(page: str, folder: Path) -> list[Config]:
     """Write the page's files into the working directory; returns its configs."""
     files = dict(FILE.findall(text_of(page)))
@@ -83,18 +76,16 @@ def write_files(page: str, folder: Path) -> list[Config]:
 
 
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def clone(clone: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A clone whose demo model is not trained yet, in the working directory."""
-    make_clone(tmp_path)
-    task = tmp_path / "runs/demo/task"
+    task = clone / "runs/demo/task"
     demo_task.write_task(task, seed=0, num_eval=8, num_train=400, num_supervised=200)
     rows = map(json.loads, (task / "supervised.jsonl").read_text().splitlines())
-    model = tmp_path / "runs/demo/warm_start"
+    model = clone / "runs/demo/warm_start"
     tokenizer = demo_task.write_tokenizer(demo_task.training_texts([*rows]), model)
     demo_task.write_initial_model(tokenizer, model, seed=0)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return tmp_path
+    return clone
 
 
 def inputs_of(page: str, clone: Path) -> tuple[Config, Inputs]:

@@ -36,7 +36,7 @@ def run(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
-        cwd=ROOT,
+        cwd=site,
         capture_output=True,
         text=True,
         check=False,

@@ -23,6 +23,7 @@ from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 # Studies (files with a `config`) are of their own form: test_study.py.
 FILES = sorted(p for p in CONFIGS.rglob("*.toml") if "config" not in tomllib.loads(p.read_text()))
 

@@ -56,6 +56,7 @@ TINY = {
 
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

@@ -21,6 +21,7 @@ from gapo_megatron.run.imports import without_garbage_collection
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 HEAVY = ["torch", "transformers", "megatron", "vllm"]
 
 # Runs a program as `python FILE` or `python -m MODULE` would, and prints what it brought in. Errors
@@ -57,7 +58,6 @@ def start(*command: object, code: int = 0) -> str:
         words,
         capture_output=True,
         text=True,
-        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == code, done.stderr
@@ -144,7 +144,6 @@ def test_a_model_that_vllm_has_no_cpu_kernel_for(tmp_path: Path) -> None:
         [sys.executable, "-m", "gapo_megatron.sft", "configs/demo.toml", *overrides],
         capture_output=True,
         text=True,
-        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

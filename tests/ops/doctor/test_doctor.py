@@ -35,6 +35,7 @@ from tests.waiting import HANG_S
 from tools import doctor
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 
 # `nvidia-smi topo -m` of a node with NVSwitch, cut to four GPUs and one NIC, and of one without.
 NVSWITCH = """\

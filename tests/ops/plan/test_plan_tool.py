@@ -17,6 +17,7 @@ from tests.ops.plan.test_scaling_calibration import SMALL, a_step, write_run
 from tests.scaling_setup import write_model
 from tools import plan as tool
 
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 CONFIG = "configs/qwen_math_1_5b/gapo.toml"
 
 

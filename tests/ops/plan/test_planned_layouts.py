@@ -21,6 +21,7 @@ from gapo_megatron.ops.plan.planner import quickest_with_room, write_layout
 from tests.messages import mentions
 from tools import plan as tool
 
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 BASE = Path("configs/llama_3_1_8b/base.toml")
 LONGER = ["rollout.max_response_tokens=24576", "batch.max_tokens_per_microbatch=26624"]
 

@@ -248,6 +248,7 @@ def test_json_has_the_splits(on_policy):
     assert values["ahead"]["total_s"] == quickest_ahead(on_policy.splits)[1]
 
 
+pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 BASE = "configs/qwen2_5_32b/base.toml"
 TOKENS = "batch.max_tokens_per_microbatch=10240"
 

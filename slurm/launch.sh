@@ -15,6 +15,7 @@
 # MAX_RESTARTS      restarts of one job (default 50)
 # MAX_FAILURES      failed attempts in a row without a new checkpoint, before giving up (default 3)
 # CACHE_DIR         folder for compiled kernels, on a local disk of each node (default /tmp/gapo_cache_UID)
+# SITE_FILE         settings of your site (default slurm/site.sh)
 # PYTHON, CONTAINER, SRUN_OPTIONS, NODE_ADDRESS, SECRETS     see slurm/site.example.sh
 #
 # Exit codes: 0 finished, or stopped on request; 2 wrong config, data or usage; 75 stopped, start it again; 90 too few
@@ -122,7 +123,7 @@ begin_attempt() {
     end=$(squeue -h -j "$slurm_job" -o %e) # NONE where there is no limit
     ! GAPO_JOB_END=$(date -d "${end:-NONE}" +%s 2>/dev/null) || export GAPO_JOB_END
   fi
-  say "$world_size ranks on $num_nodes of the nodes ${nodes[*]}, time limit ${end:-none}; code $code"
+  say "$world_size ranks on $num_nodes of the nodes ${nodes[*]}, time limit ${end:-none}; $run_dir, code $code"
 }
 
 keep_output() { # moves Slurm's output file from where sbatch was called to the run folder, unless --output was given
@@ -367,7 +368,7 @@ fi
 # A job that was submitted within a step (an interactive shell) inherits its number and the cores it is bound to.
 unset "${!SLURM_STEP@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 # shellcheck source=/dev/null
-[ ! -e "$tree/slurm/site.sh" ] || . "$tree/slurm/site.sh"
+[ ! -e "${SITE_FILE:=$tree/slurm/site.sh}" ] || . "$SITE_FILE"
 if [ "${SECRETS:-}" ]; then # nothing of it is shown, not even what bash says of a wrong line
   { [[ $(stat -Lc %a -- "$SECRETS" 2>&1) == ?00 ]] && bash -e -- "$SECRETS" &>/dev/null; } ||
     die 2 "SECRETS ($SECRETS) must be a file of lines NAME=VALUE that only you can read (chmod 600)"

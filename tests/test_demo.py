@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import load_config
+from gapo_megatron.config.rules import input_paths
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
@@ -47,44 +48,55 @@ def test_an_error_is_shown_with_its_brackets(demo, monkeypatch):
 
 
 def _arguments(
-    *overrides: str, config: str = CONFIG, world_size: int = 1, tp: int = 1, pp: int = 1
+    *overrides: str, config: str = CONFIG, world_size: int = 1, tp: int = 1, pp: int = 1, seed=(0,)
 ):
     return argparse.Namespace(
-        config=config, overrides=list(overrides), world_size=world_size, tp=tp, pp=pp
+        config=config, overrides=list(overrides), world_size=world_size, tp=tp, pp=pp, seed=seed
     )
 
 
-def _config(demo, seed: int = 0, **arguments):
-    return load_config(CONFIG, demo._settings(_arguments(**arguments), seed))
+def _config(demo, *overrides: str, seed: int = 0, **arguments):
+    return load_config(CONFIG, demo._settings(_arguments(*overrides, **arguments), seed))
 
 
 def test_every_run_keeps_to_a_folder_of_its_own(demo):
+    """Those of a seed begin with the same weights, whatever their layout."""
     folders = {
         "runs/demo": _config(demo),
         "runs/demo_seed2": _config(demo, seed=2),
         "runs/demo_ranks2_tp2": _config(demo, world_size=2, tp=2),
         "runs/demo_ranks2_pp2": _config(demo, world_size=2, pp=2),
+        "runs/demo_gspo": _config(demo, "objective.method=gspo"),
     }
     for folder, config in folders.items():
         assert config.run.output_dir == folder
-        paths = [
-            config.model.hf_dir,
-            config.data.train_path,
-            config.data.eval_path,
-            config.supervised.initial_hf_dir,
-            config.supervised.train_path,
-        ]
-        assert all(path.startswith(f"{folder}/") for path in paths)
+        made = "runs/demo_seed2" if config.run.seed == 2 else "runs/demo"
+        read = [path for path in input_paths(config).values() if path]
+        assert len(read) == 5 and all(path.startswith(f"{made}/") for path in read)
     assert folders["runs/demo_seed2"].run.seed == 2
     assert folders["runs/demo_ranks2_tp2"].parallel.tensor_model_parallel_size == 2
     assert folders["runs/demo_ranks2_pp2"].parallel.pipeline_model_parallel_size == 2
+
+
+def test_a_folder_that_is_given_is_the_runs(demo):
+    given, settings = "run.output_dir=runs/x", ("run.num_steps=3", "objective.method=gspo")
+    for config in (_config(demo, given, *settings), _config(demo, given, world_size=2, tp=2)):
+        assert (config.run.output_dir, config.model.hf_dir) == ("runs/x", "runs/demo/warm_start")
+    several = _arguments(given, seed=(0, 1))
+    assert demo._settings(several, 0) != demo._settings(several, 1)
+    assert "run.output_dir=runs/x_seed1" in demo._settings(several, 1)
+
+
+def test_another_warm_start_has_a_folder_of_its_own(demo):
+    plain, short = _config(demo), _config(demo, "supervised.num_steps=2")
+    assert {*input_paths(plain).values()} & {*input_paths(short).values()} == {""}
 
 
 def test_seeds_of_the_language_model_share_it_and_nothing_else(demo):
     arguments = _arguments("objective.method=gspo", config=LANGUAGE)
     config = load_config(LANGUAGE, demo._settings(arguments, 2))
     assert config.run.output_dir == "runs/demo_language_seed2_gspo"
-    assert config.data.train_path == "runs/demo_language_seed2_gspo/task/train.jsonl"
+    assert config.data.train_path == "runs/demo_language_seed2/task/train.jsonl"
     assert config.model.hf_dir == load_config(LANGUAGE, []).model.hf_dir
 
 

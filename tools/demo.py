@@ -1,8 +1,8 @@
 """Train a small model with GAPO on this CPU: task, warm start, reinforcement learning, report.
 
-Each seed, layout and method has a folder of its own (runs/demo, runs/demo_seed1, ...) with the
-task, the models, metrics, checkpoints, report.png and the trained Hugging Face folder. A stopped
-demo continues where it stopped; delete its folder to start over.
+Each seed, layout and method has a folder of its own (runs/demo, runs/demo_seed1, ...) with metrics,
+checkpoints, report.png and the trained Hugging Face folder; those of a seed share task and warm
+start. A stopped demo continues where it stopped; delete its folder to start over.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.config.rules import input_paths
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 NUM_EVAL = 256
 NUM_TRAIN = 2400
 REPOSITORY = Path(__file__).resolve().parents[1]
-METHOD = "objective.method="
+METHOD, OUTPUT = "objective.method=", "run.output_dir="
+MADE = ("model.", "data.", "supervised.", "batch.max_tokens_per_microbatch=")
+"""Settings on which task and warm start depend, besides the seed."""
 TOOLS_MODEL = "warm_start_tools"
 """Name of a model's folder whose task is that of configs/demo_tools.toml, in place of additions."""
 LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
@@ -90,7 +93,7 @@ def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", default="configs/demo.toml", help="default: %(default)s")
     parser.add_argument(
         "--seed",
-        type=_seeds,
+        type=lambda text: [int(seed) for seed in text.split(",")],
         default=[0],
         metavar="N[,N...]",
         help="seeds, one run each (default: 0)",
@@ -101,8 +104,7 @@ def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prepare",
         action="store_true",
-        help="only make the task and the warm start, in the config's folders, unless they exist "
-        "(for slurm/gapo_demo.sbatch)",
+        help="only make task and warm start, in the config's folders, unless they exist",
     )
     parser.add_argument(
         "overrides",
@@ -113,12 +115,8 @@ def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(command_line)
 
 
-def _seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",")]
-
-
 def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
-    """Overrides of one run: its seed and layout, and its paths moved into a folder of its own."""
+    """Overrides of one run: seed, layout, its folder (as given, or its own), task and models."""
     config = load_config(arguments.config, arguments.overrides)
     has_model = config.supervised or Path(config.model.hf_dir).name == LANGUAGE_MODEL
     if not has_model or not config.evaluation.every_steps:
@@ -131,32 +129,33 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
             f"--world-size ({arguments.world_size}) must be a multiple of "
             f"--tp ({arguments.tp}) x --pp ({arguments.pp})"
         )
-    marks = {"seed": seed, "ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
-    usual = {"seed": 0, "ranks": 1, "tp": 1, "pp": 1}
-    suffix = "".join(f"_{key}{value}" for key, value in marks.items() if value != usual[key])
-    # A run with other settings must not continue this one.
-    others = [one for one in arguments.overrides if not one.startswith(METHOD)]
-    if others != arguments.overrides:
-        suffix += f"_{config.objective.resolve().name}"
-    if others:
-        suffix += "_" + hashlib.sha256(" ".join(others).encode()).hexdigest()[:6]
-    root = config.run.output_dir
-    paths = {
-        "run.output_dir": root,
-        "model.hf_dir": config.model.hf_dir,
-        "data.train_path": config.data.train_path,
-        "data.eval_path": config.data.eval_path,
-    }
-    if config.supervised:
-        paths["supervised.initial_hf_dir"] = config.supervised.initial_hf_dir
-        paths["supervised.train_path"] = config.supervised.train_path
+    sizes = {"ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
+    layout = "".join(f"_{key}{size}" for key, size in sizes.items() if size != 1)
+    of_seed = f"_seed{seed}" if seed else ""
+    # A run with other settings must not continue this one; what it starts from may be the same.
+    root = load_config(arguments.config).run.output_dir
+    others = [one for one in arguments.overrides if not one.startswith((METHOD, OUTPUT))]
+    base = root + of_seed + _digest([one for one in others if one.startswith(MADE)])
+    if any(one.startswith(OUTPUT) for one in arguments.overrides):
+        run_dir = config.run.output_dir + (f"_seed{seed}" if len(arguments.seed) > 1 else "")
+    else:
+        has_method = any(one.startswith(METHOD) for one in arguments.overrides)
+        method = f"_{config.objective.resolve().name}" if has_method else ""
+        run_dir = root + of_seed + layout + method + _digest(others)
+    paths = [one for one in input_paths(config).items() if one[0].startswith(MADE)]
+    made = {name: path.removeprefix(root) for name, path in paths if path.startswith(f"{root}/")}
     return [
         *arguments.overrides,
         f"run.seed={seed}",
+        f"run.output_dir={run_dir}",
         f"parallel.tensor_model_parallel_size={arguments.tp}",
         f"parallel.pipeline_model_parallel_size={arguments.pp}",
-        *(f"{key}={path.replace(root, root + suffix, 1)}" for key, path in paths.items()),
+        *(f"{name}={base}{path}" for name, path in made.items()),
     ]
+
+
+def _digest(settings: Sequence[str]) -> str:
+    return "_" + hashlib.sha256(" ".join(settings).encode()).hexdigest()[:6] if settings else ""
 
 
 def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
@@ -182,7 +181,11 @@ def _prepare(arguments: argparse.Namespace, config: Config, settings: Sequence[s
         return
     _write_task(config)
     _stage("2/3 warm start: supervised training", start)
-    _launch("gapo_megatron.sft", arguments, settings)
+    # On one rank, so that runs of every layout start from the same weights.
+    alone = argparse.Namespace(**{**vars(arguments), "world_size": 1})
+    whole = [f"parallel.{kind}_model_parallel_size=1" for kind in ("tensor", "pipeline")]
+    kept = [one for one in settings if not one.startswith("parallel.")]
+    _launch("gapo_megatron.sft", alone, [*kept, *whole])
 
 
 def _stage(title: str, start: float) -> None:
@@ -249,13 +252,12 @@ def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str])
     """Run `python -m module` on every rank."""
     # The ranks share the cores; beyond four threads a model of this size only waits for them.
     threads = max(1, min(4, (os.cpu_count() or 1) // arguments.world_size))
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # an idle thread leaves its core to the other rank
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": path,
     }
     command = [*ranks_command(module, arguments.world_size), arguments.config, *settings]
     subprocess.run(command, env=environment, check=True)
@@ -344,15 +346,14 @@ def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
         )
     table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
     console.print(table)
-    picture = _draw(folders, folders[0] / "report_seeds.png")
-    _say(f"picture: {picture}")
+    _say(f"picture: {_draw(folders, folders[0] / 'report_seeds.png')}")
 
 
 def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
     """Print the commands that draw all figures, and that train another method to compare with."""
     trained = load_config(arguments.config, arguments.overrides).objective.method
     other = "gspo_asym" if trained == "gapo" else "gapo"
-    others = [one for one in arguments.overrides if not one.startswith(METHOD)]
+    others = [one for one in arguments.overrides if not one.startswith((METHOD, OUTPUT))]
     if load_config(arguments.config, others).objective.method != other:
         others.append(f"{METHOD}{other}")
     theirs = argparse.Namespace(**{**vars(arguments), "overrides": others})

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from gapo_megatron.io.files import file_name
+
 EXAMPLES = """\
 one run:                    .venv/bin/python tools/report.py runs/demo
 a study, gapo vs. the rest: .venv/bin/python tools/report.py runs/studies/demo --first gapo
@@ -87,7 +89,7 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: `report` in the folder that contains all RUNs (a single RUN: in RUN itself)",
+        help="default: `report` in a single RUN; of several, a folder beside them with their names",
     )
     parser.add_argument(
         "--first",
@@ -102,10 +104,13 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(command_line)
     if arguments.output is None:
-        common = Path(os.path.commonpath([run.absolute() for run in arguments.runs]))
+        runs = [run.absolute() for run in arguments.runs]
+        common = Path(os.path.commonpath(runs))
         if common == Path(common.anchor):
             parser.error("these RUNs have no common folder: give --output")
-        arguments.output = common / "report"
+        # Other runs have another report: one must not replace the other's.
+        names = ["_".join(run.relative_to(common).parts) or run.name for run in runs]
+        arguments.output = common / (file_name("_vs_".join(names)) if runs[1:] else "report")
     return arguments
 
 

@@ -4,8 +4,8 @@
     OUTPUT/aime24/problems.json          digest of the problem file
     OUTPUT/aime24/seed_0/aime24-0.jsonl  some problems, one per line, with all of their samples
 
-A file is named after its first problem (by a digest, if that id is no file name) and written
-atomically, by any rank. So a kill loses only the samples that are being generated.
+A file is named after its first problem (`file_name`) and written atomically, by any rank. So a kill
+loses only the samples that are being generated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from gapo_megatron.data.rows import read_lines
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import read_object
+from gapo_megatron.io.documents import differences, read_object
 from gapo_megatron.io.files import file_name, write_atomically
 from gapo_megatron.types import Outcome, Verdict
 
@@ -129,20 +129,11 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=2) + "\n")
     else:
-        if differences := [*_differences(before, settings)]:
+        if changed := [*differences(before, settings)]:
             raise ConfigError(
                 f"{path.parent} has samples {done} with other settings "
-                f"({'; '.join(differences)}): use another --output, or remove the folder"
+                f"({'; '.join(changed)}): use another --output, or remove the folder"
             )
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[str]:
-    for key in sorted(before.keys() | now.keys()):
-        was, is_now = before.get(key), now.get(key)
-        if isinstance(was, dict) and isinstance(is_now, dict):
-            yield from _differences(was, is_now, f"{within}{key}.")
-        elif was != is_now:
-            yield f"{within}{key} was {was!r}, is {is_now!r}"
 
 
 def _to_json(problem: Solved) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.errors import ConfigError, GapoError, shown
 
 MAX_BYTES = 2**28
 """Largest document: some ten times the largest published tokenizer.json."""
@@ -217,6 +217,18 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
 def keys_of(row: Mapping[str, Any]) -> str:
     """The keys of an object, for a message; surrogates are escaped."""
     return ", ".join(row).encode("utf-8", "backslashreplace").decode()[:500] or "none"
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], within: str = ""
+) -> Iterator[str]:
+    """Texts that name each value that differs, `within` a table of this name, and both values."""
+    for key in sorted(before.keys() | now.keys()):
+        was, is_now = before.get(key), now.get(key)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            yield from differences(was, is_now, f"{within}{key}.")
+        elif was != is_now:
+            yield f"{within}{key} was {shown(was)}, is {shown(is_now)}"
 
 
 def is_unicode(text: str) -> bool:

@@ -20,9 +20,11 @@ def real(path: str | Path) -> Path:
 
 
 def file_name(text: str) -> str:
-    """A file name for `text`: itself if it is a word of at most 100 bytes, otherwise its digest."""
-    is_word = re.fullmatch(r"\w[\w.+-]*", text) and len(text.encode()) <= 100
-    return text if is_word else hashlib.sha256(text.encode()).hexdigest()
+    """A file name for `text`: itself if it is a word of at most 100 bytes; else it has a digest."""
+    if re.fullmatch(r"\w[\w.+-]*", text) and len(text.encode()) <= 100:
+        return text
+    head = re.sub(r"[^A-Za-z0-9]+", "_", text)[:40]
+    return f"{head}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class Cluster:
         self.env = {k: v for k, v in os.environ.items() if not _LAUNCHER.fullmatch(k)} | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PATH": f"{self.folder}/bin{os.pathsep}{_PATH}",
-            "SITE_FILE": os.devnull,  # not that of the checkout
         }
         self._first_job = first_job
         self._patience = patience

@@ -32,6 +32,7 @@ class Launch:
         self.run_dir = folder / "run"
         self.code = folder / "code"
         freeze(REPOSITORY, self.code, config=f'[run]\noutput_dir = "{self.run_dir}"\n')
+        (self.code / "slurm" / "site.sh").unlink(missing_ok=True)  # of the site where tests run
         config = (REPOSITORY / "configs" / "demo.toml").read_text()
         (self.code / "config.toml").write_text(config.replace('"runs/demo"', f'"{self.run_dir}"'))
         shutil.copy(Path(__file__).with_name("stand_in.py"), self.code / "gapo_megatron/train.py")

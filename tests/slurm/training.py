@@ -37,6 +37,7 @@ _WARM_START = ("supervised.num_steps=40", "supervised.batch_sequences=64")
 def make_checkout(folder: Path) -> None:
     """A checkout with the demo's task and a short warm start in runs/demo, ready for sbatch."""
     freeze(REPOSITORY, folder, config="")
+    (folder / "slurm" / "site.sh").unlink(missing_ok=True)  # of the site where the tests run
     command = [sys.executable, "tools/demo.py", "--prepare", *_WARM_START]
     env = os.environ | LEAN | {"PYTHONPATH": os.pathsep.join([str(folder), LEAN["PYTHONPATH"]])}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)

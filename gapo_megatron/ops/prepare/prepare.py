@@ -11,6 +11,7 @@ from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.folder import new_folder
 from gapo_megatron.hf.model_folder import TOKENIZER_FILES
+from gapo_megatron.io.documents import differences, read_object
 from gapo_megatron.io.files import code_sha256, file_sha256, real
 from gapo_megatron.ops.prepare.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
 from gapo_megatron.ops.prepare.journal import Journal
@@ -67,7 +68,11 @@ def prepare(
     num_bytes = sum(path.stat().st_size for path in inputs)
     with (  # the journal is removed last: a full disk on publishing the folder loses no finding
         Journal.open(output, belongs_to=made_of) as journal,
-        new_folder(output, num_bytes=num_bytes - journal.num_bytes) as folder,
+        new_folder(
+            output,
+            num_bytes=num_bytes - journal.num_bytes,
+            advice=_what_is_there(output, made_of),
+        ) as folder,
     ):
         rules = Rules(source, held_out=held_out, lengths=lengths)
         _look_at_rows(source, inputs, journal, rules, progress)
@@ -82,6 +87,22 @@ def prepare(
         text = json.dumps(manifest, indent=1, sort_keys=True)
         (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")
     return counts
+
+
+def _what_is_there(output: Path, made_of: dict[str, Any]) -> str:
+    """What to do about an output that exists; empty if it does not."""
+    again = "to make it anew, remove the folder or name another --output"
+    try:
+        there = read_object(output / MANIFEST)
+        count = f"{there['counts']['written']:,} problems"
+    except OSError:
+        return ", and is no result of this command: name another --output"
+    except (ConfigError, LookupError, TypeError, ValueError):
+        return f", and its {MANIFEST} cannot be read: {again}"
+    now = json.loads(json.dumps(made_of))
+    if changed := [*differences({key: there.get(key) for key in now}, now)]:
+        return f": {count}, made of something else ({'; '.join(changed)}); {again}"
+    return f": {count}, made of the same inputs, options and code. Use it; {again}"
 
 
 def _check(inputs: Sequence[Path], lengths: Lengths) -> None:

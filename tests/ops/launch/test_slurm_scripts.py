@@ -41,7 +41,8 @@ def directives_of(path: Path) -> dict[str, str]:
 def without_launcher_variables(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "GAPO_"))}
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GENERATION_NODES")
-    return {k: v for k, v in kept.items() if k not in foreign} | extra
+    kept = {k: v for k, v in kept.items() if k not in foreign}
+    return kept | {"SITE_FILE": os.devnull} | extra  # not that of the checkout
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -143,10 +144,29 @@ def test_a_dry_run_knows_nodes_and_those_that_generate(tmp_path: Path) -> None:
 
 
 def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
-    shown = dry_run(ROOT / "slurm" / "gapo_demo.sbatch", tmp_path, sys.executable, code=2)
-    assert "data.train_path (runs/demo/task/train.jsonl)" in shown.partition("error")[2]
+    given = (f"data.train_path={tmp_path}/none.jsonl", f"model.hf_dir={tmp_path}/none")
+    script = ROOT / "slurm" / "gapo_demo.sbatch"
+    shown = dry_run(script, tmp_path, sys.executable, *given, code=2)
+    assert f"data.train_path ({tmp_path}/none.jsonl)" in shown.partition("error")[2]
     assert "seed = 7" in shown
     assert "2 = tensor" in shown
+
+
+def test_every_command_of_the_demo_has_a_run_folder_of_its_own(tmp_path: Path) -> None:
+    """What one has finished, another must neither find finished nor extend."""
+    script, python = ROOT / "slurm" / "gapo_demo.sbatch", _told(tmp_path)
+
+    def folder(*words: str, **env: str) -> str:
+        found = dry_run(script, tmp_path, python, *words, **env).splitlines()
+        return [word for word in found if word.startswith("run.output_dir=")][-1]
+
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    ran = [((), {}), (("run.num_steps=3",), {}), ((), {"WORLD_SIZE": "2"}), ((), job)]
+    ran += [((), job | {"GENERATION_NODES": "1"}), (("run.num_steps=3",), job)]
+    folders = [folder(*words, **env) for words, env in ran]
+    assert len({*folders}) == len(ran)
+    assert folder(**job | {"SLURM_JOB_ID": "8"}) == folders[3]  # submitted again: it resumes
+    assert folder("run.output_dir=mine") == "run.output_dir=mine"
 
 
 def test_a_relative_config_is_one_of_the_folder_of_the_call(tmp_path: Path) -> None:
@@ -651,9 +671,8 @@ def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
         f"[ -z $UNSET ] && false\n"  # what modules do, and strict bash does not bear
         f"PYTHON={STAND_IN}\nCONTAINER='env IN_CONTAINER=1'\nexport NCCL_DEBUG=WARN\n"
     )
-    run = start(
-        run_dir, launch=tree / "slurm" / "launch.sh", PYTHON="", SHOW="IN_CONTAINER NCCL_DEBUG"
-    )
+    launch = tree / "slurm" / "launch.sh"
+    run = start(run_dir, launch=launch, SITE_FILE="", PYTHON="", SHOW="IN_CONTAINER NCCL_DEBUG")
     assert run.end()[0] == 0
     assert run.seen() == {"IN_CONTAINER": "1", "NCCL_DEBUG": "WARN"}
 
@@ -744,15 +763,13 @@ def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program
 
 
 def test_usage() -> None:
-    done = subprocess.run(["bash", str(LAUNCH)], capture_output=True, text=True)
-    assert done.returncode == 2
-    batch = subprocess.run(["bash", "slurm/gapo.sbatch"], cwd=ROOT, capture_output=True, text=True)
+    def called(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+        command, env = ["bash", *map(str, words)], without_launcher_variables(**env)
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+
+    assert called(LAUNCH).returncode == 2
+    batch = called("slurm/gapo.sbatch")
     assert batch.returncode == 2 and "slurm/gapo.sbatch CONFIG" in batch.stderr
-    missing = subprocess.run(
-        ["bash", str(LAUNCH), "config.toml"],
-        env=without_launcher_variables(PYTHON="/nowhere/python"),
-        capture_output=True,
-        text=True,
-    )
+    missing = called(LAUNCH, "config.toml", PYTHON="/nowhere/python")
     assert missing.returncode == 2
     assert "/nowhere/python" in missing.stderr and "PYTHON" in missing.stderr

@@ -436,7 +436,23 @@ def test_ids_used_twice_other_files_and_an_output_that_exists_are_errors(run, tm
     assert re.search(named, capsys.readouterr().err)
     (tmp_path / "out").mkdir()
     assert run("own", rows) == 2
-    assert re.search(mentions(tmp_path / "out", "exists"), capsys.readouterr().err)
+    assert re.search(mentions(tmp_path / "out", "exists", "--output"), capsys.readouterr().err)
+
+
+def test_a_second_call_says_what_is_there_and_of_what_it_was_made(run, tmp_path, capsys):
+    rows = [{"prompt": text, "answer": "1"} for text in ("b", "c")]
+    assert run("own", rows) == 0
+    for given, options, said in (
+        (rows, (), mentions("2 problems", "same", "remove")),
+        (rows, ("--suffix", "!"), mentions("2 problems", "options.suffix was '', is '!'")),
+        (rows[:1], (), mentions("2 problems", "inputs was")),
+    ):
+        capsys.readouterr()
+        assert run("own", given, *options) == 2
+        assert re.search(said, capsys.readouterr().err)
+    (tmp_path / "out" / "manifest.json").write_text("{}")
+    assert run("own", rows) == 2
+    assert re.search(mentions(tmp_path / "out", "manifest.json"), capsys.readouterr().err)
 
 
 def test_help_teaches_each_source_and_the_kinds_are_the_configs():

@@ -179,6 +179,18 @@ def test_runs_without_a_folder_in_common_need_an_output(capsys):
     assert "--output" in capsys.readouterr().err.rpartition("error:")[2]
 
 
+def test_reports_on_other_runs_have_other_folders():
+    def folder(*runs):
+        return report_tool._parse(runs).output
+
+    assert folder("/r/demo") == Path("/r/demo/report")
+    assert folder("/r/demo", "/r/demo_gspo") == Path("/r/demo_vs_demo_gspo")
+    several = [("/r/a", "/r/b"), ("/r/a", "/r/c"), ("/r/a", "/r/b", "/r/c"), ("/r/a/s", "/r/b/s")]
+    several += [("/r", "/r/a"), *(("/r/a", f"/r/{'long' * 50}{i}") for i in (0, 1))]
+    assert len({folder(*runs) for runs in several}) == len(several)
+    assert all(len(folder(*runs).name.encode()) <= 100 for runs in several)
+
+
 def test_nothing_is_imported_that_is_not_needed():
     done = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0

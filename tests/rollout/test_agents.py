@@ -394,6 +394,22 @@ def test_a_connection_must_bring_a_key_in_time(monkeypatch: pytest.MonkeyPatch) 
     assert (one.failure, one.final_text) == ("", "84")
 
 
+def test_an_agent_behind_a_proxy_is_no_stranger() -> None:
+    def solve(session: Session) -> str:
+        headers = {"X-API-Key": session.api_key, "X-Forwarded-For": "192.0.2.1"}
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(session.base_url).netloc)
+        connection.request("GET", "/v1/models", headers=headers)
+        assert connection.getresponse().read()
+        strangers.append(len(agents._server._strangers))
+        connection.close()
+        return ask(session, [QUESTION]).content
+
+    agents, strangers = Agents(TOKENIZER, functools.partial(solve)), list[int]()
+    settings = replace(SETTINGS, num_samples=1)
+    run(solve, says("84"), agents=agents, prompts=PROMPTS[:1], settings=settings)
+    assert strangers == [0]
+
+
 def test_a_request_that_fails_for_any_reason_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Conversation.ask
 

@@ -75,6 +75,7 @@ class Server:
             http=protocol_of(self._strangers),
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
+            proxy_headers=False,  # who connects is who `Strangers` knows
         )
 
         async def serve() -> None:

@@ -83,6 +83,7 @@ def test_commands_name_things_that_exist(path: Path) -> None:
 OTHER_SPELLING = re.compile(
     r"(?<![\w/-])python3? (?=-m (?:gapo_megatron|tests|benchmarks)\b|tools/)"
     r"|(?<![\w/-])torchrun (?=--)"
+    r"|: (?=tools/\w+\.py -)"
     r"|`(?=tools/\w+\.py [^`])"  # with arguments; without, it is the file
     r"|^(?!.*`)(?:[# ]+|[\w ,.]+: +)?(?=tools/\w+\.py [-\w]+[/.=]|tools/\w+\.py -)",
     re.MULTILINE,

@@ -122,7 +122,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         return _exit_code(statuses)
     if not arguments.wait:
         console.print(status_table(read_statuses(run_dirs), title=str(study.folder)))
-        console.print(f"to see their status: tools/submit.py --status {study.folder}")
+        command = ".venv/bin/python tools/submit.py"
+        console.print(f"to see their status: {command} --status {study.folder}")
         return 0
     return _wait(run_dirs, title=str(study.folder))
 

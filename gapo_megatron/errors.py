@@ -5,14 +5,17 @@ from typing import Any
 _LONGEST = 200
 
 
-def printable(text: str, *, most: int = 500) -> str:
+def printable(text: str, *, most: int = 1000, kept: str = "") -> str:
     """Text of others (a model, a file, a library, a server) for a message: one line, cut.
 
     All that a terminal obeys or a log takes for a new line, and halves of characters, is escaped.
+    Whoever puts such text into a message calls it. So do the outputs of a program, which keep the
+    line breaks (`kept`) of the messages themselves.
     """
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut
+        one if one.isprintable() or one in kept else one.encode("unicode_escape").decode()
+        for one in cut
     )
 
 

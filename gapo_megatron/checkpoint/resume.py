@@ -26,7 +26,7 @@ from gapo_megatron.checkpoint.save import layout, model_identity
 from gapo_megatron.checkpoint.state import AHEAD_NAME, TRAINER_STATE_NAME, State
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changed_layout, changes
-from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
+from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError, said
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
@@ -271,7 +271,7 @@ def _load(
         policy.load_state_dict(loaded)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         # Optimizer settings in common.pt, which Megatron-core uses unchecked.
-        problem = f"{path} does not fit this run: {type(error).__name__}: {error}"
+        problem = f"{path} does not fit this run: {said(error)}"
         logger.debug("%s", problem, exc_info=True)
     if problem := first_problem(problem):
         return None, problem

@@ -9,7 +9,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.errors import ConfigError, GapoError, said
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def as_config_error(where: str) -> Iterator[None]:
         # `Exception`, and Rust code a `PanicException`, which is not an `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # Ctrl-C
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: {said(error)}") from error
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def naming_transformer_engine() -> Iterator[None]:
         if not _is_of_transformer_engine(error):
             raise
         raise ConfigError(
-            f"transformer_engine: importing it fails: {type(error).__name__}: {error}. Build it "
+            f"transformer_engine: importing it fails: {said(error)}. Build it "
             "for this torch as tools/setup_gpu_env.sh does, or uninstall every package whose name "
             "begins with transformer-engine"
         ) from error

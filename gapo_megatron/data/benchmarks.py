@@ -19,7 +19,7 @@ from typing import Any
 
 from gapo_megatron import rewards, user_code
 from gapo_megatron.data.rows import Row, read_rows
-from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.errors import ConfigError, DataError, said
 from gapo_megatron.io.documents import is_unicode, keys_of
 from gapo_megatron.io.files import file_name
 
@@ -112,7 +112,7 @@ class Benchmark:
             except _OTHER_SHAPE as error:
                 raise DataError(
                     f"{path}:{number}: unexpected format for a row of {self.name}: "
-                    f"{type(error).__name__}: {error}; the row has {keys_of(row)}"
+                    f"{said(error)}; the row has {keys_of(row)}"
                 ) from None
             if parts is None:
                 continue

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.data.rows import read_lines
-from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.errors import ConfigError, DataError, said
 from gapo_megatron.io.documents import differences, read_object
 from gapo_megatron.io.files import file_name, write_atomically
 from gapo_megatron.types import Outcome, Verdict
@@ -160,7 +160,7 @@ def _from_json(row: Any, *, where: str) -> Solved:
         samples = tuple(map(_sample, row["samples"]))
         return Solved(_typed(row, "id", str), _typed(row, "level", str), samples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error!s:.200}"
+        why = said(error)
         raise DataError(f"{where}: must be a problem with its samples ({why})") from None
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from gapo_megatron.compat.pickle import CheckedUnpickler
 from gapo_megatron.compat.torch import pickle_in, storage_info
-from gapo_megatron.errors import ConversionError
+from gapo_megatron.errors import ConversionError, printable
 from gapo_megatron.hf.manifest import is_plain_name
 from gapo_megatron.io.documents import open_file
 
@@ -156,7 +156,7 @@ def check_extra_state(value: Any, *, source: str) -> None:
 
 def explain(error: BaseException) -> str:
     """An error in one line; of torch's unpickler, without the advice to trust the file."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     found = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL (\S+)", text)
     return f"it would run {found[1]}, which is no data" if found else text
 

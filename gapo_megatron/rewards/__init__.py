@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import ConfigError, DataError, said, shown
+from gapo_megatron.errors import ConfigError, DataError, printable, said, shown
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
@@ -75,7 +75,8 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
     except Exception as error:
         if not own and not isinstance(error, ValueError | OSError):
             raise
-        why = f"{said(error) if own else error!s:.300}"  # it may quote the whole answer
+        # It may quote the whole answer.
+        why = said(error) if own else printable(str(error), most=300)
         raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
 
 
@@ -267,7 +268,7 @@ class Judging:
 def ask_judge(judge: Judge, episode: Episode) -> tuple[str, str] | Verdict:
     """What the verifier gets for an episode; or an unknown verdict, if the environment failed."""
     if episode.failure:
-        return Verdict(Outcome.UNKNOWN, episode.failure)
+        return Verdict(Outcome.UNKNOWN, printable(episode.failure))
     try:
         with user_code.contained():
             return _check_texts(judge(episode.for_user()))

@@ -24,7 +24,7 @@ from typing import Any
 
 from langdetect import DetectorFactory, LangDetectException, detect
 
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import DataError, said
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.types import Outcome, Verdict
@@ -76,7 +76,7 @@ def parse(answer: str) -> tuple[list[Instruction], bool]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"instructions {answer[:80]!r} must have the form "
-            f"{{'instructions': [{{'id': ...}}]}}: {type(error).__name__}: {error}"
+            f"{{'instructions': [{{'id': ...}}]}}: {said(error)}"
         ) from None
     if not instructions:
         raise DataError("instructions: the list is empty")

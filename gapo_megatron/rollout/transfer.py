@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.compat.torch_groups import OutsideGroup
-from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.errors import WeightSyncError, said
 from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.policy.export import Bucket, Exported, buckets
 
@@ -336,7 +336,7 @@ def _end(route: Route, failure: BaseException | None) -> None:
     _finish(texts, [texts.maximum(failed)], "the end")
     if (rank := int(failed)) < 0:
         return
-    text = f"{type(failure).__name__}: {failure}".encode()[:_TEXT_BYTES]
+    text = (said(failure) if failure else "-").encode()[:_TEXT_BYTES]
     content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     content[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     _finish(texts, [texts.broadcast(content, source=rank)], "the end")

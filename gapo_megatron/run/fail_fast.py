@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TextIO
 
 from gapo_megatron.compat.library_errors import naming_transformer_engine
-from gapo_megatron.errors import ConfigError, ConversionError, DataError, FencedError, GapoError
+from gapo_megatron.errors import (
+    ConfigError,
+    ConversionError,
+    DataError,
+    FencedError,
+    GapoError,
+    printable,
+)
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.run import processes
 
@@ -71,7 +78,8 @@ def fail_fast() -> Iterator[None]:
         rank = processes.stated_rank()
         where = f" (rank {rank})" if rank else ""
         with contextlib.suppress(OSError, ValueError):  # stderr is on the full disk, or closed
-            print(_message(error, where), file=sys.stderr, flush=True)
+            text = printable(_message(error, where), most=sys.maxsize, kept="\n\t")
+            print(text, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(exit_code)

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.config.counts import num_generation_ranks
-from gapo_megatron.errors import ConfigError, MachineError, shown
+from gapo_megatron.errors import ConfigError, MachineError, printable, shown
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
@@ -208,7 +209,7 @@ def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> d
         store.set_timeout(timeout)
         recognize(store, rank, {**alike, "WORLD_SIZE": placement.world_size}, where=where)
     except dist.DistError as error:
-        reason = str(error).partition("\n")[0]
+        reason = printable(str(error).partition("\n")[0])
         if "EADDRINUSE" in reason:
             raise MachineError(
                 f"rank 0 cannot listen at {where}: the port is taken, perhaps by another run; "
@@ -321,6 +322,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class _Formatter(logging.Formatter):
+    """Escapes what a terminal would obey, whatever code has logged it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), most=sys.maxsize, kept="\n\t")
+
+
 def configure_logging(rank: int, num_ranks: int, *, is_generation: bool = False) -> None:
     """Log to stderr, with the rank as prefix: rank 0 from INFO, the others from WARNING.
 
@@ -332,12 +340,10 @@ def configure_logging(rank: int, num_ranks: int, *, is_generation: bool = False)
     prefix = f"[rank {rank}] " if num_ranks > 1 else ""
     if is_generation:
         prefix = f"[generation {rank}] "
-    logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    handler = logging.StreamHandler()
+    form = f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(_Formatter(form, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.getLogger("gapo_megatron").setLevel(level)
 

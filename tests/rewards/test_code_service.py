@@ -503,6 +503,18 @@ def _granting(greeting: bytes, proof: Callable[[bytes], bytes]) -> Any:
     return answer
 
 
+def test_what_a_stranger_refuses_with_is_one_line(secret):
+    def refuse(connection: socket.socket, received: list[bytes]) -> None:
+        connection.sendall(seal.PROTOCOL + b" " + NUMBER)
+        received.append(connection.recv(2**16))
+        connection.sendall(b"s\x1b[2J\rall 5 steps are done\n")
+
+    refused = pytest.raises(ConfigError, match="all 5 steps are done")
+    with listener_that(refuse) as (sandbox, _), refused as caught:
+        check_sandbox(sandbox=sandbox, python="", limits=Limits())
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize(
     ("greeting", "proof"),
     [

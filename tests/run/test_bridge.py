@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from itertools import count
 
@@ -173,10 +174,12 @@ def test_a_rank_that_has_left_asks_nothing_of_the_store() -> None:
 def test_generation_ranks_have_names_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    formats = []
+    lines, record = [], logging.makeLogRecord({"msg": "x"})
     monkeypatch.setattr(
-        process_group.logging, "basicConfig", lambda **k: formats.append(k["format"])
+        process_group.logging,
+        "basicConfig",
+        lambda *, handlers, **_: lines.append(handlers[0].format(record)),
     )
     process_group.configure_logging(1, 2)
     process_group.configure_logging(0, 1, is_generation=True)
-    assert "[rank 1]" in formats[0] and "[generation 0]" in formats[1]
+    assert "[rank 1]" in lines[0] and "[generation 0]" in lines[1]

@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.errors import ConfigError, MachineError
+from gapo_megatron.errors import ConfigError, MachineError, printable
 from gapo_megatron.io.documents import open_file, read_json
 from gapo_megatron.io.files import write_atomically
 
@@ -388,7 +388,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         parser.error(f"there is no folder {folder}")
     diagnosis = Evidence(folder).diagnose()
     for line in diagnosis.lines:
-        print(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}...")
+        print(printable(line, most=_WIDTH, kept="\t"))
     if diagnosis.exit_code is not None:
         with contextlib.suppress(MachineError):  # the printed verdict is enough
             write_atomically(folder / "exit_code", str(diagnosis.exit_code))

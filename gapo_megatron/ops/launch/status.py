@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gapo_megatron.errors import ConfigError, DataError, shown
+from gapo_megatron.errors import ConfigError, DataError, printable, shown
 from gapo_megatron.io.documents import open_file, parse_json, read_toml
 from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.ops.launch.postmortem import Evidence
@@ -81,7 +81,7 @@ def _explain(status: Status) -> Status:
     newest = Path(status.run_dir) / "attempts" / "latest"
     if status.state in ("finished", "stopped", "cancelled", *_ACTIVE) or not newest.exists():
         return status
-    return replace(status, why=Evidence(newest).diagnose().lines[0])
+    return replace(status, why=printable(Evidence(newest).diagnose().lines[0]))
 
 
 def _read_folder(run_dir: Path) -> Status:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import LengthError, encode_prompt
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import DataError, said
 from gapo_megatron.io.documents import is_unicode, keys_of
 from gapo_megatron.ops.prepare.duplicates import Duplicates
 from gapo_megatron.ops.prepare.held_out import HeldOut
@@ -80,8 +80,7 @@ class Rules:
             ) from None
         except (TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{where}: not a row of {source.name}: {type(error).__name__}: {error}; "
-                f"the row has {keys_of(row)}"
+                f"{where}: not a row of {source.name}: {said(error)}; the row has {keys_of(row)}"
             ) from None
         # Apply the rules; only kept rows take up their id.
         is_code = source.kind == "code"

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 
+from gapo_megatron.errors import printable
 from gapo_megatron.isolation import Kind
 from gapo_megatron.rewards.pool import SIGNALS_LEFT_TO_TRAINER
 from gapo_megatron.rewards.sandbox import apptainer, bubblewrap
@@ -199,7 +200,8 @@ class ProcessSandbox(Sandbox):
         number = self._process.stderr.fileno()
         os.set_blocking(number, False)
         with contextlib.suppress(BlockingIOError):
-            return os.read(number, 2**16).decode(errors="replace").strip().rpartition("\n")[2]
+            text = os.read(number, 2**16).decode(errors="replace")
+            return printable(text.strip().rpartition("\n")[2])
         return ""
 
 

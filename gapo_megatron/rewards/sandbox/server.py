@@ -21,6 +21,7 @@ from functools import partial
 from io import BufferedReader
 from typing import NoReturn
 
+from gapo_megatron.errors import printable
 from gapo_megatron.io.authentication import NotAuthenticError, random_number
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.rewards.sandbox.base import START_TIMEOUT_S, Limits, ProgramError, SandboxError
@@ -172,7 +173,7 @@ class Server:
         try:
             limits, is_second = self._read_wish(stranger.greeting, answer)
         except ValueError as error:
-            logger.warning("refused %s: %s", stranger.name, error)
+            logger.warning("refused %s: %s", stranger.name, printable(str(error)))
             with contextlib.suppress(OSError):
                 stranger.socket.send(_failure(SandboxError(str(error))) + b"\n")
             self._send_away(stranger)

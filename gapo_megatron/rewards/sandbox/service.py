@@ -25,6 +25,7 @@ import secrets
 import socket
 from pathlib import Path
 
+from gapo_megatron.errors import printable
 from gapo_megatron.io.authentication import NotAuthenticError, random_number
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
@@ -113,7 +114,7 @@ class ServiceSandbox(Sandbox):
         """Receive a line and return what follows the expected letter."""
         sealed = self._receive_bare(timeout_s)
         if sealed.startswith(SANDBOX_FAILED):  # refused before authentication
-            reason = sealed[1:].decode(errors="replace")[:200]
+            reason = printable(sealed[1:].decode(errors="replace"), most=200)
             raise SandboxError(f"{self._service} refuses this client (unauthenticated): {reason}")
         try:
             answer = self._seal.opened(sealed)
@@ -126,7 +127,7 @@ class ServiceSandbox(Sandbox):
         if letter == PROGRAM_FAILED:
             raise ProgramError(rest.decode())
         if letter == SANDBOX_FAILED:
-            raise SandboxError(f"{self._service}: {rest.decode()}")
+            raise SandboxError(f"{self._service}: {printable(rest.decode(errors='replace'))}")
         if letter != expected:
             raise SandboxError(f"{self._service} answered {answer[:40]!r}")
         return rest

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine, LoRARequest
 from gapo_megatron.config import Config
-from gapo_megatron.errors import ConversionError, WeightSyncError
+from gapo_megatron.errors import ConversionError, WeightSyncError, said
 from gapo_megatron.hf.adapter_folder import AdapterSettings, tensor_names, write_files
 from gapo_megatron.models.lora import factors_of, why_merged_on
 from gapo_megatron.models.tables import rules_for
@@ -98,7 +98,7 @@ def load_factors(
     try:
         _load(llm, held, shapes, scale)
     except Exception as error:  # of any type: the other ranks wait in the gather
-        problem = f"{type(error).__name__}: {error}"
+        problem = said(error)
     for rank, found in enumerate(replicas.gather([problem])):
         if found:
             raise WeightSyncError(f"factors of the adapter on rank {rank}: {found}")

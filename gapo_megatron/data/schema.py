@@ -139,10 +139,10 @@ def read_prompts(
 class _Oddities:
     """Warns of prompts that are hardly meant so, the first of each kind."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> None:
-        self._bos = tokenizer.bos_token_id
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, chat_template: bool) -> None:
+        self._bos = None if tokenizer is None else tokenizer.bos_token_id
         # Without a template it is the data that writes control tokens.
-        self._special = special_pattern(tokenizer) if chat_template else None
+        self._special = special_pattern(tokenizer) if tokenizer and chat_template else None
         self._warned: set[str] = set()
 
     def look_at(self, row: Row, token_ids: Sequence[int], *, where: str) -> None:

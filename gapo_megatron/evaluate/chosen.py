@@ -161,7 +161,7 @@ def environment_of(kind: str | None, config: Path | None) -> EnvironmentConfig:
 
 def date_of_run(model: Path, config: Path | None) -> str:
     """Date in the prompts of the run that `--model` was exported by, or that `--config` names."""
-    runs = [model.parent, *([config] if config and config.is_dir() else [])]
+    runs = [model.parent, *([config if config.is_dir() else config.parent] if config else [])]
     return next(filter(None, map(read_date, runs)), "")
 
 

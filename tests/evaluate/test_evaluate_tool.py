@@ -285,7 +285,8 @@ def test_an_evaluation_has_the_date_of_the_run(tmp_path) -> None:
     freeze_date(tmp_path / "by_export", inherited="2026-07-01")
     freeze_date(tmp_path / "by_config", inherited="2026-07-02")
     assert date_of_run(tmp_path / "by_export/hf", None) == "2026-07-01"
-    assert date_of_run(tmp_path / "hf", tmp_path / "by_config") == "2026-07-02"
+    for config in ("by_config", "by_config/config.toml"):
+        assert date_of_run(tmp_path / "hf", tmp_path / config) == "2026-07-02"
     assert not date_of_run(tmp_path / "hf", tmp_path / "config.toml")
 
 

@@ -111,7 +111,8 @@ def _of_channels(text: str) -> str:
             said.append(piece)
         channel = piece if mark == "<|channel|>" else ""
     answer = None if final is None else said.pop(final)
-    thought = OPEN + "\n".join(filter(None, said))
+    # A channel ends at its tokens: the same mark as text is a word of the thought.
+    thought = OPEN + "\n".join(filter(None, said)).replace(CLOSE, "")
     return thought if answer is None else thought + CLOSE + answer
 
 

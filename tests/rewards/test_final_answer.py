@@ -158,6 +158,7 @@ def test_what_follows_the_thinking_is_judged(pool: rewards.Pool, way: Way, kind:
         (HARMONY, "<|start|>assistant", f"{ANALYSIS}a{NEXT}", "<think>a", None),
         (HARMONY, "<|start|>assistant", f"{ANALYSIS}a{NEXT}<|message|>b", "<think>a\nb", None),
         (HARMONY, "<|start|>assistant", "<|channel|>final", "<think>", None),
+        (HARMONY, "<|start|>assistant", f"{ANALYSIS}a</think>5", "<think>a5", None),
         (
             *(HARMONY, "<|start|>assistant", f"{FINAL}1{NEXT}{ANALYSIS}a{NEXT}{FINAL}2"),
             *("<think>1\na</think>2", "2"),

@@ -25,7 +25,7 @@ from gapo_megatron.errors import ConfigError, said
 from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.types import Outcome, Verdict
 
-UNREADABLE = "cannot be read: "
+UNREADABLE = "what the verifier returned cannot be read: "
 """Beginning of the reason where a verifier returned what is no verdict."""
 
 MOST_GRADE = 1e6

@@ -289,11 +289,14 @@ def test_a_trial_gives_verdicts_with_the_reasons(source: Path) -> None:
     """Exceptions name the verifier's own line, also where a library raises."""
     source.write_text(
         "import json\ndef verify(response, answer):\n    return json.loads(response)\n"
+        "def refuse(response, answer):\n    raise OSError('the file cannot be read: gone')\n"
     )
     config = RewardConfig(kind="mine.py:verify")
     verdicts = rewards.try_verifiers(config, [("true", "1"), ("0", "1"), ("\x1b[2J", "1")])
     assert [one.outcome for one in verdicts] == ["correct", "wrong", "unknown"]
     assert verdicts[2].reason.startswith(f"mine.py:verify: {source}:3: JSONDecodeError: ")
+    [raised] = rewards.try_verifiers(RewardConfig(kind="mine.py:refuse"), [("1", "1")])
+    assert raised.outcome == "unknown" and "OSError" in raised.reason
 
 
 def test_what_a_verifier_prints_and_one_traceback_go_to_a_file(source: Path) -> None:

@@ -302,7 +302,7 @@ class RewardConfig(VerifierConfig):
     truncated: Literal["judged", "unknown"] = "judged"
     """Training's verdict on responses that reached `rollout.max_response_tokens`: `judged` like any
     other (mostly wrong), or `unknown`, so that they leave their group (docs/rewards.md)."""
-    max_unknown_share: Annotated[float, Field(ge=0, le=1), HOW] = 0.5
+    max_unknown_share: Annotated[float, Field(ge=0, le=1), HOW] = 0.9
     """The run ends with an error once more than this share of a step's responses could not be
     judged (verdict unknown) in `max_unknown_steps` steps in a row. 1: never. Responses that
     `truncated` leaves out do not count."""

@@ -5,6 +5,7 @@ Also dynamic sampling, and for the long tail of responses over-sampling and part
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -338,8 +339,10 @@ class Rollouter:
             return None
         if self.samples is not None:
             self.samples.note(kept, verdicts, calls.timing)
-        now.verdicts.extend(verdicts)
         judges_truncated = self._reward.truncated == "judged"
+        for group, judged in zip(kept, verdicts, strict=True):
+            counts = (judges_truncated or not one.truncated for one in group)
+            now.verdicts.append(tuple(itertools.compress(judged, counts)))
         now.call_sums.append(
             sum_calls(kept, verdicts, calls.counts, judges_truncated=judges_truncated)
         )
@@ -388,7 +391,7 @@ class _Step:
     stopwatch: Stopwatch
     occupancy: Occupancy
     verdicts: list[tuple[Verdict, ...]] = field(default_factory=list)
-    """Verdicts of this rank, by group."""
+    """Verdicts of this rank, by group, without those that `reward.truncated` leaves out."""
     call_sums: list[Sums] = field(default_factory=list)
     """Costs of the environment's calls for the groups that this rank has judged, by round."""
     draft_sums: list[Sums] = field(default_factory=list)

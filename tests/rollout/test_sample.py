@@ -185,6 +185,18 @@ class HesitantPool(InstantPool):
         return super().collect(numbers, may_end=may_end)
 
 
+class SilentPool(InstantPool):
+    """Cannot tell of responses of more than six tokens."""
+
+    def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
+        asked = [*items]
+        numbers = super().submit(asked)
+        for number, (problem, sample, *_) in zip(numbers, asked, strict=True):
+            if length_of(problem, int(sample)) > 6:
+                self.judged[number] = Verdict(Outcome.UNKNOWN, "too long")
+        return numbers
+
+
 ATTEMPT: Any = SimpleNamespace(patience=lambda _: lambda elapsed_s: False)
 
 
@@ -205,6 +217,7 @@ class Setup:
         *,
         replicas: Replicas | None = None,
         length: Callable[[str, int], int] = length_of,
+        pool: InstantPool | None = None,
     ) -> None:
         self.step = 0
         self.now = 0.0
@@ -212,7 +225,7 @@ class Setup:
         """Requests of each decoding step."""
         self.length = length
         self.engine = ScriptedEngine(self._say, replicas=replicas, before_step=self._tick)
-        self.pool = InstantPool()
+        self.pool = pool or InstantPool()
         self.rollouter = self.begin(config, source)
 
     def begin(self, config: Config, source: Any) -> Rollouter:
@@ -403,6 +416,9 @@ def test_truncated_responses_leave_their_groups_where_the_config_says_so(truncat
     assert table["outcome"].tolist() == np.where(leave, 2, correct).tolist()
     assert sampled.metrics["rollout/truncated"] == long.mean()
     assert sampled.metrics["reward/mean"] == correct[~leave].mean()
+    # What is left out says nothing of the verifier.
+    share = Setup(config, source, pool=SilentPool()).collect(0).metrics["reward/unknown_share"]
+    assert share == (0 if truncated == "unknown" else long.mean())
 
 
 def test_an_engine_is_full_while_requests_wait() -> None:

@@ -109,7 +109,7 @@ def train(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = (*LORA, *TRAINING, f"run.output_dir={folder}")
         config = read_config(arguments.overrides, *settings)
-        run, start = Run.start(config, keep_weights=False), time.monotonic()
+        run, start = Run.start(config), time.monotonic()
         with run:
             for step in run.steps():
                 batch = run.make_batch(run.collect(step))

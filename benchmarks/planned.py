@@ -17,7 +17,6 @@ from gapo_megatron.config import load_config
 from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
-from gapo_megatron.ops.plan.observation import seconds
 from gapo_megatron.ops.plan.planner import gib, plan, read_model, sides_of
 from gapo_megatron.ops.plan.times import step_time
 from gapo_megatron.ops.plan.workload import default_workload
@@ -146,7 +145,7 @@ def _published() -> Iterator[Sequence[str]]:
     for anchor in ANCHORS:
         predicted = anchor.predict(Efficiency())
         for stage, published in anchor.published.items():
-            value, low_high = seconds(predicted, stage), anchor.published_range
+            value, low_high = predicted.seconds(stage), anchor.published_range
             yield (
                 anchor.name if stage == "total" else "",
                 stage.replace("_", " ") if stage != "total" else "step",

@@ -19,7 +19,7 @@ from gapo_megatron.run.processes import choose_cuda_queues, quiet_libraries, wor
 DRY_RUNS = ("plain", "data", "deep")
 
 
-def train(config: Config, *, keep_weights: bool = True) -> None:
+def train(config: Config) -> None:
     """Train to the last step, from the newest whole checkpoint of the run's folder, if any.
 
     Without one it begins with the checkpoint that `checkpoint.branch_from` names, or anew. When a
@@ -27,21 +27,20 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
 
     Args:
         config: the run's settings.
-        keep_weights: False: run for timings only, without checkpoints and model.
 
     Collectives: creates the process group; every rank runs every stage, in this order.
 
     Raises:
         GapoError: what a user can get wrong is checked before any model is built.
     """
-    check_before_imports(config, keep_weights=keep_weights)
+    check_before_imports(config)
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     quiet_libraries()
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
     with without_garbage_collection():
         from gapo_megatron.run.run import GenerationSide, Run
 
-    run = Run.start(config, keep_weights=keep_weights)
+    run = Run.start(config)
     if isinstance(run, GenerationSide):  # this rank only generates
         return run.serve()
     if run is None:  # finished already

@@ -24,7 +24,7 @@ from gapo_megatron.run.restart import adopt_export, check_not_lost
 logger = logging.getLogger(__name__)
 
 
-def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
+def check_before_imports(config: Config) -> None:
     """Refuse a run whose errors show without torch; `Run.start` checks the rest.
 
     Rank 0 warns of a clip that cannot act.
@@ -39,7 +39,6 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     environments.check(config.environment, system_prompt=config.data.system_prompt)
     if is_first():
         require_launcher(read_owner(config.run.output_dir))
-    if keep_weights and is_first():
         _check_export(config)
         check_not_lost(config)
     model = config.model

@@ -70,12 +70,11 @@ class Run:
     _is_stopping: bool = False
 
     @classmethod
-    def start(cls, config: Config, *, keep_weights: bool = True) -> Run | GenerationSide | None:
+    def start(cls, config: Config) -> Run | GenerationSide | None:
         """Check, join the other ranks, build the model, resume a checkpoint, start the engine.
 
         Args:
             config: the run's settings; `early_checks.check_before_imports` has passed them.
-            keep_weights: False: run for timings only, without checkpoints and exported model.
 
         Returns:
             The run at the newest complete checkpoint of its folder, at the branch point, or at its
@@ -115,9 +114,7 @@ class Run:
         )
         writer.log_startup(state.step, startup.seconds, sizes=start.sizes(world))
         channel = GroupChannel(world.gloo_group)
-        checkpoints = Checkpoints(
-            config, policy, generation, channel, attempt, stopwatch, keep_weights
-        )
+        checkpoints = Checkpoints(config, policy, generation, channel, attempt, stopwatch)
         if resumed is not None:
             checkpoints.note_resumed(resumed)
         return cls(
@@ -337,10 +334,9 @@ class Run:
     def _finish(self) -> None:
         """Export the model and report the end to the launcher. Collective."""
         self.writer.close(is_finished=True)
-        if self.checkpoints.keep_weights:
-            self.attempt.enter("export")
-            self.generation.leave_memory()  # to load offloaded weights
-            export(self.config, self.policy, self.attempt)
+        self.attempt.enter("export")
+        self.generation.leave_memory()  # to load offloaded weights
+        export(self.config, self.policy, self.attempt)
         self.generation.close()
         self.attempt.end("finished")
 

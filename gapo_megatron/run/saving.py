@@ -21,10 +21,7 @@ from gapo_megatron.run.generation import Generation
 
 @dataclass
 class Checkpoints:
-    """Saves a run when that is due, and remembers the last saved state.
-
-    Writes nothing for a run that is only timed (`keep_weights` False).
-    """
+    """Saves a run when that is due, and remembers the last saved state."""
 
     config: Config
     policy: Policy
@@ -36,7 +33,6 @@ class Checkpoints:
     """A checkpoint is written only while this attempt owns the run."""
     stopwatch: Stopwatch
     """Times the stage `checkpoint`: while training waits for a save."""
-    keep_weights: bool = True
     _saved: tuple[int, int | None] | None = None
     """Step, and updates of an open step, at the last save or load."""
     _writing: Saving | None = None
@@ -82,8 +78,6 @@ class Checkpoints:
         Raises:
             CheckpointError, FencedError: see `checkpoint.begin_save` and `Saving.finish`.
         """
-        if not self.keep_weights:
-            return
         self._finish()
         is_last = wait or state.step == self.config.run.num_steps
         with self.stopwatch("checkpoint", is_part=True):

@@ -21,7 +21,7 @@ from gapo_megatron.hf import manifest
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.ops.launch.prepare import check_before_nodes
-from gapo_megatron.ops.plan.calibration import check_calibration
+from gapo_megatron.ops.plan.planner import check_layout_file
 from gapo_megatron.ops.prepare.journal import Journal
 from gapo_megatron.ops.report.report import MAKERS, write_report
 from gapo_megatron.ops.report.scaling_figures import check_scaling
@@ -62,8 +62,8 @@ def scaling(folder: Path, _: Path) -> None:
     check_scaling(folder)
 
 
-def calibration(folder: Path, _: Path) -> None:
-    check_calibration(folder / "theirs.toml")
+def layout_file(folder: Path, _: Path) -> None:
+    check_layout_file(folder / "theirs.toml")
 
 
 def start_of_a_run(folder: Path, _: Path) -> None:
@@ -113,7 +113,7 @@ WRITERS = {
     report: ["report.html", "figures/step_time.png", "figures/summary.tex"],
     archive: ["metrics.csv", "runs.csv"],
     scaling: ["throughput.png", "throughput.csv", "step_split.pdf"],
-    calibration: ["theirs.toml"],
+    layout_file: ["theirs.toml"],
     start_of_a_run: [
         "config.toml",
         "metrics.jsonl",

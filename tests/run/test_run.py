@@ -176,7 +176,6 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         *,
         state: State | None = None,
         resumed: State | None = None,
-        keep_weights: bool = True,
         keeps_open: bool = False,
     ) -> Run:
         config = config or make_config(tmp_path)
@@ -224,9 +223,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             dp_ranks=DataParallelRanks((0,), (0,)),
         )
         channel = rollouter.channel
-        checkpoints = Checkpoints(
-            config, policy, generation, channel, attempt, stopwatch, keep_weights
-        )
+        checkpoints = Checkpoints(config, policy, generation, channel, attempt, stopwatch)
         if resumed:
             checkpoints.note_resumed(resumed)
 
@@ -459,13 +456,6 @@ def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(pla
 def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(play: Any) -> None:
     state = State(step=NUM_STEPS + 1)
     assert play(state=state, resumed=state).events == ["stopped"]
-
-
-def test_a_run_for_its_timings_keeps_nothing(play: Any) -> None:
-    for stop, outcome in (("", "finished"), ("log 1", "stopped")):
-        script = play(stop, keep_weights=False)
-        assert script.events[-1] == outcome and not script.saved and "export" not in script.events
-        assert not any("checkpoint" in stage for stage in script.stages)
 
 
 def test_any_other_error_passes_and_nothing_is_written(make_run: Any, train: Any) -> None:

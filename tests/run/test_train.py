@@ -25,7 +25,6 @@ from gapo_megatron.config import load_config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.hf.manifest import read_manifest
 from gapo_megatron.io.sample_files import read_samples
-from gapo_megatron.ops.plan.observation import read_observation
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
 from tests.messages import mentions
@@ -115,22 +114,6 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
     before = load_file(root / "base/model.safetensors")
     moved = [name for name, tensor in before.items() if not tensor.equal(model.state_dict()[name])]
     assert moved == list(before)
-
-
-@pytest.mark.system
-def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
-    """Same steps and timings as a run's, without checkpoints and exported model."""
-    settings = ("run.num_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_steps=[2]")
-    finish(Program("gapo_megatron.ops.plan.trial", *arguments(root, "probe", *settings)))
-    run_dir = root / "probe"
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    expected = (whole_run / "metrics.jsonl").read_text().splitlines()
-    assert lines == expected[: len(lines)] and json.loads(lines[-1])["step"] == 3
-    one = read_observation(run_dir, mean_prompt_tokens=8.0)
-    assert one.step_s > one.measured.update_s > 0
-    names = {path.name for path in run_dir.iterdir()}
-    assert not names & {"checkpoints", "hf", "finished.json"}
-    assert sum(path.stat().st_size for path in run_dir.rglob("*")) < 2**20
 
 
 def test_kill_and_resume_repeat_the_run_bitwise(root: Path, run_of_two: Path) -> None:

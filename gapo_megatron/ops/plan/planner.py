@@ -13,13 +13,13 @@ from typing import Any
 from gapo_megatron.config import Config, ParallelConfig, load_config, parse_config
 from gapo_megatron.config.roles import flat
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.io.files import write_atomically
+from gapo_megatron.io.documents import open_file
+from gapo_megatron.io.files import naming, write_atomically
 from gapo_megatron.io.toml_tree import sections_to_toml
 from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model
-from gapo_megatron.ops.plan.calibration import check_written
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GIB, Efficiency, Gpu
 from gapo_megatron.ops.plan.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, received_bytes
@@ -287,7 +287,14 @@ def quickest_with_room(plan: Plan) -> Candidate:
 
 def check_layout_file(path: Path) -> None:
     """Raise ConfigError if `path` is a file that `write_layout` has not written."""
-    check_written(path, _MARK, option="--write")
+    if not os.path.lexists(path):
+        return
+    with naming(path), open_file(path) as file:
+        is_ours = _MARK.encode() in file.readline(2**12)
+    if not is_ours:
+        raise ConfigError(
+            f"--write ({path}) exists and was not written by tools/plan.py: choose another name"
+        )
 
 
 def write_layout(

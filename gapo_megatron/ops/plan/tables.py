@@ -12,12 +12,10 @@ from rich.table import Table
 
 from gapo_megatron.config import Config
 from gapo_megatron.io.whole_table import print_whole
-from gapo_megatron.ops.plan.calibration import Calibration, times_rest_on
 from gapo_megatron.ops.plan.fit import LARGER_FRACTION, SMALLER_FRACTION
 from gapo_megatron.ops.plan.hardware import Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import PARTS, ROLLOUT_PARTS
-from gapo_megatron.ops.plan.observation import STAGES, seconds
 from gapo_megatron.ops.plan.planner import (
     Plan,
     gib,
@@ -28,6 +26,7 @@ from gapo_megatron.ops.plan.planner import (
     sides_of,
 )
 from gapo_megatron.ops.plan.search import Candidate
+from gapo_megatron.ops.plan.times import STAGES
 from gapo_megatron.ops.plan.workload import Workload
 
 _REASONS_SHOWN = 12
@@ -40,7 +39,6 @@ def print_plan(
     result: Plan,
     config: Config,
     workload: Workload,
-    found: Calibration,
     *,
     note: str,
     top: int,
@@ -52,13 +50,12 @@ def print_plan(
         result: the plan.
         config: the config that was planned.
         workload: lengths of a step.
-        found: efficiencies behind the times.
         note: where the model's shapes come from; may be empty.
         top: how many layouts of each kind to show.
     """
     if note:
         console.print(note, highlight=False, soft_wrap=True)
-    _print_assumptions(console, config, workload, found)
+    _print_assumptions(console, config, workload)
 
     # Layouts, and why others do not run.
     print_whole(console, layouts_table(result, config, top=top))
@@ -93,21 +90,19 @@ def print_plan(
         )
 
 
-def _print_assumptions(
-    console: Console, config: Config, workload: Workload, found: Calibration
-) -> None:
+def _print_assumptions(console: Console, config: Config, workload: Workload) -> None:
     console.print(
         f"One step: {config.batch.rollout_prompts} prompts (mean {workload.mean_prompt_tokens:g} "
         f"tokens) x {config.batch.rollouts_per_prompt} responses (mean "
         f"{workload.mean_response_tokens:g}, at most {workload.longest_response_tokens:,} tokens), "
-        f"{workload.active_share:.0%} of them with A != 0. {times_rest_on(found)}",
+        f"{workload.active_share:.0%} of them with A != 0. Efficiencies are assumed, not measured.",
         highlight=False,
     )
     if config.model.precision == "fp8" or config.rollout.quantization:
         console.print(
             "fp8 times assume that matrix products reach the same share of the doubled peak as in "
             "bf16, and that casts are free. The assumed efficiencies rest on no fp8 measurement: "
-            "unless a calibration was measured in fp8, expect slower steps rather than faster.",
+            "expect slower steps rather than faster.",
             highlight=False,
         )
 
@@ -142,7 +137,7 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
 def _layout_cells(plan: Plan, candidate: Candidate, steps: int) -> dict[str, str]:
     """A row of `layouts_table`, by heading."""
     layout = candidate.layout
-    values = [(seconds(candidate.times, stage), ".1f") for stage in ("total", *STAGES)]
+    values = [(candidate.times.seconds(stage), ".1f") for stage in ("total", *STAGES)]
     values.append((plan.gpu_hours(candidate, steps), ",.0f"))
     step, *stages, hours = (
         "-" if _finite(value) is None else format(value, form) for value, form in values
@@ -347,7 +342,7 @@ def _nodes(plan: Plan, candidate: Candidate) -> str:
 
 
 def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
-    times = {f"{stage}_s": _finite(seconds(candidate.times, stage)) for stage in (*STAGES, "total")}
+    times = {f"{stage}_s": _finite(candidate.times.seconds(stage)) for stage in (*STAGES, "total")}
     if candidate.layout.num_generation:
         sides = sides_of(candidate)
         times["training_waits_s"] = _finite(sides.training_waits_s)

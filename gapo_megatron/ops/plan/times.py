@@ -31,6 +31,10 @@ _MOST_WORKERS = 8
 """Most verifier workers of a rank if `reward.num_workers` is 0."""
 
 
+STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
+"""Stages of a step that are modelled."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step by stage, without evaluation, checkpoints and noise-floor measurements."""
@@ -46,6 +50,10 @@ class StepTime:
         return (
             self.generation_s + self.reward_s + self.old_log_probs_s + self.update_s + self.sync_s
         )
+
+    def seconds(self, stage: str) -> float:
+        """Seconds of one of `STAGES`, or of the whole step (`total`)."""
+        return float(getattr(self, f"{stage}_s"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,18 +118,16 @@ def default_workload(
     mean_prompt_tokens: float | None = None,
     mean_response_tokens: float | None = None,
     active_share: float | None = None,
-    clipped_share: float = 0.0,
-    spread: float = DEFAULT_SPREAD,
 ) -> Workload:
     """Workload of a config. Arguments that are None are assumed.
 
     Assumed are prompts of a tenth of `data.max_prompt_tokens` and responses of a third of
-    `rollout.max_response_tokens`; a run's metrics are better (`read_observation`).
+    `rollout.max_response_tokens`.
 
     Raises:
-        ConfigError: see `refuse_unmodelled`.
+        ConfigError: the run over-samples, or has draft tokens: its steps cannot be predicted.
     """
-    refuse_unmodelled(config)
+    _refuse_unmodelled(config)
     longest = config.rollout.max_response_tokens
     if mean_prompt_tokens is None:
         mean_prompt_tokens = max(1.0, config.data.max_prompt_tokens / 10)
@@ -140,34 +138,20 @@ def default_workload(
         mean_response_tokens=mean_response_tokens,
         longest_response_tokens=longest,
         active_share=DEFAULT_ACTIVE_SHARE if active_share is None else active_share,
-        clipped_share=clipped_share,
-        spread=spread,
     )
 
 
-def why_unmodelled(config: Config) -> str:
-    """Why a run's steps cannot be predicted or fitted; empty if they can."""
+def _refuse_unmodelled(config: Config) -> None:
     if config.batch.oversampling > 1:
-        return (
+        raise ConfigError(
             f"batch.oversampling ({config.batch.oversampling:g}) must be 1: the planner has no "
             "model of when an over-sampling step ends"
         )
     if config.rollout.draft != "none":
-        return (
+        raise ConfigError(
             f"rollout.draft ({config.rollout.draft!r}) must be 'none': the planner cannot know how "
             "many of a draft's tokens are accepted"
         )
-    return ""
-
-
-def refuse_unmodelled(config: Config) -> None:
-    """Refuse a run whose steps cannot be predicted or fitted.
-
-    Raises:
-        ConfigError: the run over-samples, or has draft tokens.
-    """
-    if reason := why_unmodelled(config):
-        raise ConfigError(reason)
 
 
 def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:

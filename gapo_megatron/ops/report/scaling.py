@@ -14,11 +14,11 @@ from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.ops.launch.status import read_statuses
 from gapo_megatron.ops.plan.flops import step_flops
-from gapo_megatron.ops.plan.hardware import CPU_NAME, Efficiency, Gpu
-from gapo_megatron.ops.plan.observation import STAGES, Observation, seconds
+from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
 from gapo_megatron.ops.plan.tables import pipeline_ranks
-from gapo_megatron.ops.plan.times import StepTime
+from gapo_megatron.ops.plan.times import STAGES
 from gapo_megatron.ops.report.arms import SIZES, learned_settings
+from gapo_megatron.ops.report.measured import Measured
 from gapo_megatron.ops.report.runs import find_trained
 from gapo_megatron.ops.report.series import Row
 
@@ -26,9 +26,9 @@ _NAME_LETTERS = 20
 """Smallest width of the column with a run's name."""
 
 
-def observe(
-    folders: Sequence[Path], read: Callable[[Path, str], Observation]
-) -> tuple[list[Observation], list[str]]:
+def read_runs(
+    folders: Sequence[Path], read: Callable[[Path, str], Measured]
+) -> tuple[list[Measured], list[str]]:
     """Read runs, and leave out those that cannot be read.
 
     Args:
@@ -37,7 +37,7 @@ def observe(
             folder's own.
 
     Returns:
-        Observations, sorted by model (smaller first), response limit, prompts, GPUs and layout;
+        Measured runs, sorted by model (smaller first), response limit, prompts, GPUs and layout;
         a line for each run left out, with its state and the reason.
 
     Raises:
@@ -47,10 +47,10 @@ def observe(
     ready, waiting = find_trained(folders)
     reasons = dict.fromkeys(waiting, "no step yet")
     names = [folder.name for folder in ready]
-    observed = []
+    found = []
     for folder in ready:
         try:
-            observed.append(read(folder, str(folder) if names.count(folder.name) > 1 else ""))
+            found.append(read(folder, str(folder) if names.count(folder.name) > 1 else ""))
         except GapoError as error:
             reasons[folder] = str(error)
     statuses = read_statuses(list(reasons))
@@ -58,9 +58,9 @@ def observe(
         f"not measured: {folder.name} ({status.state}): {' '.join([reason, status.why]).strip()}"
         for (folder, reason), status in zip(reasons.items(), statuses, strict=True)
     ]
-    if not observed:
+    if not found:
         raise ConfigError("no run can be measured\n" + "\n".join(left_out))
-    observed.sort(
+    found.sort(
         key=lambda one: (
             one.shape.num_parameters,
             model_name(one),
@@ -70,12 +70,10 @@ def observe(
             layout_items(one),
         )
     )
-    return observed, left_out
+    return found, left_out
 
 
-def scaling_rows(
-    observations: Sequence[Observation], *, gpu: Gpu, efficiency: Efficiency
-) -> list[Row]:
+def scaling_rows(runs: Sequence[Measured], *, gpu: Gpu) -> list[Row]:
     """One row per run; shares and ratios are fractions of 1, None where undefined.
 
         tokens/s/GPU = response tokens of a step / (step seconds x GPUs)
@@ -88,15 +86,14 @@ def scaling_rows(
     on a CPU, whose peak is measured instead of taken from a data sheet.
 
     Args:
-        observations: observations of the runs.
+        runs: measured steps of the runs.
         gpu: the device that they ran on.
-        efficiency: share of the device's peaks that the prediction assumes.
     """
-    strong = _relative(observations, same_batch, cost=lambda one: one.step_s * one.layout.num_ranks)
-    weak = _relative(observations, same_share, cost=lambda one: one.step_s)
+    strong = _relative(runs, same_batch, cost=lambda one: one.step_s * one.layout.num_ranks)
+    weak = _relative(runs, same_share, cost=lambda one: one.step_s)
     return [
-        _row(one, gpu, efficiency) | {"strong_efficiency": s, "weak_efficiency": w}
-        for one, s, w in zip(observations, strong, weak, strict=True)
+        _row(one, gpu) | {"strong_efficiency": s, "weak_efficiency": w}
+        for one, s, w in zip(runs, strong, weak, strict=True)
     ]
 
 
@@ -116,8 +113,6 @@ def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
         "mfu": ("MFU", ".1%"),
         "update_mfu": ("of updates", ".1%"),
         "step_s": ("step, s", ".3g"),
-        "predicted_step_s": ("predicted", ".3g"),
-        "predicted_over_measured": ("ratio", ".2f"),
         "strong_efficiency": ("strong", ".0%"),
         "weak_efficiency": ("weak", ".0%"),
     }
@@ -145,29 +140,20 @@ def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: s
     return table
 
 
-def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
+def _row(one: Measured, gpu: Gpu) -> Row:
     """A run's row without the efficiencies, which compare it with others."""
     config, number = one.config, one.layout.num_ranks
-    predicted = StepTime(*[math.nan] * len(STAGES))
-    if one.can_be_predicted:
-        predicted = one.predict(gpu, efficiency)
     flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
     peak = math.nan if gpu.name == CPU_NAME else number * gpu.flops(config.model.precision)
-    update_s = one.seconds("update") or math.nan  # 0 if no group had A != 0
+    update_s = one.stages.update_s or math.nan  # 0 if no group had A != 0
     values = {
         "tokens_per_gpu_s": one.tokens_per_s / number,
-        "predicted_tokens_per_gpu_s": one.num_tokens / (predicted.total_s * number),
         "mfu": flops.total / (one.step_s * peak),
         "update_mfu": flops.update / (update_s * peak),
-        **{f"{stage}_s": one.seconds(stage) for stage in STAGES},
+        **{f"{stage}_s": one.stages.seconds(stage) for stage in STAGES},
         "other_s": one.other_s,
         "step_s": one.step_s,
-        **{f"predicted_{stage}_s": seconds(predicted, stage) for stage in STAGES},
-        "predicted_step_s": predicted.total_s,
-        "predicted_over_measured": predicted.total_s / one.step_s,
     }
-    if math.isinf(predicted.total_s):  # the device has no room to generate
-        values["predicted_tokens_per_gpu_s"] = math.nan
     return {
         "run": one.name,
         "model": model_name(one),
@@ -181,18 +167,18 @@ def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
 
 
 def _relative(
-    observations: Sequence[Observation],
-    alike: Callable[[Observation], Hashable],
+    runs: Sequence[Measured],
+    alike: Callable[[Measured], Hashable],
     *,
-    cost: Callable[[Observation], float],
+    cost: Callable[[Measured], float],
 ) -> list[float | None]:
     """For each run, the least cost on the fewest GPUs, among runs that are alike, over its own."""
-    groups: dict[Hashable, list[Observation]] = {}
-    keys = [alike(one) for one in observations]
-    for key, one in zip(keys, observations, strict=True):
+    groups: dict[Hashable, list[Measured]] = {}
+    keys = [alike(one) for one in runs]
+    for key, one in zip(keys, runs, strict=True):
         groups.setdefault(key, []).append(one)
     found: list[float | None] = []
-    for key, one in zip(keys, observations, strict=True):
+    for key, one in zip(keys, runs, strict=True):
         counts = {other.layout.num_ranks for other in groups[key]}
         costs: dict[Hashable, list[float]] = {}
         for other in groups[key]:
@@ -203,7 +189,7 @@ def _relative(
     return found
 
 
-def model_name(one: Observation) -> str:
+def model_name(one: Measured) -> str:
     """Name of the model's folder."""
     return Path(one.config.model.hf_dir).name
 
@@ -213,25 +199,25 @@ def unit_names(gpu: Gpu) -> tuple[str, str]:
     return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
 
 
-def same_batch(one: Observation) -> Hashable:
+def same_batch(one: Measured) -> Hashable:
     """Key of runs that learn the same, in whatever layout."""
     return tuple(sorted(learned_settings(one.config).items()))
 
 
-def same_share(one: Observation) -> Hashable:
+def same_share(one: Measured) -> Hashable:
     """Key of runs whose batch grows with the GPUs; otherwise as `same_batch`."""
     settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
     batch = one.config.batch
     return (*sorted(settings), batch.rollout_prompts / one.layout.num_ranks, batch.num_minibatches)
 
 
-def _all_but_seed(one: Observation) -> Hashable:
+def _all_but_seed(one: Measured) -> Hashable:
     """Key of runs on the same number of GPUs that differ in the seed alone."""
     settings = one.config.model_dump_json(exclude={"run"})
     return settings.replace(one.config.run.output_dir, "")  # paths in the run's own folder
 
 
-def same_way(one: Observation) -> Hashable:
+def same_way(one: Measured) -> Hashable:
     """Key of runs that compute in the same way, on any number of data-parallel ranks.
 
     It leaves out the batch's sizes (`same_batch`, `same_share`) and what no step depends on.
@@ -245,7 +231,7 @@ def same_way(one: Observation) -> Hashable:
     return json.dumps(settings).replace(one.config.run.output_dir, "")
 
 
-def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[str]:
+def layout_items(one: Measured, *, with_data_parallel: bool = True) -> list[str]:
     """Parallel sizes above 1 and options that change speed: `TP 2 SP`, `PP 4 x 2`, `offload`."""
     layout, config = one.layout, one.config
     tp = f"TP {layout.tp_size}" + (" SP" if layout.sequence_parallel else "")

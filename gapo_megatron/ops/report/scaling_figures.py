@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.ops.plan.hardware import Gpu
-from gapo_megatron.ops.plan.observation import STAGES, Observation
+from gapo_megatron.ops.plan.times import STAGES
 from gapo_megatron.ops.report.costs import SMALL, draw_time
+from gapo_megatron.ops.report.measured import Measured
 from gapo_megatron.ops.report.scaling import (
     layout_items,
     same_batch,
@@ -49,12 +49,12 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def write_scaling(
-    observations: Sequence[Observation], rows: Sequence[Row], *, gpu: Gpu, folder: Path
+    runs: Sequence[Measured], rows: Sequence[Row], *, gpu: Gpu, folder: Path
 ) -> list[tuple[Exhibit, list[Path]]]:
     """Write `throughput` (its data: all of `rows`) and `step_split` as PNG, PDF and CSV.
 
     Args:
-        observations: see `scaling_rows`.
+        runs: see `scaling_rows`.
         rows: the result of `scaling_rows`.
         gpu: the device.
         folder: folder of the files; made when missing.
@@ -69,7 +69,7 @@ def write_scaling(
     folder.mkdir(parents=True, exist_ok=True)
     with style():
         exhibits = {
-            name: draw(observations, rows, gpu)
+            name: draw(runs, rows, gpu)
             for name, draw in zip(NAMES, (throughput, step_split), strict=True)
         }
         return [(one, one.write(folder / name)) for name, one in exhibits.items()]
@@ -96,10 +96,10 @@ class Line:
     """Column with the efficiency of this line."""
 
 
-def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
+def throughput(runs: Sequence[Measured], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
     """Tokens/s per GPU: a panel per model and response limit, a line per batch and layout."""
     unit, units = unit_names(gpu)
-    every = lines(observations, rows, unit=unit)
+    every = lines(runs, rows, unit=unit)
     titles = list(dict.fromkeys(_title(row) for row in rows))
     labels = list(dict.fromkeys(line.label for line in every))
     # Colours repeat after seven, with other markers.
@@ -115,15 +115,12 @@ def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
                 _draw_line(axis, line, looks[line.label])
         _dress(axis, rows, unit, units)
     outer_names(axes, share_y=False)
-    axes[-1].plot(
-        [], [], color="0.3", linestyle="--", marker="o", markerfacecolor="none", label="predicted"
-    )
     if any(len(_counts(line.rows)) > 1 for line in every):
         axes[-1].plot([], [], color="0.6", linestyle=":", label="ideal")
     legend_below(figure, *axes)
     return Exhibit(
         aid=f"Throughput per {unit}, which stays constant under perfect scaling. Dots: measured. "
-        "Dashed: the planner's prediction for the same lengths. Dotted: the fastest layout on the "
+        "Dotted: the fastest layout on the "
         f"fewest {units} with the same batch, or with the same batch per {unit}.",
         rows=list(rows),
         figure=figure,
@@ -134,7 +131,7 @@ def _title(row: Row) -> str:
     return f"{row['model']}, " + _whole(f"{row['max_response_tokens']:,} tokens")
 
 
-def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str) -> list[Line]:
+def lines(runs: Sequence[Measured], rows: Sequence[Row], *, unit: str) -> list[Line]:
     """Group runs into lines: same batch and layout, and same batch per GPU and layout.
 
     Runs that compute in another way (micro-batches, vLLM's memory, ...) are another line. A run may
@@ -142,7 +139,7 @@ def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str
     """
     of_batch: dict[Hashable, list[tuple[str, Row]]] = {}
     of_share: dict[Hashable, list[tuple[str, Row]]] = {}
-    for one, row in zip(observations, rows, strict=True):
+    for one, row in zip(runs, rows, strict=True):
         cut = " ".join(layout_items(one, with_data_parallel=False))
         prompts = one.config.batch.rollout_prompts
         same = same_way(one)
@@ -177,12 +174,9 @@ def _draw_line(axis: Axes, line: Line, look: dict[str, Any]) -> None:
     if gpus[0] < gpus[-1]:
         ideal = measured[0] / column(line.rows, line.efficiency)[0]
         axis.plot(gpus[[0, -1]], [ideal, ideal], color="0.6", linestyle=":")
-    predicted = column(line.rows, "predicted_tokens_per_gpu_s")
-    dashed = look | {"linestyle": "--", "markerfacecolor": "none", "linewidth": 0.8}
-    axis.plot(gpus, predicted, **dashed)
     # Do not break a line between "TP" and its size.
     label = textwrap.fill(re.sub(r"(?<=[A-Z]) (?=\d)", _NO_BREAK, line.label), _LEGEND_LETTERS)
-    axis.plot(gpus, measured, label=label, **look | {"linestyle": ""})
+    axis.plot(gpus, measured, label=label, **look)
 
 
 def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
@@ -199,9 +193,9 @@ def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
 # -- seconds of a step ----------------------------------------------------------------------------
 
 
-def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
-    """Seconds of a step: a bar per run, cut into stages, and a mark at the predicted step."""
-    names = _short_names(observations, rows, gpu)
+def step_split(runs: Sequence[Measured], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
+    """Seconds of a step: a bar per run, cut into stages."""
+    names = _short_names(runs, rows, gpu)
     split: list[Row] = []
     for name, row in zip(names, rows, strict=True):
         for stage in (*STAGES, "other"):
@@ -213,38 +207,31 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
                     "stage": stage,
                     "seconds": measured,
                     "share": measured / (row["step_s"] or 1),
-                    "predicted_s": row.get(f"predicted_{stage}_s"),
                 }
             )
     num_lines = max(len(name.splitlines()) for name in names)
     heights = len(names) * (_GAP_INCHES + _LETTERS_INCHES * num_lines)
     figure, (axis,) = panels(1, row_inches=0.6 + heights)
     draw_time(axis, split)
-    axis.plot(
-        column(rows, "predicted_step_s"),
-        np.arange(len(rows)),
-        label="predicted step",
-        **arm_style(6) | {"linestyle": "", "marker": "D"},
-    )
     axis.set(ylabel="run", xlim=(0, None), ylim=(len(rows) - 0.5, -0.5))
     legend_below(figure, axis, handle_length=1.4)
     notes = [
         f"`other` is time in no stage, and stages below {100 * SMALL:.0f} % of every step, which "
         "the table lists separately."
     ]
-    if any(one.layout.num_generation and one.config.rollout.max_staleness for one in observations):
+    if any(one.layout.num_generation and one.config.rollout.max_staleness for one in runs):
         notes.append(
             "With generation a step ahead, a bar adds up stages that ran at the same time."
         )
     return Exhibit(
-        aid="Measured median seconds of a step by stage, and the step that the planner predicts.",
+        aid="Measured median seconds of a step by stage.",
         notes=notes,
         rows=[{key: value for key, value in row.items() if key != "arm"} for row in split],
         figure=figure,
     )
 
 
-def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> list[str]:
+def _short_names(runs: Sequence[Measured], rows: Sequence[Row], gpu: Gpu) -> list[str]:
     """Name each run by what differs, wrapped; by its own name if that does not tell them apart."""
     unit, units = unit_names(gpu)
     parts = [
@@ -255,7 +242,7 @@ def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: 
             _whole(f"{row['gpus']:,} {unit if row['gpus'] == 1 else units}"),
             " ".join(map(_whole, layout_items(one))),
         )
-        for one, row in zip(observations, rows, strict=True)
+        for one, row in zip(runs, rows, strict=True)
     ]
     differing = [n for n, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
     names = [", ".join(part[n] for n in differing) for part in parts]

@@ -1,22 +1,17 @@
 """tools/plan.py: what it prints, what it refuses, what it returns."""
 
 import json
-import re
-import subprocess
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gapo_megatron.ops.plan import planner
-from gapo_megatron.ops.plan.calibration import Calibration, write_calibration
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from tests.hf.test_convert_models import CONFIGS
-from tests.ops.plan.test_scaling_calibration import SMALL, a_step, write_run
 from tests.scaling_setup import write_model
 from tools import plan as tool
 
+SMALL = CONFIGS["Qwen2.5-1.5B"]
 pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 CONFIG = "configs/qwen_math_1_5b/gapo.toml"
 
@@ -127,57 +122,6 @@ def test_without_the_model_it_says_how_to_get_its_config(capsys):
     assert "hf download" in err
 
 
-def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
-    slow = Calibration(GPUS["h200"], Efficiency(decode_step_s=1.0), {"total": 0.07})
-    write_calibration(slow, tmp_path / "slow.toml")
-    command = [CONFIG, model, "--calibration", str(tmp_path / "slow.toml")]
-    assert tool.main(command) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"\bmeasured: decode_step_s; .*\bmatmul, ", out)
-    assert "total 7%" in out
-    assert tool.main([*command, "--gpu", "h100"]) == 1
-    assert re.search("h200.*--gpu is h100", capsys.readouterr().err)
-
-
-def test_runs_are_fitted_and_tested(tmp_path, capsys):
-    write_model(tmp_path / "model", SMALL)
-    for name, scale in (("a", 1.0), ("b", 1.1), ("c", 1.05)):
-        write_run(tmp_path / name, rows=[a_step(scale)] * 4, hf_dir=tmp_path / "model", ranks=8)
-    file = tmp_path / "fitted.toml"
-    command = ["calibrate", "--gpu", "h200", "--mean-prompt-tokens", "100"]
-    command += ["--calibration", str(file)]
-    for option, name in (("--from-run", "a"), ("--from-run", "b"), ("--test-run", "c")):
-        command += [option, str(tmp_path / name)]
-    assert tool.main(command) == 0
-    out = capsys.readouterr().out
-    assert "Largest error" in out
-    assert file.exists()
-    # Efficiencies are printed with and without a file, and which of them the runs tell.
-    row = next(line for line in out.splitlines() if line.startswith("│ decode_step_s "))
-    assert row.endswith("measured │")
-    command = ["calibrate", "--gpu", "h200", "--from-run", str(tmp_path / "none")]
-    assert tool.main(command) == 1
-    assert "not the folder of a trained run" in capsys.readouterr().err
-
-
-def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
-    command = ["calibrate", CONFIG, "--gpu", "h200", "--mean-prompt-tokens", "100"]
-    assert tool.main([*command, "--calibration", str(tmp_path / "none" / "x.toml")]) == 1
-    assert "no folder" in capsys.readouterr().err
-    assert tool.main([*command, "--size", "", "--test-size", "batch.rolout_prompts=4"]) == 1
-    assert "rolout_prompts" in capsys.readouterr().err
-
-
-def test_a_plan_takes_the_lengths_of_its_calibration(model, tmp_path, capsys):
-    found = Calibration(GPUS["h200"], Efficiency(), {"total": 0.1}, spread=1.1, clipped_share=0.4)
-    write_calibration(found, tmp_path / "one.toml")
-    command = [CONFIG, model, "--json", "--calibration", str(tmp_path / "one.toml")]
-    assert tool.main(command) == 0
-    workload = json.loads(capsys.readouterr().out)["workload"]
-    assert (workload["spread"], workload["clipped_share"]) == (1.1, 0.4)
-
-
 def test_a_model_that_nothing_computes_is_not_a_question_of_nodes(tmp_path, capsys):
     write_model(tmp_path / "model", SMALL | {"hidden_act": "gelu"})
     assert tool.main([CONFIG, f"model.hf_dir={tmp_path / 'model'}"]) == 1
@@ -186,67 +130,17 @@ def test_a_model_that_nothing_computes_is_not_a_question_of_nodes(tmp_path, caps
     assert "more nodes" not in captured.out
 
 
-def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
-    """The training program is replaced by one that leaves what a run leaves."""
-    write_model(tmp_path / "model", SMALL)
-    commands = []
-
-    def pretend(command, **_):
-        commands.append(command)
-        folder = Path(command[-1].removeprefix("run.output_dir="))
-        scale = 1.0 if len(commands) == 1 else 0.6
-        write_run(folder, rows=[a_step(scale)] * 8, hf_dir=tmp_path / "model")
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", pretend)
-    command = ["calibrate", CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--gpu", "h200"]
-    command += ["--processes", "1"]
-    command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
-    assert tool.main([*command, "--test-size", "run.seed=2"]) == 0
-    out = capsys.readouterr().out
-    assert [command[-1].rpartition("/")[2] for command in commands] == [
-        "size_0",
-        "size_1",
-        "size_2",
-    ]
-    assert "run.seed=2" in commands[2]
-    assert "as configured" in out
-    assert "Largest error" in out
-
-
-def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
-    def fail(command, *, stdout, **_):
-        stdout.write("no GPU")
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", fail)
-    command = ["calibrate", CONFIG, "--gpu", "cpu", "--processes", "1"]
-    command += ["--mean-prompt-tokens", "100"]
-    assert tool.main(command) == 1
-    err = capsys.readouterr().err
-    assert "the trial run as configured failed" in err
-    assert "no GPU" in err
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         ([], "CONFIG"),
         (["run.seed=1"], "CONFIG comes first"),
-        (["calibrate", CONFIG], "--gpu"),
-        (["calibrate", "--gpu", "h20"], "either CONFIG or --from-run"),
-        (["calibrate", CONFIG, "--from-run", "x", "--gpu", "h20"], "either CONFIG or --from-run"),
-        (["calibrate", "--from-run", "x", "--gpu", "h20", "--size", ""], "--size"),
-        (["calibrate", CONFIG, "--gpu", "h20", "--test-run", "x"], "--test-run"),
-        (["calibrate", "run.seed=1", "--gpu", "h20"], "CONFIG comes first"),
         ([CONFIG, "--gpus-per-node", "0"], "0 must be a whole number of 1 or more"),
         ([CONFIG, "--nodes", "-4"], "-4 must be a whole number of 1 or more"),
         ([CONFIG, "--top", "-1"], "-1 must be a whole number of 1 or more"),
-        (["calibrate", "--from-run", "x", "--gpu", "h20", "--output", "y"], "--output"),
         (["measure", "x"], "--gpu"),
         (["measure", "--gpu", "h20"], "RUN"),
         (["measure", "x", "y", "--gpu", "h20"], "--output"),
-        (["measure", "x", "--gpu", "h20", "--processes", "8"], "--processes"),
         (["measure", "x", "--gpu", "h20", "--nodes", "2"], "--nodes"),
     ],
 )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD, spread_of
+from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD, default_workload, spread_of
+from tests.messages import mentions
 from tests.scaling_setup import WORKLOAD, config, draw_lengths
 
 
@@ -63,3 +64,16 @@ def test_dynamic_sampling_draws_again_for_the_groups_that_teach_nothing():
     thrice = batch.model_copy(update={"dynamic_sampling_rounds": 2})
     assert WORKLOAD.prompts_by_round(thrice) == pytest.approx([100, 30, 9])
     assert WORKLOAD.trained_share(thrice) == pytest.approx(0.973)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"batch": {"oversampling": 1.5}}, ("batch.oversampling", "1.5")),
+        ({"rollout": {"draft": "ngram"}}, ("rollout.draft", "ngram")),
+    ],
+)
+def test_what_no_equation_knows_is_not_planned(sections, words):
+    """How much shorter over-sampling makes the tail, and how many draft tokens are accepted."""
+    with pytest.raises(ConfigError, match=mentions(*words)):
+        default_workload(config(**sections))

@@ -14,18 +14,19 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.ops.launch.study import read_study
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
-from gapo_megatron.ops.plan.observation import STAGES, read_observation
-from gapo_megatron.ops.report.scaling import layout_items, observe, scaling_rows, scaling_tables
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.report.measured import read_measured
+from gapo_megatron.ops.report.scaling import layout_items, read_runs, scaling_rows, scaling_tables
 from gapo_megatron.ops.report.scaling_figures import lines, step_split, throughput, write_scaling
 from gapo_megatron.ops.report.style import style
 from tests.hf.test_convert_models import CONFIGS
 from tests.messages import mentions
-from tests.ops.plan.test_scaling_calibration import CPU, SMALL, a_step, write_run
+from tests.ops.report.test_measured import SMALL, a_step, write_run
 from tests.scaling_setup import config, layout, write_model
 from tools import plan as tool
 
 H200 = GPUS["h200"]
+CPU = replace(H200, name="cpu", gpus_per_node=1)
 # Seconds of a step beside generation, as `a_step` has them: reward, old, update, sync, and others.
 OTHERS_S = 0.5 + 1.0 + 5.0 + 0.25 + 0.125 + 0.25
 TP2 = {"tensor_model_parallel_size": 2}
@@ -56,7 +57,7 @@ def runs(folder, *, model=SMALL):
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
-    return [read_observation(folder / name, mean_prompt_tokens=100.0) for name in runs(folder)]
+    return [read_measured(folder / name, mean_prompt_tokens=100.0) for name in runs(folder)]
 
 
 def and_run(study, folder, *, rows=None, ranks=8, **sections):
@@ -64,11 +65,11 @@ def and_run(study, folder, *, rows=None, ranks=8, **sections):
     sections["model"] = {"precision": "bf16"} | sections.get("model", {})
     hf_dir = study[0].config.model.hf_dir
     write_run(folder, rows=rows or [a_step()] * 4, hf_dir=hf_dir, ranks=ranks, **sections)
-    return [*study, read_observation(folder, mean_prompt_tokens=100.0)]
+    return [*study, read_measured(folder, mean_prompt_tokens=100.0)]
 
 
 def rows_of(study, gpu=H200):
-    return {row["run"]: row for row in scaling_rows(study, gpu=gpu, efficiency=Efficiency())}
+    return {row["run"]: row for row in scaling_rows(study, gpu=gpu)}
 
 
 def test_rows_are_the_runs(study):
@@ -89,14 +90,6 @@ def test_rows_are_the_runs(study):
     stages = [one[f"{stage}_s"] for stage in ("generation", "reward", "old_log_probs", "update")]
     assert stages == [8.0, 0.5, 1.0, 5.0]
     assert one["other_s"] == pytest.approx(0.375)
-    (observation,) = [run for run in study if run.name == "one"]
-    predicted_s = observation.predict(H200, Efficiency()).total_s
-    assert one["predicted_step_s"] == pytest.approx(predicted_s)
-    predicted = [f"predicted_{stage}_s" for stage in STAGES]
-    assert one["predicted_step_s"] == pytest.approx(sum(one[key] for key in predicted))
-    assert one["predicted_over_measured"] == pytest.approx(predicted_s / 15.125)
-    tokens_per_gpu_s = 256 * 8 * 600 / predicted_s / 8
-    assert one["predicted_tokens_per_gpu_s"] == pytest.approx(tokens_per_gpu_s)
 
 
 def test_replaced_groups_count_as_they_were_drawn(study, tmp_path):
@@ -152,7 +145,7 @@ def test_the_quickest_of_the_fewest_is_what_others_are_measured_by(study, tmp_pa
 
 
 def test_a_cpu_has_no_mfu(study, tmp_path):
-    rows = scaling_rows(study, gpu=CPU, efficiency=Efficiency())
+    rows = scaling_rows(study, gpu=CPU)
     assert {row["mfu"] for row in rows} == {row["update_mfu"] for row in rows} == {None}
     table, split = scaling_tables(rows, gpu=CPU)
     assert [str(column.header) for column in split.columns][-2:] == ["other", "step"]
@@ -162,37 +155,22 @@ def test_a_cpu_has_no_mfu(study, tmp_path):
     write_scaling(study, rows, gpu=CPU, folder=tmp_path)
 
 
-def test_what_cannot_be_predicted_is_left_empty(study):
-    """No room for one sequence: the model has no time for it."""
-    small = replace(H200, memory_bytes=2**30)
-    rows = scaling_rows(study, gpu=small, efficiency=Efficiency())
-    assert {row["predicted_step_s"] for row in rows} == {None}
-    assert {row["predicted_tokens_per_gpu_s"] for row in rows} == {None}
-    assert rows[0]["tokens_per_gpu_s"] > 0
-
-
-def test_an_over_sampled_run_is_measured_but_not_predicted(study, tmp_path):
-    """Measuring takes no equation; the tables have a dash where there is none."""
-    all_of_them = and_run(study, tmp_path / "over", batch={"oversampling": 1.5})
-    rows = rows_of(all_of_them)
+def test_an_over_sampled_run_is_measured_too(study, tmp_path):
+    """Measuring takes no equation."""
+    rows = rows_of(and_run(study, tmp_path / "over", batch={"oversampling": 1.5}))
     assert rows["over"]["tokens_per_gpu_s"] == rows["one"]["tokens_per_gpu_s"]
     assert rows["over"]["mfu"] == rows["one"]["mfu"]
-    predicted = {key for key in rows["over"] if key.startswith("predicted")}
-    assert len(predicted) == len(STAGES) + 3
-    assert {rows["over"][key] for key in predicted} == {None}
-    assert None not in {rows["one"][key] for key in predicted}
     console = Console(markup=False, file=io.StringIO(), width=180)
     console.print(scaling_tables(list(rows.values()), gpu=H200)[0])
     (line,) = [one for one in console.file.getvalue().splitlines() if one.startswith("│ over ")]
-    assert [cell.strip() for cell in line.split("│")].count("-") == 4  # efficiencies, too
-    write_scaling(all_of_them, list(rows.values()), gpu=H200, folder=tmp_path / "figures")
+    assert [cell.strip() for cell in line.split("│")].count("-") == 2  # efficiencies
 
 
 # -- figures --------------------------------------------------------------------------------------
 
 
 def test_lines_are_batches_and_layouts(study):
-    rows = scaling_rows(study, gpu=H200, efficiency=Efficiency())
+    rows = scaling_rows(study, gpu=H200)
     found = [(line.label, [row["run"] for row in line.rows]) for line in lines_of(study, rows)]
     assert found == [
         ("256 prompts, uncut", ["one", "strong"]),
@@ -208,7 +186,7 @@ def lines_of(study, rows):
 
 def test_the_same_line_of_another_method_is_called_by_its_run(study, tmp_path):
     all_of_them = and_run(study, tmp_path / "gspo", objective={"method": "gspo"})
-    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    rows = scaling_rows(all_of_them, gpu=H200)
     labels = [line.label for line in lines_of(all_of_them, rows)]
     assert "256 prompts, uncut (gspo)" in labels
 
@@ -217,7 +195,7 @@ def test_other_micro_batches_are_another_line(study, tmp_path):
     """They are a difference that no size of the layout shows."""
     sections = {"batch": {"max_tokens_per_microbatch": 8192}}
     all_of_them = and_run(study, tmp_path / "small", rows=[a_step(0.5)] * 4, ranks=16, **sections)
-    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    rows = scaling_rows(all_of_them, gpu=H200)
     found = [[row["run"] for row in line.rows] for line in lines_of(all_of_them, rows)]
     assert ["one", "strong"] in found
     assert ["small"] in found
@@ -226,7 +204,7 @@ def test_other_micro_batches_are_another_line(study, tmp_path):
 def test_what_is_ideal_is_what_the_table_measures_by(study, tmp_path):
     """The quickest layout on the fewest GPUs, not the line's own first."""
     all_of_them = and_run(study, tmp_path / "slow", rows=[a_step(1.5)] * 4, parallel=TP2)
-    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    rows = scaling_rows(all_of_them, gpu=H200)
     with style():
         axis = throughput(all_of_them, rows, H200).figure.axes[0]
     dotted = [line.get_ydata() for line in axis.lines if line.get_linestyle() == ":"]
@@ -265,8 +243,8 @@ def test_lines_join_what_computes_in_the_same_way_alone(study, tmp_path):
                 ranks=ranks,
                 **sections,
             )
-    more = [read_observation(path, mean_prompt_tokens=100.0) for path in sorted(tmp_path.iterdir())]
-    rows = scaling_rows([*study, *more], gpu=H200, efficiency=Efficiency())
+    more = [read_measured(path, mean_prompt_tokens=100.0) for path in sorted(tmp_path.iterdir())]
+    rows = scaling_rows([*study, *more], gpu=H200)
     found = {
         frozenset(row["run"] for row in line.rows): line.label
         for line in lines_of([*study, *more], rows)
@@ -283,8 +261,8 @@ def test_one_process_is_no_processes(study, tmp_path):
     for ranks in (1, 2):
         hf_dir = study[0].config.model.hf_dir
         write_run(tmp_path / f"on_{ranks}", rows=[a_step()] * 4, hf_dir=hf_dir, ranks=ranks)
-        more.append(read_observation(tmp_path / f"on_{ranks}", mean_prompt_tokens=100.0))
-    rows = scaling_rows(more, gpu=CPU, efficiency=Efficiency())
+        more.append(read_measured(tmp_path / f"on_{ranks}", mean_prompt_tokens=100.0))
+    rows = scaling_rows(more, gpu=CPU)
     with style():
         (axis,) = step_split(more, rows, CPU).figure.axes
     names = [
@@ -295,7 +273,7 @@ def test_one_process_is_no_processes(study, tmp_path):
 
 def test_what_other_is_in_the_figure_is_said(study):
     """A stage below 2 % of all bars has none of its own; the table has it apart."""
-    rows = scaling_rows(study[:1], gpu=H200, efficiency=Efficiency())
+    rows = scaling_rows(study[:1], gpu=H200)
     with style():
         made = step_split(study[:1], rows, H200)
     (axis,) = made.figure.axes
@@ -342,14 +320,14 @@ def larger(tmp_path_factory):
         ranks = 8 * run.resources.nodes
         rows = [a_step(prompts / ranks, prompts=prompts)] * 4
         write_run(folder / run.name, rows=rows, ranks=ranks, hf_dir=hf_dir, **tree)
-        found.append(read_observation(folder / run.name, mean_prompt_tokens=100.0))
+        found.append(read_measured(folder / run.name, mean_prompt_tokens=100.0))
     assert len(found) == 18
     return found
 
 
 @pytest.mark.parametrize("width", [160, 180])
 def test_a_table_of_many_runs_can_be_read(larger, width):
-    rows = scaling_rows(larger, gpu=H200, efficiency=Efficiency())
+    rows = scaling_rows(larger, gpu=H200)
     for table in scaling_tables(rows, gpu=H200):
         console = Console(markup=False, file=io.StringIO(), width=width)
         console.print(table)
@@ -369,7 +347,7 @@ def test_rows_are_in_order(larger):
     by_name = {one.name: one for one in shuffled}
     folder = Path(larger[0].config.model.hf_dir).parents[1]
     folders = [folder / one.name for one in shuffled]
-    found, left_out = observe(folders, lambda path, _: by_name[path.name])
+    found, left_out = read_runs(folders, lambda path, _: by_name[path.name])
     assert left_out == []
     keys = [
         (
@@ -403,7 +381,6 @@ def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
     assert measure(tmp_path / "study") == 0
     said = capsys.readouterr().out
     assert re.search(r"\bMeasured\b.*\bh200\b", said)
-    assert re.search(r"\bEfficiencies\b.*\bassumed\b", said)
     assert re.search(r"\bnot measured\b.*\bwaiting \(queued\)", said)
     assert re.search(r"\bThroughput\b.*\bGPU\b", said)
     folder = tmp_path / "study" / "scaling"

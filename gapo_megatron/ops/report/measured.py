@@ -1,29 +1,28 @@
-"""Measured steps of a run, read from its folder: what efficiencies are fitted to."""
+"""Measured steps of a run, read from its folder: seconds by stage, tokens and lengths."""
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
+from gapo_megatron import rewards
+from gapo_megatron.config import CONFIG_NAME, Config, DataConfig, RewardConfig, load_recorded
+from gapo_megatron.config.rules import input_paths
+from gapo_megatron.data.messages import bind_template
+from gapo_megatron.data.schema import read_training_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import Efficiency, Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import SidesTime, StepTime, step_time
-from gapo_megatron.ops.plan.workload import (
-    Workload,
-    refuse_unmodelled,
-    spread_of,
-    why_unmodelled,
-)
+from gapo_megatron.ops.plan.times import STAGES, SidesTime, StepTime
+from gapo_megatron.ops.plan.workload import Workload, spread_of
 
-STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
 _SIDE = "generation/rollout_s"
 """Metric of a step whose batch came from generation ranks, which timed it."""
@@ -45,7 +44,7 @@ _Row = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class Measured:
     """Measured steps of a run: seconds by stage (medians) and their workload (means)."""
 
     name: str
@@ -53,7 +52,7 @@ class Observation:
     config: Config
     layout: Layout
     workload: Workload
-    measured: StepTime
+    stages: StepTime
     step_s: float
     """Seconds of a step without evaluation, checkpoints and noise-floor measurements; a median."""
     other_s: float
@@ -61,45 +60,13 @@ class Observation:
     rest. A median of its own, so not exactly the difference of the other medians."""
     num_prompts: float
     """Prompts of a step, including those that dynamic sampling replaced; a mean."""
-    num_tokens: float
-    """Response tokens of a step, as `perf/tokens_per_s` counts them; a mean."""
     tokens_per_s: float
-    """Response tokens per second of such a step; a median."""
-
-    def seconds(self, stage: str) -> float:
-        """Measured seconds of one of `STAGES`, or of the whole step (`total`)."""
-        return self.step_s if stage == "total" else seconds(self.measured, stage)
-
-    @property
-    def can_be_predicted(self) -> bool:
-        """Whether the planner has equations for this run: see `refuse_unmodelled`."""
-        return not why_unmodelled(self.config)
-
-    def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-        """Predict the times of the observed steps.
-
-        Raises:
-            ConfigError: see `refuse_unmodelled`; names the run.
-        """
-        try:
-            refuse_unmodelled(self.config)
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}: {error}") from None
-        return step_time(self.shape, self.config, self.layout, self.workload, gpu, efficiency)
+    """Response tokens per second of a step, as `perf/tokens_per_s` counts them; a median."""
 
 
-def seconds(times: StepTime, stage: str) -> float:
-    """Seconds of one of `STAGES`, or of the whole step (`total`)."""
-    return float(getattr(times, f"{stage}_s"))
-
-
-def read_observation(
-    run_dir: str | Path,
-    *,
-    mean_prompt_tokens: float | Callable[[Config], float],
-    world_size: int | None = None,
-    name: str = "",
-) -> Observation:
+def read_measured(
+    run_dir: str | Path, *, mean_prompt_tokens: float | None = None, name: str = ""
+) -> Measured:
     """Read the measured steps of a run's newest start that has any.
 
     If all steps of that start are warm-up (`_WARM_UP_STEPS`), an earlier start on as many ranks is
@@ -107,9 +74,7 @@ def read_observation(
 
     Args:
         run_dir: folder with config.toml, metrics.jsonl and timings.jsonl.
-        mean_prompt_tokens: mean prompt length, which no metric holds; or a function that counts it
-            in the run's data.
-        world_size: ranks of the run; None: as the start logged them.
+        mean_prompt_tokens: mean prompt length, which no metric holds; None: counted in the data.
         name: name for tables; empty: the folder's name.
 
     Raises:
@@ -134,9 +99,11 @@ def read_observation(
     timings = timings[_WARM_UP_STEPS:] or timings[-1:]
 
     # Ranks and lengths of these steps.
-    ranks = world_size or int(started.get(_WORLD_SIZE, 0)) or _ranks_by_logs(folder)
+    ranks = int(started.get(_WORLD_SIZE, 0))
+    if not ranks:
+        raise ConfigError(f"{folder}: number of ranks unknown: {TIMINGS_NAME} has no {_WORLD_SIZE}")
     apart = int(max(row.get(_GENERATION_RANKS, 0) for row in (started, *timings)))
-    prompt = mean_prompt_tokens(config) if callable(mean_prompt_tokens) else mean_prompt_tokens
+    prompt = _mean_prompt_tokens(config) if mean_prompt_tokens is None else mean_prompt_tokens
     rows = [metrics[int(row["step"])] for row in timings]
     _check_numbers(folder / METRICS_NAME, rows)
     _check_numbers(folder / TIMINGS_NAME, timings)
@@ -149,22 +116,21 @@ def read_observation(
         workload = _workload(config, rows, prompt)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
-    return Observation(
+    return Measured(
         name=name or folder.name,
         shape=shape,
         config=config,
         layout=layout,
         workload=workload,
-        measured=_measured(timings, config),
+        stages=_stages(timings, config),
         step_s=statistics.median(steps_s),
         other_s=statistics.median(
-            whole - _measured([row], config).total_s
+            whole - _stages([row], config).total_s
             for whole, row in zip(steps_s, timings, strict=True)
         ),
         num_prompts=statistics.fmean(
             config.batch.rollout_prompts / (1 - row.get(_REPLACED, 0.0)) for row in rows
         ),
-        num_tokens=statistics.fmean(tokens),
         tokens_per_s=statistics.median(
             num / whole for num, whole in zip(tokens, steps_s, strict=True)
         ),
@@ -203,19 +169,7 @@ def _is_timed(row: _Row) -> bool:
     return has_generation and all(key in row for key in _TIMED)
 
 
-def _ranks_by_logs(folder: Path) -> int:
-    """Ranks of a run by its log files, for runs whose timings do not hold them."""
-    logs = [sorted(attempt.glob("rank_*.log")) for attempt in folder.glob("attempts/*/")]
-    written = [one for one in logs if any(log.stat().st_size for log in one)]
-    if not written:
-        raise ConfigError(
-            f"{folder}: number of ranks unknown: {TIMINGS_NAME} has no {_WORLD_SIZE} and no "
-            "attempt has written a rank_*.log; give it as tools/plan.py calibrate --processes N"
-        )
-    return len(max(written, key=lambda one: one[0].stat().st_mtime))
-
-
-def _measured(rows: Sequence[_Row], config: Config) -> StepTime:
+def _stages(rows: Sequence[_Row], config: Config) -> StepTime:
     """Medians by stage, so that a step which the machine slowed down does not count.
 
     A sync that not every step has is a mean. It is the generation side's: the trainer's clock also
@@ -274,3 +228,38 @@ def _model_of(folder: Path, config: Config) -> Any:
     raise ConfigError(
         f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
     )
+
+
+def _mean_prompt_tokens(config: Config) -> float:
+    """Mean prompt length of the training problems in tokens, read as the run reads them.
+
+    Raises:
+        ConfigError: the data or the tokenizer does not exist.
+    """
+    paths = input_paths(config)
+    problems = [name for name in paths if name.startswith(("data.train_path", "data.source."))]
+    for field in (*problems, "model.hf_dir"):
+        path = paths[field]
+        if path and not Path(path).exists():
+            raise ConfigError(
+                f"{field} ({path}) does not exist, so the prompt lengths cannot be read: pass "
+                "--mean-prompt-tokens, or start this in the folder where the run was started"
+            )
+    return _mean_length(
+        config.data.model_dump_json(), config.reward.model_dump_json(), config.model.hf_dir
+    )
+
+
+@functools.cache  # runs of a study share a data set of many problems
+def _mean_length(data: str, reward: str, hf_dir: str) -> float:
+    judged_by = RewardConfig.model_validate_json(reward)
+    section = DataConfig.model_validate_json(data)
+    tokenizer = load_tokenizer(hf_dir)
+    bind_template(tokenizer, section, date=section.template_date)
+    prompts = read_training_prompts(
+        section,
+        tokenizer=tokenizer,
+        reward=judged_by,
+        columns=rewards.row_columns(judged_by),
+    )
+    return statistics.fmean(len(prompt.token_ids) for prompt in prompts)

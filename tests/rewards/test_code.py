@@ -155,6 +155,7 @@ def test_a_long_response_is_read_in_linear_time(line):
 
 
 USAGE = "Use it:\n```python\nx = {}(2, 3)\nprint(x)\n```\n"
+IMPORTED = "Or:\n```python\nfrom solution import add\nprint(add(2, 3))\n```\n"
 OUTPUT = "It prints:\n```\n5\n```\n"
 
 
@@ -171,14 +172,17 @@ def fenced(*programs: str, mark: str = "python") -> str:
         "class add:\n    pass\n",
         "add = lambda a, b: a + b\n",
         "add: F = f\n",
-        "from operator import sub, add\n",
     ],
 )
 @pytest.mark.parametrize("mark", ["python", "", "text"])
-@pytest.mark.parametrize("after", [USAGE.format("add"), OUTPUT, "```pycon\n>>> add(1, 2)\n```\n"])
+@pytest.mark.parametrize(
+    "after", [USAGE.format("add"), IMPORTED, OUTPUT, "```pycon\n>>> add(1, 2)\n```\n"]
+)
 def test_the_last_block_that_defines_what_the_tests_call_is_the_program(program, mark, after):
     response = fenced("def add(): ...\n", program, mark=mark) + after
     assert extract_program(response, "add") == program
+    imports = "from operator import sub, add\n"
+    assert extract_program(fenced(imports, mark=mark) + USAGE.format("add"), "add") == imports
     assert extract_program(response + fenced("def add(a): ...\n"), "add") != program
     if after == USAGE.format("add"):  # no block defines it
         assert "print(x)" in (extract_program(response, "other") or "")

@@ -51,14 +51,17 @@ def program_of(blocks: Sequence[Block], names: Collection[str] = ()) -> str:
     Args:
         blocks: at least one.
         names: functions or classes that the tests use: before all else, the last block that defines
-            one of them is the program. Others are examples of its use.
+            one of them is the program, or else that imports one. Others are examples of its use,
+            which may import what they use.
     """
     wanted = frozenset(names)
     texts = [block.text() for block in blocks]
 
-    def rank(place: int) -> tuple[bool, int, int]:
-        block = blocks[place]
-        defines = bool(wanted) and not wanted.isdisjoint(_defined(texts[place]))
+    def rank(place: int) -> tuple[int, int, int]:
+        block, text = blocks[place], texts[place]
+        defines = sum(
+            not wanted.isdisjoint(_defined(text, imports=imports)) for imports in (True, False)
+        )
         return defines, 2 if block.is_python() else int(not block.name), place
 
     chosen = max(range(len(blocks)), key=rank)
@@ -72,9 +75,12 @@ def program_of(blocks: Sequence[Block], names: Collection[str] = ()) -> str:
     return "".join(reversed(program))
 
 
-def _defined(program: str) -> frozenset[str]:
+def _defined(program: str, *, imports: bool = True) -> frozenset[str]:
     """Names that a program defines: functions, methods, classes, variables, imports."""
-    found = (_WORD.findall(one[1] or one[2] or one[3]) for one in _DEFINITION.finditer(program))
+    found = (
+        _WORD.findall(one[1] or one[3] or (one[2] if imports else ""))
+        for one in _DEFINITION.finditer(program)
+    )
     return frozenset(name for names in found for name in names) - {"as"}
 
 

@@ -21,6 +21,7 @@
 # Exit codes: 0 finished, or stopped on request; 2 wrong config, data or usage; 75 stopped, start it again; 90 too few
 # healthy nodes; 143 cancelled; else the exit code of the rank that failed first (1 if it has none).
 
+# shellcheck source=/dev/null
 main() {
   [ $# -ge 1 ] || die 2 "usage: ${BATCH_FILE:-slurm/launch.sh} CONFIG.toml [section.key=value ...]"
   [ -z "${GENERATION_NODES:-}" ] || set -- "$@" "rollout.generation_nodes=$GENERATION_NODES"
@@ -367,12 +368,11 @@ if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -e "$tree/.jobs/$SLURM_JOB_ID/confi
 fi
 # A job that was submitted within a step (an interactive shell) inherits its number and the cores it is bound to.
 unset "${!SLURM_STEP_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
-# shellcheck source=/dev/null
+[ -z "${SITE_FILE:-}" ] || [ -e "$SITE_FILE" ] || die 2 "SITE_FILE ($SITE_FILE) does not exist"
 [ ! -e "${SITE_FILE:=$tree/slurm/site.sh}" ] || . "$SITE_FILE"
 if [ "${SECRETS:-}" ]; then # nothing of it is shown, not even what bash says of a wrong line
   { [[ $(stat -Lc %a -- "$SECRETS" 2>&1) == ?00 ]] && bash -e -- "$SECRETS" &>/dev/null; } ||
     die 2 "SECRETS ($SECRETS) must be a file of lines NAME=VALUE that only you can read (chmod 600)"
-  # shellcheck source=/dev/null
   set -a && . "$SECRETS" &>/dev/null && set +a
 fi
 set -uo pipefail

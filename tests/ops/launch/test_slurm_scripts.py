@@ -152,6 +152,12 @@ def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
     assert "2 = tensor" in shown
 
 
+def test_settings_of_a_site_that_are_not_there_are_not_left_out(tmp_path: Path) -> None:
+    script, missing = ROOT / "slurm" / "gapo_demo.sbatch", str(tmp_path / "site.sh")
+    shown = dry_run(script, tmp_path, _told(tmp_path), SITE_FILE=missing, code=2)
+    assert f"SITE_FILE ({missing})" in shown
+
+
 def test_every_command_of_the_demo_has_a_run_folder_of_its_own(tmp_path: Path) -> None:
     """What one has finished, another must neither find finished nor extend."""
     script, python = ROOT / "slurm" / "gapo_demo.sbatch", _told(tmp_path)

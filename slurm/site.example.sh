@@ -17,7 +17,8 @@
 # export SBATCH_EXPORT=ALL                   # if your site's default is NONE: `NUM_NODES=4 sbatch ...` then arrives
 
 # --- the shape of a node -----------------------------------------------------------------------------------
-# The batch files ask for nodes of 8 GPUs and 96 cores. For 4 GPUs and 64 cores (options that you give override these):
+# The batch files ask for nodes of 8 GPUs and 96 cores. For 4 GPUs and 64 cores (options that you give override these;
+# tools/submit.py does not see it, and needs --tasks-per-node=4 --cpus-per-task=16):
 # sbatch() { command sbatch --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=16 "$@"; }
 
 # --- modules that the interpreter needs --------------------------------------------------------------------

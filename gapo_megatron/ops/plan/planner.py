@@ -133,8 +133,7 @@ def find_splits(search: Search, num_nodes: int, *, max_staleness: int) -> list[C
 
     For each number of generation nodes, every trainer layout on the other nodes is tried with the
     best engine. Up to fifteen nodes all numbers are tried. For more nodes the numbers are `_COARSE`
-    evenly spaced ones, then those around the best at half the distance, and so on; best both at
-    `max_staleness` and at 1, which `quickest_ahead` needs.
+    evenly spaced ones, then those around the best at half the distance, and so on.
 
     Raises:
         ConfigError: fewer than two nodes; the config's settings cannot be combined with generation
@@ -156,32 +155,16 @@ def find_splits(search: Search, num_nodes: int, *, max_staleness: int) -> list[C
         look(number)
     while step > 1:
         step = (step + 1) // 2
-        for staleness in {max_staleness, max(1, max_staleness)}:
-            least_s = {
-                number: min(sides_of(one).at(staleness).total_s for one in candidates)
-                for number, candidates in found.items()
-                if candidates
-            }
-            if least_s:
-                best = min(least_s, key=lambda number: least_s[number])
-                look(best - step)
-                look(best + step)
+        least_s = {
+            number: min(one.times.total_s for one in candidates)
+            for number, candidates in found.items()
+            if candidates
+        }
+        if least_s:
+            best = min(least_s, key=lambda number: least_s[number])
+            look(best - step)
+            look(best + step)
     return sorted((one for candidates in found.values() for one in candidates), key=quickest)
-
-
-def quickest_ahead(splits: Sequence[Candidate]) -> tuple[Candidate, float] | None:
-    """The split that would be quickest if generation ran one step ahead, and its step's seconds.
-
-    None if there is no split, or if generation runs ahead already.
-    """
-    times = {one: sides_of(one) for one in splits}
-    ahead = [
-        dataclasses.replace(one, times=sides.at(1))
-        for one, sides in times.items()
-        if sides.max_staleness == 0
-    ]
-    best = min(ahead, key=quickest, default=None)
-    return None if best is None else (best, best.times.total_s)
 
 
 def sides_of(candidate: Candidate) -> SidesTime:

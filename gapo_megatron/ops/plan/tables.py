@@ -21,7 +21,6 @@ from gapo_megatron.ops.plan.planner import (
     gib,
     leave_out,
     overrides,
-    quickest_ahead,
     roomy_candidates,
     sides_of,
 )
@@ -69,8 +68,6 @@ def print_plan(
     if result.best is None:
         console.print(nothing_fits(result, config))
         return
-    if hint := ahead_hint(result):
-        console.print(hint, soft_wrap=True)
 
     # The layout to choose.
     roomy = roomy_candidates(result)
@@ -236,20 +233,6 @@ def refusals_table(plan: Plan) -> Table:
     return table
 
 
-def ahead_hint(plan: Plan) -> str:
-    """What generating one step ahead would gain; empty if the plan does, or cannot."""
-    found = quickest_ahead(plan.splits)
-    if found is None or plan.best is None:
-        return ""
-    candidate, step_s = found
-    gain = plan.best.times.total_s / step_s - 1
-    return (
-        f"With generation one step ahead (--max-staleness 1), {_nodes(plan, candidate)} nodes take "
-        f"{step_s:.1f} s a step: {abs(gain):.0%} {'slower' if gain < 0 else 'faster'} than the "
-        "quickest layout above, and off-policy (docs/objective.md); never chosen automatically."
-    )
-
-
 def nothing_fits(plan: Plan, config: Config) -> str:
     """Says that nothing fits, and what the most frequent memory refusal asks for."""
     fraction = f"rollout.memory_fraction than {config.rollout.memory_fraction:g}"
@@ -286,7 +269,6 @@ def to_json(
         top: how many layouts of each kind to list.
         note: where the model's shapes come from.
     """
-    ahead = quickest_ahead(plan.splits)
     return {
         "gpu": dataclasses.asdict(plan.gpu),
         "num_gpus": plan.num_gpus,
@@ -296,7 +278,6 @@ def to_json(
         "efficiency": dataclasses.asdict(efficiency),
         "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],
         "splits": [_values(plan, one, config) for one in plan.best_splits[:top]],
-        "ahead": ahead and {"num_generation": ahead[0].layout.num_generation, "total_s": ahead[1]},
         "current": plan.current and _values(plan, plan.current, config),
         "current_refusal": plan.current_refusal,
         "leave_out": leave_out(config),

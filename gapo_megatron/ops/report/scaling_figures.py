@@ -176,7 +176,7 @@ def _draw_line(axis: Axes, line: Line, look: dict[str, Any]) -> None:
         axis.plot(gpus[[0, -1]], [ideal, ideal], color="0.6", linestyle=":")
     # Do not break a line between "TP" and its size.
     label = textwrap.fill(re.sub(r"(?<=[A-Z]) (?=\d)", _NO_BREAK, line.label), _LEGEND_LETTERS)
-    axis.plot(gpus, measured, label=label, **look)
+    axis.plot(gpus, measured, label=label, **look | {"linestyle": "-"})
 
 
 def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:

@@ -123,12 +123,12 @@ def _check_given(path: str) -> str:
 
 
 def _check_date(text: str) -> str:
-    if text:
-        try:
-            datetime.datetime.strptime(check_text(text), "%Y-%m-%d")
-        except ValueError:
-            raise ValueError("must be a date, as 2026-07-01") from None
-    return text
+    if not text:
+        return text
+    try:
+        return str(datetime.datetime.strptime(check_text(text), "%Y-%m-%d").date())
+    except ValueError:
+        raise ValueError("must be a date, as 2026-07-01") from None
 
 
 OptionalDate = Annotated[

@@ -119,6 +119,8 @@ def test_a_day_that_is_not_asked_for_is_refused(tmp_path: Path) -> None:
         check_inputs(config_of(tmp_path, "qwen3", template_date=FIRST))
     with pytest.raises(ConfigError, match=mentions("data.template_date", "1 July")):
         config_of(tmp_path, "llama3", template_date="1 July")
+    short = check_inputs(config_of(tmp_path, "llama3", out="short", template_date="2026-7-1"))
+    assert short.source.date == "2026-07-01"
 
 
 def _write_row(root: Path, **row: str) -> None:

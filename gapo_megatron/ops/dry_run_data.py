@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config, RewardConfig
+from gapo_megatron.config import Config
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import check_counts
@@ -94,7 +94,7 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
             seen.errors.append(str(error))
     if tokenizer is not None and not seen.errors:
         seen.notes += [_about_prompt(one, tokenizer) for one in problems[:_NUM_SHOWN]]
-        _ask_verifiers(config.reward, problems, seen)
+        _ask_verifiers(config, problems, seen)
     return seen
 
 
@@ -134,8 +134,12 @@ def _about_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
     return f"Prompt {prompt.id[:60]!r}, {len(prompt.token_ids)} tokens: {shown}"
 
 
-def _ask_verifiers(reward: RewardConfig, problems: Sequence[Prompt], seen: Seen) -> None:
-    """Judge each problem's reference answer and an empty response; warn of odd verdicts."""
+def _ask_verifiers(config: Config, problems: Sequence[Prompt], seen: Seen) -> None:
+    """Judge each problem's reference answer and an empty response; warn of odd verdicts.
+
+    They are notes where an environment of the user's own may make other responses.
+    """
+    reward, is_own = config.reward, bool(config.environment.code_names)
     for name, one in reward.by_name.items():
         asked = [problem for problem in problems if problem.verifier == name]
         wanted = {"empty responses": Outcome.WRONG}
@@ -164,7 +168,7 @@ def _ask_verifiers(reward: RewardConfig, problems: Sequence[Prompt], seen: Seen)
                 problem, verdict = odd[0]
                 note += f". First {verdict.outcome}: {problem.id[:60]!r}: {verdict.reason}"
             if verdicts:
-                (seen.warnings if odd else seen.notes).append(f"Verifier {note}")
+                (seen.warnings if odd and not is_own else seen.notes).append(f"Verifier {note}")
 
 
 def _says_something(found: Mapping[str, Sequence[Verdict]]) -> bool:

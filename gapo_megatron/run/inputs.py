@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint
-from gapo_megatron.config import Config, RewardConfig
+from gapo_megatron.config import Config
 from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template, prompts_made_of
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
@@ -81,7 +81,7 @@ def check_inputs(config: Config) -> Inputs:
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
     if is_first():
-        _try_own_verifiers(config.reward, problems)
+        _try_own_verifiers(config, problems)
     source = PromptSource(
         problems,
         seed=config.run.seed,
@@ -129,18 +129,20 @@ def read_problems(
     return problems, held_out
 
 
-def _try_own_verifiers(config: RewardConfig, problems: Sequence[Prompt]) -> None:
+def _try_own_verifiers(config: Config, problems: Sequence[Prompt]) -> None:
     """Call each verifier of the user's own once, with a reference answer as the response.
+
+    An environment of the user's own may make other responses: their unknown verdicts say nothing.
 
     Raises:
         ConfigError: it returned what is no verdict.
     """
-    own = {name for name, one in config.by_name.items() if is_code(one.kind)}
+    own = {name for name, one in config.reward.by_name.items() if is_code(one.kind)}
     first = {one.verifier: one for one in reversed(problems) if one.verifier in own}
     items = [(one.answer, one.answer, one.verifier, one.row) for one in first.values()]
-    verdicts = rewards.try_verifiers(config, items) if items else []
+    verdicts = rewards.try_verifiers(config.reward, items) if items else []
     for problem, verdict in zip(first.values(), verdicts, strict=True):
-        if verdict.outcome is Outcome.UNKNOWN:
+        if verdict.outcome is Outcome.UNKNOWN and not config.environment.code_names:
             logger.warning(
                 "the reference answer of problem %r, as a response, has an unknown verdict: %s",
                 problem.id,

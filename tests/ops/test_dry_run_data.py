@@ -38,6 +38,9 @@ def dead(response, answer):
 
 async def later(response, answer):
     return True
+
+def agent(session):
+    return ""
 """
 
 
@@ -164,6 +167,14 @@ def test_verifiers_are_called_on_answers_and_on_nothing(
         assert len(found) == len(expected), found
         for one, parts in zip(found, expected, strict=True):
             assert re.search(mentions(*parts), one), one
+
+
+def test_what_an_environment_makes_the_response_is_no_warning(make: Any) -> None:
+    """Its verifier may know nothing else."""
+    own = {"reward": {"kind": "own.py:dead"}, "environment": {"kind": "own.py:agent"}}
+    seen = look(make(ROWS, **own))
+    assert not seen.errors and not seen.warnings
+    assert any("KeyError" in note for note in seen.notes)
 
 
 @pytest.mark.parametrize("answer", ["3", "$3$", "\\boxed{3}"])

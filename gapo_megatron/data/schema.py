@@ -102,9 +102,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
     path, wanted = Path(path), (*KEYS, *(columns or ()))
-    oddities = (
-        _Oddities(tokenizer, chat_template=data.chat_template) if tokenizer is not None else None
-    )
+    oddities = _Oddities(tokenizer, chat_template=data.chat_template)
     with closing(Answers(path.parent)) as answers:
         rows = read_problem_rows(path, None if columns is None else wanted)
         for number, whole in itertools.islice(rows, most):
@@ -117,8 +115,7 @@ def read_prompts(
                 raise DataError(f"{where}: id {id[:60]!r} was used in line {line_of[id]}")
             line_of[id] = number
             token_ids = _encode(row, tokenizer, data, where=where, id=id)
-            if oddities is not None:
-                oddities.look_at(row, token_ids, where=where)
+            oddities.look_at(row, token_ids, where=where)
             prompts.append(
                 Prompt(
                     f"{source}/{id}" if source else id,

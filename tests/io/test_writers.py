@@ -184,12 +184,6 @@ def test_other_files_in_the_folder_of_a_report_stay(run: Path, tmp_path: Path) -
     assert (folder / "figures" / "step_time.png").exists()
 
 
-def test_an_older_report_without_a_marker_may_be_written_again(run: Path, tmp_path: Path) -> None:
-    write_report([run], tmp_path)
-    (tmp_path / ".gapo_megatron_report.json").unlink()
-    write_report([run], tmp_path)
-
-
 def test_a_report_that_was_killed_may_be_written_again(run: Path, tmp_path: Path) -> None:
     write_report([run], tmp_path)
     (tmp_path / "report.html").unlink()

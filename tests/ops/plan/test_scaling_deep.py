@@ -23,6 +23,7 @@ from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run, step_one_ran
 from gapo_megatron.ops.plan.layout import Layout, state_bytes
 from gapo_megatron.ops.plan.memory import step_bytes
 from gapo_megatron.ops.plan.no_data import KeptForBackward, NoData, fake_groups
+from gapo_megatron.ops.prepare.demo_task import write_tokenizer
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import read_hf_config
 from tests.hf.test_convert_models import CONFIGS
@@ -349,8 +350,9 @@ def write_toml(folder: Path) -> Path:
 def test_command_line(
     tmp_path: Path, monkeypatch: Any, capsys: Any, position: int, deep_words: list[str]
 ) -> None:
-    (tmp_path / "train.jsonl").write_text("{}\n")
     words = [str(write_toml(tmp_path)), "batch.max_tokens_per_microbatch=256"]
+    write_tokenizer(["1+2=3"], tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 1024)
 
     def said(*kind: str, more: Sequence[str] = ()) -> str:
         given = [*words[:position], *kind, *words[position:], *more]
@@ -371,7 +373,7 @@ def test_every_form_of_the_dry_run_that_help_prints_is_taken(monkeypatch: Any, c
     with pytest.raises(SystemExit):
         train.parse_arguments()
     (kinds,) = re.findall(r"\[--dry-run \[\{([a-z,]+)\}\]\]", capsys.readouterr().out)
-    assert kinds.split(",") == ["plain", "deep"]
+    assert {"plain", "data", "deep"} == {*kinds.split(",")}
     for kind in kinds.split(","):
         for words in (
             ["c.toml", "--dry-run", kind, "a.b=1"],

@@ -26,6 +26,7 @@ Message = Mapping[str, Any]
 _USER = "A question."
 _PLAIN, _THINKING = "An answer.", "<think>\nA thought.\n</think>\n\nAn answer."
 """Turns of the model. Some templates remove the reasoning of earlier turns."""
+_RESULT = "A result."
 
 
 class ChatTemplate:
@@ -55,22 +56,27 @@ class ChatTemplate:
         """Check that messages of these roles continue a conversation, and change nothing before.
 
         Raises:
-            ConfigError: the template refuses a role, or rewrites earlier turns; names both.
+            ConfigError: the template refuses a role, leaves its messages out, or rewrites earlier
+                turns; names both.
         """
         named = ", ".join(map(repr, dict.fromkeys(roles)))
-        messages = [{"role": role, "content": "A result."} for role in roles]
+        messages = [{"role": role, "content": _RESULT} for role in roles]
         try:
             tails = {turn: self._tail([turn], messages) for turn in (_PLAIN, _THINKING)}
             again = self._tail([_THINKING, _THINKING], messages)
         except ConfigError as error:
+            if named in str(error):
+                raise
             raise ConfigError(f"{self.name}, with messages of role {named}: {error}") from None
         if {*tails.values(), again} != {again}:
             raise ConfigError(f"{self.name} writes a {named} message differently by what precedes")
+        if again.count(_RESULT) < len(roles):  # Phi-3's knows no tools
+            raise ConfigError(f"{self.name} leaves out a message of role {named}")
         self._checked.add(tuple(roles))
 
     def end_of_turn(self, role: str) -> int:
         """The token with which the template ends the model's turn before a message of this role."""
-        return self._encode(self._tail([_PLAIN], [{"role": role, "content": "A result."}]))[0]
+        return self._encode(self._tail([_PLAIN], [{"role": role, "content": _RESULT}]))[0]
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation's first messages, up to the beginning of the model's turn."""

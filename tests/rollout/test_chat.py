@@ -30,6 +30,7 @@ SPECIAL = {
     "llama3_1": LLAMA,
     "llama3_2": LLAMA,
     "gemma3": GEMMA,
+    "phi3": ("<|end|>", "<|user|>", "<|assistant|>"),
 }
 """EOS and special tokens of each template; those of the families of configs/ are among them."""
 THINKING = "<think>\nlet me think\n</think>\n\n<tool>12 * 7</tool>"
@@ -114,7 +115,12 @@ def test_several_messages_follow_a_turn() -> None:
     [
         ("qwen3", "user", ["rewrites"]),  # removes the reasoning of turns before the last question
         ("deepseek_r1_distill", "user", ["rewrites"]),
+        ("deepseekv3", "user", ["rewrites"]),
+        ("glm4moe", "user", ["rewrites"]),
+        ("gptoss", "user", ["rewrites"]),
+        ("gptoss", "tool", ["fails", "tool call"]),
         ("gemma3", "tool", ["fails"]),
+        ("phi3", "tool", ["leaves out"]),
     ],
 )
 def test_a_template_that_cannot_continue_is_refused(name: str, role: str, words: list[str]) -> None:

@@ -65,7 +65,6 @@ class MegatronFolder:
     Attributes:
         root: the folder that holds `.metadata`.
         entries: every tensor of the model by its key on disk.
-        ignored: all other keys: optimizer tensors and objects (random states, `_extra_state`).
         slots: keys of every parameter, by (`Rule.megatron`, place); see `disk_keys.find_slots`.
         hf_dir, records, manifest: see `Found`.
     """
@@ -90,7 +89,6 @@ class MegatronFolder:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not disk_keys.is_optimizer(key)
         }
-        self.ignored = sorted(metadata.state_dict_metadata.keys() - tensors.keys())
         if adapter := sorted(key for key in tensors if key.startswith("adapter.")):
             raise ConversionError(
                 f"{self.root} holds the factors of an adapter ({adapter[0]}), not a model's "

@@ -101,13 +101,13 @@ def write_run(
     return folder
 
 
-def clocks_apart(*, scale: float = 1.0) -> list[dict[str, float]]:
+def clocks_apart() -> list[dict[str, float]]:
     """A step of 10 s on both sides: training waits 4 s for batches, and in every other sync 2 s."""
     training = {"wait": 4.0, "old_log_probs": 1.0, "update": 3.5, "step": 10.0}
     generation = {"rollout": 7.0, "reward": 0.5, "sync": 0.25, "wait": 2.25, "step": 10.0}
     return [
-        {f"time/{stage}_s": scale * value for stage, value in (training | {"sync": sync}).items()}
-        | {f"generation/{stage}_s": scale * value for stage, value in generation.items()}
+        {f"time/{stage}_s": value for stage, value in (training | {"sync": sync}).items()}
+        | {f"generation/{stage}_s": value for stage, value in generation.items()}
         | {"perf/world_size": 6, "perf/generation_ranks": 2}
         for sync in (0.25, 2.25)
     ]

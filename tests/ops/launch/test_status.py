@@ -110,28 +110,6 @@ def test_a_run_without_a_launcher_is_finished_too(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "queued"
 
 
-def test_a_narrow_terminal_shows_all_of_the_table() -> None:
-    name = "gspo_asym-rollouts_per_prompt_16-rollout_prompts_8-seed_1"
-    one = Status(
-        run_dir=f"/runs/{name}",
-        state="failed",
-        job="local-20261122T011807-4706",
-        attempts=1,
-        steps=4,
-        num_steps=1000,
-        reward=0.03,
-        pass_at_1=0.5,
-        elapsed_s=8,
-        why="rank 1 was ended by a signal",
-    )
-    console = Console(markup=False, file=io.StringIO(), width=80)
-    console.print(status_table([one], title="runs"))
-    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
-    cells = ["".join(line[column].strip() for line in lines) for column in range(9)]
-    assert cells[:8] == [name, one.job, "failed", "1", "4/1000", "0.030", "0.500", "0:00:08"]
-    assert cells[8].replace(" ", "") == one.why.replace(" ", "")
-
-
 def test_finds_runs_of_a_folder(tmp_path: Path) -> None:
     for name in ("b", "a"):
         make_run(tmp_path / "study" / name)

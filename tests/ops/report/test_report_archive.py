@@ -6,7 +6,6 @@ import csv
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,11 @@ from gapo_megatron.ops.report import report, write_report
 from gapo_megatron.ops.report.archive import BIN_STEPS, read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.intervention import correlation_since
-from gapo_megatron.ops.report.learning import reward_rows, spectrum
+from gapo_megatron.ops.report.learning import reward_rows
 from gapo_megatron.ops.report.outcomes import summary
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from tests.messages import mentions
 from tests.report_setup import clipped_tokens, length, write_run
-
-STUDY = Path(__file__).parents[3] / "docs" / "study" / "data"
 
 STEPS = {"num_steps": 100, "wanted": 100}  # curves are means over 10 of them: two bins
 
@@ -103,13 +100,6 @@ def rows_in(path):
         return list(csv.DictReader(file))
 
 
-def write_rows(path, rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def test_windows_are_whole_bins_and_start_with_the_run(study, tmp_path):
     """Of 100 steps a tenth are two bins, the first of which ends the curve's first point."""
     whole = read_run(study / "gapo-1")
@@ -163,16 +153,6 @@ def test_a_number_that_a_method_lacks_is_no_setting_of_its_archive(tmp_path, met
     run = read_run(write_run(tmp_path / "run", *widths, method=method))
     write_archive([run], tmp_path / "archive")
     assert read_archive(tmp_path / "archive")[0].method == preset
-
-
-def test_the_study_in_the_documents_is_drawn_again():
-    runs = read_archive(STUDY)
-    comparison = Comparison.of(runs, first="gapo")
-    exhibit = summary(comparison)
-    assert [row["method"] for row in exhibit.rows] == [arm.label for arm in comparison.curves]
-    assert exhibit.rows[0]["pass@1 step"] == exhibit.rows[0]["steps"] == 200
-    assert " 20 steps" in spectrum(comparison).notes[0]
-    assert all(0 <= rate <= 1 for run in runs for rate in run.solve_rates[200].values())
 
 
 def test_no_more_is_kept_than_figures_need(study, tmp_path):

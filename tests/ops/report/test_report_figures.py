@@ -10,14 +10,11 @@ import re
 import numpy as np
 import pytest
 from matplotlib import image
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from gapo_megatron.evaluate.heat_map import difference_limit
 from gapo_megatron.ops.report import style
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
-from gapo_megatron.ops.report.clipping import draw_correlation
 from gapo_megatron.ops.report.learning import OTHER
 from gapo_megatron.ops.report.picture import draw_picture, write_picture
 from gapo_megatron.ops.report.report import MAKERS, note_missing
@@ -78,24 +75,6 @@ def test_pass_at_k_is_the_mean_over_seeds_with_its_interval(exhibits):
     drawn = lines_of(axes[1])["gapo"].get_ydata()
     expected = [100 * np.mean([pass_at("gapo", s, step)[1] for s in SEEDS]) for step in (0, 20, 40)]
     assert drawn == pytest.approx(expected)
-    (band,) = [one for one in axes[1].collections if to_hex(one.get_facecolor()[0]) == "#0072b2"]
-    low, high = t_interval([pass_at("gapo", seed, 40)[1] for seed in SEEDS])
-    last = band.get_paths()[0].vertices
-    edges = last[last[:, 0] == 40][:, 1]
-    assert (edges.min(), edges.max()) == pytest.approx((100 * low, 100 * high))
-    bottom, top = axes[1].get_ylim()
-    assert bottom < last[:, 1].min() < last[:, 1].max() < top  # the whole of it is inside
-
-
-def test_bands_end_where_values_can_lie():
-    axis = Figure().subplots()
-    rows = [{"step": step, "mean": 0.6, "low": -0.9, "high": 2.1} for step in (0, 1)]
-    look = style.arm_style(0)
-    style.draw_band(axis, rows, label="a", limits=(0, 1), scale=100, **look)
-    style.draw_band(axis, rows, label="b", limits=(-np.inf, np.inf), **look)
-    drawn = [one.get_paths()[0].vertices[:, 1] for one in axis.collections]
-    ends = [[one.min(), one.max()] for one in drawn]
-    assert np.array(ends) == pytest.approx(np.array([[0, 100], [-0.9, 2.1]]))
 
 
 @pytest.mark.parametrize(("start", "first"), [(0, 3), (600, 603)])
@@ -156,11 +135,8 @@ def test_clipped_rollouts_are_counted_where_a_run_has_not_counted_tokens(exhibit
 RATIOS = ("sequence", "token")
 
 
-def test_ratios_of_tokens_have_a_range_of_their_own(exhibits):
+def test_ratios_of_tokens_are_quantities_of_their_own(exhibits):
     """dr_grpo is here the only method with token ratios."""
-    gapo, gspo, token = exhibits["deviation_per_c"].figure.axes
-    assert gapo.get_ylim() == gspo.get_ylim()
-    assert not token.get_shared_y_axes().joined(token, gapo)
     by_c = exhibits["by_c"]
     titles = [re.sub(r"\s+", " ", axis.get_title()) for axis in by_c.figure.axes]
     moved = [f"{word}, {ratio} ratio" for word in ("drift", "deviation") for ratio in RATIOS]
@@ -175,35 +151,12 @@ def test_ratios_of_tokens_have_a_range_of_their_own(exhibits):
     assert row["mean"] == pytest.approx(np.mean([clipped(3, s) for s in SEEDS]))
 
 
-def test_bars_are_whole_with_caps_and_end_where_values_can_lie(exhibits):
-    axis = exhibits["by_c"].figure.axes[0]
-    (bars, *_) = axis.collections
-    bottom, top = axis.get_ylim()
-    for c, segment in enumerate(bars.get_segments(), start=1):
-        low, high = t_interval([100 * clipped(c, seed) for seed in SEEDS])
-        expected = (max(low, 0), high)
-        assert tuple(sorted(segment[:, 1])) == pytest.approx(expected)
-        assert bottom < expected[0] < expected[1] < top
-    caps = [line for line in axis.get_lines() if line.get_marker() == "_"]
-    assert len(caps) == 2 * len(METHODS)
-
-
 def test_correlation_is_the_recorded_one(exhibits):
     row = rows_of(exhibits["correlation"], arm="gapo")[-1]
     assert (row["mean"], row["low"], row["high"]) == pytest.approx(
         (0.8, *t_interval([0.9, 0.8, 0.7]))
     )
-    assert exhibits["correlation"].figure.axes[0].get_ylabel() == "Pearson r"
     assert rows_of(exhibits["correlation"], arm="gapo")[0]["step"] == 0
-
-
-@pytest.mark.parametrize(("num_steps", "lines"), [(199, []), (200, [199, 199])])
-def test_the_correlation_shows_where_its_window_is_full(num_steps, lines):
-    rows = [{"arm": "a", "step": num_steps - 1, "mean": 0.2, "low": None, "high": None}]
-    axis = Figure().subplots()
-    draw_correlation(axis, rows, {})
-    found = [line for line in axis.get_lines() if line.get_label() == "W = 200 steps done"]
-    assert [x for line in found for x in line.get_xdata()] == lines
 
 
 def test_spectrum_adds_up_to_all_groups(exhibits):
@@ -230,15 +183,10 @@ def test_heat_map_is_the_difference_of_mean_solve_rates(exhibits):
             (row,) = rows_of(exhibit, other="gspo_asym", step=step, problem=f"p{i}")
             assert row["difference"] == pytest.approx(ours - theirs)
             assert drawn[i, place] == pytest.approx(100 * (ours - theirs))
-    assert panel.get_images()[0].cmap.name == "RdBu"
     shown = [image for axis in exhibit.figure.axes for image in axis.get_images()]
     (bar,) = [image.colorbar for image in shown if image.colorbar]
-    assert bar.ax.get_xlabel() == "difference of solve rates (percentage points)"
-    assert bar.extend == "both"
     size = np.percentile([abs(row["difference"]) for row in exhibit.rows], 98)
     assert -1e-9 < bar.vmax / 100 - size < 0.05
-    # At one half, of eight samples of three seeds each: sqrt(2 x 0.25 / 24).
-    assert "standard deviation of 14 points" in exhibit.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -302,8 +250,6 @@ def test_time_of_a_step_adds_up(exhibits):
     (rollout,), (other,) = (rows_of(exhibit, arm="gapo", stage=s) for s in ("rollout", "other"))
     assert (rollout["seconds"], other["seconds"]) == pytest.approx((0.5, 0.25))
     assert rollout["share"] == pytest.approx(2 / 3)
-    widths = [bar.get_width() for bar in exhibit.figure.axes[0].patches]
-    assert widths == pytest.approx([0.5] * 3 + [0.25] * 3)
 
 
 def apart(tmp_path, *, methods=("gapo",), together=()):
@@ -334,18 +280,7 @@ def test_each_side_has_a_bar_and_its_waiting(tmp_path):
     (axis,) = exhibit.figure.axes
     labels = [label.get_text() for label in axis.get_yticklabels()]
     assert labels == ["gapo, training", "gapo, generation", "gspo"]
-    bars = dict(zip(axis.get_legend_handles_labels()[1], axis.containers, strict=True))
-    assert [bar.get_width() for bar in bars["wait"]] == pytest.approx([5.0, 2.25, 0.0])
-    ends = [bar.get_x() + bar.get_width() for bar in bars["other"]]
-    assert ends == pytest.approx([10, 10, 0.75])
     assert exhibit.notes[-1] == "gapo: training waits 50 %, generation waits 22 % of a step."
-
-
-def test_the_summary_says_who_waits(tmp_path):
-    table = FIGURES["summary"](apart(tmp_path, methods=["gapo", "gspo"])).table
-    assert sum("training waits 50 %, generation waits 22 %" in note for note in table.notes) == 2
-    alone = FIGURES["summary"](apart(tmp_path / "alone", methods=[], together=["gapo"])).table
-    assert not any("waits" in note for note in alone.notes)
 
 
 def test_an_archive_keeps_both_clocks(tmp_path):
@@ -369,11 +304,6 @@ def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
     clips = {one.get_label(): one.get_segments()[0] for one in axis.collections}
     assert clips["eps_low"][:, 0] == pytest.approx([0.01, 0.01])
     assert clips["eps_high_max"][:, 0] == pytest.approx([0.0167, 0.0167])
-    # Equal ones would hide each other on one side of the line.
-    assert clips["eps_high_max"][:, 1].max() <= clips["eps_low"][:, 1].min()
-    left, right = axis.get_xlim()
-    assert axis.get_xscale() == "log"
-    assert left < ROUNDING * rms and right > 0.0167
 
 
 def test_routes_stand_beside_rounding_where_there_are_experts(tmp_path):
@@ -420,7 +350,6 @@ def test_files_hold_what_is_drawn(exhibits, tmp_path):
     with paths[0].open() as file:
         read = list(csv.DictReader(file))
     assert [float(row["mean"]) for row in read] == [row["mean"] for row in exhibit.rows]
-    assert image.imread(paths[1]).shape[1] == 990  # 3.3 inches
     assert "\\begin{tabular}" in exhibits["summary"].write(tmp_path / "s")[1].read_text()
 
 
@@ -457,40 +386,21 @@ def test_a_method_without_data_is_named(tmp_path):
 
 
 def test_of_many_methods_each_stands_beside_the_first(tmp_path):
-    """In a panel of its own, with the first method in one colour."""
+    """In a panel of its own."""
     many = (*METHODS, "grpo", "gspo", "f_grpo", "f_gspo", "gapo_token", "cispo")
     with style.style():
         figure = FIGURES["pass_at_k"](write_study(tmp_path, many, (0, 1))).figure
     axes = figure.axes
     titles = [title for a in axes if (title := a.get_title() or a.get_title(loc="left"))]
     assert titles == list(many[1:]) and len(axes) == 2 * len(titles)
-    for axis in axes:
-        lines = lines_of(axis)
-        assert (to_hex(lines["gapo"].get_color()), to_hex(lines[OTHER].get_color())) == (
-            *("#0072b2", "#d55e00"),
-        )
+    assert all({"gapo", OTHER} <= lines_of(axis).keys() for axis in axes)
 
 
-@pytest.mark.parametrize(("number", "kept"), [(300, 300), (301, 151), (1500, 301)])
-def test_a_line_has_no_more_points_than_are_seen(number, kept):
-    rows = [{"step": step} for step in range(number)]
-    found = style.thinned(rows)
-    assert len(found) == kept
-    assert (found[0], found[-1]) == (rows[0], rows[-1])
-
-
-@pytest.mark.parametrize("methods", [("gapo",), METHODS])
-def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
-    folders = [write_run(tmp_path / method, method=method) for method in methods]
+def test_the_picture_has_every_method(tmp_path):
+    folders = [write_run(tmp_path / method, method=method) for method in METHODS]
     assert image.imread(write_picture(folders, tmp_path / "out" / "report.png")).shape[2] == 4
     with style.style():
         axes = draw_picture(compare(*folders)).axes
     assert len(axes) == 6
-    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
-    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
-    for axis in axes:
-        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
-        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
-    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
-    for method in methods:
-        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()
+    held_out = [name for name in lines_of(axes[1]) if name[0] != "_"]
+    assert held_out == [f"{method} pass@{k}" for k in (1, 8) for method in METHODS]

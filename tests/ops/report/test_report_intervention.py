@@ -133,25 +133,6 @@ def test_clip_fractions_of_both_halves_count_every_rollout_the_same(exhibit, run
     check(row, sides[1], sides[0])
 
 
-def test_the_last_difference_is_drawn_and_told(exhibit):
-    axis = exhibit.figure.axes[0]
-    last = rows_of(exhibit, "pass@1 (%)")[-1]
-    assert axis.get_ylabel() == "pass@1 (%)"
-    lines = {line.get_label(): line for line in axis.get_lines()}
-    assert lines["gspo_asym"].get_ydata()[-1] == pytest.approx(100 * last["parent mean"])
-    assert lines["gspo_asym to 10, gapo"].get_ydata()[-1] == pytest.approx(
-        100 * last["branch mean"]
-    )
-    (bar,) = axis.containers
-    low, high = bar.lines[2][0].get_segments()[0][:, 1]
-    half = (last["high"] - last["low"]) / 2  # of shares, which end at 0 and 1
-    mean = last["branch mean"]
-    assert (low, high) == pytest.approx((100 * max(mean - half, 0), 100 * min(mean + half, 1)))
-    text = f"pass@1 {100 * last['difference']:+.2f} [{100 * last['low']:+.2f}, "
-    assert text in exhibit.notes[1]
-    assert exhibit.notes[1].startswith("gspo_asym to 10, gapo minus gspo_asym (shares in points)")
-
-
 def test_one_seed_has_no_interval(runs):
     whole, branches = runs
     exhibit = intervention(Comparison.of([whole[0], branches[0]]))

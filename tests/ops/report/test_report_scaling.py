@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from dataclasses import replace
@@ -11,13 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
-from gapo_megatron.ops.launch.study import read_study
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.report.measured import read_measured
-from gapo_megatron.ops.report.scaling import layout_items, read_runs, scaling_rows, scaling_tables
-from gapo_megatron.ops.report.scaling_figures import lines, step_split, throughput, write_scaling
+from gapo_megatron.ops.report.scaling import layout_items, scaling_rows, scaling_tables
+from gapo_megatron.ops.report.scaling_figures import lines, throughput, write_scaling
 from gapo_megatron.ops.report.style import style
 from tests.hf.test_convert_models import CONFIGS
 from tests.messages import mentions
@@ -160,10 +157,6 @@ def test_an_over_sampled_run_is_measured_too(study, tmp_path):
     rows = rows_of(and_run(study, tmp_path / "over", batch={"oversampling": 1.5}))
     assert rows["over"]["tokens_per_gpu_s"] == rows["one"]["tokens_per_gpu_s"]
     assert rows["over"]["mfu"] == rows["one"]["mfu"]
-    console = Console(markup=False, file=io.StringIO(), width=180)
-    console.print(scaling_tables(list(rows.values()), gpu=H200)[0])
-    (line,) = [one for one in console.file.getvalue().splitlines() if one.startswith("│ over ")]
-    assert [cell.strip() for cell in line.split("│")].count("-") == 2  # efficiencies
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -256,110 +249,18 @@ def test_lines_join_what_computes_in_the_same_way_alone(study, tmp_path):
     assert found[frozenset({"one", "strong"})] == "256 prompts, uncut (one)"
 
 
-def test_one_process_is_no_processes(study, tmp_path):
-    more = []
-    for ranks in (1, 2):
-        hf_dir = study[0].config.model.hf_dir
-        write_run(tmp_path / f"on_{ranks}", rows=[a_step()] * 4, hf_dir=hf_dir, ranks=ranks)
-        more.append(read_measured(tmp_path / f"on_{ranks}", mean_prompt_tokens=100.0))
-    rows = scaling_rows(more, gpu=CPU)
-    with style():
-        (axis,) = step_split(more, rows, CPU).figure.axes
-    names = [
-        label.get_text().replace("\N{NO-BREAK SPACE}", " ") for label in axis.get_yticklabels()
-    ]
-    assert names == ["1 process, uncut", "2 processes, DP 2"]
-
-
-def test_what_other_is_in_the_figure_is_said(study):
-    """A stage below 2 % of all bars has none of its own; the table has it apart."""
-    rows = scaling_rows(study[:1], gpu=H200)
-    with style():
-        made = step_split(study[:1], rows, H200)
-    (axis,) = made.figure.axes
-    assert "sync" not in axis.get_legend_handles_labels()[1]
-    assert "sync" in {row["stage"] for row in made.rows}
-    assert "2 %" in " ".join(made.notes)
-
-
 def test_layouts_are_told_apart():
     def shown(sections=None, **cut):
         one = SimpleNamespace(layout=layout(**cut), config=config(**sections or {}))
         return " ".join(layout_items(one))
 
-    for sections, item in WAYS.values():
-        recompute = sections.get("model", {}).get("recompute", "none")
-        assert shown(sections, dp=1, recompute=recompute) == (item or "uncut")
     assert shown({"model": {"precision": "fp8"}}, dp=2) == "DP 2 fp8 tensorwise"
     assert shown({"rollout": {"quantization": "fp8"}}, tp=2, dp=1) == "TP 2 SP vLLM fp8"
 
-    assert shown(dp=1) == "uncut"
-    assert shown(tp=2) == "TP 2 SP DP 8"
-    assert shown(tp=2, sp=False, dp=1) == "TP 2"
-    assert shown(pp=4, dp=2) == "PP 4 DP 2"
     assert shown(pp=4, dp=2, vpp=2, first=3) == "PP 4 x 2, unequal DP 2"
     assert shown(pp=2, cp=2, dp=1, rollout_tp=4, recompute="full") == (
         "PP 2 CP 2 vLLM TP 4 recompute full"
     )
-
-
-# -- the study of larger models --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def larger(tmp_path_factory):
-    """The runs of configs/scaling_qwen.toml, as they are read, in the study's order."""
-    folder = tmp_path_factory.mktemp("larger")
-    found = []
-    for run in read_study("configs/scaling_qwen.toml").runs:
-        model = Path(run.config.model.hf_dir).name
-        hf_dir = write_model(folder / "models" / model, CONFIGS[model])
-        tree = run.config.model_dump(mode="python", exclude_none=True)
-        tree["model"]["hf_dir"] = hf_dir
-        prompts = run.config.batch.rollout_prompts
-        ranks = 8 * run.resources.nodes
-        rows = [a_step(prompts / ranks, prompts=prompts)] * 4
-        write_run(folder / run.name, rows=rows, ranks=ranks, hf_dir=hf_dir, **tree)
-        found.append(read_measured(folder / run.name, mean_prompt_tokens=100.0))
-    assert len(found) == 18
-    return found
-
-
-@pytest.mark.parametrize("width", [160, 180])
-def test_a_table_of_many_runs_can_be_read(larger, width):
-    rows = scaling_rows(larger, gpu=H200)
-    for table in scaling_tables(rows, gpu=H200):
-        console = Console(markup=False, file=io.StringIO(), width=width)
-        console.print(table)
-        text = console.file.getvalue()
-        assert "…" not in text
-        assert max(map(len, text.splitlines())) <= width
-        names = []
-        for line in (line.split("│") for line in text.splitlines() if line.startswith("│")):
-            if line[-2].strip():  # the last number: a row begins
-                names.append("")
-            names[-1] += line[1].strip()
-        assert names == [row["run"] for row in rows]
-
-
-def test_rows_are_in_order(larger):
-    shuffled = larger[1::2] + larger[::2]
-    by_name = {one.name: one for one in shuffled}
-    folder = Path(larger[0].config.model.hf_dir).parents[1]
-    folders = [folder / one.name for one in shuffled]
-    found, left_out = read_runs(folders, lambda path, _: by_name[path.name])
-    assert left_out == []
-    keys = [
-        (
-            one.shape.num_parameters,
-            one.config.rollout.max_response_tokens,
-            one.config.batch.rollout_prompts,
-            one.layout.world_size,
-        )
-        for one in found
-    ]
-    assert keys == sorted(keys)
-    assert [one.name for one in found[:3]] == ["nodes_1", "nodes_2", "nodes_4"]
 
 
 # -- tools/plan.py --------------------------------------------------------------------------------

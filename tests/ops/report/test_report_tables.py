@@ -174,30 +174,14 @@ def test_runs_under_way_have_no_ablation_before_all_seeds_are_evaluated(tmp_path
             make(compare(*folders))
 
 
-@pytest.mark.parametrize(
-    ("setting", "values", "other"),
-    [
-        ("optimizer.learning_rate", ("1e-5", "1e-4"), "gapo learning_rate=0.0001"),
-        ("objective.kl_coef", ("0.0", "0.01"), "gapo kl_coef=0.01"),
-    ],
-)
-def test_families_of_one_method_do_not_replace_each_other(tmp_path, setting, values, other):
+def test_families_of_one_method_do_not_replace_each_other(tmp_path):
     """Two values of what is no part of the method, each swept: two rows."""
     folders = []
-    for value in values:
+    for value in ("1e-5", "1e-4"):
         for clip in ("0.0167", "0.03"):
             name = tmp_path / f"{value}_{clip}"
-            more = (f"{setting}={value}", f"objective.eps_high_max={clip}")
+            more = (f"optimizer.learning_rate={value}", f"objective.eps_high_max={clip}")
             folders.append(write_run(name, *more))
     table = clip_sweep(compare(*folders)).table
-    names = [row[0] for row in table.rows]
-    assert names == ["gapo", other, f"gapo over {other} (points)"]
-
-
-def test_over_k_shows_whole_bars_beside_each_other(exhibits):
-    axis = exhibits["over_k"].figure.axes[0]
-    first, second = axis.containers
-    assert not set(first.lines[0].get_xdata()) & set(second.lines[0].get_xdata())
-    low, high = axis.get_ylim()
-    for row in rows_of(exhibits["over_k"], metric="pass@1", k=8):
-        assert low < 100 * row["low"] < 100 * row["high"] < high
+    other = "gapo learning_rate=0.0001"
+    assert [row[0] for row in table.rows] == ["gapo", other, f"gapo over {other} (points)"]

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from gapo_megatron.config import Config
 from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency, Gpu
+from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
@@ -191,17 +191,14 @@ def layout(
 
 
 def training(
-    model: str = "Qwen2.5-7B",
     *,
-    gpu: Gpu = H200,
     workload: Workload = WORKLOAD,
-    efficiency: Efficiency = IDEAL,
     sections: dict[str, dict[str, Any]] | None = None,
     **cut: Any,
 ) -> Training:
-    """One mini-batch in a layout of so many `tp`, `pp`, ... ranks."""
-    shape = Shape.of(hf(model))
-    return Training(shape, config(**sections or {}), layout(**cut), workload, gpu, efficiency)
+    """One mini-batch of a model of 7B in a layout of so many `tp`, `pp`, ... ranks."""
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    return Training(shape, config(**sections or {}), layout(**cut), workload, H200, IDEAL)
 
 
 def draw_lengths(rng: np.random.Generator, size: Any, *, mean: float, spread: float) -> Any:

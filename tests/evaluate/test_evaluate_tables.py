@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
-import matplotlib.image
 import numpy as np
 import pytest
 from scipy import stats
@@ -19,7 +17,6 @@ from scipy import stats
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.evaluate.compare import Method, compare
-from gapo_megatron.evaluate.heat_map import draw_solve_rates
 from gapo_megatron.evaluate.paper import Sampling, read_settings
 from gapo_megatron.evaluate.results import (
     RESULTS_FILE,
@@ -28,7 +25,6 @@ from gapo_megatron.evaluate.results import (
     read_results,
     write_results,
 )
-from gapo_megatron.evaluate.statistics import stars
 from gapo_megatron.evaluate.table import Table, with_interval
 from gapo_megatron.evaluate.tables import powers_of_two, results_tables
 from tests.messages import mentions
@@ -147,11 +143,6 @@ def test_what_does_not_spread_is_not_tested() -> None:
     (*_, table) = compare([method("a", (1.0, 1.0, 1.0)), method("b", (0.5, 0.6, 0.7))], {})
     assert table.rows[0][table.columns.index("AIME24")] == "+40.00"
     assert with_interval([1.0, 1.0, 1.0]) == "100.00"
-
-
-def test_stars_by_level() -> None:
-    assert [stars(p) for p in (0.05, 0.0499, 0.0099, 0.00099)] == ["", "*", "**", "***"]
-    assert stars(math.nan) == ""
 
 
 def test_training_seeds_count_once_however_often_they_are_sampled() -> None:
@@ -278,14 +269,6 @@ def test_published_figures_that_were_sampled_otherwise_say_so() -> None:
     assert "Sampling settings differ" not in " ".join(table.notes)
 
 
-def test_best_is_bold() -> None:
-    table, *_ = compare([method("gspo", GSPO), method("gapo", GAPO)], read_settings())
-    assert {row for row, _ in table.best} == {2}  # below gspo and its published row
-    assert "**17.9**" not in table.to_markdown()
-    assert "**18.0/35.9**" in table.to_markdown()
-    assert "\\textbf{18.0/35.9}" in table.to_latex()
-
-
 def test_special_characters_are_escaped() -> None:
     table = Table("a_b in %", ["x", "Δ & y"], [["m_1", "+1.00**"], ["n", "1±2"]], notes=["p < 1"])
     assert table.to_latex().splitlines()[3:8] == [
@@ -405,28 +388,6 @@ def test_results_that_are_no_file_are_refused(tmp_path) -> None:
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def test_heat_map_shows_rates_and_differences(tmp_path) -> None:
-    rates = {
-        "AIME24": {
-            "gapo": {"a": 0.0, "b": 1.0, "c": math.nan},
-            "gspo": {"a": 0.2, "b": 0.5, "c": 0.0},
-        },
-        "AMC": {"gapo": {"a": 0.2}},
-    }
-    picture = matplotlib.image.imread(draw_solve_rates(rates, tmp_path / "rates.png"))
-    pixels = 255 * picture[::3, ::3, :3].reshape(-1, 3)
-    viridis, red_blue = matplotlib.colormaps["viridis"], matplotlib.colormaps["RdBu"]
-
-    def area(colour: tuple[float, ...]) -> int:
-        # Colours are rounded to 8 bits, twice.
-        return int((np.abs(pixels - 255 * np.array(colour[:3])).max(axis=1) <= 2).sum())
-
-    # Grey is unknown.
-    assert all(map(area, (viridis(0.0), viridis(1.0), (0.85, 0.85, 0.85))))
-    # The first row is ahead by 0.5 (blue), and behind by no more than 0.2.
-    assert area(red_blue(1.0)) > 100 > area(red_blue(0.0))
 
 
 def test_the_tool_compares(tmp_path) -> None:

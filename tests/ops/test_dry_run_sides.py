@@ -55,14 +55,6 @@ def test_a_colocated_run_has_no_sides() -> None:
     assert not {"training side", "generation side", "schedule"} & set(rows)
 
 
-def test_the_nodes_that_are_assumed_are_said() -> None:
-    config = make_config(rollout={"generation_nodes": 1})
-    processes = rows_of(text_of(config, world_size=32))["processes"]
-    assert processes.startswith("32 (8 per node, assumed: ")
-    assert processes.endswith("24 train, 8 generate")
-    assert "assumed" not in text_of(config, world_size=32, ranks_per_node=4)
-
-
 def test_ranks_of_a_node_are_the_launchers_else_slurms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,18 +74,6 @@ def test_ranks_of_a_node_are_the_launchers_else_slurms(
     assert "28 train" in said()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert said() == "32 (2 per node): 30 train, 2 generate"
-
-
-@pytest.mark.parametrize(("most", "parts"), [(1, (1, "every step")), (3, (3, "every 3 steps"))])
-def test_how_far_generation_runs_ahead_is_said(most: int, parts: tuple[object, ...]) -> None:
-    config = make_config(
-        rollout={"generation_ranks": 2, "max_staleness": most},
-        objective={"importance_weight_max": 2},
-        checkpoint={"every_steps": 6},
-        evaluation={"every_steps": 0},
-    )
-    schedule = rows_of(text_of(config, world_size=4))["schedule"]
-    assert re.search(mentions("runs ahead", *parts), schedule)
 
 
 @pytest.mark.parametrize(
@@ -124,16 +104,6 @@ def test_engines_need_not_divide_the_ranks_that_train() -> None:
     assert "4 of 7" not in text_of(config, world_size=7)
     with pytest.raises(ConfigError, match=mentions("rollout.tensor_parallel_size", 4, 7)):
         text_of(make_config(rollout={"tensor_parallel_size": 4}), world_size=7)
-
-
-def test_memory_that_an_engine_alone_on_a_gpu_leaves_is_pointed_out() -> None:
-    def hint(**rollout: Any) -> bool:
-        text = text_of(make_config(rollout=rollout), world_size=4)
-        return "Hint: rollout.memory_fraction (0.5)" in text
-
-    assert hint(generation_ranks=2)
-    assert not hint(generation_ranks=2, memory_fraction=0.9)
-    assert not hint()
 
 
 def test_a_rank_that_trains_is_built_among_those_that_train(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -718,22 +717,6 @@ def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> N
     assert run.end()[0] == 7
     assert sum(map(float, slept.read_text().split())) == pytest.approx(10)
     assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(("action", "grace_s"), [("exit:7", 0), ("kill", 0), ("deaf:7", 10)])
-def test_the_other_ranks_end_within_seconds(
-    start: Start, run_dir: Path, action: str, grace_s: int
-) -> None:
-    """Ten more than the launcher leaves them, or five times what a run takes undisturbed."""
-    seconds = []
-    for name, actions in (("undisturbed", "train"), ("run", action)):
-        started = time.monotonic()
-        run = start(run_dir.with_name(name), ACTIONS=actions, MAX_FAILURES="1")
-        run.end()
-        seconds.append(time.monotonic() - started)
-    undisturbed, taken = seconds
-    assert grace_s < taken < grace_s + max(10, 5 * undisturbed)
 
 
 def has_ended(pid: str) -> bool:

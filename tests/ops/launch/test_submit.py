@@ -16,16 +16,12 @@ import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from submitit.core.utils import pickle_load
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.launch import local
 from gapo_megatron.ops.launch.local import gpu_shares
-from gapo_megatron.ops.launch.status import Status
 from gapo_megatron.ops.launch.study import Resources
 from gapo_megatron.ops.launch.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
@@ -163,39 +159,6 @@ def test_usage_errors_leave_nothing(
     assert (exit_code, said.out) == (2, "")
     assert message in said.err.partition("error: ")[2]  # what is before is how it is used
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[float] = []
-    clock = [0.0]
-
-    def rest(seconds: float) -> None:
-        clock[0] += seconds
-
-    class Runs:
-        def __init__(self, _: object, *, parallel: int) -> None: ...
-
-        def start(self) -> None: ...
-
-        def under_way(self) -> set[Path]:
-            return {Path("second" if clock[0] > 0.25 else "first")}
-
-        def look(self) -> bool:
-            return clock[0] > 0.5
-
-        def statuses(self) -> list[Status]:
-            rest(0.05)
-            made.append(clock[0])
-            return []
-
-    monkeypatch.setattr(local, "_LocalRuns", Runs)
-    monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=rest))
-    local.run_locally([], Console(markup=False, quiet=True), title="study", parallel=1)
-    # At first, when another run began; and at the end, for the screen and for the caller.
-    assert len(made) == 4
 
 
 def test_gpus_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,8 @@ def make(folder: Path, fields: dict[str, Any], parallel: dict[str, Any], **model
     )
 
 
-def in_second_stage(*cases: Any, soak: bool = False) -> list[Any]:
-    marks = [pytest.mark.system] + [pytest.mark.soak] * soak
-    return [pytest.param(*case, marks=marks) for case in cases]
+def in_second_stage(*cases: Any) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.system) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -99,18 +98,13 @@ def test_without_data_autograd_keeps_as_much_as_with(
         (SIX_LAYERS, parallel_of(1, 2, first=4, vpp=2), 2, 1),
         *((fields, parallel_of(2, 2, sp=True), 4, 1) for fields in OTHERS.values()),
         *in_second_stage(
-            (TINY, parallel_of(2, 4, sp=True), 16, 0),
             (TINY, parallel_of(2, 4, sp=True), 16, 15),
             (TINY_EXPERTS, parallel_of(1, 1, 2), 2, 1),
             (TINY, parallel_of(1, 1, cp=2), 4, 3),
-            (TINY, parallel_of(1, 2, vpp=2), 4, 3),
-            (SIX_LAYERS, parallel_of(2, 3, sp=True, vpp=2), 12, 0),
             (SIX_LAYERS, parallel_of(2, 3, sp=True, vpp=2), 12, 8),
             (TINY_EXPERTS, parallel_of(2, 2, 2, sp=True, vpp=2), 8, 3),
             (TINY, parallel_of(1, 2, cp=2, last=1), 4, 0),
             (SIX_LAYERS, parallel_of(1, 2, first=4, vpp=2), 2, 0),
-            (SIX_LAYERS, parallel_of(1, 2, vpp=3), 4, 3),
-            (TWELVE_LAYERS, parallel_of(1, 4, vpp=3), 4, 0),
             (TWELVE_LAYERS, parallel_of(1, 4, vpp=3), 4, 3),
             (SIX_LAYERS_EXPERTS, parallel_of(1, 2, 2, vpp=3), 4, 1),
             (TWELVE_LAYERS, parallel_of(1, 3, vpp=2, first=6, last=2), 3, 1),
@@ -231,13 +225,6 @@ BIG = [
         ("Qwen2.5-72B", parallel_of(8, 8, sp=True), 128, 37),
         ("Qwen2.5-7B", parallel_of(2, 2, sp=True) | OVERLAP, 24, 3),
     ),
-    *in_second_stage(
-        ("Qwen2.5-32B", parallel_of(8, 8, sp=True), 64, 0),
-        ("Llama-3.1-70B", parallel_of(8, 8, sp=True), 128, 127),
-        ("Qwen3-8B", parallel_of(2, 6, sp=True), 48, 47),
-        ("Qwen3-30B-A3B", parallel_of(4, 4, 4, sp=True) | OVERLAP, 64, 5),
-        soak=True,
-    ),
 ]
 
 
@@ -255,46 +242,12 @@ def test_state_of_published_models(
     assert state_bytes(rules, config, layout)[stage] == pytest.approx(found, rel=1e-3)
 
 
-@pytest.mark.system
-def test_a_stage_of_72b_takes_a_step(tmp_path: Path) -> None:
-    """Ten of eighty layers on an eighth of the heads, with the sequences of a real run."""
-    fields = CONFIGS["Qwen2.5-72B"]
-    sections = {
-        "parallel": parallel_of(8, 8, sp=True),
-        "data": {"max_prompt_tokens": 1024},
-        "rollout": {"max_response_tokens": 3072},
-        "batch": {"max_tokens_per_microbatch": 4096},
-    }
-    config = make_config(write_model(tmp_path, fields), **sections)
-    hf_config, layout = read_model(tmp_path, fields), Layout.of(config, world_size=128)
-    found = step_one_rank(config, rank=37, world_size=128)  # the third stage: six in flight
-    state = found.weights, found.gradients, found.optimizer
-    predicted = state_bytes(rules_for(hf_config), config, layout)[2]
-    assert predicted == pytest.approx(state, rel=1e-3)
-    of_rank = {"stage": 2, "num_microbatches": found.num_microbatches, "kernels": Kernels.PADDED}
-    kept = kept_activations(hf_config, config, layout, **of_rank).most
-    assert kept == pytest.approx(found.kept, rel=0.01)
-    peak = step_bytes(hf_config, config, layout, **of_rank).peak
-    assert peak == pytest.approx(found.peak, rel=0.1)
-
-
-PUBLISHED = {
-    "qwen_math_1_5b": CONFIGS["Qwen2.5-1.5B"],
-    "ds_r1_1_5b": CONFIGS["DeepSeek-R1-Distill-Qwen-1.5B"],
-    "deepcoder_1_5b": CONFIGS["DeepSeek-R1-Distill-Qwen-1.5B"],
-    "llama_3_2_3b": CONFIGS["Llama-3.2-3B"],
-}
-
-
-@pytest.mark.parametrize(
-    "name", [*list(PUBLISHED)[:1], *in_second_stage(*([name] for name in list(PUBLISHED)[1:]))]
-)
-def test_our_configs_take_a_step(tmp_path: Path, name: str) -> None:
+def test_our_configs_take_a_step(tmp_path: Path) -> None:
     """One of the published layers, all are alike, and short sequences: seconds, not minutes."""
-    folder = write_model(tmp_path, PUBLISHED[name] | {"num_hidden_layers": 1})
+    folder = write_model(tmp_path, CONFIGS["Qwen2.5-1.5B"] | {"num_hidden_layers": 1})
     short = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=3072"]
     short += ["batch.max_tokens_per_microbatch=4096"]
-    config = load_config(f"configs/{name}/base.toml", [f"model.hf_dir={folder}", *short])
+    config = load_config("configs/qwen_math_1_5b/base.toml", [f"model.hf_dir={folder}", *short])
     hf_config, layout = read_hf_config(folder), Layout.of(config, world_size=8)
     found = step_one_rank(config, rank=7, world_size=8)
     state = found.weights, found.gradients, found.optimizer
@@ -311,15 +264,6 @@ def test_fp8_and_triton_are_run_as_what_a_cpu_has(tmp_path: Path) -> None:
     text = printed(config, rank=0, world_size=1)
     assert "bf16" in text
     assert_predicted(text, "optimizer")
-
-
-def test_what_is_printed(tmp_path: Path) -> None:
-    config = make(tmp_path, TINY, parallel_of(2, 2))
-    text = printed(config, rank=5, world_size=8)
-    assert "Rank 5 of 8: tensor 2 x pipeline 2 x data 2, stage 1" in text
-    assert "256 tokens" in text
-    for part in ("weights", "gradients", "optimizer"):
-        assert_predicted(text, part)
 
 
 def test_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:

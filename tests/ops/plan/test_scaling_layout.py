@@ -63,32 +63,25 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (TINY, "fp32", parallel_of(1, 1), 1, 0),
     (TINY, "bf16", parallel_of(1, 1), 3, 2),
-    (TINY, "fp16", parallel_of(1, 1), 3, 2),
     (TINY, "bf16", parallel_of(2, 1, sp=True), 6, 5),
     (TINY, "bf16", parallel_of(1, 2), 4, 1),
-    (TINY, "fp32", parallel_of(2, 2), 12, 11),
     (UNTIED, "bf16", parallel_of(2, 4), 40, 20),
     (QWEN3, "fp32", parallel_of(4, 2, sp=True), 24, 3),
-    (QWEN3, "bf16", parallel_of(1, 4), 20, 19),
     (TINY_EXPERTS, "fp32", parallel_of(1, 1, 2), 6, 5),
     (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, sp=True), 12, 7),
     (TINY_EXPERTS, "fp16", parallel_of(2, 1, 4, sp=True), 12, 7),
     (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True), 20, 19),
-    (TINY_EXPERTS, "bf16", parallel_of(1, 2), 10, 3),
     (UNTIED, "bf16", parallel_of(2, 2) | {"overlap_grad_reduce": True}, 8, 1),
     (UNTIED, "bf16", parallel_of(2, 2, cp=3, sp=True), 24, 17),
     (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, cp=2, sp=True), 24, 21),
     (TINY, "bf16", parallel_of(1, 2, vpp=2), 10, 3),
     (TINY, "fp32", parallel_of(2, 2, sp=True, vpp=2), 12, 11),
-    (UNTIED, "bf16", parallel_of(1, 2, vpp=2, cp=3), 18, 16),
     (SIX_LAYERS, "bf16", parallel_of(1, 3, vpp=2), 15, 7),
     (QWEN3, "bf16", parallel_of(2, 2, sp=True, last=1), 12, 4),
     (SIX_LAYERS, "fp32", parallel_of(1, 3, first=1, last=1), 9, 5),
-    (SIX_LAYERS, "bf16", parallel_of(1, 2, first=4, vpp=2), 10, 2),
     (SIX_LAYERS, "bf16", parallel_of(1, 2, first=4, vpp=2), 10, 9),
     (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True, vpp=2), 20, 19),
     (TINY_EXPERTS, "bf16", parallel_of(1, 2, 2, last=3), 12, 6),
-    (SIX_LAYERS, "bf16", parallel_of(1, 2, vpp=3), 10, 1),
     (TWELVE_LAYERS, "bf16", parallel_of(1, 4, vpp=3), 12, 11),
     (SIX_LAYERS_EXPERTS, "bf16", parallel_of(1, 2, 2, vpp=3), 12, 3),
     (TWELVE_LAYERS, "bf16", parallel_of(1, 3, vpp=2, first=6, last=2), 9, 4),
@@ -139,16 +132,3 @@ def test_bytes_are_those_allocated_less_their_padding(
     assert found[:2] == (weights + weight * padding, gradients + gradient * padding)
     # A rank's part of the state may have all of the padding, or only parameters.
     assert abs(found[2] - optimizer) <= state * padding
-
-
-def test_every_parameter_has_its_state_once(tmp_path: Path) -> None:
-    rules = rules_for(read_model(tmp_path, TINY_EXPERTS))
-    config = make_config("/nowhere", parallel=parallel_of(2, 1, 4, sp=True))
-    layer = 2 * 40 + 40 * 24 + 2 * 12 + 72 * 40 + 4 * 40
-    embeddings = 2 * 49 * 40  # padded: 97 tokens on two ranks
-    experts = 4 * 4 * (2 * 24 * 40 + 40 * 24)
-    for world_size in (24, 1024):
-        layout = Layout.of(config, world_size=world_size)
-        ((_, _, state),) = state_bytes(rules, config, layout)
-        elements = 2 * (4 * layer + embeddings + 40) + experts
-        assert elements <= state * world_size / 12 < elements + world_size

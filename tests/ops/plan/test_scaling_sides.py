@@ -20,7 +20,6 @@ from gapo_megatron.ops.plan.planner import (
     sides_of,
 )
 from gapo_megatron.ops.plan.search import Search
-from gapo_megatron.ops.plan.tables import sides_table, to_json
 from gapo_megatron.ops.plan.times import SidesTime
 from gapo_megatron.rollout.transfer import TRANSFER_BYTES
 from tests.messages import mentions
@@ -209,30 +208,6 @@ def test_what_generation_nodes_cannot_have_is_changed_or_said():
 
 
 # --- what is shown -------------------------------------------------------------------------------
-
-
-def test_the_table_says_what_each_side_waits_for(ahead):
-    table = sides_table(ahead, top=2)
-    cells = {column.header or "name": list(column.cells) for column in table.columns}
-    assert cells["name"] == ["s1", "s2"]
-    for place, one in enumerate(ahead.best_splits[:2]):
-        times = sides_of(one)
-        train, generate = one.layout.world_size // 8, one.layout.num_generation // 8
-        assert cells["nodes"][place] == f"{train} + {generate}"
-        assert cells["wait for a batch"][place] == f"{times.training_waits_s:.1f}"
-        assert cells["wait for weights"][place] == f"{times.generation_waits_s:.1f}"
-        assert cells["step"][place] == f"{times.total_s:.1f}"
-
-
-def test_json_has_the_splits(on_policy):
-    values = to_json(on_policy, config(), WORKLOAD, Efficiency(), top=1)
-    json.dumps(values, allow_nan=False)
-    (split,) = values["splits"]
-    best = on_policy.splits[0]
-    assert split["layout"]["num_generation"] == best.layout.num_generation
-    assert split["times"]["training_waits_s"] == sides_of(best).training_waits_s
-    assert split["times"]["generation_waits_s"] == sides_of(best).generation_waits_s
-    assert split["memory_bytes"]["kv_cache"] == best.memory.engine.kv_cache
 
 
 pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout

@@ -51,7 +51,7 @@ def test_a_log_and_the_last_message_of_a_program_obey_nobody(
     root_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging(0, 1)
-    logging.getLogger("vllm").warning("two\nlines %s", FORGED)
+    logging.getLogger("another.library").warning("two\nlines %s", FORGED)
     monkeypatch.setattr(module.os, "_exit", lambda code: None)
     with module.fail_fast():
         raise RuntimeError(FORGED)

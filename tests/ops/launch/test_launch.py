@@ -237,6 +237,7 @@ def test_on_a_gpu_groups_are_made_when_they_are_used(monkeypatch):
     calls = []
     monkeypatch.setattr(process_group, "_choose_device", lambda _: torch.device("cuda", 3))
     monkeypatch.setattr(process_group, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "check_binding", lambda *_: None)
     monkeypatch.setattr(
         process_group.dist, "init_process_group", lambda *a, **k: calls.append((a, k))
     )

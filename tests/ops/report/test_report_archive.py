@@ -136,7 +136,8 @@ def test_settings_stay_what_they_were(study, tmp_path, monkeypatch):
     write_archive([run], tmp_path)
     written = json.loads(rows_in(tmp_path / "runs.csv")[0]["config"])
     expected = run.config.model_dump(mode="json")
-    own = ("adaptive", "eps_low", "eps_high_max", "aggregation", "normalize_std", "focal_gamma")
+    own = ("adaptive", "eps_low", "eps_high_max", "aggregation", "normalize_std")
+    own += ("std_floor", "focal_gamma")
     expected["objective"] |= {key: getattr(run.method, key) for key in own}
     assert written == expected
     before = run.method

@@ -55,7 +55,7 @@ PYTEST := $(CPU_$(CPU)) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytes
 	--dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: export PYTEST_TIMEOUT ?= 120
-test: ## Run the tests, ten minutes (JOBS=2 CPU=avx2 ARGS="tests/config/test_config.py")
+test: ## Run the tests, 15 minutes (JOBS=2 CPU=avx2 ARGS="tests/config/test_config.py")
 	@tools/setup_env.sh dev
 	$(PYTEST) -n $(JOBS) -m "not system" $(ARGS)
 

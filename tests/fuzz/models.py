@@ -64,8 +64,9 @@ def _read_all(folder: Path) -> dict[str, Any]:
     facts = check_model_folder(folder, field="model.hf_dir")
     check_shapes(facts, _parallel())
     read_hf_config(str(folder))
-    eos = end_tokens(folder, facts.vocab_size)
     tokenizer = load_tokenizer(folder, facts=facts)
+    named = end_tokens(folder, facts.vocab_size)
+    eos = [tokenizer.eos_token_id, *(one for ids in named.values() for one in ids)]
     tokens = tokenizer(_TEXT)["input_ids"]
     tokenizer.decode(tokens)
     weights = {
@@ -91,9 +92,7 @@ def _explains_model(folder: Path, damage: Damage, state: Any, whole: Any) -> str
     if list(tokenizer(_TEXT)["input_ids"]) != state["tokens"]:
         return "transformers has other tokens"
     vocab_size = state["facts"]["vocab_size"]
-    if not state["eos"] or not all(
-        0 <= one < vocab_size for one in (*state["eos"], *state["tokens"])
-    ):
+    if not all(0 <= one < vocab_size for one in (*state["eos"], *state["tokens"])):
         return "tokens that the model does not have"
     if state["weights"] != whole["weights"] and not _in_tensors(folder, damage):
         return "other weights"

@@ -8,9 +8,8 @@ _LONGEST = 200
 def printable(text: str, *, most: int = 1000, kept: str = "") -> str:
     """Text of others (a model, a file, a library, a server) for a message: one line, cut.
 
-    All that a terminal obeys or a log takes for a new line, and halves of characters, is escaped.
-    Whoever puts such text into a message calls it. So do the outputs of a program, which keep the
-    line breaks (`kept`) of the messages themselves.
+    Control characters, line breaks and lone surrogates are escaped. Call it wherever such text
+    enters a message. Log handlers and last messages call it, too, and keep line breaks (`kept`).
     """
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(

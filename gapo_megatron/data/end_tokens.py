@@ -48,9 +48,9 @@ def find_end_tokens(
 ) -> EndTokens:
     """The tokens that end a response of a model.
 
-    They are those of `data.end_tokens`, or else all that one of these names: with
-    `data.chat_template` the template's end of the model's turn, the tokenizer's `eos_token`,
-    generation_config.json and config.json.
+    `data.end_tokens` if it is set; otherwise the union of the chat template's end of turn (with
+    `data.chat_template`), the tokenizer's `eos_token`, and `eos_token_id` of generation_config.json
+    and config.json.
 
     Args:
         tokenizer: the model's, bound to `data` (`messages.bind_template`).
@@ -115,6 +115,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The token with which a text begins, if it is one for this purpose and no part of a word."""
+    """The first token of a text; None if it is an ordinary one, not an added (control) token."""
     found = tokenizer.encode(text, add_special_tokens=False)[:1]
     return found[0] if found and found[0] in tokenizer.added_tokens_decoder else None

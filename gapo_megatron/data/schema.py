@@ -134,7 +134,7 @@ def read_prompts(
 
 
 class _Oddities:
-    """Warns of prompts that are hardly meant so, the first of each kind."""
+    """Warns of suspicious prompts, once per kind, naming the row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, chat_template: bool) -> None:
         self._bos = None if tokenizer is None else tokenizer.bos_token_id

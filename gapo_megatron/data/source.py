@@ -199,7 +199,7 @@ class PromptSource:
             values = f" ({before.get(name)}, now {now[name]})" if name == DATE else ""
             yield f"the {name}{values}"
         if DATE in made_of:
-            yield f'data.template_date = "{before.get(DATE)}" sets the former date'
+            yield f'data.template_date = "{before.get(DATE)}" restores the recorded date'
 
 
 class _Order:

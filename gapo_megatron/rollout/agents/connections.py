@@ -57,7 +57,7 @@ class Strangers:
         self._say(
             "closed",
             f"connections to the agents' server without a session's key are closed: after {_WAIT_S}"
-            f" s, or the oldest of more than {self._most}. Is somebody trying ports of this node?",
+            f" s, or the oldest of more than {self._most}. A port scan?",
         )
 
     def on_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:

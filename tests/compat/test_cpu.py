@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +14,6 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from gapo_megatron.compat import cpu
 from gapo_megatron.errors import GapoError
-from tests.needs import need
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def fingerprint() -> dict[str, Any]:
@@ -131,36 +125,3 @@ def test_says_once_that_it_is_active(
                 pass
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "CPU" in caplog.text
-
-
-@pytest.mark.system
-def test_the_other_megatron_core_version() -> None:
-    """GPU images carry a newer Megatron-core than pip picks here; its folder goes first."""
-    folder = os.environ.get("GAPO_MEGATRON_CORE_ALT", "")
-    need("" if folder else "GAPO_MEGATRON_CORE_ALT names no folder with a second megatron-core")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": folder,
-        "OMP_NUM_THREADS": "1",
-    }
-    where = "import megatron.core as m; print(m.__version__, m.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", where],
-        env=environment, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert folder in found, f"{folder} was named, but this was imported: {found}"
-    result = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-            "tests/compat/test_cpu.py", "tests/distributed/test_policy_one_rank.py",
-            "tests/distributed/test_reduction.py", "tests/distributed/test_optimizer_state.py",
-            "tests/distributed/test_lora.py::test_layouts_train_factors_as_transformers_does[some]",
-            "tests/distributed/test_experts.py::test_layouts_train_as_transformers_does[some]",
-            "tests/learn/test_routes.py",
-            "--deselect=tests/compat/test_cpu.py::test_the_other_megatron_core_version",
-            "--deselect=tests/distributed/test_reduction.py::test_four_ranks_move_as_without_the_overlap",
-            "--deselect=tests/distributed/test_reduction.py::test_two_ranks_move_as_without_the_overlap[every]",
-        ],
-        env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, f"with {found}:\n{result.stdout}\n{result.stderr}"

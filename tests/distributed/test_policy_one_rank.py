@@ -1,4 +1,4 @@
-"""The policy on one rank against transformers; also run with another Megatron-core version."""
+"""The policy on one rank against transformers."""
 
 from __future__ import annotations
 

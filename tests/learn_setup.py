@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_rollouts
 from tests.configs import merged
 from tests.distributed import policy_setup
-from tests.distributed.policy_setup import copies, load_policy
+from tests.distributed.policy_setup import copies, gradients, load_policy
 from tests.peers.reference import gapo_update, in_float64, response_log_probs
 
 GROUP_SIZE = 4
@@ -297,26 +296,6 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
         stack.enter_context(patch.object(loss_module, "policy_loss", watched_loss))
         stack.enter_context(patch.object(policy.optimizer, "prepare_grads", watched_grads))
         yield updates
-
-
-@torch.no_grad()
-def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Every whole gradient by Hugging Face name, exported in the weights' place. Collective."""
-    buffers = [(*model.buffers, *model.expert_parallel_buffers) for model in policy.model]
-    for buffer in itertools.chain(*buffers):
-        group = buffer.data_parallel_group
-        for bucket in buffer.buckets:
-            # A data parallel rank has the sum of its own shard only.
-            shards = list(bucket.grad_data.chunk(group.size()))
-            dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    parameters = [parameter for stage in policy.stages for parameter in stage.parameters()]
-    weights = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.copy_(parameter.main_grad)
-    result = copies(policy)
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
-    return result
 
 
 @dataclass

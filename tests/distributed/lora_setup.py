@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -39,6 +38,7 @@ from tests.distributed.policy_setup import (
     TP,
     VPP,
     WeightedLoss,
+    gradients,
     load_policy,
     make_batch,
     make_config,
@@ -156,31 +156,11 @@ def recorded_gradients(policy: Policy) -> Iterator[list[Factors]]:
     prepare = policy.optimizer.prepare_grads
 
     def watched() -> bool:
-        seen.append(_gradients(policy))
+        seen.append(gradients(policy, factors))
         return bool(prepare())
 
     with patch.object(policy.optimizer, "prepare_grads", watched):
         yield seen
-
-
-@torch.no_grad()
-def _gradients(policy: Policy) -> Factors:
-    for model in policy.model:
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                # A data parallel rank has the sum of its own shard only.
-                shards = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    trained: list[Any] = [p for stage in policy.stages for p in stage.parameters()]
-    trained = [parameter for parameter in trained if parameter.requires_grad]
-    kept = [parameter.detach().clone() for parameter in trained]
-    for parameter in trained:
-        parameter.copy_(parameter.main_grad)
-    result = factors(policy)
-    for parameter, value in zip(trained, kept, strict=True):
-        parameter.copy_(value)
-    return result
 
 
 @dataclass

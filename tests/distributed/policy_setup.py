@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -105,6 +106,38 @@ def load_policy(config: Config, groups: ParallelGroups | None = None) -> Policy:
 def copies(policy: Policy) -> dict[str, Tensor]:
     """Every whole weight by Hugging Face name. Collective."""
     return {name: weight.clone() for name, weight in policy.iterate_hf_weights()}
+
+
+@torch.no_grad()
+def join_gradients(policy: Policy) -> None:
+    """Complete every gradient buffer: a data parallel rank has the sum of its own shard only.
+
+    Collective.
+    """
+    for model in policy.model:
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shards = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+
+
+Exported = TypeVar("Exported")
+
+
+@torch.no_grad()
+def gradients(policy: Policy, export: Callable[[Policy], Exported] = copies) -> Exported:
+    """Every whole gradient, exported in the weights' place. Collective."""
+    join_gradients(policy)
+    parameters: list[Any] = [p for stage in policy.stages for p in stage.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    kept = [parameter.detach().clone() for parameter in trained]
+    for parameter in trained:
+        parameter.copy_(parameter.main_grad)
+    result = export(policy)
+    for parameter, weight in zip(trained, kept, strict=True):
+        parameter.copy_(weight)
+    return result
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -30,6 +30,7 @@ from tests.distributed.policy_setup import (
     TP,
     WeightedLoss,
     copies,
+    gradients,
     make_batch,
     make_config,
     pack_all,
@@ -37,7 +38,6 @@ from tests.distributed.policy_setup import (
     reference_log_probs,
     save_model,
 )
-from tests.learn_setup import gradients
 from tests.messages import mentions
 
 BATCH = make_batch()

@@ -23,12 +23,12 @@ from tests.distributed.conversion_setup import VOCAB_SIZE
 from tests.distributed.policy_setup import (
     WeightedLoss,
     copies,
+    gradients,
     load_policy,
     make_batch,
     make_config,
     reference_log_probs,
 )
-from tests.learn_setup import gradients
 
 # Micro-batches of each data parallel rank.
 TOGETHER = [[(0, 1, 2, 3), (4, 5, 6, 7)]]

@@ -44,8 +44,8 @@ from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save
-from tests.distributed.policy_setup import VOCAB_SIZE, WeightedLoss, load_policy
-from tests.learn_setup import gradients, make_judged, planned, run_learn, with_columns
+from tests.distributed.policy_setup import VOCAB_SIZE, WeightedLoss, gradients, load_policy
+from tests.learn_setup import make_judged, planned, run_learn, with_columns
 from tests.messages import mentions
 from tests.peers.reference import in_float64, response_log_probs
 from tests.routes_setup import (

@@ -30,16 +30,18 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from head_providers import (
-    CLIPPED_D,
-    PROVIDERS,
+from head_problem import (
     Batch,
-    Head,
     Problem,
+    exact_log_probs,
+    gradient_errors,
     gspo_loss,
-    load_head,
+    make_batch,
+    make_problem,
+    other_bits,
     sequences_of,
 )
+from head_providers import PROVIDERS, Head, load_head
 from head_report import load_records, print_report
 
 GUIDE = """\
@@ -57,7 +59,8 @@ gradient; they are picked such that they hold about that share of the tokens. Th
   compacted  A = 0 is known before: the caller passes on the active rows alone, to every provider
 
 Exact means: largest error of D at most 1e-6 for float32 inputs, 1e-5 for bfloat16. Those that are
-not have a "~". TFLOP/s are effective: 8 T H V / time, four matrix products.
+not have a "~". Other bits: share of rows whose log-prob has other bits in another packing.
+TFLOP/s are effective: 8 T H V / time, four matrix products.
 Samples go to --output as JSON lines while they come. --report prints the tables of such files
 again, several in one.
 
@@ -70,6 +73,7 @@ providers:
   torch              F.linear_cross_entropy in chunks, default options
   torch-large-chunk  the same, 4096 rows a chunk
   liger              fused linear scaled cross entropy (CuTe on Hopper, else torch)
+  liger-tp           its tensor-parallel kernels (liger-cute-kernels), on a group of one rank
   liger-grpo         fused linear GRPO loss, importance_sampling_level="sequence"
   cce, cce-filter    cut cross entropy without and with its filter; torch.compile on a CPU
   verl, verl-triton  FusedLinearForPPO; linear_cross_entropy
@@ -81,6 +85,7 @@ SHAPES = {
 }
 EXACT = {"float32": 1e-6, "bfloat16": 1e-5}
 GSPO_CLIP = 3e-4
+LIGER = ("liger-kernel", "liger-cute-kernels", "nvidia-cutlass-dsl")
 NO_COMPUTATION = {
     f"aten::{name}"
     for name in ("alias", "as_strided", "detach", "empty", "empty_strided", "resize_", "view")
@@ -230,7 +235,7 @@ def run_alone(task: dict[str, Any]) -> dict[str, Any]:
 def environment(arguments: argparse.Namespace) -> dict[str, Any]:
     """Machine, versions and command."""
     versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "liger-kernel", "cut-cross-entropy", "verl"):
+    for package in ("torch", "triton", "cut-cross-entropy", "verl", *LIGER):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -253,53 +258,6 @@ def write_failed(lines: TextIO, name: str, key: dict[str, Any], error: RuntimeEr
     """Record a provider that fails among the others; the rest continue."""
     said = (str(error).splitlines() or [type(error).__name__])[0][:300]
     write(lines, {"kind": "alone", "provider": name, "failed": said} | key)
-
-
-def make_problem(shape: str, dtype: str, data: str, device: str) -> Problem:
-    """Tensors of a shape "TxHxV", from a fixed seed; lognormal sequences of 1/8 of T on average.
-
-    "random": logits of unit variance, random labels. "peaked": the label's weight planted in its
-    hidden state, so that the mean NLL is about 0.5 and maxima reach 30; other logits deviate by 2.
-    """
-    num_tokens, hidden_size, vocab_size = map(int, shape.split("x"))
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "device": device}
-    weight = torch.randn(vocab_size, hidden_size, dtype=getattr(torch, dtype), **options)
-    weight *= hidden_size**-0.5
-    hidden = torch.randn(num_tokens, hidden_size, **options)
-    labels = torch.randint(vocab_size, (num_tokens,), **options)
-    if data == "peaked":
-        planted = 10 + 18 * torch.rand(num_tokens, 1, **options)
-        hidden = 2 * hidden + planted * weight[labels].float()
-    mean = min(2048, num_tokens / 8)
-    lengths = torch.empty(4 * num_tokens).log_normal_(
-        0, 0.8, generator=torch.Generator().manual_seed(0)
-    )
-    lengths = (lengths * mean / 1.377).long().clamp(1, min(16384, num_tokens // 2))
-    sequence_ids = torch.repeat_interleave(lengths)[:num_tokens].to(device)
-    hidden, weight = (t.to(weight.dtype).requires_grad_() for t in (hidden, weight))
-    return Problem(hidden, weight, labels, sequence_ids, torch.bincount(sequence_ids))
-
-
-def make_batch(problem: Problem, exact: torch.Tensor, active: float, mode: str) -> Batch:
-    """The batch in which a share `active` of the sequences has a gradient, given exact [T]."""
-    counts, ids = problem.counts, problem.sequence_ids
-    num_active = round(active * len(counts))
-    generator = torch.Generator().manual_seed(0)
-    # Of many draws, take the one whose share of tokens is closest.
-    draws = torch.stack([torch.randperm(len(counts), generator=generator) for _ in range(2000)])
-    tokens = counts.cpu()[draws[:, :num_active]].sum(1)
-    chosen = draws[(tokens - active * len(ids)).abs().argmin(), :num_active].to(ids.device)
-    is_active = torch.zeros_like(counts, dtype=torch.bool).index_fill_(0, chosen, True)
-    advantages = 1.0 - 2.0 * (torch.arange(len(counts), device=ids.device) % 2)
-    log_ratio = torch.where(is_active, 0, CLIPPED_D * advantages)
-    old = (exact - log_ratio[ids]).float()
-    num_tokens = int(counts[is_active].sum())
-    if mode == "clipped":
-        return Batch(None, problem.labels, ids, counts, old, advantages, num_tokens)
-    rows = is_active[ids].nonzero()[:, 0]
-    kept = (counts[is_active], old[rows], advantages[is_active], num_tokens)
-    return Batch(rows, problem.labels[rows], (is_active.cumsum(0) - 1)[ids[rows]], *kept)
 
 
 def forward(head: Head, problem: Problem, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -333,38 +291,6 @@ def sample(head: Head, problem: Problem, batch: Batch, device: str) -> tuple[flo
     forward_s, (loss, _) = seconds(device, lambda: forward(head, problem, batch))
     backward_s, _ = seconds(device, loss.backward)
     return forward_s, backward_s
-
-
-def exact_log_probs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] log-probs and log-sum-exps in float64, tile by tile."""
-    hidden, weight = problem.hidden.detach().double(), problem.weight.detach()
-    parts = [torch.logsumexp(hidden @ w.double().T, 1) for w in weight.split(4096)]
-    log_sum = torch.stack(parts).logsumexp(0)
-    return (hidden * weight[problem.labels].double()).sum(1) - log_sum, log_sum
-
-
-@torch.no_grad()
-def gradient_errors(
-    head: Head, problem: Problem, batch: Batch, exact: torch.Tensor, log_sum: torch.Tensor
-) -> dict[str, float]:
-    """Relative L2 errors against float64: of dhidden at 64 rows, of dweight at 512 tokens."""
-    leaf = exact.clone().requires_grad_()
-    with torch.enable_grad():
-        (g,) = torch.autograd.grad(gspo_loss(leaf, batch), leaf)
-    hidden, weight, labels = problem.hidden.double(), problem.weight, problem.labels
-    rows = torch.linspace(0, len(labels) - 1, 64, device=g.device).long()
-    d_hidden = weight[labels[rows]].double()
-    for w in weight.split(4096):
-        d_hidden -= (hidden[rows] @ w.double().T - log_sum[rows, None]).exp() @ w.double()
-    tokens = torch.linspace(0, len(weight) - 1, 256, device=g.device).long()
-    tokens = torch.cat([tokens, labels[:256]]).unique()
-    p = (hidden @ weight[tokens].double().T - log_sum[:, None]).exp()
-    d_weight = ((labels[:, None] == tokens).double().sub_(p) * g[:, None]).T @ hidden
-    total = head.main_grad if head.main_grad is not None else problem.weight.grad
-    assert total is not None and problem.hidden.grad is not None
-    pairs = {"hidden": (problem.hidden.grad[rows], d_hidden * g[rows, None])}
-    pairs["weight"] = (total[tokens], d_weight)
-    return {f"d{k}_error": float((a - b).norm() / b.norm()) for k, (a, b) in pairs.items()}
 
 
 def peak_bytes(device: str, *, reset: bool = False) -> int:
@@ -414,7 +340,8 @@ def check_alone(task: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             log_probs = head.log_probs(problem.hidden, problem.weight, batch.labels)
     error = sequences_of(batch).log_ratio(log_probs, exact).abs()
-    gradient_error = gradient_errors(head, problem, batch, exact, log_sum)
+    total = head.main_grad if head.main_grad is not None else problem.weight.grad
+    gradient_error = gradient_errors(problem, total, batch, exact, log_sum)
     return {
         "note": head.note,
         "extra_bytes": peak,
@@ -422,6 +349,7 @@ def check_alone(task: dict[str, Any]) -> dict[str, Any]:
         "d_error_max": float(error.max()),
         "beyond_gspo_clip": float((error > GSPO_CLIP).double().mean()),
         "exact": float(error.max()) <= EXACT[task["dtype"]],
+        "other_bits": other_bits(head.log_probs, problem),
         "launches": count_launches(head, problem, batch, device),
     } | gradient_error
 

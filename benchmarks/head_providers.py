@@ -1,4 +1,4 @@
-"""Providers that benchmarks/head.py compares, and the loss that all of them feed.
+"""Providers that benchmarks/head.py compares.
 
 A peer is imported when it is loaded, so a missing one does not affect the others.
 """
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from head_problem import CLIP, Batch, Problem
 
-from gapo_megatron.logprob import Sequences, token_log_probs
+from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.logprob.implementation import Name, choose_implementation
 
 PROVIDERS = [
@@ -30,37 +32,13 @@ PROVIDERS = [
     "torch",
     "torch-large-chunk",
     "liger",
+    "liger-tp",
     "liger-grpo",
     "cce",
     "cce-filter",
     "verl",
     "verl-triton",
 ]
-CLIP, CLIPPED_D = 0.2, 0.5
-"""Clip of the timed loss, and |D| of clipped sequences (others: 0). It is so much wider than any
-provider's error in D that all clip the same sequences, and gradients can be compared."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    labels: torch.Tensor
-    sequence_ids: torch.Tensor
-    counts: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch: [R] rows (None: all), their labels and sequence ids, and the number B of these."""
-
-    rows: torch.Tensor | None
-    labels: torch.Tensor
-    sequence_ids: torch.Tensor
-    counts: torch.Tensor
-    old_log_probs: torch.Tensor
-    advantages: torch.Tensor
-    num_active_tokens: int
 
 
 @dataclass(frozen=True)
@@ -71,19 +49,6 @@ class Head:
     note: str
     loss: Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor] | None = None
     main_grad: torch.Tensor | None = None
-
-
-def sequences_of(batch: Batch) -> Sequences:
-    """The rows of each sequence, which lie one after another."""
-    offsets = F.pad(batch.counts.cumsum(0), (1, 0))
-    return Sequences(batch.sequence_ids, offsets)
-
-
-def gspo_loss(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Turn log-probs into the sequence loss, in float64."""
-    ratio = sequences_of(batch).log_ratio(log_probs, batch.old_log_probs).exp()
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
 
 
 def load_head(name: str, problem: Problem) -> Head:
@@ -120,6 +85,8 @@ def load_head(name: str, problem: Problem) -> Head:
         function = liger.LigerFusedLinearScaledCrossEntropyFunction
         path = liger._resolve_implementation(weight.device).__name__
         return Head(lambda h, w, y: -function.apply(h, w, y, 1.0, -100, 1, False), path)
+    if name == "liger-tp":
+        return load_liger_tp(problem)
     if name == "liger-grpo":
         return load_liger_grpo(problem)
     if name.startswith("cce"):
@@ -148,6 +115,28 @@ def ours(
     )
     assert isinstance(log_probs, torch.Tensor)
     return log_probs
+
+
+def load_liger_tp(problem: Problem) -> Head:
+    """Liger's tensor-parallel kernels on a group of one rank; not its fallback.
+
+    Not yet run on a GPU: written for 0.8.5 of liger-kernel and liger-cute-kernels.
+    """
+    if not problem.weight.is_cuda:
+        raise RuntimeError("its CUTLASS and NVSHMEM kernels need a CUDA device")
+    lck = importlib.import_module("liger_cute_kernels")
+    if dist.is_initialized():
+        importlib.import_module("liger_cute_kernels.nvshmem").pool_clear_all()  # they cannot grow
+    else:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    sizes = (*problem.hidden.shape, len(problem.weight))
+    lck.configure(flsce=lck.FusedLinearCrossEntropyConfig(*sizes), device=problem.weight.device)
+    name = "fused_linear_scaled_cross_entropy"
+    if not importlib.import_module(f"liger_kernel.ops.cute.{name}_tp").is_available():
+        raise RuntimeError("its native kernels do not load, and it would fall back to torch")
+    liger = importlib.import_module(f"liger_kernel.ops.{name}")
+    function = liger.LigerFusedLinearScaledCrossEntropyTPFunction
+    return Head(lambda h, w, y: -function.apply(h, w, y, dist.group.WORLD), "CUTLASS, one rank")
 
 
 def load_liger_grpo(problem: Problem) -> Head:

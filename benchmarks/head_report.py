@@ -99,14 +99,15 @@ def accuracy_table(group: Group) -> Table:
     table = Table(title=f"Errors and memory: {group.title}", title_justify="left")
     table.add_column("provider", no_wrap=True)
     headings = (
-        "D error, rms;D error, max;beyond 3e-4;dhidden error;dweight error;extra MiB;launches"
+        "D error, rms;D error, max;beyond 3e-4;other bits;dhidden error;dweight error;extra MiB;"
+        "launches"
     )
     for heading in headings.split(";"):
         table.add_column(heading, justify="right")
     table.add_column("path")
     for name, r in group.alone.items():
         if "failed" in r:
-            table.add_row(name, *["-"] * 7, f"not run: {r['failed']}", style="dim")
+            table.add_row(name, *["-"] * 8, f"not run: {r['failed']}", style="dim")
             continue
         errors = (r["d_error_rms"], r["d_error_max"])
         gradients = (r["dhidden_error"], r["dweight_error"])
@@ -114,6 +115,7 @@ def accuracy_table(group: Group) -> Table:
             ("" if r["exact"] else "~ ") + name,
             *(f"{x:.1e}" for x in errors),
             f"{r['beyond_gspo_clip']:.0%}",
+            f"{r['other_bits']:.1%}",
             *(f"{x:.1e}" for x in gradients),
             f"{r['extra_bytes'] / 2**20:,.1f}",
             str(r.get("launches", "-")),  # files of before this was counted

@@ -169,7 +169,7 @@ def test_a_failed_or_missing_test_fails_the_part() -> None:
 
 def head_records(*, exact: bool = True, ours_s: float = 0.05) -> list[dict[str, Any]]:
     key = {"shape": "16384x1536x151936"}
-    found = {"note": "triton_kernels", "d_error_max": 1e-7}
+    found = {"note": "triton_kernels", "d_error_max": 1e-7, "other_bits": 0.0}
     peers = {"ours": ours_s, "liger": 0.2, "cce": 0.01}
     alone = [{"exact": exact if p == "ours" else p != "cce", "provider": p} | found for p in peers]
     alone.append({"provider": "verl", "failed": "no module verl"})
@@ -217,8 +217,9 @@ def test_the_head_goes_on_without_who_breaks_down(
 ) -> None:
     monkeypatch.syspath_prepend(runner.ROOT / "benchmarks")
     head = importlib.import_module("head")
-    errors = ("d_error_rms", "d_error_max", "beyond_gspo_clip", "dhidden_error", "dweight_error")
-    found = dict.fromkeys(errors, 0.0) | {"note": "n", "extra_bytes": 1, "exact": True}
+    errors = ["d_error_rms", "d_error_max", "beyond_gspo_clip", "dhidden_error", "dweight_error"]
+    found = dict.fromkeys([*errors, "other_bits"], 0.0)
+    found |= {"note": "n", "extra_bytes": 1, "exact": True}
     calls = itertools.count()
 
     def sample(one: Any, *_: Any) -> tuple[float, float]:
@@ -239,6 +240,20 @@ def test_the_head_goes_on_without_who_breaks_down(
     records = [json.loads(line) for line in output.read_text().splitlines()]
     programs.compare_heads(records, report, has_goals=False)
     assert report.holds and any("a kernel broke down" in str(row) for row in report.rows)
+
+
+def test_bits_that_depend_on_the_packing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(runner.ROOT / "benchmarks")
+    head = importlib.import_module("head")
+    problem = head.make_problem("96x32x64", "float32", "random", "cpu")
+    ours = head.load_head("ours", problem).log_probs
+
+    def by_number_of_rows(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        log_probs: torch.Tensor = ours(h, w, y)
+        return log_probs * (1 + 1e-6 * (len(y) == len(problem.labels)))
+
+    assert head.other_bits(ours, problem) == 0
+    assert head.other_bits(by_number_of_rows, problem) > 0.9
 
 
 def test_waits_are_counted_by_the_line_that_waits() -> None:

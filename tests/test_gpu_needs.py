@@ -15,12 +15,12 @@ from tests.gpu.programs import marked_files
 
 ROOT = Path(__file__).parents[1]
 OURS = ("gapo_megatron", "tests", "benchmarks")
+BESIDE = ("head_problem", "head_providers", "head_report")  # benchmarks/head.py finds them there
 # What a part starts by name, beside its own module.
 PROGRAMS = {
     "tiny_update": ["gapo_megatron.ops.doctor.probe"],
-    "head": ["benchmarks.head", "benchmarks.head_providers", "benchmarks.head_report"],
+    "head": ["benchmarks.head", *(f"benchmarks.{name}" for name in BESIDE)],
 }
-BESIDE = {"head_providers", "head_report"}  # benchmarks/head.py finds them in its own folder
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -60,7 +60,7 @@ def third_party(roots: Iterable[str]) -> dict[str, str]:
                 top = one.partition(".")[0]
                 if top in OURS:
                     todo.append(one)
-                elif top not in sys.stdlib_module_names | BESIDE:
+                elif top not in sys.stdlib_module_names.union(BESIDE):
                     found.setdefault(top, name)
     assert seen
     return found

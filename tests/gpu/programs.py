@@ -28,6 +28,7 @@ PEERS = (
     "torch",
     "torch-large-chunk",
     "liger",
+    "liger-tp",
     "cce",
     "verl-triton",
 )
@@ -142,6 +143,7 @@ def compare_heads(records: Iterable[Mapping[str, Any]], report: Report, *, has_g
             rates = [flops / seconds[name, active] / 1e12 for active in (1, 0.5)]
             text = "{:.4g} at full, {:.4g} at half active".format(*rates)
             how = f"{found['note']}, D error {found['d_error_max']:.1e}"
+            how += f", {found['other_bits']:.1%} of rows have other bits in another packing"
             report.figure(f"{shape} {name} ({how})", text, "TFLOP/s")
         ours = alone.get("ours", {"failed": "not among the records"})
         is_exact = ours.get("exact", False)

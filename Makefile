@@ -20,7 +20,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-language study arena test test-system test-soak test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
+.PHONY: help demo demo-language study arena test test-studies test-system test-soak test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ demo: ## Train a small model with GAPO on this CPU (CONFIG=configs/demo.toml WOR
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config $(CONFIG) --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
-demo-language: ## Train a language model of 135 million parameters with GAPO and GSPO on this CPU (docs/language.md; an hour)
+demo-language: ## Train a language model of 135 million parameters with GAPO and GSPO on this CPU (studies/language; an hour)
 	@tools/setup_env.sh language
 	$(PY) tools/demo.py --config configs/demo_language.toml
 	$(PY) tools/demo.py --config configs/demo_language.toml objective.method=gspo
@@ -88,20 +88,23 @@ format: ## Rewrite the sources in the house style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a time (3 to 4 hours; again: goes on)
+study: ## Run the miniature study (studies/miniature) on this CPU, two runs at a time (3 to 4 hours; again: goes on)
 	@tools/setup_env.sh run
-	$(PY) tools/demo.py --config configs/miniature.toml --prepare
-	$(PY) tools/submit.py configs/study_miniature.toml --local --parallel 2
-	$(PY) tools/submit.py configs/study_miniature_branch.toml --local --parallel 2
+	$(PY) tools/demo.py --config studies/miniature/base.toml --prepare
+	$(PY) tools/submit.py studies/miniature/runs.toml --local --parallel 2
+	$(PY) tools/submit.py studies/miniature/branch.toml --local --parallel 2
 	$(PY) tools/report.py runs/studies/miniature runs/studies/miniature_branch --first gapo \
 		--output runs/studies/report --archive runs/studies/report/data
 
-arena: ## Compare all clip rules side by side (docs/arena.md) on this CPU (what the archive lacks; all: two hours on two cores)
+test-studies: ## Run the tests of studies/, which no run needs
 	@tools/setup_env.sh dev
-	$(PY) -m benchmarks.arena $(ARGS)
+	$(PYTEST) -n $(JOBS) studies $(ARGS)
 
-# All but those that need arguments, whose commands RESULTS.md and docs/study.md have.
-BENCHMARKS = $(filter-out benchmarks/study.py, $(shell grep -l __main__ benchmarks/*.py))
+arena: ## Compare all clip rules side by side (studies/arena) on this CPU (what the archive lacks; all: two hours on two cores)
+	@tools/setup_env.sh dev
+	$(PY) -m studies.arena $(ARGS)
+
+BENCHMARKS = $(shell grep -l __main__ benchmarks/*.py)
 
 bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs demo and demo-language)
 	@tools/setup_env.sh dev

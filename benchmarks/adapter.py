@@ -1,6 +1,6 @@
 """LoRA on SmolLM2-135M-Instruct: how far vLLM is from the trainer, and what a step costs.
 
-    python benchmarks/adapter.py            (needs the model and the task of docs/language.md)
+    python benchmarks/adapter.py            (needs the model and the task of studies/language)
     python benchmarks/adapter.py --parts distances -- model.hf_dir=MODEL data.train_path=FILE
 
 `train`: GAPO in fp32 on the task of configs/demo_language.toml; the factors after 0, 1, 10 and 100

@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint: all of it, or until what is written is copied.
 
-    python benchmarks/saves.py              (needs the model of docs/language.md)
+    python benchmarks/saves.py              (needs the model of studies/language/README.md)
     python benchmarks/saves.py --repetitions 5 -- model.hf_dir=MODEL model.precision=fp32
 
 One rank. Each repetition saves twice, in turns, after an update: once as training waits for it, and

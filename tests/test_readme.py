@@ -45,7 +45,7 @@ COMMAND = re.compile(
     r"(tools/\w+\.py|-m gapo_megatron\.(?:train|sft))"
     r"(?: (measure|own|deepscaler|deepcoder|verifiers)\b)?([^\n`|;]*)"
 )
-FOLDERS = (".", "docs", "docs/howto", "benchmarks")
+FOLDERS = (".", "docs", "docs/howto", "benchmarks", "studies/*")
 DOCUMENTS = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")]
 PRINTED = [
     *(str(path.relative_to(ROOT)) for path in [*DOCUMENTS, *ROOT.glob("slurm/*")]),

@@ -100,7 +100,7 @@ _PRESETS = (
     replace(_GSPO_ASYM, name="f_gspo", focal_gamma=1.0),
     replace(_GSPO_ASYM, name="gapo", adaptive=True),
     # A trust region's optimum moves a ratio in proportion to A: 7 : 1 between c = 1 and c = 7 of 8,
-    # where GAPO's widths are 1.52 : 1. Not of the paper; docs/arena.md measures it.
+    # where GAPO's widths are 1.52 : 1. Not of the paper; studies/arena/README.md measures it.
     replace(_GSPO_ASYM, name="gapo_proportional", adaptive=True, has_floor=False),
     Method(name="gapo_token", ratio="token", eps_low=0.2, eps_high_max=0.28, adaptive=True),
     Method(

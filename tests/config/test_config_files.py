@@ -22,10 +22,15 @@ from gapo_megatron.ops.plan.planner import ROOMY_SHARE, plan, read_model
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
 # Studies (files with a `config`) are of their own form: test_study.py.
-FILES = sorted(p for p in CONFIGS.rglob("*.toml") if "config" not in tomllib.loads(p.read_text()))
+FILES = sorted(
+    path
+    for path in [*CONFIGS.rglob("*.toml"), *(ROOT / "studies").rglob("*.toml")]
+    if "config" not in tomllib.loads(path.read_text())
+)
 
 # Method -> clips, as in the paper's tables; the distilled model has clips of its own.
 WIDE, NARROW, DISTILLED = (0.2, 0.28), (3e-3, 5e-3), (7e-5, 3e-4)
@@ -75,7 +80,7 @@ LAYOUTS = [f"{gpu}_{limit}" for gpu in ("h100", "h200") for limit in ("8k", "24k
 
 
 def name_of(path: Path) -> str:
-    return str(path.relative_to(CONFIGS))
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -24,7 +24,8 @@ from tests.hf.test_convert_models import CONFIGS as MODELS
 from tests.messages import mentions
 from tests.scaling_setup import write_model
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
 DEMO = CONFIGS / "demo.toml"
 HEAD = f'config = "{DEMO}"\noutput_dir = "runs/s"\n'
 
@@ -380,8 +381,12 @@ def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(
 
 @pytest.mark.parametrize(
     "path",
-    sorted(p for p in CONFIGS.rglob("*.toml") if "config" in tomllib.loads(p.read_text())),
-    ids=lambda p: p.stem,
+    sorted(
+        path
+        for path in [*CONFIGS.rglob("*.toml"), *(ROOT / "studies").rglob("*.toml")]
+        if "config" in tomllib.loads(path.read_text())
+    ),
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_every_study_of_the_repository(path: Path) -> None:
     for run in read_study(path).runs:

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank's share, and layouts of four ranks that combine it."""
+"""Context parallelism: each rank's share."""
 
 from __future__ import annotations
 
@@ -18,29 +18,14 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import destroy
 from gapo_megatron.policy.context import cut, held_positions, num_chunks
-from tests.dist import run_distributed, single_rank
+from tests.dist import run_distributed
 from tests.distributed.policy_setup import (
     load_policy,
     make_batch,
     make_config,
     save_model,
 )
-from tests.distributed.test_policy import compare, train
 from tests.messages import mentions
-
-TOGETHER = [[(0, 1, 2, 3), (), (4, 5, 6, 7)]]
-LAYOUTS = {
-    "context, sequence": (
-        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        TOGETHER,
-    ),
-    "context, pipeline": (
-        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        TOGETHER,
-    ),
-    "context, data": ({"context_parallel_size": 2}, [[(0,), (1, 2, 3)], [(4, 5, 6), (7,)]]),
-    "context of four": ({"context_parallel_size": 4}, TOGETHER),
-}
 
 
 def sequence_that_is_named(folder: Path, poisoned: int) -> str:
@@ -71,24 +56,6 @@ def test_a_row_that_is_not_finite_is_named_by_its_sequence(tmp_path: Path) -> No
     save_model(tmp_path, "qwen2_tied")
     first, second = run_distributed(sequence_that_is_named, 2, tmp_path, 1)
     assert re.search(mentions("micro-batch 0", "sequence 5"), first) and second == ""
-
-
-def train_every_layout(folder: Path) -> list:
-    return [train(folder, *layout) for layout in LAYOUTS.values()]
-
-
-@pytest.mark.system
-def test_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    save_model(tmp_path, "qwen2_tied")
-    with single_rank():
-        expected = train(tmp_path, {}, [[tuple(range(8))]])
-    ranks = run_distributed(train_every_layout, 4, tmp_path)
-    for i, layout in enumerate(LAYOUTS):
-        reports = [rank[i] for rank in ranks]
-        for other in reports[1:]:
-            compare([reports[0], other], expected, where=layout, everything=False)
-        seen = set().union(*(report.log_probs for report in reports))
-        assert seen == set(expected.log_probs), layout
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])

@@ -35,16 +35,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "uneven": {PP: 2, LAST: 1},
     "uneven, virtual": {PP: 2, FIRST: 4, VPP: 2},
 }
-FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "virtual of four": {PP: 4, VPP: 1, FIRST: 1, LAST: 1},
-    "virtual, sequence": {
-        PP: 2,
-        VPP: 3,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-    },
-    "virtual, context": {PP: 2, VPP: 3, "context_parallel_size": 2},
-}
 
 
 def planned_shapes(folder: Path) -> list[str]:
@@ -116,10 +106,6 @@ def train_on_two(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
     return reports
 
 
-def train_on_four(folder: Path) -> dict[str, Any]:
-    return {layout: train(folder, sizes, TOGETHER) for layout, sizes in FOUR_RANKS.items()}
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {name: tmp_path_factory.mktemp(name) for name in ("qwen2_tied", "qwen3")}
@@ -146,19 +132,6 @@ def test_stages_compute_what_one_rank_does(folders: dict[str, Path]) -> None:
     for layout in LAYOUTS:
         # The first stage does not know what can be left out; the last one does.
         assert ranks[1]["skipping", layout].num_active == [2, 0, 1], layout
-
-
-@pytest.mark.system
-def test_stages_go_with_other_parallelism(folders: dict[str, Path]) -> None:
-    with single_rank():
-        expected = train(folders["qwen2_tied"], {}, [[tuple(range(8))]])
-    ranks = run_distributed(train_on_four, 4, folders["qwen2_tied"])
-    for layout in FOUR_RANKS:
-        reports = [rank[layout] for rank in ranks]
-        for other in reports[1:]:
-            compare([reports[0], other], expected, where=layout, everything=False)
-        seen = set().union(*(report.log_probs for report in reports))
-        assert seen == set(expected.log_probs), layout
 
 
 SHARES = [[(0,), (1, 2, 3), (4, 5), (6,), (7,)]]

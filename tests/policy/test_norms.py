@@ -1,4 +1,4 @@
-"""Norms and scaled embeddings in 16 bits beside transformers' modules; norms over ranks."""
+"""Norms and scaled embeddings in 16 bits beside transformers' modules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from gapo_megatron.config import ParallelConfig
-from gapo_megatron.policy import destroy, initialize
+from gapo_megatron.policy import destroy
 from gapo_megatron.policy.norms import KeyNorm, NormedAdd, QueryNorm, RMSNorm
-from tests.dist import run_distributed, single_rank
+from tests.dist import single_rank
 from tests.distributed.conversion_setup import save_model
-from tests.distributed.policy_setup import TP, load_policy, make_config
+from tests.distributed.policy_setup import load_policy, make_config
 
 TOKENS, HEADS, GROUPS, HEAD_DIM = 64, 6, 2, 16
 HIDDEN, EPS = 96, 1e-5
@@ -107,31 +106,3 @@ def test_embeddings_are_scaled_by_the_rounded_root(tmp_path: Path) -> None:
     assert torch.equal(found, embedding(tokens))
     assert not torch.equal(found, (embedding.weight.float() * 48**0.5).bfloat16()[tokens])
     assert torch.equal(head[:61], embedding.weight)  # the tied output layer is not scaled
-
-
-def shares(num_ranks: int) -> list[Tensor]:
-    """This rank's part of a norm over all heads: output, and gradients of input and weight."""
-    group = ALONE
-    if num_ranks > 1:
-        group = initialize(ParallelConfig(**{TP: num_ranks})).tp_group
-    norm = QueryNorm(settings(dtype=torch.float32), eps=EPS)
-    norm.weight.data.copy_(1 + random(len(norm.weight), seed=1, scale=0.3))
-    norm.tp_group = group
-    mine = slice(group.rank() * HEADS // num_ranks, (group.rank() + 1) * HEADS // num_ranks)
-    x = random(TOKENS, HEADS, HEAD_DIM, scale=3.0)[:, mine].requires_grad_()
-    output = norm(x)
-    weights = random(TOKENS, HEADS, HEAD_DIM, seed=2)[:, mine]
-    gradients = torch.autograd.grad((output * weights).sum(), [x, norm.weight])
-    if num_ranks > 1:
-        destroy()
-    return [output.detach(), *gradients]
-
-
-def test_a_norm_over_all_heads_is_the_same_on_two_ranks() -> None:
-    """Without sequence parallelism, too; the weight's gradient is summed over ranks elsewhere."""
-    whole, ranks = shares(1), run_distributed(shares, 2, 2)
-    outputs, of_inputs, of_weights = zip(*ranks, strict=True)
-    found = [torch.cat(outputs, dim=1), torch.cat(of_inputs, dim=1), sum(of_weights)]
-    for part, expected in zip(found, whole, strict=True):
-        # Squares are added up in another order; the weight's gradient has 64 terms.
-        torch.testing.assert_close(part, expected, rtol=1e-5, atol=2e-5)

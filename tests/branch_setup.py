@@ -52,7 +52,7 @@ def publish(folder: Path, step: int, *, config: Config, model: dict[str, Any]) -
         model=model,
         config=config.model_dump(mode="json"),
         layout={"data_parallel_size": 2},
-        megatron_version="0.16.1",
+        megatron_version="0.19.2",
         files=manifest.describe_files(temporary, manifest.list_files(temporary)),
     )
     manifest.write_manifest(temporary, document)

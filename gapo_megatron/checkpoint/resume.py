@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from megatron.core import __version__ as megatron_version
 from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint import rng
@@ -24,6 +23,7 @@ from gapo_megatron.checkpoint.open_groups import (
 from gapo_megatron.checkpoint.open_step import BATCH_NAME, OpenStep, progress_name
 from gapo_megatron.checkpoint.save import layout, model_identity
 from gapo_megatron.checkpoint.state import AHEAD_NAME, TRAINER_STATE_NAME, State
+from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changed_layout, changes
 from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError, said
@@ -390,9 +390,9 @@ def _log_changes(found: Manifest, config: Config) -> None:
     """Log changed settings, which are allowed but must not be silent."""
     for name, (before, now) in changes(found.config, config).items():
         logger.warning("resuming with %s = %r (was %r)", name, now, before)
-    if found.megatron_version != megatron_version:
+    if found.megatron_version != version():
         logger.warning(
             "the checkpoint was written by megatron-core %s, this is %s",
             found.megatron_version,
-            megatron_version,
+            version(),
         )

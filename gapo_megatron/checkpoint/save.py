@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import __version__ as megatron_version
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from transformers import PretrainedConfig
@@ -32,6 +31,7 @@ from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.shards import Room, Shards
 from gapo_megatron.checkpoint.state import State
 from gapo_megatron.compat.megatron_optimizer import no_garbage_collection
+from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import CheckpointConfig, Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
@@ -123,7 +123,7 @@ def begin_save(
         model=model_identity(policy.hf_config),
         config=config.model_dump(mode="json"),
         layout=layout(policy.groups),
-        megatron_version=megatron_version,
+        megatron_version=version(),
         files={},
         open_updates=open_updates,
         branch=state.branch,

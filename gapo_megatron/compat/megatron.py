@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as version
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from gapo_megatron.compat.megatron_version import check_version, version
 from gapo_megatron.compat.torch import deterministic_algorithms
 from gapo_megatron.errors import ConfigError
 
@@ -30,26 +29,26 @@ Shape = tuple[int, ...]
 
 _REPLACED = (
     (GPTModel, "_set_attention_backend"),
-    (GPTModel, "_postprocess"),
     (P2PCommunicator, "_communicate_shapes"),
     (DistributedDataParallel, "_make_backward_post_hook"),
 )
 
 
 def check() -> None:
-    """Refuse a Megatron-core without the methods that are replaced here: ours would not be called.
+    """Refuse a Megatron-core that is too old, or has not the methods that are replaced here.
 
     Raises:
-        ConfigError: names version and method.
+        ConfigError: names the version, and the method, for which ours would not be called.
     """
     # Uses: the methods of `_REPLACED`
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: beside the classes that replace them
+    check_version()
     for owner, name in _REPLACED:
         if not hasattr(owner, name):
             raise ConfigError(
-                f"megatron-core {version} has no {owner.__name__}.{name}, which this package "
-                "replaces: versions 0.16.1 to 0.19.2 have it"
+                f"megatron-core {version()} has no {owner.__name__}.{name}, which this package "
+                "replaces: version 0.19.2 has it"
             )
 
 
@@ -59,7 +58,7 @@ def check() -> None:
 def groups_made() -> list[dist.ProcessGroup]:
     """All groups that Megatron-core has created; `destroy_model_parallel` does not close them."""
     # Uses: parallel_state._global_process_group_list
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: NVIDIA/Megatron-LM#6897 (open issue), #6902, #7029 (open pull requests)
     return [group for group in parallel_state._global_process_group_list or [] if group]
 
@@ -69,7 +68,7 @@ def schedule_order(
 ) -> Sequence[tuple[int, int]]:
     """Micro-batch and virtual stage of every forward pass of a pipeline rank, in order."""
     # Uses: pipeline_parallel.schedules.get_schedule_table
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     order: Sequence[tuple[int, int]] = schedules.get_schedule_table(
         num_microbatches, num_chunks, pp_size
@@ -81,8 +80,9 @@ class ShapedCommunicator(P2PCommunicator):
     """Gets the shapes of tensors between stages from `shapes` instead of exchanging them."""
 
     # Uses: P2PCommunicator._communicate_shapes, replaced
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#7000 (merged, in neither: one fixed shape), #1066, #5100 (open)
+    # Versions: megatron-core 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#7000 (merged, not in 0.19.2: one fixed shape), #1066, #5100
+    #     (open)
 
     def shapes(
         self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -110,7 +110,7 @@ class ShapedCommunicator(P2PCommunicator):
 def received(stage: GPTModel) -> Tensor:
     """Hidden states that a stage received from the previous one, in the current pass."""
     # Uses: GPTModel.decoder.input_tensor
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     hidden: Tensor = stage.decoder.input_tensor
     return hidden
@@ -122,7 +122,7 @@ def received(stage: GPTModel) -> Tensor:
 def main_grad(parameter: Any) -> Tensor:
     """The float32 buffer in which a parameter's gradients are summed."""
     # Uses: Parameter.main_grad
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     buffer: Tensor = parameter.main_grad
     return buffer
@@ -133,7 +133,7 @@ class ListeningModel(DistributedDataParallel):
 
     # Uses: DistributedDataParallel._make_backward_post_hook, replaced;
     #     Parameter.main_grad, .grad_added_to_main_grad (Transformer Engine sets the latter)
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: NVIDIA/Megatron-LM#1129 (open, close to it), #6484 (merged: Megatron-FSDP v2 alone)
 
     def gradient_came(self, parameter: Parameter) -> None:
@@ -157,7 +157,7 @@ class Bucket:
     """Parameters whose gradients are reduced together."""
 
     # Uses: bucket groups: params, grad_reduce_handle, start_grad_sync
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
 
     def __init__(self, bucket_group: Any) -> None:
@@ -177,7 +177,7 @@ class Bucket:
 def buckets(wrapped: DistributedDataParallel) -> list[Bucket]:
     """Gradient buckets of one virtual stage: the data parallel groups', then the experts'."""
     # Uses: DistributedDataParallel.bucket_groups, .expert_parallel_bucket_groups
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     return [
         Bucket(group) for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups)
@@ -187,23 +187,13 @@ def buckets(wrapped: DistributedDataParallel) -> list[Bucket]:
 # --- model ---------------------------------------------------------------------------------------
 
 
-def fill_gaps() -> None:
-    """Define a name that 0.16 reads even without Transformer Engine: its matrix product."""
-    # Uses: transformer.moe.moe_utils.te_general_gemm
-    # Versions: megatron-core 0.16.1 (0.19.2 sets it to None by itself)
-    # Upstream: none found
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 class HiddenStatesModel(GPTModel):
     """A model that returns hidden states and calls `choose_attention` for the environment."""
 
-    # Uses: LanguageModule._set_attention_backend, GPTModel._postprocess, both replaced
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#7362 (merged, in neither: called no more), #7444
-    #     (open: the environment's choice stays), #6019 (open); #4686 (merged, in 0.19.2: forward's
-    #     `output_processor`)
+    # Uses: LanguageModule._set_attention_backend, replaced; `output_processor` of forward (public)
+    # Versions: megatron-core 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#7362 (merged, not in 0.19.2: called no more), #7444
+    #     (open: the environment's choice stays), #6019 (open)
 
     _has_chosen_attention = False
 
@@ -211,8 +201,8 @@ class HiddenStatesModel(GPTModel):
         super().__init__(*args, **kwargs)
         if not self._has_chosen_attention:
             raise ConfigError(
-                f"megatron-core {version} does not call GPTModel._set_attention_backend, which "
-                "this package replaces: versions 0.16.1 to 0.19.2 do"
+                f"megatron-core {version()} does not call GPTModel._set_attention_backend, which "
+                "this package replaces: version 0.19.2 does"
             )
 
     def choose_attention(self) -> None:
@@ -222,27 +212,20 @@ class HiddenStatesModel(GPTModel):
         self._has_chosen_attention = True
         self.choose_attention()
 
-    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *arguments: Any, **settings: Any) -> Tensor:
         """Hidden states [T (/ tp under sequence parallelism), 1, H] instead of logits."""
-        return hidden_states
+        hidden: Tensor = super().forward(*arguments, **settings, output_processor=_as_they_are)
+        return hidden
 
 
-def leave_undefined(weight: Tensor) -> Tensor:
-    """Leave a weight uninitialised, because every weight is loaded.
-
-    (With `perform_initialization=False`, 0.16 does not mark sharded weights, and the gradient norm
-    misses all shards but the first.)
-    """
-    # Uses: TransformerConfig.init_method and its siblings
-    # Versions: megatron-core 0.16.1 (needed), 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#4084 (merged, in 0.19.2)
-    return weight
+def _as_they_are(*, hidden_states: Tensor, **_: Any) -> Tensor:
+    return hidden_states
 
 
 def set_rotary_frequencies(model: GPTModel, frequencies: Tensor) -> None:
     """Use these frequencies [R / 2] instead of Megatron-core's own; R elements are rotated."""
     # Uses: RotaryEmbedding.inv_freq
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     model.rotary_pos_emb.inv_freq = frequencies
 
@@ -255,7 +238,7 @@ def share_rotary_tables(rotary: Any) -> None:
     much as two tables. Transformer Engine's kernel takes any table that is long enough.
     """
     # Uses: RotaryEmbedding.get_rotary_seq_len, replaced
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found (close to it NVIDIA/Megatron-LM#1646, #1649, open)
     exact = rotary.get_rotary_seq_len
 
@@ -274,7 +257,7 @@ def combine_experts_in_order(model: nn.Module) -> None:
     bits.
     """
     # Uses: MoELayer.token_dispatcher.combine_postprocess, replaced
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: NVIDIA/Megatron-LM#7149, #6547 (open), #5718 (merged, documentation)
     for module in model.modules():
         if isinstance(module, MoELayer):
@@ -291,7 +274,7 @@ def _in_order(combine: Callable[[Tensor], Tensor], permuted: Tensor) -> Tensor:
 def spread_tokens_evenly(model: nn.Module) -> None:
     """Give every expert the same number of tokens, whatever the router chooses."""
     # Uses: routers: routing (to know one), topk, the outputs (probs, choices)
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: NVIDIA/Megatron-LM#2917 (merged: a forced imbalance); the public
     #     `moe_router_force_load_balancing` draws at random
     for module in model.modules():
@@ -314,7 +297,7 @@ def leave_grad_mode(model: GPTModel) -> None:
     Without gradients, an addition with a norm would keep its inputs for a backward pass.
     """
     # Uses: TransformerLayer.bias_dropout_add_exec_handler
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     for layer in model.decoder.layers:
         layer.bias_dropout_add_exec_handler = contextlib.nullcontext

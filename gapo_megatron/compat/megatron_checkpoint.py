@@ -29,14 +29,14 @@ __all__ = [
 ]
 # Of the first, a re-export.
 # Uses: megatron.core.dist_checkpointing.core.CheckpointingException
-# Versions: megatron-core 0.16.1, 0.19.2
+# Versions: megatron-core 0.19.2
 # Upstream: none found
 
 
 def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
     """Yield the sharded objects of a state dict that hold tensors (`data`)."""
     # Uses: dist_checkpointing.dict_utils.nested_values; ShardedTensor.data, ShardedTensorFactory
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found (close to it NVIDIA/Megatron-LM#4475, open, #7013, closed)
     for one in nested_values(state):
         if isinstance(one, ShardedTensor | ShardedTensorFactory):
@@ -46,7 +46,7 @@ def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
 def without_frozen(state: dict[str, Any]) -> dict[str, Any]:
     """Leave out of a sharded state dict the parameters and buffers that are not trained."""
     # Uses: ShardedTensor.data, ShardedTensorFactory.data
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
 
     def is_frozen(one: Any) -> bool:
@@ -57,16 +57,15 @@ def without_frozen(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):
-    """Saves in Megatron-core's format without forking.
+    """Saves in Megatron-core's format by a writer of ours, in this process.
 
-    Its own writer forks a process per file and one more for a queue. With CUDA, OpenMP threads and
-    vLLM in the process a fork may deadlock, and on a CPU it takes ten times as long as the save.
+    Its own one writes in threads, but starts a process for the queue of their results.
     """
 
     # Uses: strategies.torch: _replace_state_dict_keys_with_sharded_keys, mcore_to_pyt_state_dict,
     #     MCoreSavePlanner, keep_only_main_replica, TorchDistSaveShardedStrategy as a base
-    # Versions: megatron-core 0.16.1, 0.19.2 (which writes in threads)
-    # Upstream: NVIDIA/Megatron-LM#3424, #3633 (merged, in 0.19.2); none found for another writer
+    # Versions: megatron-core 0.19.2
+    # Upstream: none found for another writer
 
     def __init__(self, writer: torch_checkpoint.FileSystemWriter) -> None:
         super().__init__(backend="torch_dist", version=1)
@@ -102,7 +101,7 @@ def save_sharded(
     Collectives, over all ranks: those of Megatron-core's save.
     """
     # Uses: FullyParallelSaveStrategyWrapper, `sharded_strategy` of dist_checkpointing.save
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     strategy = FullyParallelSaveStrategyWrapper(InProcessSave(writer), group)
     dist_checkpointing.save(state, str(writer.path), sharded_strategy=strategy)
@@ -128,7 +127,7 @@ def sharded_factor(
         stacked: the same of a leading dimension that the matrix itself does not have.
     """
     # Uses: transformer.mlp.apply_swiglu_sharded_factory
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     lead = () if stacked is None else (stacked,)
     dim, *where = cut or (0, 0, 1)

@@ -23,7 +23,7 @@ def repair_expert_biases(model: nn.Module) -> None:
     """
     # Uses: MoELayer.config, .experts; RowParallelLinear.explicit_expert_comm, .tp_group;
     #     Parameter.sequence_parallel, .tensor_model_parallel
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.add_bias_linear:
@@ -38,7 +38,7 @@ def repair_expert_biases(model: nn.Module) -> None:
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An activation without torch.compile, which would start a C++ compiler at its first call."""
     # Uses: that Megatron-core's jit_fuser is torch.compile; its _torchdynamo_orig_callable
-    # Versions: megatron-core 0.16.1, 0.19.2, torch 2.13.0
+    # Versions: megatron-core 0.19.2, torch 2.13.0
     # Upstream: none found
     plain: Callable[..., Tensor] = getattr(function, "_torchdynamo_orig_callable", function)
     return plain

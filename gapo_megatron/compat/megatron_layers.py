@@ -17,7 +17,7 @@ class LayerModules:
     """Our classes of a layer without Transformer Engine; Megatron-core builds them."""
 
     # Uses: what `local_layers` uses, with these arguments of each constructor
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `local_layers`
 
     norm: type
@@ -39,7 +39,7 @@ def transformer_engine_layers(
 ) -> TransformerBlockSubmodules:
     """Transformer Engine's layers; `has_experts`: of each of a stage."""
     # Uses: get_gpt_layer_with_transformer_engine_spec, transformer_block.LayerNormImpl
-    # Versions: megatron-core 0.16.1 (0.19.2: not run)
+    # Versions: megatron-core 0.19.2
     # Upstream: none found (get_gpt_decoder_block_spec counts the stage's layers by itself)
     specs = {
         has: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
@@ -58,7 +58,7 @@ def local_layers(
 ) -> TransformerBlockSubmodules:
     """Layers without Transformer Engine, of our modules; `has_experts`: of each of a stage."""
     # Uses: the submodules of the local layer spec, and their sharded_state_dict_keys_map
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: NVIDIA/Megatron-LM#1448 (open: WrappedTorchNorm and sequence parallelism)
     specs = {has: _local_layer(config, has, modules) for has in set(has_experts)}
     return TransformerBlockSubmodules([specs[has] for has in has_experts], modules.norm)

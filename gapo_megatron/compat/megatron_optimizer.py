@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as version
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.huge_pages import empty
 
@@ -30,7 +30,7 @@ CHECKPOINT_METADATA = {
 }
 """Options of `sharded_state_dict`: the format in which Megatron-core writes model and optimizer."""
 # Uses: `metadata` of sharded_state_dict
-# Versions: megatron-core 0.16.1, 0.19.2
+# Versions: megatron-core 0.19.2
 # Upstream: none found (close to it NVIDIA/Megatron-LM#1517, closed: other parallelism in a load)
 
 _STATE = ("param", "exp_avg", "exp_avg_sq")
@@ -43,7 +43,7 @@ _GATHERED_AT_ONCE = 2**26
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """The chained optimizers (dense, experts), or the single one."""
     # Uses: ChainedOptimizer.chained_optimizers
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
@@ -55,7 +55,7 @@ def leave_out_empty(optimizer: MegatronOptimizer) -> None:
     of parts does needs both.
     """
     # Uses: ChainedOptimizer.chained_optimizers, MegatronOptimizer.optimizer
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     optimizer.chained_optimizers = [part for part in parts(optimizer) if part.optimizer is not None]
 
@@ -63,7 +63,7 @@ def leave_out_empty(optimizer: MegatronOptimizer) -> None:
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """AdamW of every part."""
     # Uses: MegatronOptimizer.optimizer
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     return [part.optimizer for part in parts(optimizer)]
 
@@ -71,7 +71,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 def create_state(optimizer: MegatronOptimizer) -> None:
     """Make the moments now, not in the first update: they can be saved, and their room is taken."""
     # Uses: DistributedOptimizer.init_state_fn, .optimizer, .config
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     for part in parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
@@ -83,7 +83,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 def set_weight_decay(optimizer: MegatronOptimizer, value: float) -> None:
     """Set the weight decay of parameters marked as decaying, like Megatron-core's scheduler."""
     # Uses: param_groups: wd_mult
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     for group in optimizer.param_groups:
         group["weight_decay"] = value * group["wd_mult"]
@@ -92,7 +92,7 @@ def set_weight_decay(optimizer: MegatronOptimizer, value: float) -> None:
 def clip_and_step(optimizer: MegatronOptimizer, *, grad_norm: float, max_norm: float) -> None:
     """Clip prepared gradients of this norm, and move the weights."""
     # Uses: optimizer.clip_grads.clip_grad_by_total_norm_fp32, step_with_ready_grads
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     for part in parts(optimizer):
         if parameters := part.get_parameters():
@@ -111,13 +111,13 @@ def gather_in_pieces(optimizer: MegatronOptimizer) -> None:
 
     Megatron-core's own way brings all state of a stage to every rank, and gathers a buffer on the
     device in one piece, when vLLM has that memory already. And it leaves out the padding between
-    buckets, though parameters are looked up where they are with it (0.16 to 0.19).
+    buckets, though parameters are looked up where they are with it.
 
     Raises:
         ConfigError: this Megatron-core looks them up elsewhere; see `check_look_up`.
     """
     # Uses: DistributedOptimizer.get_parameter_state_dp_zero, replaced
-    # Versions: megatron-core 0.16.1, 0.19.2; not those with NVIDIA/Megatron-LM#5077
+    # Versions: megatron-core 0.19.2; not those with NVIDIA/Megatron-LM#5077
     # Upstream: NVIDIA/Megatron-LM#5077 (merged), #6342 (open): the look-up subtracts the padding;
     #     #5255 (closed: cost of this way). The public flag
     #     `distrib_optim_fully_reshardable_mem_efficient` needs gloo, and gathers at one rank
@@ -134,7 +134,7 @@ def no_garbage_collection() -> Iterator[None]:
     plan has many objects; what is garbage is collected later.
     """
     # Uses: optimizer.distrib_optimizer: gc
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, distrib_optimizer, "gc", distrib_optimizer.gc)
@@ -157,7 +157,7 @@ def gather_state(optimizer: MegatronOptimizer, wanted: Iterable[tuple[Tensor, Te
     Collectives: all-gathers over the ranks that shard the state.
     """
     # Uses: DistributedOptimizer.buffers, .gbuf_ranges; buffers: buckets, params; grad_data
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `gather_in_pieces`
     targets: dict[int, list[_Span]] = {}
     for source, target in wanted:
@@ -193,7 +193,7 @@ class _Outline:
     """
 
     # Uses: DistributedOptimizer.buffers, .gbuf_ranges; buffers: numel
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `gather_in_pieces`
 
     def __init__(self, part: Any) -> None:
@@ -247,7 +247,7 @@ def _overlaps(spans: Sequence[_Span], start: int, end: int) -> Iterator[tuple[in
 def _shards(part: Any, ranges: dict[Tensor, Any], key: str) -> list[_Span]:
     """What this rank has of a bucket's state, by place in its shard of the bucket."""
     # Uses: DistributedOptimizer._get_main_param_and_optimizer_states; param_map: gbuf_local
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `gather_in_pieces`
     found = [
         _Span(
@@ -309,8 +309,8 @@ def check_look_up(part: Any) -> None:
     """
     # Uses: DistributedOptimizer.sharded_param_state_fully_reshardable, .buffers, .gbuf_ranges;
     #     Parameter.main_grad
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#5077 (merged, in neither), #6342 (open)
+    # Versions: megatron-core 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#5077 (merged, not in 0.19.2), #6342 (open)
     # Buffers without memory, as large as the real ones, and the offset of every parameter in them.
     layout = {
         i: {dtype: {"param": torch.empty(buffer.numel, dtype=torch.float32, device="meta")}}
@@ -336,10 +336,10 @@ def check_look_up(part: Any) -> None:
         tensor = tensors["param"]
         if tensor.data.storage_offset() != places[tensor.key]:
             raise ConfigError(
-                f"megatron-core {version} reads the optimizer's state at offset "
+                f"megatron-core {version()} reads the optimizer's state at offset "
                 f"{tensor.data.storage_offset()}, but this package writes it at "
                 f"{places[tensor.key]} ({tensor.key}): a checkpoint would mix up parameters, "
-                "because of padding between buckets. Use a version from 0.16.1 to 0.19.2"
+                "because of padding between buckets. Use version 0.19.2"
             )
 
 
@@ -349,13 +349,13 @@ def check_look_up(part: Any) -> None:
 def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """Load the optimizer's part of a checkpoint, working around two bugs of Megatron-core.
 
-    0.16 ties a checkpoint to its layout: with expert parallelism the optimizer has a second part,
+    It ties a checkpoint to its layout: with expert parallelism the optimizer has a second part,
     and a load needs as many parts as the save had. Apart from tensors, all parts store the same,
     and only the step counter matters.
 
-    0.16 to 0.19 with torch's AdamW (without Transformer Engine) expect every parameter's step
-    counter among the loaded tensors, where it is missing, and then give all parameters one shared
-    counter, which each of them would advance.
+    With torch's AdamW (without Transformer Engine) it expects every parameter's step counter among
+    the loaded tensors, where it is missing, and then gives all parameters one shared counter, which
+    each of them would advance.
 
     Args:
         optimizer: the optimizer as built.
@@ -363,7 +363,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """
     # Uses: DistributedOptimizer._set_main_param_and_optimizer_states, replaced; keys "optimizer",
     #     "param_state", "param_state_sharding_type" of load_state_dict
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found (close to it NVIDIA/Megatron-LM#5976, merged: Megatron-FSDP alone)
     of_parts = parts(optimizer)
     saved = state if "optimizer" in state else state[0]
@@ -392,7 +392,7 @@ def _set_all_but_step(
     part: Any, set_tensors: Callable[..., None], model_param: Tensor, tensors: dict[str, Tensor]
 ) -> None:
     # Uses: DistributedOptimizer.model_param_group_index_map
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `load_state`
     group, position = part.model_param_group_index_map[model_param]
     state = part.optimizer.state[part.optimizer.param_groups[group]["params"][position]]

@@ -1,10 +1,10 @@
 """Undocumented parts of Megatron-core in use: how the routers of a model choose experts.
 
 Megatron-core has a replay of its own (`moe_enable_routing_replay`). Its routers register in a list
-of the process: the models of other passes, and layers that predict further tokens, are in it too,
-and 0.16 does not say of which layer an entry is. And it replays recomputed layers in the order of
-the forward passes, though a micro-batch may have no backward pass. So each router gets an object of
-ours where it looks for that one, and every layer is told the micro-batch that it computes.
+of the process: the models of other passes, and layers that predict further tokens, are in it too.
+And it replays recomputed layers in the order of the forward passes, though a micro-batch may have
+no backward pass. So each router gets an object of ours where it looks for that one, and every layer
+is told the micro-batch that it computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def set_choice(packed: PackedSeqParams, choose: ChooseExperts | None) -> None:
         choose: None: the router's own choice.
     """
     # Uses: TransformerLayer.forward's packed_seq_params, the same object in a recomputation
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found
     setattr(packed, _NAME, choose)
 
@@ -40,16 +40,16 @@ def set_choice(packed: PackedSeqParams, choose: ChooseExperts | None) -> None:
 def open_routers(model: GPTModel) -> None:
     """Let `set_choice` choose experts in the layers of `model`, and fix their order.
 
-    The chosen experts of a token are ordered by their number. Megatron-core orders them by score,
-    0.19 only where there are gradients: sums over them then differ in their last bits between the
-    pass of the old log-probs and the update, and ratios from 1.
+    The chosen experts of a token are ordered by their number. Megatron-core orders them by score
+    only where there are gradients: sums over them then differ in their last bits between the pass
+    of the old log-probs and the update, and ratios from 1.
 
     Args:
         model: a stage of the policy; only the layers of its decoder take part.
     """
     # Uses: TransformerLayer.layer_number, .mlp; MoELayer.router: router_replay, num_experts
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#2101, #2693 (merged: the replay); 0.19.2 numbers its entries
+    # Versions: megatron-core 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#2101, #2693 (merged: the replay)
     for number, layer in _with_experts(model):
         router: Any = layer.mlp.router
         assert not router.config.moe_router_fusion, "the fused router asks nobody"
@@ -60,7 +60,7 @@ def open_routers(model: GPTModel) -> None:
 def layers_with_experts(stages: Sequence[GPTModel]) -> list[int]:
     """Numbers in the whole model, from 0, of these stages' layers with experts."""
     # Uses: TransformerLayer.layer_number, .mlp
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `open_routers`
     return [number for stage in stages for number, _ in _with_experts(stage)]
 
@@ -79,7 +79,7 @@ def keep_biases(stages: Sequence[GPTModel]) -> None:
     """
     # Uses: TransformerConfig.moe_router_enable_expert_bias, as finalize_model_grads reads it;
     #     TopKRouter.enable_expert_bias, as _apply_expert_bias reads it
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: none found; 0.19.2 has TopKRouter.frozen_expert_bias, but goes on counting
     for stage in stages:
         stage.config.moe_router_enable_expert_bias = False
@@ -92,7 +92,7 @@ class _Choice:
     """In place of Megatron-core's `RouterReplay`, of one layer."""
 
     # Uses: TopKRouter.router_replay: get_replay_topk, as topk_routing_with_score_function calls it
-    # Versions: megatron-core 0.16.1, 0.19.2
+    # Versions: megatron-core 0.19.2
     # Upstream: as of `open_routers`
 
     def __init__(self, layer: int) -> None:

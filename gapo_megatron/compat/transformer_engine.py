@@ -107,7 +107,7 @@ def split_output(inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor, 
     that the next layer adds.
     """
     # Uses: what LayerNormLinear.forward returns, and Megatron-core's wrapper of it
-    # Versions: transformer-engine 2.20.2, megatron-core 0.16.1, 0.19.2
+    # Versions: transformer-engine 2.20.2, megatron-core 0.19.2
     # Upstream: none found
     if len(output) == 3:
         y, bias, x = output

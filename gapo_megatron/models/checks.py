@@ -158,8 +158,7 @@ def _check_experts(parallel: ParallelConfig) -> None:
             f"parallel.tensor_model_parallel_size ({tp}) > 1"
         )
     if tp > 1 and parallel.expert_model_parallel_size == 1:
-        # Every rank would have a copy of every expert, and Megatron-core (0.16) would sum their
-        # gradients over data parallel ranks only.
+        # Every rank would have a copy of every expert: nobody has tried it.
         raise ConfigError(
             "parallel.expert_model_parallel_size (1) must be 2 or more for a model with experts "
             f"at parallel.tensor_model_parallel_size ({tp}) > 1"

@@ -1,7 +1,7 @@
 """Latent attention without Transformer Engine: what makes queries, keys and values.
 
-Megatron-core's own (0.16.1) makes rotary tables of every layer, and shards what makes the latent
-vectors, unlike with Transformer Engine. The parameters here have its names.
+Megatron-core's own makes rotary tables of every layer, and shards what makes the latent vectors,
+unlike with Transformer Engine. The parameters here have its names.
 
 NOT YET RUN ON A GPU.
 

@@ -18,9 +18,7 @@ from transformers import PretrainedConfig
 from gapo_megatron.compat.megatron import (
     HiddenStatesModel,
     combine_experts_in_order,
-    fill_gaps,
     leave_grad_mode,
-    leave_undefined,
     set_rotary_frequencies,
     share_rotary_tables,
 )
@@ -97,7 +95,6 @@ def build_model(
         recompute=recompute,
         parallel=parallel,
     )
-    fill_gaps()
     # Megatron-core requires a seed; nothing is drawn, since weights are loaded without dropout.
     model_parallel_cuda_manual_seed(0)
     mine = layers_of_stages(parallel, hf_config.num_hidden_layers)[groups.pp_rank]
@@ -147,10 +144,7 @@ def transformer_config(
         hidden_dropout=0.0,
         # Our losses are divided by global denominators: gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        # Every weight is loaded; nothing is drawn.
-        init_method=leave_undefined,
-        output_layer_init_method=leave_undefined,
-        embedding_init_method=leave_undefined,
+        perform_initialization=False,  # every weight is loaded
         gradient_accumulation_fusion=False,  # see `fuse_weight_gradients`
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,

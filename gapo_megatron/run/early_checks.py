@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from gapo_megatron import rewards
+from gapo_megatron.compat.megatron_version import check_version
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
 from gapo_megatron.config.schema import VLLM
@@ -30,8 +31,10 @@ def check_before_imports(config: Config) -> None:
     Rank 0 warns of a clip that cannot act.
 
     Raises:
-        ConfigError: names the setting or file that is missing, unusable or does not fit the model.
+        ConfigError: names the setting or file that is missing, unusable or does not fit the model,
+            or a Megatron-core that is too old.
     """
+    check_version()
     check_paths(config)
     check_writable(config.run.output_dir, is_first=is_first())
     check_sinks(config.metrics)

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from gapo_megatron import checkpoint
 from gapo_megatron.compat import megatron_optimizer
+from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import Config, counts
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import rules_for
@@ -208,5 +208,5 @@ def build_with_another_look_up(folder: Path) -> dict[int, str]:
 def test_a_megatron_core_that_reads_elsewhere_is_refused(folder: Path) -> None:
     """With one bucket no padding lies between buckets, and nothing is read from elsewhere."""
     (refused,) = run_distributed(build_with_another_look_up, 1, folder)
-    assert re.search(mentions("megatron-core", megatron_version, "0.19.2"), refused[1])
+    assert re.search(mentions("megatron-core", version(), "0.19.2"), refused[1])
     assert refused[10**9] == "nothing"

@@ -396,7 +396,7 @@ def test_a_branch_is_told_and_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist; checkpoints of that run: none"):
         text_of(config)
     manifest.step_dir(folder, 4).mkdir()
-    document = manifest.Manifest(4, {}, old.model_dump(mode="json"), {}, "0.16.1", files={})
+    document = manifest.Manifest(4, {}, old.model_dump(mode="json"), {}, "0.19.2", files={})
     manifest.write_manifest(manifest.step_dir(folder, 4), document)
     text = " ".join(text_of(config).split())
     assert f"{tmp_path}/old, step_00000004" in text and document.sha256[:12] in text
@@ -408,7 +408,7 @@ def test_a_branch_is_told_and_checked(tmp_path: Path) -> None:
     own = manifest.step_dir(tmp_path / "new/checkpoints", 4)
     own.mkdir(parents=True)
     manifest.write_manifest(
-        own, manifest.Manifest(4, {}, config.model_dump(mode="json"), {}, "0.16.1", files={})
+        own, manifest.Manifest(4, {}, config.model_dump(mode="json"), {}, "0.19.2", files={})
     )
     assert "resumes from its own checkpoints" in " ".join(text_of(config).split())
     elsewhere = {"branch_from": str(tmp_path / "nowhere/checkpoints/step_4")}

@@ -210,7 +210,7 @@ def test_a_resume_that_a_changed_verifier_forbids_is_an_error(
     def record(code: str) -> None:
         recorded = config.model_dump(mode="json")
         recorded["reward"]["code"] = code
-        manifest.write_manifest(step, manifest.Manifest(2, ours, recorded, {}, "0.16.1", files={}))
+        manifest.write_manifest(step, manifest.Manifest(2, ours, recorded, {}, "0.19.2", files={}))
 
     record(config.reward.code)
     print_dry_run(config, world_size=1)

@@ -98,7 +98,7 @@ def test_a_longer_run_is_asked_which_schedule_it_means(tmp_path: Path) -> None:
             model=model_identity(ours),
             config=before.model_dump(mode="json"),
             layout={"data_parallel_size": 1},
-            megatron_version="0.16.1",
+            megatron_version="0.19.2",
             files={},
         ),
     )

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.compat.megatron import HiddenStatesModel, version
+from gapo_megatron.compat.megatron import HiddenStatesModel
+from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.compat.transformer_engine import fuse_weight_gradients
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
@@ -412,7 +413,7 @@ def test_a_megatron_core_that_would_choose_attention_by_itself_is_refused(
     stage_of_stand_ins: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HiddenStatesModel, "_set_attention_backend", lambda self: None)
-    named = mentions("megatron-core", version, "_set_attention_backend")
+    named = mentions("megatron-core", version(), "_set_attention_backend")
     with pytest.raises(ConfigError, match=named):
         stage_of_stand_ins()
 

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gapo_megatron.errors import GapoError
+from gapo_megatron.compat.megatron_version import check_version
+from gapo_megatron.errors import ConfigError, GapoError
 
 GIB = 2**30
 MAX_GPU_MEMORY_USED_MIB = 1024
@@ -180,11 +181,15 @@ def check_shm() -> Check:
 
 
 def check_packages() -> Check:
-    """Whether this interpreter finds the packages that training imports."""
+    """Whether this interpreter finds the packages that training imports, none of them too old."""
     missing = [name for name in PACKAGES if not _is_there(name)]
     interpreter = f"{sys.executable} ({platform.python_version()})"
     if missing:
         return Check("packages", False, f"{interpreter} does not find {', '.join(missing)}")
+    try:
+        check_version()
+    except ConfigError as error:
+        return Check("packages", False, f"{interpreter}: {error}")
     return Check("packages", True, f"{interpreter} finds all {len(PACKAGES)}")
 
 

@@ -33,12 +33,7 @@ from gapo_megatron.rollout.vllm.arguments import (
     engine_args,
     returns_routes,
 )
-from gapo_megatron.rollout.vllm.guards import (
-    own_shared_memory,
-    trainer_num_threads,
-    trainer_random_state,
-    trainer_torch_generators,
-)
+from gapo_megatron.rollout.vllm.guards import Guards, guarded, own_shared_memory
 from gapo_megatron.rollout.vllm.requests import (
     TOKENS_ONLY,
     to_completion,
@@ -56,6 +51,7 @@ class RolloutEngine:
     Attributes:
         config, hf_config: the run's settings, and its model's Hugging Face config.
         device: this rank's device.
+        guards: what of the process is vLLM's within each call of this class.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
         gloo_group: gloo group of all ranks, for Python objects; also `replicas.gloo_group`.
@@ -115,10 +111,10 @@ class RolloutEngine:
         self.gloo_group = gloo_group or dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)
         )
+        self.guards = Guards(device)
         with (
             vllm.launched_as_this_world(),
-            trainer_random_state(),
-            trainer_num_threads(),
+            self.guards.in_vllm(),
             own_shared_memory(self.gloo_group),
             routes_on_every_rank(),
         ):
@@ -134,7 +130,7 @@ class RolloutEngine:
         size = config.rollout.tensor_parallel_size
         self.replicas = Replicas.create(size, gloo_group=self.gloo_group)
         if not load_weights:
-            self.schedule.sleep()
+            self.sleep()
 
     @property
     def needs(self) -> Needs:
@@ -143,6 +139,7 @@ class RolloutEngine:
             return "merged"
         return "factors" if self._has_base else "base"
 
+    @guarded
     def add(self, request: Request) -> None:
         """Queue a request: `Engine.add`."""
         self.schedule.require(Phase.GENERATING, "generate")
@@ -158,12 +155,12 @@ class RolloutEngine:
         vllm.add_tokens(self.llm, request.name, tokens, params, self._adapter)
         self._num_routed[request.name] = request.num_routed
 
+    @guarded
     def poll(self) -> list[Completion]:
         """Take one decoding step: `Engine.poll`."""
-        with trainer_torch_generators():
-            outputs = self.llm.step()
-        return [self._completion(one, aborted=False) for one in outputs if one.finished]
+        return [self._completion(one, aborted=False) for one in self.llm.step() if one.finished]
 
+    @guarded
     def abort(self) -> list[Completion]:
         """Drop all requests: `Engine.abort`."""
         try:
@@ -172,10 +169,12 @@ class RolloutEngine:
         finally:
             self._drop_requests()
 
+    @guarded
     def num_requests(self) -> tuple[int, int]:
         """Numbers of requests that run, and that wait: `Engine.num_requests`."""
         return vllm.queue_lengths(self.llm)
 
+    @guarded
     def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         """Log-probs of given tokens: `Engine.score`.
 
@@ -188,22 +187,20 @@ class RolloutEngine:
             for i in range(len(rollouts))
         ]
         outputs: dict[str, RequestOutput] = {}
-        # Requests without a seed: on a GPU vLLM draws a seed from NumPy's generator.
-        with trainer_random_state():
-            try:
-                for i, ids in enumerate(tokens):
-                    params = SamplingParams(
-                        temperature=0.0,
-                        max_tokens=1,
-                        prompt_logprobs=0,
-                        routed_experts_prompt_start=len(ids),  # nobody reads them
-                        **TOKENS_ONLY,
-                    )
-                    vllm.add_tokens(self.llm, str(i), ids, params, self._adapter)
-                while self.llm.has_unfinished_requests():
-                    outputs |= {one.request_id: one for one in self.llm.step() if one.finished}
-            finally:
-                self._drop_requests()
+        try:
+            for i, ids in enumerate(tokens):
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    prompt_logprobs=0,
+                    routed_experts_prompt_start=len(ids),  # nobody reads them
+                    **TOKENS_ONLY,
+                )
+                vllm.add_tokens(self.llm, str(i), ids, params, self._adapter)
+            while self.llm.has_unfinished_requests():
+                outputs |= {one.request_id: one for one in self.llm.step() if one.finished}
+        finally:
+            self._drop_requests()
         scored = []
         for i, ids in enumerate(tokens):
             # One entry per token, without alternatives; the first token has none.
@@ -215,6 +212,7 @@ class RolloutEngine:
             scored.append(scores[rollouts.is_sampled(i)])
         return scored
 
+    @guarded
     def update_weights(
         self,
         tensors: Iterable[tuple[str, Tensor]],
@@ -235,6 +233,7 @@ class RolloutEngine:
         # The policy's weights are these and the factors, which are still to come.
         self._begin(policy_version if self.slots is None else -1)
 
+    @guarded
     def update_adapter(
         self, factors: Iterable[Factors], *, scale: float, policy_version: int
     ) -> None:
@@ -270,15 +269,18 @@ class RolloutEngine:
             )
         self.policy_version = policy_version
 
+    @guarded
     def sleep(self) -> None:
         """Release memory to the trainer: `Engine.sleep`."""
         finish_steps(self.llm)  # vLLM empties its cache
         self.schedule.sleep()
 
+    @guarded
     def wake(self) -> None:
         """Allocate the memory of the weights: `Engine.wake`."""
         self.schedule.wake_for_sync()
 
+    @guarded
     def close(self) -> None:
         """Free the engine's memory and destroy the default process group: vLLM does both at once.
 

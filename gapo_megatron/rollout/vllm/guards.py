@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -13,40 +15,76 @@ import torch.distributed as dist
 
 from gapo_megatron.compat.vllm import shared_memory_named
 
-
-@contextlib.contextmanager
-def trainer_random_state() -> Iterator[None]:
-    """Restore all of the trainer's random generators: vLLM seeds them and draws from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with trainer_torch_generators():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-@contextlib.contextmanager
-def trainer_torch_generators() -> Iterator[None]:
-    """Restore torch's random generators; cheap enough for every decoding step.
+class Guards:
+    """What the trainer and vLLM each have of the process and the thread: `with guards.in_vllm()`.
 
-    vLLM's sampler draws from them even if every request has a seed.
+    Random generators and threads are restored: vLLM seeds and draws from the former, even if every
+    request has a seed, and on a CPU replaces `torch.set_num_threads`. The precision of float32
+    products and the CUDA stream are switched. vLLM sets the former for the process when it starts.
+    As for the latter, its `current_stream` (NCCL within a replica, shared experts) makes a stream
+    of its own the thread's for good, while Megatron-core's gradient hooks stay where the model was
+    built: a reduce-scatter could start before its gradients are there. vLLM also keeps the stream
+    of its first step (`main_stream` of its model runner) and copies samples after that one's work,
+    so it gets the same stream in each call.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
+
+    def __init__(self, device: torch.device) -> None:
+        """Create vLLM's stream on a GPU; the calling thread is the one that calls vLLM."""
+        self._devices = [device] if device.type == "cuda" else []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._precision = torch.get_float32_matmul_precision()
+
+    @contextlib.contextmanager
+    def in_vllm(self) -> Iterator[None]:
+        """Be in vLLM within the block, and in the trainer afterwards, also after an exception.
+
+        What one side has given to the device is done before what the other gives to it afterwards.
+        The host does not wait. Cheap enough for every decoding step.
+        """
+        python, numpy = random.getstate(), np.random.get_state()
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self._precision)
+        try:
+            with torch.random.fork_rng(self._devices), self._on_its_stream():
+                yield
+        finally:
+            self._precision = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(precision)
+            torch.set_num_threads = set_num_threads
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+    @contextlib.contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        trainers = torch.cuda.current_stream()
+        self._stream.wait_stream(trainers)
+        torch.cuda.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            trainers.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(trainers)
 
 
-@contextlib.contextmanager
-def trainer_num_threads() -> Iterator[None]:
-    """Restore the number of torch's threads: on a CPU vLLM replaces `torch.set_num_threads`."""
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
+def guarded(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Run a method of an object with `guards` in vLLM (`Guards.in_vllm`)."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self.guards.in_vllm():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

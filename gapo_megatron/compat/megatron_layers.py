@@ -11,6 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gapo_megatron.compat.megatron_latent import PackedLatentAttention
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerModules:
@@ -50,6 +52,9 @@ def transformer_engine_layers(
         )
         for has in set(has_experts)
     }
+    if config.multi_latent_attention:
+        for layer in specs.values():
+            layer.submodules.self_attention.module = PackedLatentAttention
     return TransformerBlockSubmodules([specs[has] for has in has_experts], LayerNormImpl)
 
 

@@ -23,6 +23,7 @@ from gapo_megatron.compat.megatron import (
     share_rotary_tables,
 )
 from gapo_megatron.compat.megatron_experts import repair_expert_biases, uncompiled
+from gapo_megatron.compat.megatron_latent import PackedAngles
 from gapo_megatron.compat.megatron_layers import (
     LayerModules,
     local_layers,
@@ -338,12 +339,17 @@ class PolicyModel(HiddenStatesModel):
 
     def _packed(self, microbatch: Microbatch) -> PackedSeqParams:
         if self.uses_transformer_engine:
-            return PackedSeqParams(
+            angles = None
+            if geometry_of(self.hf_config).latent is not None:
+                angles = self.rotary.angles(microbatch.position_ids)
+            return PackedAngles(
                 qkv_format="thd",
                 cu_seqlens_q=microbatch.cu_seqlens,
                 cu_seqlens_kv=microbatch.cu_seqlens,
                 max_seqlen_q=microbatch.max_seqlen,
                 max_seqlen_kv=microbatch.max_seqlen,
+                angles=angles,
+                magnitude=self.rotary.magnitude,
             )
         return pack_sequences(
             microbatch.cu_seqlens,

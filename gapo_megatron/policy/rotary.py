@@ -44,6 +44,10 @@ class Rotary:
         frequencies = _scaled_frequencies(rope, size).to(device)
         return cls(frequencies, windowed, dtype, rope.magnitude)
 
+    def angles(self, position_ids: Tensor) -> Tensor:
+        """[T, 1, R] float32 angles of positions [1, T], for halves that are rotated together."""
+        return torch.outer(position_ids[0].float(), self.frequencies.repeat(2))[:, None]
+
 
 def _scaled_frequencies(rope: Rope, size: int) -> Tensor:
     """[R / 2] float32; Megatron-core's own scaling has fixed wavelength limits."""

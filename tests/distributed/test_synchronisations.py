@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult, update
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.policy import destroy
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Minibatch, Plan
@@ -37,6 +39,7 @@ from tests.distributed.policy_setup import (
     SP,
     TP,
     VPP,
+    WeightedLoss,
     load_policy,
     make_batch,
     make_config,
@@ -202,6 +205,34 @@ def test_no_objective_waits_for_a_micro_batch(folder: Path) -> None:
         check(counts, where=name, asks=name in ("gapo", "token ratio"))
         # Ours, once an update: whether all was finite, and what the loss reported.
         assert sorted(ours(counts["update", MANY]).values()) == [1, 1], name
+
+
+def count_architectures(folder: Path) -> dict[str, Waits]:
+    """Synchronisations of each architecture's updates that grow with their micro-batches."""
+    more = {}
+    for name in conversion_setup.ARCHITECTURES:
+        conversion_setup.save_model(folder / name, name, num_hidden_layers=2)
+        policy = load_policy(make_config(folder / name))
+        batch = make_batch(2 * MANY, vocab_size=conversion_setup.VOCAB_SIZE)
+        packed = [policy.pack(batch, (i, i + MANY)) for i in range(MANY)]
+        counts = []
+        for number in (FEW, MANY):
+            with counted_waits() as waits:
+                update(policy, packed[:number], WeightedLoss(batch, packed))
+            counts.append(waits)
+        more[name] = counts[1] - counts[0]
+        destroy()
+    return more
+
+
+def test_no_architecture_waits_for_a_micro_batch(tmp_path: Path) -> None:
+    """Forward and backward passes: of all parts, Megatron-core's experts alone wait."""
+    (more,) = run_distributed(count_architectures, 1, tmp_path)
+    assert set(more) == set(conversion_setup.ARCHITECTURES)
+    of_experts = re.compile(r"megatron/(token_dispatcher|moe_utils|experts|router)\.py")
+    for name, waits in more.items():
+        assert [call for call in waits if not of_experts.search(call)] == [], name
+        assert bool(waits) == bool(geometry_of(conversion_setup.hf_config(name)).num_experts), name
 
 
 def count_carry(folder: Path) -> list[Waits]:

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 class PackedAngles(PackedSeqParams):
     """A micro-batch's layout for Transformer Engine's layers with latent attention."""
 
+    # Uses: that layers are given the layout as it is (TEDotProductAttention: its base's fields)
+    # Versions: megatron-core 0.19.2
+    # Upstream: as of `PackedLatentAttention`
+
     angles: Tensor | None = None
     """[T / cp, 1, R] float32, rotary angles of this rank's tokens; None: other attention."""
     magnitude: float = 1.0

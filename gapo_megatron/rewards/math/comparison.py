@@ -10,6 +10,7 @@ from gapo_megatron.rewards.math import expressions, plain
 from gapo_megatron.rewards.math.labels import is_name, is_word, names_value
 from gapo_megatron.rewards.math.nouns import CHANGES_VALUE
 from gapo_megatron.rewards.math.parsing import RELATION
+from gapo_megatron.rewards.math.points import UndecidedError
 from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, THOUSANDS, strip_braces
 from gapo_megatron.rewards.math.units import has_letters, is_unit, ratio, split_unit
 from gapo_megatron.types import Outcome, Verdict
@@ -45,7 +46,7 @@ def compare(given: str, reference: str) -> Verdict:
         if words and compare(*pair).outcome is not Outcome.WRONG:
             reason = f"the words {words!r} beside the value {mine!r} are on no list"
             return Verdict(Outcome.UNKNOWN, reason)
-    if verdict.outcome is Outcome.UNKNOWN and is_judge(reference):
+    if verdict.outcome is Outcome.UNKNOWN and not verdict.reason and is_judge(reference):
         return wrong  # the reference can be read, the answer cannot
     return verdict
 
@@ -78,7 +79,10 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
         return compare(ours[0], theirs[0])
     if _words(given) or _words(reference):
         return _compare_phrases(given, reference, wrong)
-    equal = expressions.equal(given, reference)
+    try:
+        equal = expressions.equal(given, reference)
+    except UndecidedError as error:
+        return Verdict(Outcome.UNKNOWN, str(error))
     if equal is None:
         return _UNREADABLE
     return _CORRECT if equal else wrong

@@ -18,10 +18,12 @@ from sympy.core.relational import Relational
 from gapo_megatron.rewards.math import parsing, plain
 from gapo_megatron.rewards.math.limits import TooLargeError, check_size, expands_too_far
 from gapo_megatron.rewards.math.points import (
+    UndecidedError,
     has_decimals,
+    has_values,
     is_expression,
-    same_at_random,
-    same_equation,
+    same_relation,
+    same_values,
 )
 from gapo_megatron.rewards.math.units import split_unit
 
@@ -66,7 +68,7 @@ def is_readable(text: str) -> bool:
         check_size(value)
     except TooLargeError:
         return False
-    return value is not None
+    return value is not None and has_values(value)
 
 
 def names(text: str, reference: str) -> bool:
@@ -189,41 +191,26 @@ def _is_false(value: Any) -> bool:
     )
 
 
-def _equal_values(ours: Any, theirs: Any) -> bool | None:
+def _equal_values(ours: Any, theirs: Any) -> bool:
     if type(ours) is type(theirs) and ours == theirs:
         return True
+    ours, theirs = _ends(ours), _ends(theirs)
     if (parts := _parts(ours, theirs)) is not None:
         return all(_equal_values(*pair) for pair in parts)
     # As in math-verify: y = 5 is 5, but 5 is not 2y = 5.
     if isinstance(ours, sympy.Eq) and is_expression(theirs):
         return _equal_values(ours.rhs, theirs)
-    if isinstance(theirs, sympy.Eq) and theirs.lhs.is_Symbol and is_expression(ours):
+    if isinstance(theirs, sympy.Eq) and _is_solved(theirs) and is_expression(ours):
         return _equal_values(ours, theirs.rhs)
-    # Numbers by their digits, expressions by values at random points.
-    close = _close_numbers(ours, theirs)
-    if close is False or (close and has_decimals(ours, theirs)):
-        return close
-    if (
-        close is not False
-        and _are_numbers(ours, theirs)
-        and (same := _same_number(ours, theirs)) is not None
-    ):
-        return same
     if is_expression(ours) and is_expression(theirs):
-        same = same_at_random(ours, theirs)
-        if same is not None:
-            return same
-    # Equations by their solutions or zeros, conditions by the numbers that meet them.
-    if isinstance(ours, sympy.Eq) and isinstance(theirs, sympy.Eq):
-        if ours.lhs == theirs.lhs and all(_is_solved(one) for one in (ours, theirs)):
-            return _equal_values(ours.rhs, theirs.rhs)
-        same = same_equation(ours, theirs)
-        if same is not None:
-            return same
-    if _same_conditions(ours, theirs):
-        return True
+        return _equal_expressions(ours, theirs)
+    # Equations and conditions by their zeros or multiples, or by the numbers that meet them.
+    if isinstance(ours, And | Relational) and isinstance(theirs, And | Relational):
+        return _equal_relations(ours, theirs)
     if expands_too_far(ours) and not expands_too_far(theirs):
         return False
+    if isinstance(ours, sympy.Interval | And | Relational) and isinstance(theirs, _LISTS):
+        return False  # math-verify equates 1 < x < 2 and 1, 2
     return bool(
         math_verify.verify(
             [theirs],
@@ -235,13 +222,59 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
     )
 
 
+_LISTS = sympy.FiniteSet | sympy.Tuple
+
+
+def _equal_expressions(ours: Any, theirs: Any) -> bool:
+    """Numbers by their digits, expressions by values at random points; else by a proof."""
+    if _are_numbers(ours, theirs):
+        close = _close_numbers(ours, theirs)
+        if close is False or (close and has_decimals(ours, theirs)):
+            return close
+        same = _same_number(ours, theirs)
+        return _is_proved(ours, theirs) if same is None else same
+    try:
+        same = same_values(ours, theirs)
+    except UndecidedError:
+        if _is_proved(ours, theirs):
+            return True
+        raise
+    return _is_proved(ours, theirs) if same is None else same
+
+
+def _is_proved(ours: Any, theirs: Any) -> bool:
+    """Whether sympy can show that two expressions are equal."""
+    if expands_too_far(ours) and not expands_too_far(theirs):
+        return False
+    return bool(sympy.simplify(ours - theirs) == 0)
+
+
+def _equal_relations(ours: Any, theirs: Any) -> bool:
+    """Conditions by the numbers that meet them, others by their zeros or multiples."""
+    if _same_conditions(ours, theirs):
+        return True
+    if isinstance(ours, And) or isinstance(theirs, And):
+        pairs = [getattr(one, "_unsorted_args", [one]) for one in (ours, theirs)]
+        return len(pairs[0]) == len(pairs[1]) and all(map(_equal_relations, *pairs))
+    ours, theirs = (
+        one.reversed if isinstance(one, sympy.StrictGreaterThan | sympy.GreaterThan) else one
+        for one in (ours, theirs)
+    )
+    if type(ours) is not type(theirs):
+        return False
+    sides = [(ours.lhs, theirs.lhs), (ours.rhs, theirs.rhs)]
+    if not all(is_expression(side) for pair in sides for side in pair):
+        return all(_equal_values(*pair) for pair in sides)
+    if sides[0][0] == sides[0][1] and all(_is_solved(one) for one in (ours, theirs)):
+        return _equal_values(*sides[1])
+    return bool(same_relation(ours, theirs))
+
+
 def _same_conditions(ours: Any, theirs: Any) -> bool:
     """Whether two conditions on one letter have the same solutions: 1 < x < 3 and 3 > x > 1."""
     if not all(isinstance(one, And | Relational) for one in (ours, theirs)):
         return False
-    if any(isinstance(one, sympy.Eq) for one in (ours, theirs)):
-        return False
-    if len(ours.free_symbols | theirs.free_symbols) != 1:
+    if isinstance(ours, sympy.Eq) or len(ours.free_symbols | theirs.free_symbols) != 1:
         return False
     sets = parsing.as_set(ours), parsing.as_set(theirs)
     return sets[0] is not None and sets[0] == sets[1]
@@ -303,11 +336,19 @@ def _column(value: Any) -> list[Any]:
     return list(value) if isinstance(value, sympy.Tuple) else []
 
 
+def _ends(value: Any) -> Any:
+    """The first and the last side of a chain x = y = 5 of equations."""
+    if not isinstance(value, And) or not all(isinstance(one, sympy.Eq) for one in value.args):
+        return value
+    chain = value._unsorted_args
+    return sympy.Eq(chain[0].lhs, chain[-1].rhs, evaluate=False) if _is_solved(chain[0]) else value
+
+
 def _is_solved(equation: Any) -> bool:
-    """Whether its left side is only a letter or function."""
-    left = equation.lhs
-    is_name = left.is_Symbol or isinstance(left, AppliedUndef)
-    return is_name and not (left.is_Symbol and equation.rhs.has(left))
+    """Whether its left side is only a name: a letter, letters such as AB, or f(x)."""
+    names = sympy.Mul.make_args(equation.lhs)
+    are_names = all(one.is_Symbol or isinstance(one, AppliedUndef) for one in names)
+    return are_names and not (set(names) & equation.rhs.free_symbols)
 
 
 __all__ = ["equal", "forget", "is_readable", "names", "readings", "rounds"]

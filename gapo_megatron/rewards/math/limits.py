@@ -58,17 +58,17 @@ class TooLargeError(Exception):
     """A value is too large to compute."""
 
 
-def check_size(value: Any) -> None:
-    """Raise TooLargeError for a value that takes too long or too much memory; computes nothing."""
-    if isinstance(value, sympy.MatrixBase):
-        for entry in value:
-            _bits(entry)
-    elif isinstance(value, sympy.Basic):
-        _bits(value)
+def check_size(value: Any) -> float:
+    """An upper bound of the bits of a value, computing nothing, with letters for numbers up to 3.
+
+    Raises:
+        TooLargeError: it takes too long or too much memory.
+    """
+    parts = value if isinstance(value, sympy.MatrixBase) else [value]
+    return max((_bits(one) for one in parts if isinstance(one, sympy.Basic)), default=0.0)
 
 
 def _bits(value: Any) -> float:
-    """An upper bound of the bits of a value, with letters for numbers up to 3."""
     if value.is_Symbol:
         return _LETTER_BITS
     if isinstance(value, sympy.Rational):

@@ -1,15 +1,67 @@
-"""Compares expressions and equations by their values at random points."""
+"""Compares expressions, equations and inequalities by their values at random points.
+
+One rule of sampling for all of them:
+
+- Every letter takes both signs in three sizes, within (0, 1), a few units and thousands, each as
+  often as the others: `|xy|` and `xy`, `max(x, 9)` and `x`, `|x^2-1|` and `x^2-1` differ only in
+  some of them. At the first points all letters are of one size and positive, because letters mostly
+  share a domain such as 0 < p < 1.
+- A point counts only where both sides and all that is in them are real: a root or logarithm of a
+  negative number has its value by convention, which decides nothing. An odd root is real. A side
+  with i may have complex values, but none that a convention chooses.
+- Where the reference has values at too few of these points, as `(-1)^n`, letters are whole numbers.
+- At a point two values are equal if their difference is a rounding error, which shrinks as the
+  precision grows. So nothing but zero equals zero, and no difference is too small to count. The
+  precision exceeds the digits of the constants.
+- One point at which they differ decides. Equality takes `FEWEST` points.
+- The seed is the text of both sides, so that no expression can be made to fit the points.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import mpmath
 import sympy
 from sympy.core.function import AppliedUndef
 from sympy.polys.polyerrors import CoercionFailed
 
-from gapo_megatron.rewards.math.limits import expands_too_far
+from gapo_megatron.rewards.math.limits import check_size, expands_too_far
+
+FEWEST = 3
+"""Points at which equal expressions must agree; fewer say nothing."""
+
+_SIZES = ((11, 1000), (1110, 4000), (100_000, 10_000_000))  # of 1009ths
+_ROUNDS = 3  # of both signs in all sizes
+_DIGITS = 50  # beyond those of the constants; rounding may take half of them
+_MOST_DIGITS = 2_000
+_DECIMAL_ERROR = 1e-6  # relative, if a side has a decimal, which may be rounded
+_MOST_EXPONENT = 2**24  # larger powers take seconds
+_STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Max, sympy.Min, sympy.Piecewise)
+"""Functions by which two sides may differ in so small a region that no point is in it."""
+
+Point = dict[Any, Any]
+"""A number for each letter."""
+_Value = Callable[[int], Any]
+"""A number to some digits; None where there is none."""
+_Side = Callable[[Point], _Value]
+
+
+class UndecidedError(Exception):
+    """Two values can neither be told apart nor be shown to be equal."""
+
+
+class _NoValueError(Exception):
+    """A kind of expression that is not evaluated here, such as an integral."""
+
+
+class _OutsideError(Exception):
+    """A point is outside of the domain."""
 
 
 def has_decimals(*values: Any) -> bool:
@@ -22,76 +74,221 @@ def is_expression(value: Any) -> bool:
     return isinstance(value, sympy.Expr) and not value.is_Matrix
 
 
-_STEPS = (
-    sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Sum, sympy.Product, sympy.Derivative,
-    sympy.Integral, sympy.Limit, AppliedUndef, sympy.UnevaluatedExpr,
-)  # fmt: skip
-
-
-def same_at_random(ours: Any, theirs: Any) -> bool | None:
-    """Compare values at random points; None if that does not decide."""
-    letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    if not letters:
-        return None
-    if ours.has(*_STEPS) or theirs.has(*_STEPS) or has_decimals(ours, theirs):
-        return None
-    rng = random.Random(0)
-    agreed = 0
-    for sign in (1, 1, 1, 1, -1):
-        point = {letter: sign * sympy.Rational(rng.randint(1100, 2900), 1009) for letter in letters}
-        if sign < 0 and any(_is_branched(one, point) for one in (ours, theirs)):
-            continue
-        values = [one.subs(point).evalf(30) for one in (ours, theirs)]
-        if not all(value.is_number and value.is_finite for value in values):
-            continue
-        error = abs(values[0] - values[1])
-        if error > 10**-15 * max(1, abs(values[1])):
-            return False
-        agreed += 1
-    return True if agreed >= 3 else None
-
-
-def _is_branched(value: Any, point: dict[Any, Any]) -> bool:
-    """Whether it has a root or logarithm of a negative number, whose branch is a convention."""
-    inside = [one.base for one in value.atoms(sympy.Pow) if not one.exp.is_integer]
-    inside += [one.args[0] for one in value.atoms(sympy.log)]
-    return any(not one.subs(point).evalf().is_nonnegative for one in inside)
-
-
-def same_equation(ours: Any, theirs: Any) -> bool | None:
-    """Compare equations: True if one is a multiple of the other; None if undecided."""
-    if not all(is_expression(side) for one in (ours, theirs) for side in (one.lhs, one.rhs)):
-        return None
-    one, other = ours.lhs - ours.rhs, theirs.lhs - theirs.rhs
-    if one.free_symbols != other.free_symbols:
-        return None
-    if same_at_random(one, other) or same_at_random(one, -other):
+def has_values(value: Any) -> bool:
+    """Whether it has values at enough points; True if it is not evaluated here."""
+    try:
+        return not is_expression(value) or len(_Sides(value, value).points) >= FEWEST
+    except _NoValueError:
         return True
-    if not other.free_symbols or one.has(*_STEPS) or other.has(*_STEPS):
-        return None
-    point = {
-        letter: sympy.Rational(1234, 1009) + place
-        for place, letter in enumerate(sorted(one.free_symbols, key=str))
-    }
-    at_point = other.subs(point).evalf(40)
-    if at_point.is_finite and at_point != 0:
-        factor = one.subs(point) / other.subs(point)
-        if same_at_random(one, factor * other):
-            return True
-    if (same := _same_zeros(one, other)) is not None:
-        return same
-    # math-verify equates any two equations without a solution.
-    return None if len(one.free_symbols) > 1 or sympy.solve(theirs) else False
 
 
-def _same_zeros(one: Any, other: Any) -> bool | None:
-    """Whether two polynomials in the same letters have the same real zeros.
+def same_values(ours: Any, theirs: Any) -> bool | None:
+    """Compare expressions with letters; None if they are not evaluated here.
 
-    Compares their roots in each letter, with random values for the others. None if they are not
-    polynomials with rational coefficients, are too large, or differ only in complex roots.
+    Raises:
+        UndecidedError: they agree, but at too few points, or have steps.
     """
-    if has_decimals(one, other):  # they may be rounded
+    try:
+        sides = _Sides(ours, theirs)
+        outcomes = [sides.agree(sides.ours(at), sides.theirs(at)) for at in sides.points]
+    except _NoValueError:
         return None
+    if False in outcomes or outcomes.count(True) < FEWEST <= len(outcomes):
+        return False  # or it has no value where the reference has
+    if len(outcomes) < FEWEST or ours.has(*_STEPS) or theirs.has(*_STEPS):
+        raise UndecidedError(f"{ours} and {theirs} agree where they were compared, but may differ")
+    return True
+
+
+def same_relation(ours: Any, theirs: Any) -> bool | None:
+    """Compare equations or inequalities of one kind; None if they are not evaluated here.
+
+    True if the difference of the sides of one is that of the other times a constant, which is
+    positive for inequalities, and for equations with the same zeros. What is true or false nearly
+    everywhere, as 0 = 0, is no other equation.
+
+    Raises:
+        UndecidedError: no zeros were found.
+    """
+    differences = [_exact(one.lhs - one.rhs) for one in (ours, theirs)]
+    try:
+        sides = _Sides(*differences)
+        found = [
+            (at, *(sides.agree(side(at), _zero) for side in (sides.ours, sides.theirs)))
+            for at in sides.points
+        ]
+        found = [one for one in found if one[1] is not None]
+        others = [at for at, *is_zero in found if is_zero == [False, False]]
+        if len(others) < len(found) or len(others) < FEWEST:
+            return False
+        first = others.pop()
+        ratio = sides.ours(first)(sides.digits) / sides.theirs(first)(sides.digits)
+        is_multiple = all(
+            sides.agree(
+                _product(sides.ours(at), sides.theirs(first)),
+                _product(sides.ours(first), sides.theirs(at)),
+            )
+            for at in others
+        )
+        if is_multiple or not isinstance(ours, sympy.Eq):
+            return is_multiple and (isinstance(ours, sympy.Eq | sympy.Ne) or ratio.real > 0)
+        if (same := _same_roots(*differences)) is not None:
+            return same
+        if expands_too_far(differences[0]) and not expands_too_far(differences[1]):
+            return False
+        return _same_zeros(sides)
+    except _NoValueError:
+        return None
+
+
+def _exact(value: Any) -> Any:
+    """Decimals as fractions: zeros are compared exactly."""
+    return value.xreplace({one: sympy.Rational(str(one)) for one in value.atoms(sympy.Float)})
+
+
+class _Sides:
+    """Two expressions and the points at which they are compared: those where `theirs` has a value.
+
+    Undefined functions and derivatives, f(x) or dy/dx, are letters of that name.
+    """
+
+    def __init__(self, ours: Any, theirs: Any) -> None:
+        names = {
+            one for each in (ours, theirs) for one in each.atoms(AppliedUndef, sympy.Derivative)
+        }
+        letters = {name: sympy.Symbol(str(name), real=True) for name in names}
+        self._ours, self._theirs = ours.xreplace(letters), theirs.xreplace(letters)
+        self.letters = sorted(self._ours.free_symbols | self._theirs.free_symbols, key=str)
+        self.is_rough = has_decimals(ours, theirs)
+        bits = max(check_size(ours), check_size(theirs))
+        self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.302))
+        for points in (self._random_points(f"{ours} {theirs}"), self._whole_points()):
+            self.points = [at for at in points if self.theirs(at)(self.digits) is not None]
+            if len(self.points) >= FEWEST:
+                break
+
+    def ours(self, point: Point) -> _Value:
+        """The value of our side at a point."""
+        return functools.partial(_value, self._ours, point)
+
+    def theirs(self, point: Point) -> _Value:
+        """The value of the reference at a point."""
+        return functools.partial(_value, self._theirs, point)
+
+    def agree(self, left: _Value, right: _Value) -> bool | None:
+        """Whether two values are equal; None if one of them does not exist."""
+        one, other = left(self.digits), right(self.digits)
+        if one is None or other is None:
+            return None
+        error, size = abs(one - other), max(abs(one), abs(other))
+        if self.is_rough:
+            return bool(error <= _DECIMAL_ERROR * size)
+        if error <= size * mpmath.mpf(10) ** (10 - self.digits):
+            return True
+        one, other = left(2 * self.digits), right(2 * self.digits)
+        return bool(abs(one - other) <= error * mpmath.mpf(10) ** (-self.digits // 2))
+
+    def _random_points(self, seed: str) -> list[Point]:
+        rng = random.Random(seed)
+
+        def one(size: tuple[int, int]) -> Fraction:
+            return Fraction(rng.randint(*size), 1009)
+
+        points = [{letter: one(size) for letter in self.letters} for size in _SIZES]
+        kinds = [(sign, size) for sign in (-1, 1) for size in _SIZES] * _ROUNDS
+        mixed = [rng.sample(kinds, len(kinds)) for _ in self.letters]
+        for row in zip(*mixed, strict=True):
+            each = zip(self.letters, row, strict=True)
+            points.append({letter: sign * one(size) for letter, (sign, size) in each})
+        return points
+
+    def _whole_points(self) -> list[Point]:
+        numbers = [3, 1, 4, 2, 7, 5, 12, 6, 9, 8, 10, 11]
+        return [
+            {x: Fraction(numbers[(n + 5 * k) % 12]) for k, x in enumerate(self.letters)}
+            for n in range(12)
+        ]
+
+
+def _zero(digits: int) -> Any:
+    return mpmath.mpf(0)
+
+
+def _product(one: _Value, other: _Value) -> _Value:
+    return lambda digits: one(digits) * other(digits)
+
+
+def _value(value: Any, point: Point, digits: int) -> Any:
+    with mpmath.workdps(digits):
+        try:
+            found = _evaluate(value, point)
+        except (_OutsideError, ArithmeticError, ValueError):  # such as a pole
+            return None
+        return found if mpmath.isfinite(found) else None
+
+
+_OWN_NAMES: dict[str, Callable[..., Any]] = {
+    **{"Abs": abs, "conjugate": mpmath.conj, "factorial2": mpmath.fac2, "ceiling": mpmath.ceil},
+    **{"Max": max, "Min": min, "Mod": mpmath.fmod, "UnevaluatedExpr": lambda one: one},
+}
+_CONSTANTS = {
+    sympy.pi: mpmath.pi, sympy.E: mpmath.e, sympy.I: 1j, sympy.EulerGamma: mpmath.euler,
+    sympy.GoldenRatio: mpmath.phi,
+}  # fmt: skip
+
+
+def _evaluate(value: Any, point: Point) -> Any:
+    """The value at a point, in mpmath's precision; an mpc only if it is not real."""
+    if value in point:
+        number = point[value]
+        is_fraction = isinstance(number, Fraction)
+        return mpmath.mpf(number.numerator) / number.denominator if is_fraction else number
+    if value.is_Rational:
+        return mpmath.mpf(value.p) / value.q
+    if value.is_Float:
+        return mpmath.mpf(str(value))
+    if value in _CONSTANTS:
+        return mpmath.mpmathify(_CONSTANTS[value])
+    name = type(value).__name__
+    if isinstance(value, sympy.Pow | sympy.exp):
+        found = _power(value, *(_evaluate(one, point) for one in value.as_base_exp()))
+    elif value.is_Add or value.is_Mul:
+        parts = [_evaluate(one, point) for one in value.args]
+        found = mpmath.fsum(parts) if value.is_Add else mpmath.fprod(parts)
+    elif function := _OWN_NAMES.get(name) or (value.is_Function and getattr(mpmath, name, None)):
+        parts = [_evaluate(one, point) for one in value.args]
+        found = mpmath.mpmathify(function(*parts))
+        is_complex = any(isinstance(one, mpmath.mpc) for one in (*parts, found))
+        has_branches = name in ("log", "loggamma", "LambertW") or name.startswith("a")  # acos
+        if is_complex and has_branches and value.free_symbols:
+            raise _OutsideError
+    else:
+        raise _NoValueError
+    return found.real if isinstance(found, mpmath.mpc) and found.imag == 0 else found
+
+
+def _power(value: Any, base: Any, exponent: Any) -> Any:
+    """A power that is no matter of convention, or of constants."""
+    if abs(exponent) * (1 + abs(mpmath.mag(base) if base else 0)) > _MOST_EXPONENT:
+        raise _OutsideError
+    is_real = not isinstance(base, mpmath.mpc)
+    if not isinstance(exponent, mpmath.mpc) and exponent == int(exponent):
+        return base ** int(exponent)
+    if is_real and (base > 0 or (base == 0 and mpmath.re(exponent) > 0)):
+        return mpmath.power(base, exponent)
+    root = value.as_base_exp()[1]
+    if is_real and root.is_Rational and root.q % 2:
+        return (-1) ** root.p * mpmath.power(-base, exponent)
+    if value.free_symbols:
+        raise _OutsideError
+    return mpmath.power(base, exponent)
+
+
+def _same_roots(one: Any, other: Any) -> bool | None:
+    """Whether two polynomials have the same real zeros; None if they are none or too large.
+
+    Compares their roots in each letter, with random values for the others.
+    """
     letters = sorted(one.free_symbols, key=str)
     rng = random.Random(0)
     for letter in letters:
@@ -111,9 +308,59 @@ def _same_zeros(one: Any, other: Any) -> bool | None:
         alone = [line.quo(common) for line in (ours, theirs)]
         if any(line.count_roots() for line in alone):
             return False
-        if any(line.degree() > 0 for line in alone):
-            return None
+        if not common.count_roots() and any(line.degree() for line in alone):
+            return False  # other complex roots, and none that is real
     return True
 
 
-__all__ = ["has_decimals", "is_expression", "same_at_random", "same_equation"]
+def _same_zeros(sides: _Sides) -> bool:
+    """Compare the zeros that a search from the points finds in each letter."""
+    counts = []
+    for letter in sides.letters:
+        for side, other in ((sides.theirs, sides.ours), (sides.ours, sides.theirs)):
+            found = (_zero_near(side, one, letter, sides.digits) for one in sides.points)
+            zeros = list(filter(None, found))
+            outcomes = [_is_zero(other, at, letter, sides.digits) for at in zeros]
+            if False in outcomes:
+                return False
+            counts.append(outcomes.count(True))
+    if any(map(min, zip(counts[::2], counts[1::2], strict=True))):
+        return True
+    raise UndecidedError("no zeros of the equations were found")
+
+
+def _zero_near(side: _Side, at: Point, letter: Any, digits: int) -> Point | None:
+    """A zero of one letter, searched from a point; None if none is found."""
+
+    def value(number: Any) -> Any:
+        found = side({**at, letter: number})(digits)
+        if found is None or isinstance(found, mpmath.mpc):
+            raise ValueError
+        return found
+
+    start = float(at[letter])
+    with mpmath.workdps(digits), contextlib.suppress(ValueError, ZeroDivisionError):
+        tolerance = mpmath.mpf(10) ** (-3 * digits // 2)
+        root = mpmath.findroot(value, (start, 1.25 * start), tol=tolerance, maxsteps=40)
+        return {**at, letter: root}
+    return None
+
+
+def _is_zero(side: _Side, at: Point, letter: Any, digits: int) -> bool | None:
+    """Whether the value at a zero of the other side is small beside that near it."""
+    with mpmath.workdps(digits):
+        near = {**at, letter: at[letter] + mpmath.mpf(10) ** (-digits // 2)}
+    value, beside = side(at)(digits), side(near)(digits)
+    if value is None or beside is None:
+        return None
+    return bool(abs(value) <= abs(beside) * mpmath.mpf(10) ** (-digits // 5))
+
+
+__all__ = [
+    "UndecidedError",
+    "has_decimals",
+    "has_values",
+    "is_expression",
+    "same_relation",
+    "same_values",
+]

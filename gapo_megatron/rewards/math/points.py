@@ -39,9 +39,9 @@ FEWEST = 3
 _SIZES = ((11, 1000), (1110, 4000), (100_000, 10_000_000))  # of 1009ths
 _ROUNDS = 3  # of both signs in all sizes
 _DIGITS = 50  # beyond those of the constants; rounding may take half of them
-_MOST_DIGITS = 2_000
+_MOST_DIGITS = 1_000
 _DECIMAL_ERROR = 1e-6  # relative, if a side has a decimal, which may be rounded
-_MOST_EXPONENT = 2**24  # larger powers take seconds
+_MOST_EXPONENT = 2**16  # in bits; larger powers take long
 _STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Max, sympy.Min, sympy.Piecewise)
 """Functions by which two sides may differ in so small a region that no point is in it."""
 

@@ -1,0 +1,40 @@
+"""No answer that a policy finds without the value is correct: seeded pairs of many kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.rewards import math, start_pool
+from gapo_megatron.types import Outcome, Verdict
+from tests.math_guesses import GUESSES, guesses, references
+from tests.math_respellings import Pair
+
+
+def test_no_guess_is_correct():
+    made = list(guesses(3 * len(GUESSES), seed=0))
+    verdicts = [math.verify(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
+    assert {one.kind for one in made} == set(GUESSES)
+    assert _correct(made, verdicts) == []
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("count", "seed"),
+    [
+        (2_000, 1),
+        pytest.param(20_000, 2, marks=pytest.mark.soak),
+        pytest.param(20_000, 3, marks=pytest.mark.soak),
+    ],
+)
+def test_none_of_thousands_of_guesses_is_correct(count, seed):
+    assert min(map(len, references(seed=seed, most=200).values())) == 200
+    made = list(guesses(count, seed=seed))
+    with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
+        verdicts = pool.judge([(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made])
+    assert _correct(made, verdicts) == []
+
+
+def _correct(made: list[Pair], verdicts: list[Verdict]) -> list[Pair]:
+    return [p for p, v in zip(made, verdicts, strict=True) if v.outcome is Outcome.CORRECT]

@@ -47,6 +47,7 @@ texts tickets tiles tins tires tissues toads tokens tomatoes toothpicks touchdow
 trees triangles triples triplets trips trucks tubs turns turtles units values vegetables
 vehicles vertices videos visitors voters votes water watermelons ways whales wheels whiskers
 windows wins women words workers
+atoms bombs magnitudes molecules photons pulses electrons protons ions
 area babies bikes buckets cake child cities cubes die flour goose juice leaf loaf man mango milk
 money monkeys mouse pentagons potato rice roots scarf sugar them tomato tooth vertex volume
 woman

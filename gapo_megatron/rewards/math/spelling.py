@@ -9,12 +9,12 @@ from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import fold
 
 # Not after another backslash: two end a row of a matrix.
-_SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
+_SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\hspace\s*\{[^{}]*\}|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits"
     r"|bf(?:series)?|it|sf|tiny|small|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])"
     r"|(?<!\\)(?:\\!\s*|\\[()\[\]]|\$)"
-    r"|\\(?:[hv]space|[hv]?phantom)\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
+    r"|\\(?:vspace|vphantom|label)\s*\{[^{}]*\}|\{\s*\}(?=\s*\^)"
     r"|\\color\s*\{[^{}]*\}(?!\s*\{)|(?<![\\^_a-zA-Z}\] ])\{\s*\}"
     r"|\\(?:begin|end)\s*\{(?:align(?:ed|\*)?|split|gathered)\}\s*&?"
 )
@@ -25,7 +25,7 @@ _SYNONYMS = {
     "\\arcsin ": "asin", "\\arccos ": "acos", "\\frac ": "[dtc]frac", "\\binom ": "[dt]binom",
     "\\cdot ": "cdotp", " or ": "lor|vee", " and ": "land|wedge", "\\in ": "isin",
     "\\{ ": "lbrace", "\\} ": "rbrace", "\\cup ": "bigcup", "\\cap ": "bigcap",
-    "\\setminus ": "backslash", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
+    "\\setminus ": "backslash", "\\text{Å} ": "AA", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
     "\\mod ": "bmod", "|": "[lr]?vert|mid",
 }  # fmt: skip
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))

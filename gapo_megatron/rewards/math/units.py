@@ -6,71 +6,68 @@ the value: neither `3 eighths` nor `3 blorks` is 3.
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
-from gapo_megatron.rewards.math.nouns import ENDINGS, LINKS, MODIFIERS, NUMERIC, is_noun, plural
+from gapo_megatron.rewards.math.nouns import (
+    CHANGES_VALUE,
+    ENDINGS,
+    LINKS,
+    MODIFIERS,
+    NUMERIC,
+    is_noun,
+)
 
-# Dimension -> size relative to its first unit -> names. Prefixed forms are listed, so that no
-# product of letters counts as a unit.
-_TABLE: dict[str, dict[str, str]] = {
-    "length": {
-        "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter "
-        "centimetre", "1/10": "dm decimeter decimetre", "1000": "km kilometer kilometre",
-        "1/1000000": "micrometer micron μm", "1/1000000000": "nm nanometer nanometre",
-        "254/10000": "in inch", "3048/10000": "ft foot feet", "9144/10000": "yd yard",
-        "1609344/1000": "mi mile",
-    },
-    "mass": {
-        "1": "g gram gramme gm", "1/1000": "mg milligram", "1000": "kg kilogram kilo",
-        "1000000": "ton tonne", "45359237/100000": "lb pound", "45359237/1600000": "oz ounce",
-    },
-    "time": {
-        "1": "s second sec", "60": "min minute", "3600": "h hour hr", "86400": "day",
-        "604800": "week wk", "1/1000": "ms millisecond",
-    },
-    "month": {"1": "month", "12": "year yr annum", "120": "decade", "1200": "century"},
-    "volume": {
-        "1": "l liter litre", "1/1000": "ml milliliter millilitre", "1/100": "cl centiliter",
-    },
-    "gallon": {"1": "gallon gal", "1/4": "quart qt", "1/8": "pint", "1/16": "cup"},
-    "dollar": {"1": "dollar buck usd $", "1/100": "cent ¢ penny", "1/20": "nickel",
-               "1/10": "dime"},
-    "euro": {"1": "euro eur €"}, "sterling": {"1": "£ gbp"}, "rupee": {"1": "rupee rs inr"},
-    "yen": {"1": "yen ¥"}, "yuan": {"1": "yuan rmb 元"}, "ruble": {"1": "ruble rouble"},
-    "celsius": {"1": "°c celsius"}, "fahrenheit": {"1": "°f fahrenheit"},
-    "angle": {"1": "degree deg"}, "radian": {"1": "radian rad"},
-    "current": {"1": "ampere amp A", "1/1000": "mA"}, "voltage": {"1": "volt V", "1000": "kV"},
-    "resistance": {"1": "ohm Ω", "1000": "kΩ"},
-    "power": {"1": "watt W", "1000": "kilowatt kw", "1000000": "MW"},
-    "force": {"1": "newton N", "1000": "kN"}, "energy": {"1": "joule J", "1000": "kilojoule kj"},
-    "electronvolt": {"1": "eV", "1000": "keV", "1000000": "MeV", "1000000000": "GeV"},
-    "calorie": {"1": "calorie cal", "1000": "kilocalorie kcal"},
-    "frequency": {"1": "hertz hz", "1000": "kHz", "1000000": "MHz", "1000000000": "GHz"},
-    "pressure": {"1": "pascal Pa", "1000": "kPa", "1000000": "MPa", "101325": "atm"},
-    "charge": {"1": "coulomb"}, "field": {"1": "tesla T"}, "level": {"1": "decibel dB"},
-    "kelvin": {"1": "kelvin"}, "mole": {"1": "mol mole"}, "acre": {"1": "acre"},
-    "hectare": {"1": "hectare"}, "percent": {"1": "percent %"},
-}  # fmt: skip
-_UNITS = {
-    spelling: (dimension, Fraction(size))
-    for dimension, sizes in _TABLE.items()
-    for size, names in sizes.items()
-    for name in names.split()
-    for spelling in ((name, plural(name)) if len(name) > 1 else (name,))
-}
+_OWN = """
+dollar = [dollar] = $ = buck = usd
+cent = dollar / 100 = ¢ = penny
+nickel = dollar / 20
+dime = dollar / 10
+euro = [euro] = € = eur
+sterling = [sterling] = £ = gbp
+rupee = [rupee] = ₹ = rs = inr
+yen = [yen] = ¥
+yuan = [yuan] = 元 = rmb
+ruble = [ruble] = ₽ = rouble
+percent = [percent] = %
+celsius = [celsius] = °c = degree_celsius = degree_c
+fahrenheit = [fahrenheit] = °f = degree_fahrenheit = degree_f
+atmosphere = 101325 * pascal = atm
+solar_mass = [solar_mass]
+solar_luminosity = [solar_luminosity]
+gm = gram = gramme
+kilo = kilogram
+ton = 1000 * kilogram
+month = [month]
+year = 12 * month = yr = annum
+decade = 10 * year
+century = 100 * year = centuries
+wk = week
+kmh = kilometer / hour = kmph
+sqm = meter ** 2
+sqcm = centimeter ** 2
+sqft = foot ** 2
+"""
+"""What pint lacks or means otherwise (a month has no number of days), written as pint does."""
+
+_NEVER = frozenset(["a", "am", "are", "as", "at", "count", "dot", "min", "pi", "unit", "us"])
+"""Names of units in pint that are other words here; `min` is one in `\\text` alone."""
+_OF_ONE_SIGN = frozenset("mgshlLAVWNTKJCFHS$€£¥¢%元₹₽ΩÅ")
+"""Other single letters are factors, or mean thousands and millions."""
+
 _MEANINGS = {"'": ("foot", "minute"), "''": ("inch", "second"), "°": ("degree", "°c", "°f")}
 """Signs with several meanings; the unit of the other side decides."""
 
-_SPEEDS = {
-    "mph": "mi/h", "kmh": "km/h", "kmph": "km/h", "kph": "km/h", "mps": "m/s", "fps": "ft/s",
-    "sqcm": "cm^2", "sqm": "m^2", "sqft": "ft^2", "cc": "cm^3", "kwh": "kilowatt h",
-}  # fmt: skip
-_ONLY_IN_TEXT = {"in", "min", "rad", "ton"}
-# Units of two letters outside of \text; others are products of letters: mg, rs.
-_BARE_OF_TWO = {"cm", "ft", "in", "kg", "km", "lb", "mm", "oz", "yd", "mL", "KB", "MB", "GB"}
+# Shorter units outside of \text; others are products of letters: mg, rs, abc.
+_BARE_UNITS = frozenset(
+    re.findall(r"\w+", "cm ft kg km lb mm oz yd mL KB MB GB TB mph kmh sec day mol atm cal gal kHz"
+               " MHz GHz kPa MPa kWh keV MeV GeV lbs hrs yrs usd cup")
+)  # fmt: skip
 MAGNITUDES = {
     **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "万": 10**4, "亿": 10**8},
     **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
@@ -81,7 +78,114 @@ class Unit(NamedTuple):
     """Size and dimensions of a unit."""
 
     size: Fraction
-    dimensions: tuple[tuple[str, int], ...]
+    dimensions: tuple[tuple[str, Fraction], ...] = ()
+
+    def raised(self, power: Fraction) -> Unit:
+        """The unit to a power; the size of a root is rounded."""
+        is_root = power.denominator > 1
+        size = Fraction(float(self.size) ** float(power)) if is_root else self.size ** int(power)
+        return Unit(size, tuple((name, old * power) for name, old in self.dimensions))
+
+    def times(self, other: Unit) -> Unit:
+        """The product of two units."""
+        found = dict(self.dimensions)
+        for name, power in other.dimensions:
+            found[name] = found.get(name, Fraction(0)) + power
+        return Unit(self.size * other.size, tuple(sorted((n, p) for n, p in found.items() if p)))
+
+
+class _Table:
+    """Units by name, from the definitions in the package pint, which is not imported.
+
+    That would take longer than everything else that a worker imports; reading the two files takes
+    milliseconds.
+    """
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("pint")
+        assert spec is not None and spec.origin is not None, "pint is not installed"
+        self._values: dict[str, tuple[str, str]] = {}
+        self._prefixes: dict[str, Fraction] = {}
+        self._units: dict[str, str] = {}  # as it may be written: its name
+        for name in ("constants_en.txt", "default_en.txt"):
+            text = Path(spec.origin).with_name(name).read_text("utf-8")
+            self._define(text, is_unit=name.startswith("default"))
+        self._define(_OWN, is_unit=True)
+        self._units = {one.lower(): one for one in self._units if len(one) > 1} | self._units
+        spaced = (
+            one.replace("_", " ") for one in self._units if re.fullmatch("[a-z]+_[a-z_]+", one)
+        )
+        self.spaced = re.compile(rf"\b(?:{'|'.join(spaced)})(?=(?:e?s)?\b)", re.IGNORECASE)
+
+    def _define(self, text: str, *, is_unit: bool) -> None:
+        for line in text.splitlines():
+            names = [part.strip() for part in line.partition("#")[0].split(" = ")]
+            if len(names) < 2 or names[0].startswith(("@", "[")):
+                continue
+            value = names.pop(1)
+            if names[0].endswith("-"):
+                size = Fraction(2) ** int(value[3:]) if "**" in value else Fraction(value)
+                self._prefixes |= {one[:-1]: size for one in names}
+                continue
+            self._values |= {one: (names[0], value) for one in names}
+            self._units |= {one: one for one in names if is_unit and one != "_"}
+
+    def find(self, written: str) -> Unit | None:
+        """Find a unit by name, symbol or plural, ignoring case where that leaves one."""
+        singular = re.sub("(?<=..)s$", "", written)
+        for name in dict.fromkeys((written, singular, singular.removesuffix("e"))):
+            if name.lower() in _NEVER or CHANGES_VALUE.fullmatch(name):
+                return None
+            if found := self._find(name) or (self._find(name.lower(), "k") if name[1:] else None):
+                return found
+        return None
+
+    def _find(self, name: str, any_case: str = "") -> Unit | None:
+        """Find one spelling; the case of a symbol counts but with no prefix or `any_case`."""
+        if name in self._units and (any_case or self._units[name] == name):
+            return self._unit(self._units[name]) if len(name) > 1 or name in _OF_ONE_SIGN else None
+        for prefix, size in self._prefixes.items():
+            rest = name.removeprefix(prefix)
+            if rest == name or rest not in self._units:
+                continue
+            is_symbol = len(prefix) < 3 and (len(rest) > 1 or rest in _OF_ONE_SIGN or rest == "B")
+            is_exact = self._units[rest] == rest and self._values[rest][0] != rest
+            if len(prefix) > 3 or (is_symbol and (is_exact or prefix == any_case)):
+                return self._unit(self._units[rest]).times(Unit(size))
+        return None
+
+    @functools.cache  # noqa: B019 (there is one table)
+    def _unit(self, name: str) -> Unit:
+        if name not in self._values:  # within a definition: kilogram, cm
+            prefix = max(filter(name.startswith, self._prefixes), key=len)
+            return self._unit(name.removeprefix(prefix)).times(Unit(self._prefixes[prefix]))
+        own, value = self._values[name]
+        if value.startswith("[") or ";" in value:  # a dimension, or no multiple of another unit
+            return Unit(Fraction(1), ((own, Fraction(1)),))
+        value = re.sub(r"(?<=[\w)])\s+(?=[\w(])", "*", value.replace("^", "**"))
+        value = re.sub(r"(?<![\w.])(?=[^\W\d])", "unit_", value)  # `in` is a word of Python
+        return self._product(ast.parse(value, mode="eval").body)
+
+    def _product(self, node: ast.expr) -> Unit:
+        match node:
+            case ast.BinOp(left, ast.Mult(), right):
+                return self._product(left).times(self._product(right))
+            case ast.BinOp(left, ast.Div(), right):
+                return self._product(left).times(self._product(right).raised(Fraction(-1)))
+            case ast.BinOp(left, ast.Pow(), right):
+                return self._product(left).raised(self._product(right).size)
+            case ast.UnaryOp(ast.USub(), value):
+                return self._product(value).times(Unit(Fraction(-1)))
+            case ast.Constant(value):
+                return Unit(Fraction(str(value)))
+            case ast.Name(name):
+                return self._unit(name.removeprefix("unit_"))
+        raise AssertionError(ast.dump(node))
+
+
+@functools.cache
+def _table() -> _Table:
+    return _Table()
 
 
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
@@ -93,7 +197,7 @@ _IN_TEXT = rf"(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})"  # 
 _START = r"(?:(?<=[\d%)}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{3}|[ckm]m\b))"
 _BARE = rf"{_START}[a-zA-Z]{{2,}}\b\.?{_POWER}(?:\s*(?:/|per)\s*[a-zA-Z]+\b\.?{_POWER})?"
 _DEGREE = r"°(?:\s*[CF](?![a-zA-Z]))?"
-_SIGN = r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[€£¥¢万亿元]|\\?\$|'{1,2}(?!')"
+_SIGN = r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[€£¥¢万亿元Å]|\\?\$|'{1,2}(?!')"
 _PIECE = rf"\s*(?:{_IN_TEXT}|{_BARE}|{_DEGREE}|{_SIGN})"
 _EACH = re.compile(_PIECE)
 _TAIL = re.compile(rf"(?:{_PIECE})+\s*$")
@@ -124,7 +228,7 @@ def split_unit(text: str, *, with_magnitude: bool = False) -> tuple[str, str]:
 
 RADIANS = re.compile(r"(?<!\}\{)\\pi(?![a-zA-Z])")  # but not 180/pi
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d")
-_SHORT = re.compile(r"[a-zA-Z]{2}(?![a-zA-Z])")
+_SHORT = re.compile(r"[a-zA-Z]{2,3}(?![a-zA-Z])")
 
 
 def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
@@ -137,8 +241,8 @@ def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
         return not value.endswith("%")
     if len(unit) == 1 and has_letters(value):
         return False
-    short = _SHORT.match(unit)
-    return not is_bare or not (unit in _ONLY_IN_TEXT or (short and short[0] not in _BARE_OF_TWO))
+    short = _SHORT.match(unit) if is_bare else None
+    return not short or short[0] in _BARE_UNITS or is_noun(short[0].lower())
 
 
 def has_letters(value: str) -> bool:
@@ -167,7 +271,7 @@ _COUNTED = re.compile(rf"{_ITEM}(?:[LB]+{_ITEM})*[EBT]*|[EBT]+")
 def _is_counted(text: str) -> bool:
     """Whether it is nouns with known words around them: different ways, eggs per day."""
     kinds = ""
-    text = re.sub("^of (?:the )?", "", text.replace("in total", "total"))
+    text = re.sub("^of (?:the )?", "", text.replace("in total", "total").replace("/", " per "))
     text = re.sub("(?:square|cube) root", "?", text)  # unlike other roots it changes the value
     for written in re.findall(r"[^\s.()]+", text):
         word = written.lower()
@@ -189,55 +293,41 @@ def _plain(unit: str) -> str:
 
 
 _PART = re.compile(
-    r"(/|\bper\b)|([a-zμΩ]+|°[cf]|[%$€£¥¢元])\.?(?:\s*\^\s*(-?\d))?|(.)", re.IGNORECASE
+    r"(/|\bper\b)|([a-zA-ZμΩÅ_]+|°[cfCF]?|[%$€£¥¢元₹₽])\.?(?:\s*\^\s*(-?\d))?|([^ *()-])"
 )
 _RAISED = re.compile(r"([a-z]+) (squared|cubed)\b", re.IGNORECASE)
 _TEMPERATURE = re.compile(r"(?:°|\bdegrees?)\s*([cf])(?:elsius|ahrenheit)?\b", re.IGNORECASE)
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 
 @functools.lru_cache(maxsize=1024)
 def read_unit(text: str) -> Unit | None:
-    """Read size and dimensions of a unit; None if it is unknown or no unit of measurement."""
-    # One spelling of powers, temperatures and speeds.
-    size, dimensions = Fraction(1), dict[str, int]()
-    sign, power_before = 1, 1
+    """Read size and dimensions of a unit; None if it is unknown or no unit of measurement.
+
+    Counted nouns in it are left out: atoms / m^2, dollars per bushel.
+    """
     text = _RAISED.sub(lambda unit: f"{unit[1]}^{2 if unit[2] == 'squared' else 3}", text)
-    text = _TEMPERATURE.sub(r"°\1", text)
-    for old, new in _SPEEDS.items():
-        text = re.sub(rf"\b{old}\b", new, text, flags=re.IGNORECASE)
-    # Factor by factor: sizes multiply, dimensions add.
-    for match in _PART.finditer(text):
-        divides, name, exponent, other = match.groups()
+    text = _table().spaced.sub(
+        lambda unit: unit[0].replace(" ", "_"), _TEMPERATURE.sub(r"°\1", text)
+    )
+    found, sign, power_before = Unit(Fraction(1)), 1, 1
+    for divides, name, exponent, other in _PART.findall(text):
+        if other:
+            return None
         if divides:
             sign = -1
-            continue
-        if other is not None:
-            if other in " *()-":
-                continue
+        elif name.lower() in _POWERS:
+            power_before = _POWERS[name.lower()]
+        elif unit := _find(name):
+            found = found.times(unit.raised(Fraction(sign * power_before * int(exponent or 1))))
+            power_before = 1
+        elif not is_noun(name.lower()):
             return None
-        if name.lower() in ("square", "sq"):
-            power_before = 2
-            continue
-        if name.lower() in ("cubic", "cu"):
-            power_before = 3
-            continue
-        unit = _find(name)
-        if unit is None:
-            return None
-        power = sign * power_before * int(exponent or 1)
-        size *= unit[1] ** power
-        dimensions[unit[0]] = dimensions.get(unit[0], 0) + power
-        power_before = 1
-    if not dimensions:
-        return None
-    if dimensions == {"volume": 1}:  # a litre is a cubic decimetre
-        dimensions, size = {"length": 3}, size / 1000
-    return Unit(size, tuple(sorted((k, v) for k, v in dimensions.items() if v)))
+    return found if found.dimensions else None
 
 
-def _find(name: str) -> tuple[str, Fraction] | None:
-    """Find a unit by name, ignoring case for two and more letters: M is no metre."""
-    return _UNITS.get(name) or (_UNITS.get(name.lower()) if len(name) > 1 or name == "L" else None)
+def _find(name: str) -> Unit | None:
+    return _table().find("minute" if name == "min" else name)
 
 
 def ratio(one: str, other: str) -> Fraction | None:

@@ -31,7 +31,7 @@ def units(data: Path) -> list[tuple[str, str]]:
         unit = tail[: end.start()] if (end := _END.search(tail)) else tail
         unit = unit.replace("$", "").replace("\\quad", "").strip()
         answer = (row["answer"] if isinstance(row["answer"], str) else row["answer"][0]).strip()
-        if _NO_UNIT.fullmatch(unit) or answer[-1] not in "0123456789}Z" or "frac" in answer:
+        if _NO_UNIT.fullmatch(unit) or answer[-1] not in "0123456789}Z" or "text" in answer:
             continue
         unit = _UNWRAPPED.sub(lambda one: f"\\mathrm{{{one[1] or one[2]}}}", unit)
         unit = unit if "\\" in unit else f"\\text{{ {unit}}}"

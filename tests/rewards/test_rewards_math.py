@@ -29,7 +29,7 @@ CORRECT, WRONG, UNKNOWN = Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN
         ("\\fbox{42}", CORRECT),
         ("\\boxed{\\boxed{42}}", CORRECT),
         ("\\[\\boxed{ \n 42 \n }\\]", CORRECT),
-        ("\\boxed{\\text{So } \\{42\\}}", WRONG),
+        ("\\boxed{\\text{So } \\{43\\}}", WRONG),
         # No box, no answer, whatever else is said.
         ("The answer is 42.", WRONG),
         ("$42$", WRONG),

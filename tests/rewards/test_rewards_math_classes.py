@@ -47,7 +47,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\frac13", r"\frac12 \lor \frac13"), (r"2^\frac13", r"\frac13"),
             (r"2^\frac13", r"2^\frac12"), (r"\frac34", r"x^\frac34"),
             (r"\frac{1}{2}", r"\spam \frac{1}{2}"),
-            (r"\frac{5}{7}", r"\frac{3}{7} \vee \frac{5}{7}"), (r"\frac25", r"?? \frac{2}{5}"),
+            (r"\frac{5}{7}", r"\frac{3}{7} \vee \frac{5}{7}"), 
             (r"\frac{1}{2}", r"\frac{1}{4} \Rightarrow? \frac{1}{2}"),
             (r"3^\frac25", r"\frac{2}{5}"), (r"\frac{1}{3}", r"{{ \foo} \frac{1}{3}"),
             (r"\frac{7}{8}", r"\frac{1}{8} \oplus \frac{7}{8}"), (r"e^\frac12", r"\frac{1}{2}"),

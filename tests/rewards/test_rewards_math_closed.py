@@ -320,9 +320,44 @@ def test_words_of_no_list_behind_the_right_value_are_unknown_and_shown(reference
             assert _judge(reference, changed) is Outcome.WRONG
 
 
+@pytest.mark.parametrize(
+    ("reference", "given", "wrong"),
+    [
+        *(("3", f"3\\text{{ {word}}}", f"4\\text{{ {word}}}") for word in ("M", "k", "bn", "xyz")),
+        *(("3", f"\\text{{{words} }}3", f"\\text{{{words} }}4") for words in (
+            "The limit is", "The vertex is at", "Of course it is", "The maximum occurs at", "So",
+            "Different to", "The blork of the zorgs is", "Wrong:", "Hence we get the value",
+        )),
+        ("7,4", r"7\text{ goats and }4\text{ helicopters}", r"7\text{ goats and }5\text{ zorgs}"),
+        ("42", "42①", "43①"), ("42", "42?", "43?"), ("42", r"\text{different to }42", "43"),
+        ("B", r"\text{(B) is wrong}", r"\text{(C) is wrong}"), ("B", r"\text{(B) no}", "C"),
+        (r"\frac{1}{2(x+1)}", "1/2(x+1)", "1/3(x+1)"), ("2", r"2\text{ mol Bi}_2", r"3\text{ Bi}_2"),
+    ],
+)  # fmt: skip
+def test_unknown_words_and_signs_beside_the_right_value_are_unknown(reference, given, wrong):
+    assert _judge(reference, given) in (Outcome.UNKNOWN, Outcome.CORRECT)
+    assert _judge(reference, wrong) is Outcome.WRONG
+
+
+PHYSICS = [
+    *("K", "ergs/s", "erg", "J", "kJ", "eV", "MeV", "N", "kN", "Pa", "MPa", "W", "kW", "V", "mV"),
+    *("A", "mA", "C", "F", "H", "T", "G", "Wb", "Hz", "GHz", "Bq", "Gy", "lm", "cd", "mol", "amu"),
+    *("pc", "Mpc", "ly", "AU", "Å", "nm", "pm", "fm", "dyn", "dyn/cm", "atm", "bar", "torr", "L"),
+    *("rad/s", "W/m^2", "kg m/s", "J/(kg K)", "N/C", "V/m", "g/cm^3", "mol/L", "arcsec", "Gyr"),
+    *("solar masses", "light-years", "degrees Celsius", "°C", "dB", "ppm", "kcal/mol"),
+]
+
+
+def test_units_of_physics_may_stand_behind_the_right_value_and_none_is_wrong():
+    outcomes = {unit: _judge("300", f"300\\text{{ {unit}}}") for unit in PHYSICS}
+    assert Outcome.WRONG not in outcomes.values()
+    assert sum(one is Outcome.UNKNOWN for one in outcomes.values()) <= len(PHYSICS) // 10
+    assert {_judge("300", f"301\\text{{ {unit}}}") for unit in PHYSICS} == {Outcome.WRONG}
+
+
 @pytest.mark.parametrize("words", [
     "eighths", "eleventh", "twentieths", "half", "thirds", "dozen", "hundreds", "million",
-    "percentiles", "or less", "point five", "blorks over two", "M", "bn", "xyz", "pi",
+    "percentiles", "or less", "point five", "blorks over two", "quarters", "not", "and a half",
 ])  # fmt: skip
 def test_words_that_make_another_value_are_wrong(words):
     assert _judge("3", f"3\\text{{ {words}}}") is Outcome.WRONG

@@ -43,9 +43,12 @@ def compare(given: str, reference: str) -> Verdict:
     for mine, other in ((given, reference), (reference, given)):
         value, words = _unlisted(mine)
         pair = (value, other) if mine is given else (other, value)
-        if words and compare(*pair).outcome is not Outcome.WRONG:
+        if words and value and compare(*pair).outcome is not Outcome.WRONG:
             reason = f"the words {words!r} beside the value {mine!r} are on no list"
             return Verdict(Outcome.UNKNOWN, reason)
+    both = expressions.readings(given) if "/" in given else None
+    if both and any(compare(one, reference).outcome is Outcome.CORRECT for one in both):
+        return Verdict(Outcome.UNKNOWN, f"{given!r} can be read in two ways")
     if verdict.outcome is Outcome.UNKNOWN and not verdict.reason and is_judge(reference):
         return wrong  # the reference can be read, the answer cannot
     return verdict
@@ -174,54 +177,60 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 
 
-_WORD = re.compile(
-    rf"(?<![a-zA-Z\\])(?!(?:{FUNCTIONS}|sqrt|pi|inf|infinity)(?![a-zA-Z]))[a-zA-Z]{{4,}}"
+_WORD = re.compile(  # words, and signs that are read nowhere
+    r"\\text\{(?P<text>[^{}]*)\}|(?<![a-zA-Z\\])(?<!\\begin\{)(?<!\\end\{)(?:(?P<short>and|at|for|if|is|of|or)"
+    rf"|(?!(?:{FUNCTIONS}|sqrt|infinity)(?![a-zA-Z]))(?P<long>[a-zA-Z]{{4,}}))(?![a-zA-Z])"
+    r"|(?P<sign>[^\x00-\x7f°]|[?@#])"
 )
-
-
-_COMMAND = re.compile(r"(?:\\[a-zA-Z]+|_)\s*(?:\{[^{}\\]*\})?")
+_COMMAND = re.compile(r"(?:\\(?!text\{)[a-zA-Z]+|_)\s*(?:\{[^{}\\]*\})?")
 
 
 def _words(text: str) -> bool:
     """Whether it contains words besides mathematics."""
-    without = TEXT.sub("", text)
-    return without != text or any(
-        is_word(match[0]) for match in _WORD.finditer(_COMMAND.sub("", without))
+    return any(
+        match["text"] is not None or (match["long"] and is_word(match["long"]))
+        for match in _WORD.finditer(_COMMAND.sub("", text))
     )
 
 
-_WORDS_BEHIND = re.compile(
-    r"(?P<value>.*[\d)}\]%°!|])\s*(?:\\text\{([a-zA-Z ]+)\}|(?<=\s)([a-zA-Z]{4}[a-zA-Z ]*))",
-    re.DOTALL,
-)
+_BETWEEN = re.compile(r"(?:[\s,;:.=/*]|\\cdot|[_^]\s*(?:\{[^{}]*\}|\w))*")
 
 
 def _unlisted(text: str) -> tuple[str, str]:
-    """The value, and words beside it that may change it; no words if all are known."""
-    label = _PREFIX.fullmatch(text)
-    words = (label["text"] or label["bare"] or "").strip() if label else ""
-    if label and (label["sign"] or words.endswith((":", "="))):
-        is_known = names_value(words, is_named=True) or CHANGES_VALUE.search(words)
-        return (text, "") if is_known else (strip_braces(label["rest"]), words)
-    match = _WORDS_BEHIND.fullmatch(text)
-    words = (match[2] or match[3]).strip() if match else ""
-    is_known = is_unit(words) or plain.is_worded(text) or CHANGES_VALUE.search(words)
-    if not match or is_known or not _WORD.search(words) or _words(match["value"]):
+    """The values alone, and the words and signs beside them, if one of these is on no list.
+
+    No words if all are known, or if one changes the value: 3 eighths is not 3.
+    """
+    choice = plain.labelled(text) or plain.labelled(TEXT.sub(r" \1 ", text).strip())
+    if choice or plain.is_worded(text):
+        return (choice[0], choice[1]) if choice and plain.has_words(text) else (text, "")
+    parts, words, end = [], [], 0
+    for match in _WORD.finditer(text):
+        if not match["long"] or is_word(match["long"]):
+            parts.append(text[end : match.start()])
+            words.append(match[match.lastgroup or 0].strip())
+            end = match.end()
+    written = " ".join(words)
+    cores = (re.sub(r"\b(?:and|or)\b", "", word).strip() for word in words)
+    are_known = all(not core or is_unit(core) for core in cores) and not re.search(r"\}\s*_", text)
+    if are_known or CHANGES_VALUE.search(re.sub(r"\band\b", "", written)):
         return text, ""
-    return match["value"], words
-
-
-_PHRASE = re.compile(r"\\text\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|or|if|for|is)\b")
+    values = [
+        part[match.end() :].strip(" ,;:.=/*")
+        for part in (*parts, text[end:])
+        if (match := _BETWEEN.match(part))
+    ]
+    return ", ".join(filter(None, values)), written
 
 
 def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
     """Split into words and the mathematics between them."""
     words: list[str] = []
     parts, end = [], 0
-    for match in _PHRASE.finditer(text):
+    for match in _WORD.finditer(text):
         parts.append(text[end : match.start()])
         end = match.end()
-        words += (match[1] or match[2] or match[3] or "").casefold().split()
+        words += match[match.lastgroup or 0].casefold().split()
     parts.append(text[end:])
     bare = [[one.strip(" ,;:.") for one in found] for found in (words, parts)]
     return tuple(filter(None, bare[0])), list(filter(None, bare[1]))

@@ -113,7 +113,7 @@ def forget() -> None:
 _TWO_READINGS = (
     # Letters after a number and a space: a unit or factors. The denominator of 1/2x. x^y^z.
     (re.compile(r"(.*[\d}])\s+([mgshlLNJWVAKCF]|hr|lb|m[gils]|rs)"), r"\1", r"\1 \\cdot \2"),
-    (re.compile(r"(.*?)(\d+)/(\d+)\s*([a-zA-Z].*)"), r"\1\\frac{\2}{\3}\4", r"\1\\frac{\2}{\3\4}"),
+    (re.compile(r"(.*?)(\d+)/(\d+)\s*([a-zA-Z(].*)"), r"\1\\frac{\2}{\3}\4", r"\1\\frac{\2}{\3\4}"),
     (re.compile(r"(\w+)\^(\w+)\^(\w+)"), r"\1^{\2^{\3}}", r"(\1^{\2})^{\3}"),
 )
 
@@ -274,7 +274,8 @@ def _same_conditions(ours: Any, theirs: Any) -> bool:
     """Whether two conditions on one letter have the same solutions: 1 < x < 3 and 3 > x > 1."""
     if not all(isinstance(one, And | Relational) for one in (ours, theirs)):
         return False
-    if isinstance(ours, sympy.Eq) or len(ours.free_symbols | theirs.free_symbols) != 1:
+    is_equation = isinstance(ours, sympy.Eq) and not isinstance(ours.rhs, sympy.Set)
+    if is_equation or len(ours.free_symbols | theirs.free_symbols) != 1:
         return False
     sets = parsing.as_set(ours), parsing.as_set(theirs)
     return sets[0] is not None and sets[0] == sets[1]

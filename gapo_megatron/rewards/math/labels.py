@@ -16,7 +16,7 @@ from gapo_megatron.rewards.math.units import read_unit
 
 _WORDS = """
 a age all amount an angle ans answer area average base center centre circle circumference correct
-cost deg degree density diameter difference different digit dimension discount distance distinct
+cost deg degree density diameter difference digit dimension discount distance
 domain energy equation exact expected final force formula gcd greatest height hence i im income
 integer interest interval it largest lcm least length loss mass max maximum mean median min minimum
 mode must number of order payment perimeter period point positive possible power pressure price
@@ -31,7 +31,7 @@ magnitude midpoint money multiple net ordered original pair parallelogram percen
 quadrilateral quotient remaining resistance rhombus rhs sale selling sequence series set sphere
 standard step tip trapezoid voltage
 """
-_ENDINGS = "are be choice equal equals get has have is option to"
+_ENDINGS = "are be choice equal equals get has have is option so hence therefore thus"
 _COMMANDS = """
 angle ast begin bmod cap cdot circ cup diamond div ell end frac infty int lceil ldots lfloor lim
 measuredangle mod oplus otimes prod rceil rfloor sqrt star sum text times to triangle
@@ -49,7 +49,8 @@ _OF_LETTERS = re.compile(r"(?:(?<=\bof)|(?<=angle)) (?:[A-Z]{1,4}|[a-z])\b")  # 
 
 def names_value(text: str, *, is_named: bool) -> bool:
     """Whether words only introduce the value after them; `is_named` if a sign is in between."""
-    words = [word.strip(".,:=()").lower() for word in _OF_LETTERS.sub("", text).split()]
+    text = re.sub(r"\b(equals?) to\b", r"\1", _OF_LETTERS.sub("", text))
+    words = [word.strip(".,:=()").lower() for word in text.split()]
     if not is_named and words and text.rstrip()[-1] not in ":=" and words[-1] not in _VALUE_ENDINGS:
         return False
     return all(

@@ -43,7 +43,7 @@ _AS_IT_IS = NormalizationConfig(
 _PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])(?<!_\{{)({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
 _REFUSED = re.compile(
     r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+(?:\s+|\s*\{\s*)\d|\d\.\d*\.\d|[?#@°']|\\text(?!\s*\{)"
-    r"|\\approx|\\(?:not|pm|mp)(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()"
+    r"|\\approx|\\(?:not|pm|mp)(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()|\\h?phantom"
 )
 _DEGREES = re.compile(r"(?<=[\d)}])\s*°(?!\s*[CF])")
 _OR = re.compile(r"(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE)
@@ -133,7 +133,7 @@ def _prepare(text: str) -> str | None:
         return None
     if len(_TOKEN.findall(text)) > MOST_TOKENS:
         return None
-    text = bracketed(_with_plain_letters(text))
+    text = _FACTORS.sub(r"\g<0> \\cdot ", bracketed(_with_plain_letters(text)))
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -148,6 +148,8 @@ _EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}
 _SEMICOLON = re.compile(r"([(\[][^()\[\],;]*);([^()\[\],;]*[)\]])")
 # Without the space it would be a transposition, which is ignored except of a matrix.
 _EXPONENT_T = re.compile(r"(?<!matrix\})\^(\{?)T")
+# math-verify adds neighbouring numbers: 2(3) is 5. But not x_1(t), \sin^2(x).
+_FACTORS = re.compile(r"(?:\)|(?<![\^_\d.])\d+(?:\.\d+)?)(?=\s*\()|\)(?=\s*\d)")
 _MIXED = re.compile(r"(?<![\w.^}])(\d+)\s*(\\frac\s*\{(\d+)\}\s*\{(\d+)\})")
 
 

@@ -292,7 +292,7 @@ def equal_words(given: str, reference: str) -> bool | None:
     ours, theirs = letter(given), letter(reference)
     if theirs and not ours and theirs.isupper():
         if (choice := labelled(given) or labelled(one)) and not _names_another(choice[1]):
-            return choice[0] == theirs
+            return None if has_words(given) else choice[0] == theirs
         if "\\text" in reference:  # not a variable
             return False
     if theirs and ours:  # case matters except for a choice
@@ -303,6 +303,12 @@ def equal_words(given: str, reference: str) -> bool | None:
         return True
     # Short and without \text it may be a product: ab equals ba.
     return False if "\\" in reference or len(other) > 4 else None
+
+
+def has_words(text: str) -> bool:
+    """Whether it has words that are no units."""
+    written = " ".join(TEXT.findall(text)) or re.sub(r"\\[a-zA-Z]+|\b\w{2,3}\b", " ", text)
+    return not all(is_unit(word) for word in re.findall(r"[a-zA-Z]{2,}", written))
 
 
 def _names_another(text: str) -> bool:
@@ -323,6 +329,7 @@ __all__ = [
     "equal_quantities",
     "equal_times",
     "equal_words",
+    "has_words",
     "is_worded",
     "labelled",
     "letter",

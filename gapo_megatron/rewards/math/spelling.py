@@ -9,7 +9,9 @@ from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import fold
 
 # Not after another backslash: two end a row of a matrix.
-_SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\hspace\s*\{[^{}]*\}|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
+_SPACE = re.compile(
+    r"(?<!\\)\\[,;: >]|\\hspace\s*\{[^{}]*\}|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s"
+)
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits"
     r"|bf(?:series)?|it|sf|tiny|small|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])"
@@ -25,8 +27,8 @@ _SYNONYMS = {
     "\\arcsin ": "asin", "\\arccos ": "acos", "\\frac ": "[dtc]frac", "\\binom ": "[dt]binom",
     "\\cdot ": "cdotp", " or ": "lor|vee", " and ": "land|wedge", "\\in ": "isin",
     "\\{ ": "lbrace", "\\} ": "rbrace", "\\cup ": "bigcup", "\\cap ": "bigcap",
-    "\\setminus ": "backslash", "\\text{Å} ": "AA", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
-    "\\mod ": "bmod", "|": "[lr]?vert|mid",
+    "\\setminus ": "backslash", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
+    "\\text{Å} ": "AA", "\\mod ": "bmod", "|": "[lr]?vert|mid",
 }  # fmt: skip
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
 _SYNONYM_OF = list(_SYNONYMS)
@@ -140,7 +142,7 @@ def _without_font(match: re.Match[str]) -> str:
     if word in ("e", "i"):
         return word
     if word in _FUNCTIONS:  # after a number it is a unit: 30 min, 5 sec
-        is_unit = word in ("min", "sec") and (before[-1:].isdigit() or before.endswith("}"))
+        is_unit = word in ("min", "sec") and (before[-1:].isdigit() or before[-1:] in ("}", "/"))
         return f"\\text{{{word}}}" if is_unit else f"\\{word} "
     is_in_brackets = before.endswith("(") and match.string.startswith(")", match.end())
     if is_in_brackets and len(word) == 1 and word.isupper():
@@ -154,7 +156,7 @@ def _without_font(match: re.Match[str]) -> str:
     return _without_text(inside) if is_word else inside
 
 
-_ONE = r"(?:(?:\\?\$)?-?\d[\d./]*|(?<!\d )\(?[A-Z]\)?(?=\s*$|,|\s+(?:and|or)\b))"
+_ONE = r"(?:(?:\\?\$)?-?\d[\d./]*|(?<!\d )(?:\([A-Z]\)|[A-Z])(?=\s*$|,|\s+(?:and|or)\b))"
 _VALUES = re.compile(rf"(?<!\S)({_ONE}(?:,\s*{_ONE})*,?)(?!\S)")
 
 

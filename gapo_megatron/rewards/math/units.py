@@ -35,8 +35,6 @@ yen = [yen] = ¥
 yuan = [yuan] = 元 = rmb
 ruble = [ruble] = ₽ = rouble
 percent = [percent] = %
-celsius = [celsius] = °c = degree_celsius = degree_c
-fahrenheit = [fahrenheit] = °f = degree_fahrenheit = degree_f
 atmosphere = 101325 * pascal = atm
 solar_mass = [solar_mass]
 solar_luminosity = [solar_luminosity]
@@ -134,7 +132,7 @@ class _Table:
         """Find a unit by name, symbol or plural, ignoring case where that leaves one."""
         singular = re.sub("(?<=..)s$", "", written)
         for name in dict.fromkeys((written, singular, singular.removesuffix("e"))):
-            if name.lower() in _NEVER or CHANGES_VALUE.fullmatch(name):
+            if (name.lower() if name[1:] else name) in _NEVER or (CHANGES_VALUE.fullmatch(name) and name != "percent"):
                 return None
             if found := self._find(name) or (self._find(name.lower(), "k") if name[1:] else None):
                 return found
@@ -191,7 +189,8 @@ def _table() -> _Table:
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _WRAPPED = rf"(?:\\mu\s*)?\\text\s*\{{[^{{}}]*\}}{_POWER}"
 _FRACTION = rf"\\frac\s*\{{\s*{_WRAPPED}\s*\}}\s*\{{\s*{_WRAPPED}\s*\}}"
-_IN_TEXT = rf"(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})"  # \text{m}, /\text{s}
+# \text{m}, /\text{s}
+_IN_TEXT = rf"(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})|/\s*[a-zA-Z]{{3,}}\b"
 # A word outside of \text: directly after a number, or of three letters. A single letter is a
 # factor, except in km/h, and so are two after a letter: \pi hr.
 _START = r"(?:(?<=[\d%)}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{3}|[ckm]m\b))"

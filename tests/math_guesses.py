@@ -1,9 +1,9 @@
 """Answers that a policy would find without the value: each beside a reference that it never equals.
 
 The kinds are those of a search for reward and not of the verifier: equations that are always true,
-scaled and shifted values, values with another sign or another step, infinitesimal differences, lists
-and ranges that contain the value, and text that quotes or denies it. They are written into the text
-of the reference, so that only the verifier knows what it means. References come from the public
+scaled and shifted values, other signs and steps, infinitesimal differences, lists and ranges that
+contain the value, and text that quotes or denies it. They are written around the text of the
+reference, so that only the verifier knows what it means. References come from the public
 problem sets where these are, and from the generated respellings. Seeded.
 """
 
@@ -175,7 +175,8 @@ def _ranges(rng: random.Random, e: str) -> list[str]:
     return [
         "(-\\infty,\\infty)", "\\mathbb{R}", f"[{e},\\infty)", f"x\\le {e}", f"\\ge {e}", f"<{e}",
         f"[{e}-1,{e}+1]", f"{e}\\le x\\le {e}+1", f"x\\ne {e}", f"\\ne {e}", f"x>{e}-1",
-        f"\\mathbb{{R}}\\setminus\\{{{e}\\}}", f"x\\in[{e},{e}+1]", "-\\infty<x<\\infty", "\\emptyset",
+        f"\\mathbb{{R}}\\setminus\\{{{e}\\}}", f"x\\in[{e},{e}+1]", "-\\infty<x<\\infty",
+        "\\emptyset",
     ]  # fmt: skip
 
 

@@ -331,7 +331,7 @@ def test_words_of_no_list_behind_the_right_value_are_unknown_and_shown(reference
         ("7,4", r"7\text{ goats and }4\text{ helicopters}", r"7\text{ goats and }5\text{ zorgs}"),
         ("42", "42①", "43①"), ("42", "42?", "43?"), ("42", r"\text{different to }42", "43"),
         ("B", r"\text{(B) is wrong}", r"\text{(C) is wrong}"), ("B", r"\text{(B) no}", "C"),
-        (r"\frac{1}{2(x+1)}", "1/2(x+1)", "1/3(x+1)"), ("2", r"2\text{ mol Bi}_2", r"3\text{ Bi}_2"),
+        (r"\frac{1}{2(x+1)}", "1/2(x+1)", "1/3(x+1)"), ("2", r"2\text{ mol}_2", r"3\text{ mol}_2"),
     ],
 )  # fmt: skip
 def test_unknown_words_and_signs_beside_the_right_value_are_unknown(reference, given, wrong):

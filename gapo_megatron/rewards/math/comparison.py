@@ -193,7 +193,7 @@ def _words(text: str) -> bool:
     )
 
 
-_BETWEEN = re.compile(r"(?:[\s,;:.=/*]|\\cdot|[_^]\s*(?:\{[^{}]*\}|\w))*")
+_BETWEEN = re.compile(r"^(?:[\s,;:.=/*]|\\cdot|[_^]\s*(?:\{[^{}]*\}|\w))*")
 
 
 def _unlisted(text: str) -> tuple[str, str]:
@@ -215,11 +215,7 @@ def _unlisted(text: str) -> tuple[str, str]:
     are_known = all(not core or is_unit(core) for core in cores) and not re.search(r"\}\s*_", text)
     if are_known or CHANGES_VALUE.search(re.sub(r"\band\b", "", written)):
         return text, ""
-    values = [
-        part[match.end() :].strip(" ,;:.=/*")
-        for part in (*parts, text[end:])
-        if (match := _BETWEEN.match(part))
-    ]
+    values = (_BETWEEN.sub("", part).strip(" ,;:.=/*") for part in (*parts, text[end:]))
     return ", ".join(filter(None, values)), written
 
 

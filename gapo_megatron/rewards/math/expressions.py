@@ -19,7 +19,6 @@ from gapo_megatron.rewards.math import parsing, plain
 from gapo_megatron.rewards.math.limits import TooLargeError, check_size, expands_too_far
 from gapo_megatron.rewards.math.points import (
     UndecidedError,
-    has_decimals,
     has_values,
     is_expression,
     same_relation,
@@ -226,13 +225,11 @@ _LISTS = sympy.FiniteSet | sympy.Tuple
 
 
 def _equal_expressions(ours: Any, theirs: Any) -> bool:
-    """Numbers by their digits, expressions by values at random points; else by a proof."""
+    """By their values at random points; by a proof if these do not decide."""
     if _are_numbers(ours, theirs):
-        close = _close_numbers(ours, theirs)
-        if close is False or (close and has_decimals(ours, theirs)):
-            return close
-        same = _same_number(ours, theirs)
-        return _is_proved(ours, theirs) if same is None else same
+        ours, theirs = ours.doit(), theirs.doit()
+    if ours.is_Rational and theirs.is_Rational:
+        return bool(ours == theirs)
     try:
         same = same_values(ours, theirs)
     except UndecidedError:
@@ -283,30 +280,6 @@ def _same_conditions(ours: Any, theirs: Any) -> bool:
 
 def _are_numbers(*values: Any) -> bool:
     return all(getattr(value, "is_number", False) for value in values)
-
-
-def _close_numbers(given: Any, reference: Any) -> bool | None:
-    """Compare to six digits; None unless both are numbers. math-verify takes small ones for 0."""
-    if not _are_numbers(given, reference):
-        return None
-    given, reference = given.doit(), reference.doit()
-    error, size = abs((given - reference).evalf()), abs(reference.evalf())
-    if error.is_Float and error._prec == 1:  # no significant digit is left
-        return None
-    if not (error.is_finite and size.is_finite and error.is_real and size.is_real):
-        return None
-    return bool(error <= min(1, size) * 1.000001e-6)  # evalf rounds
-
-
-def _same_number(given: Any, reference: Any) -> bool | None:
-    """Compare to at least 25 digits; None if they cannot be computed."""
-    given, reference = given.doit(), reference.doit()
-    if given.is_Rational and reference.is_Rational:
-        return bool(given == reference)
-    error, size = abs((given - reference).evalf(30, maxn=1000)), abs(reference.evalf())
-    if not (error.is_real and size.is_real and 0 < size < 10**60):
-        return None
-    return bool(error < min(1, size) * sympy.Float("1e-25"))
 
 
 def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:

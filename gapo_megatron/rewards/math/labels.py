@@ -9,41 +9,14 @@ import re
 
 from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.functions import GREEK
-from gapo_megatron.rewards.math.nouns import MODIFIERS, NOUNS, NUMERIC, is_noun
+from gapo_megatron.rewards.math.nouns import WORDS, is_noun
 from gapo_megatron.rewards.math.parsing import RELATION
 from gapo_megatron.rewards.math.spelling import FUNCTIONS
 from gapo_megatron.rewards.math.units import read_unit
 
-_WORDS = """
-a age all amount an angle ans answer area average base center centre circle circumference correct
-cost deg degree density diameter difference digit dimension discount distance
-domain energy equation exact expected final force formula gcd greatest height hence i im income
-integer interest interval it largest lcm least length loss mass max maximum mean median min minimum
-mode must number of order payment perimeter period point positive possible power pressure price
-principal probability product profit radius range rank rate ratio re rectangle region remainder
-result revenue right salary savings score shaded side size slope smallest so solution speed sum
-surface tax temperature term the therefore thus time total tr triangle units value var variance
-velocity vertex volume wage we weight width work
-acceleration altitude bill budget centroid coefficient commission common cone constant coordinate
-count current cylinder derivative determinant deviation diagonal discriminant earning edge exponent
-expense first foci focus frequency gcf hcf hexagon hypotenuse index intersection last left lhs
-magnitude midpoint money multiple net ordered original pair parallelogram percentage prism pyramid
-quadrilateral quotient remaining resistance rhombus rhs sale selling sequence series set sphere
-standard step tip trapezoid voltage
-"""
-_ENDINGS = "are be choice equal equals get has have is option so hence therefore thus"
-_COMMANDS = """
-angle ast begin bmod cap cdot circ cup diamond div ell end frac infty int lceil ldots lfloor lim
-measuredangle mod oplus otimes prod rceil rfloor sqrt star sum text times to triangle
-"""
-
-_VALUE_ENDINGS = frozenset(_ENDINGS.split())
-"""Words of which one must be last before a value, unless a colon or an equals sign is."""
-_VALUE_WORDS = NOUNS | _VALUE_ENDINGS | frozenset(_WORDS.split())
-_MODIFIERS = MODIFIERS | NUMERIC
-_KNOWN = frozenset((*_COMMANDS.split(), *GREEK.split("|"), *FUNCTIONS.split("|"), "binom", "pi"))
-
-
+_NAMES = WORDS["nouns"] | WORDS["labels"] | WORDS["label_endings"]
+_MODIFIERS = WORDS["modifiers"] | WORDS["numeric"]
+_KNOWN = WORDS["commands"].union(GREEK.split("|"), FUNCTIONS.split("|"), ["binom", "pi"])
 _OF_LETTERS = re.compile(r"(?:(?<=\bof)|(?<=angle)) (?:[A-Z]{1,4}|[a-z])\b")  # Area of ABCD
 
 
@@ -51,11 +24,16 @@ def names_value(text: str, *, is_named: bool) -> bool:
     """Whether words only introduce the value after them; `is_named` if a sign is in between."""
     text = re.sub(r"\b(equals?) to\b", r"\1", _OF_LETTERS.sub("", text))
     words = [word.strip(".,:=()").lower() for word in text.split()]
-    if not is_named and words and text.rstrip()[-1] not in ":=" and words[-1] not in _VALUE_ENDINGS:
+    if (
+        not is_named
+        and words
+        and text.rstrip()[-1] not in ":="
+        and words[-1] not in WORDS["label_endings"]
+    ):
         return False
     return all(
         not word
-        or _VALUE_WORDS & {word, word.removesuffix("s")}
+        or _NAMES & {word, word.removesuffix("s")}
         or read_unit(word)
         or (word in _MODIFIERS and (behind in _MODIFIERS or is_noun(behind)))  # real roots
         for word, behind in zip(words, [*words[1:], ""], strict=True)

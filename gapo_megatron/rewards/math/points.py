@@ -40,8 +40,10 @@ _SIZES = ((11, 1000), (1110, 4000), (100_000, 10_000_000))  # of 1009ths
 _ROUNDS = 3  # of both signs in all sizes
 _DIGITS = 50  # beyond those of the constants; rounding may take half of them
 _MOST_DIGITS = 1_000
-_DECIMAL_ERROR = 1e-6  # relative, if a side has a decimal, which may be rounded
-_MOST_EXPONENT = 2**16  # in bits; larger powers take long
+_DECIMAL_ERROR = (
+    1.000001e-6  # if a side has a decimal, which may be rounded: relative, as `agree` says
+)
+_MOST_EXPONENT = 2**18  # in bits; larger powers take long
 _STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Max, sympy.Min, sympy.Piecewise)
 """Functions by which two sides may differ in so small a region that no point is in it."""
 
@@ -77,7 +79,9 @@ def is_expression(value: Any) -> bool:
 def has_values(value: Any) -> bool:
     """Whether it has values at enough points; True if it is not evaluated here."""
     try:
-        return not is_expression(value) or len(_Sides(value, value).points) >= FEWEST
+        return (
+            not is_expression(value) or len((sides := _Sides(value, value)).points) >= sides.fewest
+        )
     except _NoValueError:
         return True
 
@@ -93,9 +97,9 @@ def same_values(ours: Any, theirs: Any) -> bool | None:
         outcomes = [sides.agree(sides.ours(at), sides.theirs(at)) for at in sides.points]
     except _NoValueError:
         return None
-    if False in outcomes or outcomes.count(True) < FEWEST <= len(outcomes):
+    if False in outcomes or outcomes.count(True) < sides.fewest <= len(outcomes):
         return False  # or it has no value where the reference has
-    if len(outcomes) < FEWEST or ours.has(*_STEPS) or theirs.has(*_STEPS):
+    if len(outcomes) < sides.fewest or ours.has(*_STEPS) or theirs.has(*_STEPS):
         raise UndecidedError(f"{ours} and {theirs} agree where they were compared, but may differ")
     return True
 
@@ -110,31 +114,31 @@ def same_relation(ours: Any, theirs: Any) -> bool | None:
     Raises:
         UndecidedError: no zeros were found.
     """
-    differences = [_exact(one.lhs - one.rhs) for one in (ours, theirs)]
+    one, other = (_exact(each.lhs - each.rhs) for each in (ours, theirs))
     try:
-        sides = _Sides(*differences)
-        found = [
-            (at, *(sides.agree(side(at), _zero) for side in (sides.ours, sides.theirs)))
-            for at in sides.points
-        ]
-        found = [one for one in found if one[1] is not None]
-        others = [at for at, *is_zero in found if is_zero == [False, False]]
-        if len(others) < len(found) or len(others) < FEWEST:
+        sides = _Sides(one, other)
+        points = []
+        for at in sides.points:
+            are_zero = [sides.agree(side(at), _zero) for side in (sides.ours, sides.theirs)]
+            if True in are_zero:
+                return False
+            points += [at] if are_zero[0] is False else []
+        if len(points) < FEWEST:
             return False
-        first = others.pop()
+        first = points.pop()
         ratio = sides.ours(first)(sides.digits) / sides.theirs(first)(sides.digits)
         is_multiple = all(
             sides.agree(
                 _product(sides.ours(at), sides.theirs(first)),
                 _product(sides.ours(first), sides.theirs(at)),
             )
-            for at in others
+            for at in points
         )
         if is_multiple or not isinstance(ours, sympy.Eq):
             return is_multiple and (isinstance(ours, sympy.Eq | sympy.Ne) or ratio.real > 0)
-        if (same := _same_roots(*differences)) is not None:
+        if (same := _same_roots(one, other)) is not None:
             return same
-        if expands_too_far(differences[0]) and not expands_too_far(differences[1]):
+        if expands_too_far(one) and not expands_too_far(other):
             return False
         return _same_zeros(sides)
     except _NoValueError:
@@ -159,12 +163,13 @@ class _Sides:
         letters = {name: sympy.Symbol(str(name), real=True) for name in names}
         self._ours, self._theirs = ours.xreplace(letters), theirs.xreplace(letters)
         self.letters = sorted(self._ours.free_symbols | self._theirs.free_symbols, key=str)
+        self.fewest = FEWEST if self.letters else 1
         self.is_rough = has_decimals(ours, theirs)
         bits = max(check_size(ours), check_size(theirs))
         self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.302))
         for points in (self._random_points(f"{ours} {theirs}"), self._whole_points()):
             self.points = [at for at in points if self.theirs(at)(self.digits) is not None]
-            if len(self.points) >= FEWEST:
+            if len(self.points) >= self.fewest:
                 break
 
     def ours(self, point: Point) -> _Value:
@@ -182,7 +187,7 @@ class _Sides:
             return None
         error, size = abs(one - other), max(abs(one), abs(other))
         if self.is_rough:
-            return bool(error <= _DECIMAL_ERROR * size)
+            return bool(error <= _DECIMAL_ERROR * (size if self.letters else min(1, size)))
         if error <= size * mpmath.mpf(10) ** (10 - self.digits):
             return True
         one, other = left(2 * self.digits), right(2 * self.digits)
@@ -194,6 +199,8 @@ class _Sides:
         def one(size: tuple[int, int]) -> Fraction:
             return Fraction(rng.randint(*size), 1009)
 
+        if not self.letters:
+            return [{}]
         points = [{letter: one(size) for letter in self.letters} for size in _SIZES]
         kinds = [(sign, size) for sign in (-1, 1) for size in _SIZES] * _ROUNDS
         mixed = [rng.sample(kinds, len(kinds)) for _ in self.letters]

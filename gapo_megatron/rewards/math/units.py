@@ -14,44 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from gapo_megatron.rewards.math.nouns import (
-    CHANGES_VALUE,
-    ENDINGS,
-    LINKS,
-    MODIFIERS,
-    NUMERIC,
-    is_noun,
-)
-
-_OWN = """
-dollar = [dollar] = $ = buck = usd
-cent = dollar / 100 = ¢ = penny
-nickel = dollar / 20
-dime = dollar / 10
-euro = [euro] = € = eur
-sterling = [sterling] = £ = gbp
-rupee = [rupee] = ₹ = rs = inr
-yen = [yen] = ¥
-yuan = [yuan] = 元 = rmb
-ruble = [ruble] = ₽ = rouble
-percent = [percent] = %
-atmosphere = 101325 * pascal = atm
-solar_mass = [solar_mass]
-solar_luminosity = [solar_luminosity]
-gm = gram = gramme
-kilo = kilogram
-ton = 1000 * kilogram
-month = [month]
-year = 12 * month = yr = annum
-decade = 10 * year
-century = 100 * year = centuries
-wk = week
-kmh = kilometer / hour = kmph
-sqm = meter ** 2
-sqcm = centimeter ** 2
-sqft = foot ** 2
-"""
-"""What pint lacks or means otherwise (a month has no number of days), written as pint does."""
+from gapo_megatron.rewards.math.nouns import CHANGES_VALUE, WORDS, is_noun
 
 _NEVER = frozenset(["a", "am", "are", "as", "at", "count", "dot", "min", "pi", "unit", "us"])
 """Names of units in pint that are other words here; `min` is one in `\\text` alone."""
@@ -105,10 +68,9 @@ class _Table:
         self._values: dict[str, tuple[str, str]] = {}
         self._prefixes: dict[str, Fraction] = {}
         self._units: dict[str, str] = {}  # as it may be written: its name
-        for name in ("constants_en.txt", "default_en.txt"):
-            text = Path(spec.origin).with_name(name).read_text("utf-8")
-            self._define(text, is_unit=name.startswith("default"))
-        self._define(_OWN, is_unit=True)
+        folder, own = Path(spec.origin).parent, Path(__file__).with_name("units.txt")
+        for path in (folder / "constants_en.txt", folder / "default_en.txt", own):
+            self._define(path.read_text("utf-8"), is_unit=path.name != "constants_en.txt")
         self._units = {one.lower(): one for one in self._units if len(one) > 1} | self._units
         spaced = (
             one.replace("_", " ") for one in self._units if re.fullmatch("[a-z]+_[a-z_]+", one)
@@ -132,7 +94,9 @@ class _Table:
         """Find a unit by name, symbol or plural, ignoring case where that leaves one."""
         singular = re.sub("(?<=..)s$", "", written)
         for name in dict.fromkeys((written, singular, singular.removesuffix("e"))):
-            if (name.lower() if name[1:] else name) in _NEVER or (CHANGES_VALUE.fullmatch(name) and name != "percent"):
+            if (name.lower() if name[1:] else name) in _NEVER or (
+                CHANGES_VALUE.fullmatch(name) and name != "percent"
+            ):
                 return None
             if found := self._find(name) or (self._find(name.lower(), "k") if name[1:] else None):
                 return found
@@ -262,6 +226,9 @@ def is_unit(text: str) -> bool:
     return text in _MEANINGS or read_unit(text) is not None or _is_counted(text)
 
 
+_KINDS = {
+    **{"M": "modifiers", "L": "links", "E": "endings", "A": "numeric", "B": "each", "T": "total"}
+}
 _ITEM = "(?:[MTN]*U|[MTNA]*N)"
 _COUNTED = re.compile(rf"{_ITEM}(?:[LB]+{_ITEM})*[EBT]*|[EBT]+")
 
@@ -274,9 +241,8 @@ def _is_counted(text: str) -> bool:
     text = re.sub("(?:square|cube) root", "?", text)  # unlike other roots it changes the value
     for written in re.findall(r"[^\s.()]+", text):
         word = written.lower()
-        lists = {"M": word in MODIFIERS, "L": word in LINKS, "E": word in ENDINGS}
-        lists |= {"U": bool(_find(written)), "A": word in NUMERIC, "N": is_noun(word)}
-        lists |= {"B": word == "each", "T": word == "total"}
+        lists = {letter: word in WORDS[name] for letter, name in _KINDS.items()}
+        lists |= {"U": bool(_find(written)), "N": is_noun(word)}
         kinds += next((kind for kind, has in lists.items() if has), "?")
     return bool(_COUNTED.fullmatch(kinds))
 

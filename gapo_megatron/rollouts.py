@@ -35,6 +35,8 @@ ROW = np.dtype(
         ("newest_version", np.int32),  # policy version that sampled the tokens not carried
         ("num_routed_tokens", np.int32),  # leading prompt and response tokens with routes
         ("num_routes", np.int32),  # numbers of experts of each of these tokens, over all layers
+        ("answer", np.int64),  # hash of the answer that is correct (`objective.answers`); 0: none
+        ("answer_form", np.int64),  # hash of its form
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""

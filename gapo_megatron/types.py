@@ -135,6 +135,8 @@ class Verdict:
     """Reason for an unknown outcome (or for a wrong one, if the verifier gives it)."""
     grade: float | None = None
     """The verifier's number, if it gives one; with `reward.graded` the advantages come from it."""
+    answer: str = ""
+    """The answer that it found correct, for `objective.answers`; empty if it is no single text."""
 
     @property
     def reward(self) -> float:

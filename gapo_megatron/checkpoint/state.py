@@ -16,6 +16,7 @@ from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf.manifest import Branch, first_flaw
 from gapo_megatron.io.documents import read_json
+from gapo_megatron.objective.answers import AnswerForms
 from gapo_megatron.objective.diagnostics import CorrelationWindow
 from gapo_megatron.rollouts import Batch
 from gapo_megatron.types import Episode
@@ -53,6 +54,8 @@ class State:
     """Number of tokens sampled ahead and discarded while no step was open to count them."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)
     """Earlier steps for windowed metrics."""
+    answer_forms: AnswerForms = field(default_factory=AnswerForms)
+    """Forms of the correct answers of all earlier steps."""
     branch: Branch | None = None
     """Run and checkpoint that this run branched from; None without a branch. All checkpoints of a
     branched run record it."""
@@ -98,6 +101,7 @@ class State:
         document: dict[str, Any] = {
             "source": self.source_before if ahead else self.source,
             "window": self.window.state_dict(),
+            "answer_forms": self.answer_forms.state_dict(),
             "step": self.step,
             "given_back": self.num_given_back,
         }
@@ -153,6 +157,7 @@ class State:
             )
         state = cls(step, document["source"], document["source"], num_given_back=found.given_back)
         state.window.load_state_dict(document["window"])
+        state.answer_forms.load_state_dict(document["answer_forms"])
         return state
 
 
@@ -195,6 +200,8 @@ class _Document:
     source: _AnySource
     window: list[list[tuple[Annotated[float, Field(ge=0, lt=2**31)], float, float, float]]]
     """`objective.diagnostics.CorrelationWindow.state_dict`."""
+    answer_forms: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]
+    """`objective.answers.AnswerForms.state_dict`."""
     step: _Count
     """Number of finished steps."""
     given_back: _Count

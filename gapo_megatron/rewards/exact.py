@@ -12,7 +12,7 @@ def verify(response: str, answer: str) -> Verdict:
     """Compare the text after the last separator with `answer`. Pure; never raises."""
     given = response.rsplit(FIELD_SEPARATOR, 1)[-1]
     if given == answer:
-        return Verdict(Outcome.CORRECT)
+        return Verdict(Outcome.CORRECT, answer=given)
     return Verdict(Outcome.WRONG, f"answered {given!r}, expected {answer!r}")
 
 

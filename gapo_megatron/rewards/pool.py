@@ -387,9 +387,9 @@ class _Worker:
             self.rest()
             return
         try:
-            index, outcome, reason, grade = json.loads(line)
+            index, outcome, reason, grade, answer = json.loads(line)
             grade = None if grade is None else read_grade(grade)
-            verdict = Verdict(Outcome(outcome), str(reason), grade)
+            verdict = Verdict(Outcome(outcome), str(reason), grade, str(answer))
         except (ValueError, TypeError, RecursionError):
             index, verdict = None, None
         if verdict and self.item and index == self.item[0]:

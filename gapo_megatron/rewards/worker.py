@@ -71,7 +71,8 @@ def main() -> None:
             )
             signal.setitimer(signal.ITIMER_REAL, 0)  # its alarm must not end another's judgement
             reason = str(verdict.reason)[:_MAX_REASON_CHARACTERS]
-            reply = dumps([index, verdict.outcome, reason, verdict.grade])
+            found = str(verdict.answer)[:_MAX_REASON_CHARACTERS]
+            reply = dumps([index, verdict.outcome, reason, verdict.grade, found])
             _send(channel, reply.encode() + b"\n")
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from gapo_megatron.errors import RolloutError
+from gapo_megatron.objective.answers import hashes_of
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
@@ -69,6 +70,7 @@ def to_rollouts(
             Outcome.UNKNOWN if one.truncated else outcome
             for one, outcome in zip(episodes, outcomes, strict=True)
         ]
+    answers = [hashes_of(verdict.answer) for judged in verdicts or () for verdict in judged]
     numbers = range(len(groups)) if problems is None else problems
     pairs = [*zip(numbers, groups, strict=True)]
     return rollouts.changed(
@@ -85,6 +87,8 @@ def to_rollouts(
             for verdict in judged
         ]
         or np.inf,
+        answer=[text for text, _ in answers] or 0,
+        answer_form=[form for _, form in answers] or 0,
         holder=holder,
     )
 

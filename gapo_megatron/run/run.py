@@ -314,6 +314,8 @@ class Run:
         assert open_step is not None
         self.stopwatch.notes |= self.memory.lap(self.gloo_group)
         metrics = open_step.metrics | learned | self.state.window.add(learned)
+        references = [problem.answer for problem in self.inputs.source.problems]
+        metrics |= self.state.answer_forms.add(batch.table, references)
         if synced is not None:
             metrics |= synced.metrics(self.config.objective.resolve())
         num_tokens = int(batch.num_sampled_tokens.sum())

@@ -55,6 +55,7 @@ def test_the_trainer_state_comes_back_as_it_was(tmp_path):
         (put("source", "dataset", value=5), ("source.dataset", 5)),
         (put("source", "dataset", "rows", value=5), ("source.dataset.rows", 5)),
         (put("window", value={}), ("window",)),
+        (put("answer_forms", value=[2**63]), ("answer_forms.0", 2**63)),
         (put("window", value=[[[1, 2, 3]]]), ("window.0.0",)),
         (put("window", value=[[[-1, 2, 3, 4]]]), ("window.0.0.0", -1)),
     ],

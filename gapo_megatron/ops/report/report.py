@@ -292,8 +292,9 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
     mixed = [text for arm in comparison.arms if (text := _codes(arm))]
     if mixed:
         lead.append(f"Trained by more than one version of the code: {some(mixed)}.")
-    if unknown := [text for run in runs if (text := _unknown(run))]:
-        lead.append(f"Verdicts that are unknown: {some(unknown)}.")
+    for metric, what in _WATCHED.items():
+        if found := [text for run in runs if (text := _shares(run, metric))]:
+            lead.append(f"{what}: {some(found)}.")
     if waiting:
         lead.append(f"Not started: {some([folder.name for folder in waiting])}.")
     if len(comparison.curves) < len(comparison.arms):
@@ -311,9 +312,21 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
 
 
-def _unknown(run: Run) -> str:
-    """Share of a run's unknown verdicts, and the step with most; empty if all are known."""
-    shares = run.series("reward/unknown_share")
+_WATCHED = {
+    "reward/unknown_share": "Verdicts that are unknown",
+    "reward/new_form_share": "Correct answers of a form that was not correct before",
+    "reward/several_references_share": "Answers that are correct for several references of a batch",
+}
+
+
+def _shares(run: Run, metric: str) -> str:
+    """A share's mean over the steps after the first tenth, and the worst step; empty if all are 0.
+
+    In the first steps of a run every form is new.
+    """
+    shares = run.series(metric)
+    if metric == "reward/new_form_share":
+        shares = dict(list(shares.items())[(len(shares) + 9) // 10 :])
     if not any(shares.values()):
         return ""
     worst = max(shares, key=lambda step: shares[step])

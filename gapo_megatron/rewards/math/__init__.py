@@ -65,6 +65,8 @@ def verify(response: str, answer: str) -> Verdict:
     try:
         with limited(MOST_CPU_S):
             verdict = _judge(found, reference)
+        if verdict.outcome is Outcome.CORRECT:
+            return Verdict(Outcome.CORRECT, answer=last)
         is_silent = verdict.outcome is Outcome.UNKNOWN and not verdict.reason
         return _unreadable(answer) if is_silent else verdict
     except _FAILURES as error:

@@ -26,16 +26,9 @@ _SOLUTION = "####"
 """Mark between a worked solution of GSM8K and its final answer."""
 
 _FAILURES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    RecursionError,
-    TooMuchWorkError,
-    TypeError,
-    ValueError,
-)
+    ArithmeticError, AttributeError, LookupError, MemoryError, NotImplementedError, RecursionError,
+    TooMuchWorkError, TypeError, ValueError,
+)  # fmt: skip
 """Exceptions of sympy and math-verify for what they cannot compute."""
 
 

@@ -64,16 +64,7 @@ def forget() -> None:
 
 
 def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
-    for decide in (
-        _equal_choices,
-        plain.equal_times,
-        plain.equal_numbers,
-        plain.equal_numerals,
-        plain.equal_words,
-        plain.equal_quantities,
-        equal_lists,
-        _equal_units,
-    ):
+    for decide in _RULES:
         if (equal := decide(given, reference)) is not None:
             return _CORRECT if equal else wrong
     ours, theirs = split_unit(given), split_unit(reference)
@@ -375,4 +366,8 @@ def _take_equal(others: list[str], part: str) -> Outcome:
     return outcome
 
 
-__all__ = ["compare", "equal_lists", "forget", "is_judge", "is_read", "split"]
+_RULES = (
+    _equal_choices, plain.equal_times, plain.equal_numbers, plain.equal_numerals, plain.equal_words,
+    plain.equal_quantities, equal_lists, _equal_units,
+)  # fmt: skip
+"""In their order; each says None where it does not apply."""

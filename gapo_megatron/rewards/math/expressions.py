@@ -15,15 +15,9 @@ from latex2sympy2_extended.logic import And
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from gapo_megatron.rewards.math import parsing, plain
+from gapo_megatron.rewards.math import parsing, plain, points
 from gapo_megatron.rewards.math.limits import TooLargeError, check_size, expands_too_far
-from gapo_megatron.rewards.math.points import (
-    UndecidedError,
-    has_values,
-    is_expression,
-    same_relation,
-    same_values,
-)
+from gapo_megatron.rewards.math.points import UndecidedError, is_expression
 from gapo_megatron.rewards.math.units import split_unit
 
 
@@ -32,22 +26,10 @@ def equal(given: str, reference: str) -> bool | None:
     given = _with_names_of(given, reference)
     if plain.numeral(reference) and "_" in reference:
         return False  # the reference is a numeral with a base, the answer is not
-    # Read both and refuse what is too large; an unreadable answer is wrong.
     has_cases = _has_cases(given) or _has_cases(reference)
-    theirs = parsing.read(reference, has_cases)
-    if theirs is None:
-        return None
-    try:
-        check_size(theirs)
-    except TooLargeError:
-        return None
-    ours = parsing.read(given, has_cases)
-    if ours is None:
-        return False
-    try:
-        check_size(ours)
-    except TooLargeError:
-        return False
+    theirs, ours = _read(reference, has_cases), _read(given, has_cases)
+    if theirs is None or ours is None:
+        return None if theirs is None else False
     # What math-verify would accept: work left to do, false or stated values, sets as points.
     if (_unfinished(ours) and not _unfinished(theirs)) or _is_false(ours):
         return False
@@ -60,14 +42,20 @@ def equal(given: str, reference: str) -> bool | None:
     return _equal_values(ours, theirs)
 
 
-def is_readable(text: str) -> bool:
-    """Whether an expression can be read and is not too large."""
-    value = parsing.read(text, _has_cases(text))
+def _read(text: str, has_cases: bool) -> Any:
+    """Parse an expression; None if it cannot be read or is too large."""
+    value = parsing.read(text, has_cases)
     try:
         check_size(value)
     except TooLargeError:
-        return False
-    return value is not None and has_values(value)
+        return None
+    return value
+
+
+def is_readable(text: str) -> bool:
+    """Whether an expression can be read, is not too large, and has values to compare."""
+    value = _read(text, _has_cases(text))
+    return value is not None and points.has_values(value)
 
 
 def names(text: str, reference: str) -> bool:
@@ -208,20 +196,13 @@ def _equal_values(ours: Any, theirs: Any) -> bool:
         return _equal_relations(ours, theirs)
     if expands_too_far(ours) and not expands_too_far(theirs):
         return False
-    if isinstance(ours, sympy.Interval | And | Relational) and isinstance(theirs, _LISTS):
+    if isinstance(ours, sympy.Interval | And | Relational) and isinstance(
+        theirs, sympy.FiniteSet | sympy.Tuple
+    ):
         return False  # math-verify equates 1 < x < 2 and 1, 2
-    return bool(
-        math_verify.verify(
-            [theirs],
-            [ours],
-            timeout_seconds=None,  # `Pool` limits the time: an alarm cannot interrupt C code
-            raise_on_error=True,
-            allow_set_relation_comp=True,
-        )
-    )
-
-
-_LISTS = sympy.FiniteSet | sympy.Tuple
+    # `Pool` limits the time: an alarm cannot interrupt C code.
+    options = {"raise_on_error": True, "allow_set_relation_comp": True}
+    return bool(math_verify.verify([theirs], [ours], timeout_seconds=None, **options))
 
 
 def _equal_expressions(ours: Any, theirs: Any) -> bool:
@@ -231,7 +212,7 @@ def _equal_expressions(ours: Any, theirs: Any) -> bool:
     if ours.is_Rational and theirs.is_Rational:
         return bool(ours == theirs)
     try:
-        same = same_values(ours, theirs)
+        same = points.same_values(ours, theirs)
     except UndecidedError:
         if _is_proved(ours, theirs):
             return True
@@ -264,7 +245,7 @@ def _equal_relations(ours: Any, theirs: Any) -> bool:
         return all(_equal_values(*pair) for pair in sides)
     if sides[0][0] == sides[0][1] and all(_is_solved(one) for one in (ours, theirs)):
         return _equal_values(*sides[1])
-    return bool(same_relation(ours, theirs))
+    return bool(points.same_relation(ours, theirs))
 
 
 def _same_conditions(ours: Any, theirs: Any) -> bool:
@@ -284,20 +265,16 @@ def _are_numbers(*values: Any) -> bool:
 
 def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
     """Pairs of parts that must be equal, for tuples, intervals and matrices; else None."""
-    if isinstance(ours, sympy.MatrixBase) is not isinstance(theirs, sympy.MatrixBase):
-        columns = _column(ours), _column(theirs)
-        if columns[0] and columns[1] and len(columns[0]) == len(columns[1]):
-            return list(zip(*columns, strict=True))
-    if isinstance(ours, sympy.Tuple) and isinstance(theirs, sympy.Tuple):
-        return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else None
-    if isinstance(ours, sympy.MatrixBase) and isinstance(theirs, sympy.MatrixBase):
+    kinds = sympy.MatrixBase, sympy.Tuple, sympy.Interval
+    is_alike = any(isinstance(ours, kind) and isinstance(theirs, kind) for kind in kinds)
+    if isinstance(ours, sympy.MatrixBase) and is_alike:
         return list(zip(ours, theirs, strict=True)) if ours.shape == theirs.shape else None
-    if (
-        isinstance(ours, sympy.Interval)
-        and isinstance(theirs, sympy.Interval)
-        and (ours.left_open, ours.right_open) == (theirs.left_open, theirs.right_open)
-    ):
-        return [(ours.start, theirs.start), (ours.end, theirs.end)]
+    if isinstance(ours, sympy.Interval) and is_alike:
+        ends = [(one.left_open, one.right_open) for one in (ours, theirs)]
+        return [(ours.start, theirs.start), (ours.end, theirs.end)] if len({*ends}) == 1 else None
+    if is_alike or isinstance(ours, sympy.MatrixBase) or isinstance(theirs, sympy.MatrixBase):
+        columns = _column(ours), _column(theirs)
+        return list(zip(*columns, strict=True)) if len(columns[0]) == len(columns[1]) > 0 else None
     return None
 
 
@@ -323,6 +300,3 @@ def _is_solved(equation: Any) -> bool:
     names = sympy.Mul.make_args(equation.lhs)
     are_names = all(one.is_Symbol or isinstance(one, AppliedUndef) for one in names)
     return are_names and not (set(names) & equation.rhs.free_symbols)
-
-
-__all__ = ["equal", "forget", "is_readable", "names", "readings", "rounds"]

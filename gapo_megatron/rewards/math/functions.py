@@ -88,6 +88,3 @@ def _group_end(text: str, start: int) -> int | None:
     end = text.find("|", place + 1) + 1 if opening[1] == "|" else closing_bracket(text, place)
     degrees = re.compile(r"\s*\0").match(text, end) if end else None
     return degrees.end() if degrees else end or None
-
-
-__all__ = ["GREEK", "NAMES", "argument_end", "bracketed", "functions"]

@@ -91,6 +91,3 @@ def is_word(letters: str) -> bool:
     """Whether letters are a word and no product of variables: with vowels, in lower case."""
     vowels = set("aeiou").intersection(letters)
     return bool(vowels) and letters[1:].islower() and len(set(letters)) > 2
-
-
-__all__ = ["is_name", "is_word", "names_value"]

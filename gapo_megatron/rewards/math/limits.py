@@ -128,14 +128,3 @@ def _size(value: Any, bits: float) -> float:
     if value.is_Rational or value.is_Float:
         return float(min(abs(value), 2**64))
     return float(2.0 ** min(bits, 64))
-
-
-__all__ = [
-    "MOST_BITS",
-    "MOST_TERMS",
-    "TooLargeError",
-    "TooMuchWorkError",
-    "check_size",
-    "expands_too_far",
-    "limited",
-]

@@ -36,6 +36,3 @@ def plural(noun: str) -> str:
 def is_noun(word: str) -> bool:
     """Whether the list has the word or its plural; `logs` may be wood, but `log` is a function."""
     return word in WORDS["nouns"] or (word not in _FUNCTIONS and plural(word) in WORDS["nouns"])
-
-
-__all__ = ["CHANGES_VALUE", "WORDS", "is_noun"]

@@ -213,7 +213,6 @@ def _parse(text: str, has_cases: bool) -> Any:
     prepared = _prepare(text)
     if prepared is None:
         return None
-    # All of it, or the last side of a chain of equations.
     try:
         value = _latex(prepared, has_cases)
         if "!!" in prepared and "!)" not in prepared:  # (3!)! is read as it should
@@ -221,17 +220,7 @@ def _parse(text: str, has_cases: bool) -> Any:
                 _is_twice_factorial, lambda n: sympy.factorial2(n.args[0].args[0])
             )
     except Exception:  # latex2sympy raises a bare Exception for a syntax error
-        parts = prepared.split("=")
-        if len(parts) < 3 or "," in prepared or ";" in prepared:
-            return None
-        try:
-            values = [_latex(part, has_cases) for part in parts[1:]]
-        except Exception:
-            return None
-        value = values[-1]  # the last side, if the others equal it
-        numbers = [one.evalf() for one in values if not getattr(one, "free_symbols", True)]
-        if any(abs(one - numbers[-1]) > abs(numbers[-1]) * 1e-6 for one in numbers):
-            return None
+        return None
     if value is None or value in (sympy.nan, sympy.zoo):
         return None
     # i as the imaginary unit, and dy/dx as a letter.
@@ -260,6 +249,3 @@ def _is_of_letter(value: Any) -> bool:
 def _latex(text: str, has_cases: bool) -> Any:
     # Letters are real on both sides: sympy distinguishes real letters from others.
     return parse_latex(normalize_latex(text, _AS_IT_IS), lowercase_symbols=not has_cases)
-
-
-__all__ = ["MOST_DEPTH", "RELATION", "as_set", "read"]

@@ -7,15 +7,8 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from gapo_megatron.rewards.math import units
 from gapo_megatron.rewards.math.spelling import TEXT, THOUSANDS
-from gapo_megatron.rewards.math.units import (
-    Unit,
-    is_unit,
-    ratio,
-    read_unit,
-    split_magnitude,
-    split_unit,
-)
 
 
 class Number(NamedTuple):
@@ -57,12 +50,12 @@ def number(text: str) -> Number | None:
         return None
     match, unit = _NUMBER.fullmatch(text), ""
     if match is None:
-        value_text, unit = split_unit(text, with_magnitude=True)
+        value_text, unit = units.split_unit(text, with_magnitude=True)
         match = _NUMBER.fullmatch(value_text)
         if match is None:
             return None
     part = match.groupdict()
-    magnitude, unit = split_magnitude(unit)
+    magnitude, unit = units.split_magnitude(unit)
     percent = bool(part["percent"]) or unit in ("percent", "%")
     # A decimal with an exponent or repeated digits, else a fraction with a whole part.
     if part["decimal"]:
@@ -96,7 +89,7 @@ def equal_numbers(given: str, reference: str) -> bool | None:
     one, other = number(given), number(reference)
     if one is None or other is None:
         return None
-    scale = ratio(one.unit, other.unit)
+    scale = units.ratio(one.unit, other.unit)
     if scale is None:
         return False
     values = {one.value * one.magnitude * scale / other.magnitude}
@@ -140,11 +133,11 @@ def quantities(text: str) -> list[tuple[Fraction, str]] | None:
     return found if len(found) > 1 and end == len(bare) and all(u for _, u in found) else None
 
 
-def _total(parts: list[tuple[Fraction, str]]) -> tuple[Fraction, Unit] | None:
+def _total(parts: list[tuple[Fraction, str]]) -> tuple[Fraction, units.Unit] | None:
     """The sum of quantities of one dimension in different units; else None."""
-    units = [read_unit(unit) for _, unit in parts]
-    known = [unit for unit in units if unit]
-    if len(known) < len(units) or len({unit.dimensions for unit in known}) > 1:
+    found = [units.read_unit(unit) for _, unit in parts]
+    known = [unit for unit in found if unit]
+    if len(known) < len(found) or len({unit.dimensions for unit in known}) > 1:
         return None
     if len({unit.size for unit in known}) < len(known):
         return None  # the same unit twice: two answers
@@ -162,7 +155,7 @@ def equal_quantities(given: str, reference: str) -> bool | None:
     sums = []
     for text, parts in ((given, ours), (reference, theirs)):
         one = number(text)
-        if parts is None and one and (unit := read_unit(one.unit)):
+        if parts is None and one and (unit := units.read_unit(one.unit)):
             sums.append((one.value * one.magnitude * unit.size, unit))
         elif parts is not None and (added := _total(parts)):
             sums.append(added)
@@ -173,7 +166,7 @@ def equal_quantities(given: str, reference: str) -> bool | None:
         named, bare = (ours, reference) if theirs is None else (theirs, given)
         bare = THOUSANDS.sub("", bare).replace(" and ", ",").replace(";", ",")
         numbers = [number(part.strip()) for part in bare.split(",")]
-        if named is None or not all(numbers) or not all(is_unit(words) for _, words in named):
+        if named is None or not all(numbers) or not all(units.is_unit(words) for _, words in named):
             return None
         values = [one.value for one in numbers if one]  # without words the order counts
         return values == [value for value, _ in named]
@@ -308,7 +301,7 @@ def equal_words(given: str, reference: str) -> bool | None:
 def has_words(text: str) -> bool:
     """Whether it has words that are no units."""
     written = " ".join(TEXT.findall(text)) or re.sub(r"\\[a-zA-Z]+|\b\w{2,3}\b", " ", text)
-    return not all(is_unit(word) for word in re.findall(r"[a-zA-Z]{2,}", written))
+    return not all(units.is_unit(word) for word in re.findall(r"[a-zA-Z]{2,}", written))
 
 
 def _names_another(text: str) -> bool:
@@ -320,20 +313,3 @@ def _names_another(text: str) -> bool:
 def _bare(text: str) -> str:
     r"""Unwrap \text{...} and normalise spaces."""
     return " ".join(TEXT.sub(r" \1 ", text).split())
-
-
-__all__ = [
-    "Number",
-    "equal_numbers",
-    "equal_numerals",
-    "equal_quantities",
-    "equal_times",
-    "equal_words",
-    "has_words",
-    "is_worded",
-    "labelled",
-    "letter",
-    "number",
-    "numeral",
-    "quantities",
-]

@@ -38,12 +38,13 @@ FEWEST = 3
 
 _SIZES = ((11, 1000), (1110, 4000), (100_000, 10_000_000))  # of 1009ths
 _ROUNDS = 3  # of both signs in all sizes
+_WHOLE = [3, 1, 4, 2, 7, 5, 12, 6, 9, 8, 10, 11]
 _DIGITS = 50  # beyond those of the constants; rounding may take half of them
 _MOST_DIGITS = 1_000
 _DECIMAL_ERROR = (
     1.000001e-6  # if a side has a decimal, which may be rounded: relative, as `agree` says
 )
-_MOST_EXPONENT = 2**18  # in bits; larger powers take long
+_MOST_EXPONENT = 2**16  # in bits; larger powers take long
 _STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Max, sympy.Min, sympy.Piecewise)
 """Functions by which two sides may differ in so small a region that no point is in it."""
 
@@ -79,9 +80,7 @@ def is_expression(value: Any) -> bool:
 def has_values(value: Any) -> bool:
     """Whether it has values at enough points; True if it is not evaluated here."""
     try:
-        return (
-            not is_expression(value) or len((sides := _Sides(value, value)).points) >= sides.fewest
-        )
+        return not is_expression(value) or not _Sides(value, value).are_few
     except _NoValueError:
         return True
 
@@ -97,9 +96,9 @@ def same_values(ours: Any, theirs: Any) -> bool | None:
         outcomes = [sides.agree(sides.ours(at), sides.theirs(at)) for at in sides.points]
     except _NoValueError:
         return None
-    if False in outcomes or outcomes.count(True) < sides.fewest <= len(outcomes):
+    if False in outcomes or (outcomes.count(True) < sides.fewest and not sides.are_few):
         return False  # or it has no value where the reference has
-    if len(outcomes) < sides.fewest or ours.has(*_STEPS) or theirs.has(*_STEPS):
+    if sides.are_few or ours.has(*_STEPS) or theirs.has(*_STEPS):
         raise UndecidedError(f"{ours} and {theirs} agree where they were compared, but may differ")
     return True
 
@@ -116,31 +115,22 @@ def same_relation(ours: Any, theirs: Any) -> bool | None:
     """
     one, other = (_exact(each.lhs - each.rhs) for each in (ours, theirs))
     try:
-        sides = _Sides(one, other)
-        points = []
-        for at in sides.points:
-            are_zero = [sides.agree(side(at), _zero) for side in (sides.ours, sides.theirs)]
-            if True in are_zero:
-                return False
-            points += [at] if are_zero[0] is False else []
-        if len(points) < FEWEST:
+        sides = _Sides(one / other, other) if other else None
+        points = [at for at in sides.points if sides.ours(at)(sides.digits)] if sides else []
+        if sides is None or len(points) < FEWEST:
             return False
-        first = points.pop()
-        ratio = sides.ours(first)(sides.digits) / sides.theirs(first)(sides.digits)
-        is_multiple = all(
-            sides.agree(
-                _product(sides.ours(at), sides.theirs(first)),
-                _product(sides.ours(first), sides.theirs(at)),
-            )
-            for at in points
-        )
+        first, *others = (sides.ours(at) for at in points)
+        if any(sides.agree(quotient, lambda _: mpmath.mpf(0)) for quotient in (first, *others)):
+            return False
+        is_multiple = all(sides.agree(first, quotient) for quotient in others)
+        ratio = first(sides.digits)
         if is_multiple or not isinstance(ours, sympy.Eq):
             return is_multiple and (isinstance(ours, sympy.Eq | sympy.Ne) or ratio.real > 0)
         if (same := _same_roots(one, other)) is not None:
             return same
         if expands_too_far(one) and not expands_too_far(other):
             return False
-        return _same_zeros(sides)
+        return _same_zeros(_Sides(one, other))
     except _NoValueError:
         return None
 
@@ -161,24 +151,25 @@ class _Sides:
             one for each in (ours, theirs) for one in each.atoms(AppliedUndef, sympy.Derivative)
         }
         letters = {name: sympy.Symbol(str(name), real=True) for name in names}
-        self._ours, self._theirs = ours.xreplace(letters), theirs.xreplace(letters)
-        self.letters = sorted(self._ours.free_symbols | self._theirs.free_symbols, key=str)
+        ours, theirs = ours.xreplace(letters), theirs.xreplace(letters)
+        self.ours: _Side = functools.partial(functools.partial, _value, ours)
+        self.theirs: _Side = functools.partial(functools.partial, _value, theirs)
+        self.letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
         self.fewest = FEWEST if self.letters else 1
         self.is_rough = has_decimals(ours, theirs)
         bits = max(check_size(ours), check_size(theirs))
         self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.302))
-        for points in (self._random_points(f"{ours} {theirs}"), self._whole_points()):
+        whole = zip(
+            *(_WHOLE[5 * k % 12 :] + _WHOLE for k, _ in enumerate(self.letters)), strict=False
+        )
+        for points in (
+            self._random_points(f"{ours} {theirs}"),
+            [dict(zip(self.letters, map(Fraction, row), strict=True)) for row in whole][:12],
+        ):
             self.points = [at for at in points if self.theirs(at)(self.digits) is not None]
-            if len(self.points) >= self.fewest:
+            self.are_few = len(self.points) < self.fewest
+            if not self.are_few:
                 break
-
-    def ours(self, point: Point) -> _Value:
-        """The value of our side at a point."""
-        return functools.partial(_value, self._ours, point)
-
-    def theirs(self, point: Point) -> _Value:
-        """The value of the reference at a point."""
-        return functools.partial(_value, self._theirs, point)
 
     def agree(self, left: _Value, right: _Value) -> bool | None:
         """Whether two values are equal; None if one of them does not exist."""
@@ -195,34 +186,18 @@ class _Sides:
 
     def _random_points(self, seed: str) -> list[Point]:
         rng = random.Random(seed)
-
-        def one(size: tuple[int, int]) -> Fraction:
-            return Fraction(rng.randint(*size), 1009)
-
         if not self.letters:
             return [{}]
-        points = [{letter: one(size) for letter in self.letters} for size in _SIZES]
         kinds = [(sign, size) for sign in (-1, 1) for size in _SIZES] * _ROUNDS
-        mixed = [rng.sample(kinds, len(kinds)) for _ in self.letters]
-        for row in zip(*mixed, strict=True):
-            each = zip(self.letters, row, strict=True)
-            points.append({letter: sign * one(size) for letter, (sign, size) in each})
-        return points
-
-    def _whole_points(self) -> list[Point]:
-        numbers = [3, 1, 4, 2, 7, 5, 12, 6, 9, 8, 10, 11]
+        rows = [[(1, size)] * len(self.letters) for size in _SIZES]
+        rows += zip(*(rng.sample(kinds, len(kinds)) for _ in self.letters), strict=True)
         return [
-            {x: Fraction(numbers[(n + 5 * k) % 12]) for k, x in enumerate(self.letters)}
-            for n in range(12)
+            {
+                x: sign * Fraction(rng.randint(*size), 1009)
+                for x, (sign, size) in zip(self.letters, row, strict=True)
+            }
+            for row in rows
         ]
-
-
-def _zero(digits: int) -> Any:
-    return mpmath.mpf(0)
-
-
-def _product(one: _Value, other: _Value) -> _Value:
-    return lambda digits: one(digits) * other(digits)
 
 
 def _value(value: Any, point: Point, digits: int) -> Any:
@@ -361,13 +336,3 @@ def _is_zero(side: _Side, at: Point, letter: Any, digits: int) -> bool | None:
     if value is None or beside is None:
         return None
     return bool(abs(value) <= abs(beside) * mpmath.mpf(10) ** (-digits // 5))
-
-
-__all__ = [
-    "UndecidedError",
-    "has_decimals",
-    "has_values",
-    "is_expression",
-    "same_relation",
-    "same_values",
-]

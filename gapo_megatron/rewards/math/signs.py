@@ -94,6 +94,3 @@ def _with_radicand(text: str) -> str:
     if number:
         return f"{{{number[0]}}}{text[number.end() :]}"
     return f" {text}"
-
-
-__all__ = ["fold"]

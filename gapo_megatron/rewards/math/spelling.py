@@ -250,6 +250,3 @@ def _argument(text: str, start: int) -> tuple[str, int]:
 def _next(text: str, start: int) -> int:
     """Index of the next sign that is no space."""
     return len(text) - len(text[start:].lstrip())
-
-
-__all__ = ["FUNCTIONS", "TEXT", "THOUSANDS", "brace", "clean", "in_radians", "strip_braces"]

@@ -130,12 +130,11 @@ class _Table:
 
     def _product(self, node: ast.expr) -> Unit:
         match node:
-            case ast.BinOp(left, ast.Mult(), right):
-                return self._product(left).times(self._product(right))
-            case ast.BinOp(left, ast.Div(), right):
-                return self._product(left).times(self._product(right).raised(Fraction(-1)))
-            case ast.BinOp(left, ast.Pow(), right):
-                return self._product(left).raised(self._product(right).size)
+            case ast.BinOp(left, operator, right):
+                one, other = self._product(left), self._product(right)
+                if isinstance(operator, ast.Pow):
+                    return one.raised(other.size)
+                return one.times(other.raised(Fraction(-1 if type(operator) is ast.Div else 1)))
             case ast.UnaryOp(ast.USub(), value):
                 return self._product(value).times(Unit(Fraction(-1)))
             case ast.Constant(value):
@@ -305,15 +304,3 @@ def ratio(one: str, other: str) -> Fraction | None:
     if any(None in pair for pair in pairs):
         return Fraction(1)
     return sizes.pop() if len(sizes) == 1 else None
-
-
-__all__ = [
-    "RADIANS",
-    "Unit",
-    "has_letters",
-    "is_unit",
-    "ratio",
-    "read_unit",
-    "split_magnitude",
-    "split_unit",
-]

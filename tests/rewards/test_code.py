@@ -12,7 +12,13 @@ from gapo_megatron.rewards.code import run_tests, verify
 from gapo_megatron.rewards.code.compare import same_text, same_value
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, names_of, read_tests
 from gapo_megatron.rewards.code.program import blocks_of, program_of
-from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_node, tree_node
+from gapo_megatron.rewards.sandbox.inside.values import (
+    MAX_ITEMS,
+    decode,
+    encode,
+    list_node,
+    tree_node,
+)
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
 from tests.problem_sets import SETS
@@ -700,3 +706,29 @@ def test_livecodebench_samples_are_judged():
         assert judge(program, row["input_output"]) == CORRECT
         bug = program.replace("==", "!=").replace(">", "<")
         assert judge(bug, row["input_output"]).outcome is Outcome.WRONG
+
+
+def test_a_value_of_too_many_items_is_refused_before_it_is_encoded():
+    with pytest.raises(TypeError, match=str(MAX_ITEMS + 1)):
+        encode([0] * (MAX_ITEMS + 1))
+    assert encode([0] * 10) == [0] * 10
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("    return a + b\n", "IndentationError"),
+        ("async def add(a, b):\n    return a + b\n", "coroutine"),
+        ("import numpy_that_is_not_there\ndef add(a, b):\n    return a + b\n", "ModuleNotFound"),
+        (
+            "from concurrent.futures import ProcessPoolExecutor\ndef add(a, b):\n"
+            "    return ProcessPoolExecutor(1).submit(sum, (a, b)).result()\n",
+            "Error",
+        ),
+    ],
+)
+def test_what_no_program_may_rely_on_is_wrong_and_named(program, said):
+    verdict = judge(program, ADD)
+    assert verdict.outcome is Outcome.WRONG
+    assert said in verdict.reason

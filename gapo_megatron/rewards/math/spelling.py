@@ -10,7 +10,7 @@ from gapo_megatron.rewards.math.signs import fold
 
 # Not after another backslash: two end a row of a matrix.
 _SPACE = re.compile(
-    r"(?<!\\)\\[,;: >]|\\hspace\s*\{[^{}]*\}|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s"
+    r"(?<!\\)\\[,;: >]|\\(?:hspace|h?phantom)\s*(?:\{[^{}]*\}|[^\\{\s])|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s"
 )
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 MAX_NODES = 100_000
+MAX_ITEMS = 2**24
+"""Most items of a collection: four times as many as a reply of 8 MiB can hold."""
 
 
 class ListNode:
@@ -21,13 +23,15 @@ def encode(value: Any) -> Any:
     """Encode a plain Python value as JSON; types that JSON lacks become {KIND: CONTENT}.
 
     Raises:
-        TypeError: any other type.
+        TypeError: any other type, or a collection with more than `MAX_ITEMS`.
         RecursionError: nested too deeply, or cyclic.
     """
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if isinstance(value, int):
         return value if abs(value) < 2**63 else {"int": hex(value)}
+    if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > MAX_ITEMS:
+        raise TypeError(f"a value of {len(value)} items is too large to be compared")
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, (tuple, set, frozenset)):

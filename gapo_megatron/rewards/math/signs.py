@@ -1,31 +1,22 @@
 """Replaces Unicode signs by LaTeX of the same meaning; others stay and cannot be read."""
 
-# ruff: noqa: RUF001 (signs that look like others are the subject)
+
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from pathlib import Path
 
 from gapo_megatron.rewards.math.boxes import closing_bracket
 from gapo_megatron.rewards.math.functions import GREEK
 
-_LATEX = {
-    "\u2212\u2013\u2011\u2010": "-", "\u00d7\u2715": "\\times ", "·⋅\u2219\u2062": "\\cdot ",
-    "÷\u2215\u2044": "/", "\u2217": "*", "∞": "\\infty ", "≤⩽": "\\le ", "≥⩾": "\\ge ",
-    "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "\u222a": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
-    "∅Ø": "\\emptyset ", "…⋯": "\\ldots ", "≈": "\\approx ", "≡": "\\equiv ", "⌊": "\\lfloor ",
-    "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "⟨": "\\langle ", "⟩": "\\rangle ",
-    "∧": "\\land ", "\u2228": "\\lor ", "∀": "\\forall ", "\u2223": "|", "\u2032\u2019": "'",
-    "\u2033\u201d": "''", "\u02da\u00ba": "°", "℃": "°C", "℉": "°F", "ℓ": "l", "ℝ": "\\mathbb{R}",
-    "ℚ": "\\mathbb{Q}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℂ": "\\mathbb{C}",
-    "\u060c\u3001\u2063": ",", "\u066b": ".", "\u3002": ".", "ϕ": "\\phi ", "ϵ": "\\epsilon ",
-    # Invisible signs without meaning.
-    "\u200b\u200c\u200d\u2060\u2061\ufeff\u200e\u200f": "",
-}  # fmt: skip
+TABLES = json.loads(Path(__file__).with_name("signs.json").read_text("utf-8"))
+"""LaTeX by Unicode signs of that meaning, and by other names of the same command."""
 _CAPITALS = "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
 _GREEK = {"CAPITAL": _CAPITALS.split(), "SMALL": [*GREEK.split("|"), "pi"]}
 _TABLE = str.maketrans(
-    {sign: latex for signs, latex in _LATEX.items() for sign in signs}
+    {sign: latex for signs, latex in TABLES["signs"].items() for sign in signs}
     | {  # Unicode spells it lamda
         unicodedata.lookup(f"GREEK {case} LETTER {name.upper().replace('MBD', 'MD')}"): f"\\{name} "
         for case, names in _GREEK.items()

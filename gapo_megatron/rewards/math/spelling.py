@@ -6,11 +6,12 @@ import re
 
 from gapo_megatron.rewards.math.boxes import closing_bracket, strip_box
 from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
-from gapo_megatron.rewards.math.signs import fold
+from gapo_megatron.rewards.math.signs import TABLES, fold
 
 # Not after another backslash: two end a row of a matrix.
 _SPACE = re.compile(
-    r"(?<!\\)\\[,;: >]|\\(?:hspace|h?phantom)\s*(?:\{[^{}]*\}|[^\\{\s])|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s"
+    r"(?<!\\)\\[,;: >]|\\(?:hspace|h?phantom)\s*(?:\{[^{}]*\}|[^\\{\s])|~|\s"
+    r"|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])"
 )
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits"
@@ -20,16 +21,7 @@ _NO_MEANING = re.compile(
     r"|\\color\s*\{[^{}]*\}(?!\s*\{)|(?<![\\^_a-zA-Z}\] ])\{\s*\}"
     r"|\\(?:begin|end)\s*\{(?:align(?:ed|\*)?|split|gathered)\}\s*&?"
 )
-_SYNONYMS = {
-    "\\le ": "leq|leqslant", "\\ge ": "geq|geqslant", "\\ne ": "neq",
-    "\\emptyset ": "varnothing", "\\ldots ": "dots|cdots|dotsc|dotsb|dotsm",
-    "\\log_{10} ": "lg", "\\tan ": "tg", "\\cot ": "ctg|cotg", "\\arctan ": "arctg|atan",
-    "\\arcsin ": "asin", "\\arccos ": "acos", "\\frac ": "[dtc]frac", "\\binom ": "[dt]binom",
-    "\\cdot ": "cdotp", " or ": "lor|vee", " and ": "land|wedge", "\\in ": "isin",
-    "\\{ ": "lbrace", "\\} ": "rbrace", "\\cup ": "bigcup", "\\cap ": "bigcap",
-    "\\setminus ": "backslash", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
-    "\\text{Å} ": "AA", "\\mod ": "bmod", "|": "[lr]?vert|mid",
-}  # fmt: skip
+_SYNONYMS = TABLES["commands"]
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
 _SYNONYM_OF = list(_SYNONYMS)
 _PLAIN_SIGNS = {

@@ -81,7 +81,7 @@ def _names_in(value: Any) -> set[Any]:
 def rounds(exact: str, rounded: str) -> bool:
     """Whether `rounded` is `exact`, rounded to its number of digits."""
     value, number = parsing.read(split_unit(exact)[0], False), plain.number(rounded)
-    if number is None or not _are_numbers(value):
+    if number is None or not getattr(value, "is_number", False):
         return False
     scale = 100 if number.is_percent and "%" not in exact else 1
     places = len(decimals[1]) if (decimals := re.search(r"\.(\d+)", rounded)) else 0
@@ -207,7 +207,7 @@ def _equal_values(ours: Any, theirs: Any) -> bool:
 
 def _equal_expressions(ours: Any, theirs: Any) -> bool:
     """By their values at random points; by a proof if these do not decide."""
-    if _are_numbers(ours, theirs):
+    if ours.is_number and theirs.is_number:
         ours, theirs = ours.doit(), theirs.doit()
     if ours.is_Rational and theirs.is_Rational:
         return bool(ours == theirs)
@@ -257,10 +257,6 @@ def _same_conditions(ours: Any, theirs: Any) -> bool:
         return False
     sets = parsing.as_set(ours), parsing.as_set(theirs)
     return sets[0] is not None and sets[0] == sets[1]
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(getattr(value, "is_number", False) for value in values)
 
 
 def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:

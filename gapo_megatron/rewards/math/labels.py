@@ -24,12 +24,8 @@ def names_value(text: str, *, is_named: bool) -> bool:
     """Whether words only introduce the value after them; `is_named` if a sign is in between."""
     text = re.sub(r"\b(equals?) to\b", r"\1", _OF_LETTERS.sub("", text))
     words = [word.strip(".,:=()").lower() for word in text.split()]
-    if (
-        not is_named
-        and words
-        and text.rstrip()[-1] not in ":="
-        and words[-1] not in WORDS["label_endings"]
-    ):
+    is_whole = is_named or not words or text.rstrip()[-1] in ":="
+    if not is_whole and words[-1] not in WORDS["label_endings"]:
         return False
     return all(
         not word

@@ -216,9 +216,8 @@ def _parse(text: str, has_cases: bool) -> Any:
     try:
         value = _latex(prepared, has_cases)
         if "!!" in prepared and "!)" not in prepared:  # (3!)! is read as it should
-            value = value.replace(
-                _is_twice_factorial, lambda n: sympy.factorial2(n.args[0].args[0])
-            )
+            found = [n for n in value.atoms(sympy.factorial) if n.args[0].func is sympy.factorial]
+            value = value.xreplace({n: sympy.factorial2(n.args[0].args[0]) for n in found})
     except Exception:  # latex2sympy raises a bare Exception for a syntax error
         return None
     if value is None or value in (sympy.nan, sympy.zoo):
@@ -231,19 +230,10 @@ def _parse(text: str, has_cases: bool) -> Any:
                 value = sympy.Eq(*sides, evaluate=False)
             else:
                 value = value.subs(_IMAGINARY, sympy.I)
-    if isinstance(value, sympy.Basic) and value.has(sympy.Derivative):
-        value = value.replace(_is_of_letter, lambda one: sympy.Symbol(str(one), real=True))
+    if isinstance(value, sympy.Basic):  # sympy evaluates dy/dx to 0: y depends on nothing
+        letters = [one for one in value.atoms(sympy.Derivative) if one.expr.is_Symbol]
+        value = value.xreplace({one: sympy.Symbol(str(one), real=True) for one in letters})
     return value
-
-
-def _is_twice_factorial(value: Any) -> bool:
-    """Whether it is n!!, which math-verify reads as (n!)!."""
-    return isinstance(value, sympy.factorial) and isinstance(value.args[0], sympy.factorial)
-
-
-def _is_of_letter(value: Any) -> bool:
-    """Whether it is dy/dx, which sympy evaluates to 0 because y depends on nothing."""
-    return isinstance(value, sympy.Derivative) and value.expr.is_Symbol
 
 
 def _latex(text: str, has_cases: bool) -> Any:

@@ -67,11 +67,6 @@ class _OutsideError(Exception):
     """A point is outside of the domain."""
 
 
-def has_decimals(*values: Any) -> bool:
-    """Whether one of the values contains a decimal."""
-    return any(atom.is_Float for value in values for atom in value.atoms())
-
-
 def is_expression(value: Any) -> bool:
     """Whether it is an expression: no equation, set or matrix."""
     return isinstance(value, sympy.Expr) and not value.is_Matrix
@@ -156,7 +151,7 @@ class _Sides:
         self.theirs: _Side = functools.partial(functools.partial, _value, theirs)
         self.letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
         self.fewest = FEWEST if self.letters else 1
-        self.is_rough = has_decimals(ours, theirs)
+        self.is_rough = any(one.atoms(sympy.Float) for one in (ours, theirs))
         bits = max(check_size(ours), check_size(theirs))
         self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.302))
         whole = zip(
@@ -274,11 +269,7 @@ def _same_roots(one: Any, other: Any) -> bool | None:
     letters = sorted(one.free_symbols, key=str)
     rng = random.Random(0)
     for letter in letters:
-        point = {
-            other: sympy.Rational(rng.randint(-2900, 2900), 1009)
-            for other in letters
-            if other != letter
-        }
+        point = {x: sympy.Rational(rng.randint(-2900, 2900), 1009) for x in letters if x != letter}
         values = [value.subs(point) for value in (one, other)]
         if any(map(expands_too_far, values)):
             return None

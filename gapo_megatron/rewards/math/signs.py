@@ -1,6 +1,5 @@
 """Replaces Unicode signs by LaTeX of the same meaning; others stay and cannot be read."""
 
-
 from __future__ import annotations
 
 import json

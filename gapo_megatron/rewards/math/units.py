@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from gapo_megatron.rewards.math.nouns import CHANGES_VALUE, WORDS, is_noun
 
-_NEVER = frozenset(["a", "am", "are", "as", "at", "count", "dot", "min", "pi", "unit", "us"])
-"""Names of units in pint that are other words here; `min` is one in `\\text` alone."""
+_NEVER = frozenset(["a", "am", "are", "as", "at", "count", "dot", "pi", "unit", "us"])
+"""Names of units in pint that are other words here."""
 _OF_ONE_SIGN = frozenset("mgshlLAVWNTKJCFHS$€£¥¢%元₹₽ΩÅ")
 """Other single letters are factors, or mean thousands and millions."""
 
@@ -72,9 +72,7 @@ class _Table:
         for path in (folder / "constants_en.txt", folder / "default_en.txt", own):
             self._define(path.read_text("utf-8"), is_unit=path.name != "constants_en.txt")
         self._units = {one.lower(): one for one in self._units if len(one) > 1} | self._units
-        spaced = (
-            one.replace("_", " ") for one in self._units if re.fullmatch("[a-z]+_[a-z_]+", one)
-        )
+        spaced = (name.replace("_", " ") for name in self._units if re.search("[a-z]_[a-z]", name))
         self.spaced = re.compile(rf"\b(?:{'|'.join(spaced)})(?=(?:e?s)?\b)", re.IGNORECASE)
 
     def _define(self, text: str, *, is_unit: bool) -> None:
@@ -144,10 +142,7 @@ class _Table:
         raise AssertionError(ast.dump(node))
 
 
-@functools.cache
-def _table() -> _Table:
-    return _Table()
-
+_table = functools.cache(_Table)
 
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _WRAPPED = rf"(?:\\mu\s*)?\\text\s*\{{[^{{}}]*\}}{_POWER}"
@@ -241,7 +236,7 @@ def _is_counted(text: str) -> bool:
     for written in re.findall(r"[^\s.()]+", text):
         word = written.lower()
         lists = {letter: word in WORDS[name] for letter, name in _KINDS.items()}
-        lists |= {"U": bool(_find(written)), "N": is_noun(word)}
+        lists |= {"U": bool(_table().find(written)), "N": is_noun(word)}
         kinds += next((kind for kind, has in lists.items() if has), "?")
     return bool(_COUNTED.fullmatch(kinds))
 
@@ -282,16 +277,12 @@ def read_unit(text: str) -> Unit | None:
             sign = -1
         elif name.lower() in _POWERS:
             power_before = _POWERS[name.lower()]
-        elif unit := _find(name):
+        elif unit := _table().find(name):
             found = found.times(unit.raised(Fraction(sign * power_before * int(exponent or 1))))
             power_before = 1
         elif not is_noun(name.lower()):
             return None
     return found if found.dimensions else None
-
-
-def _find(name: str) -> Unit | None:
-    return _table().find("minute" if name == "min" else name)
 
 
 def ratio(one: str, other: str) -> Fraction | None:

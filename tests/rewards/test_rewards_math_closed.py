@@ -257,6 +257,38 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("42", r"42\text{ or }43"), ("0.5", r"0.5\text{ or }50"),
         ],
     ),
+    "values at points": (
+        [
+            (r"\ln\frac{p}{1-p}", r"\ln p-\ln(1-p)"), ("(-1)^n", "(-1)^{n+2}"),
+            ("(-1)^n", r"\cos(\pi n)"), ("n!", "n(n-1)!"), (r"\binom nk", r"\frac{n!}{k!(n-k)!}"),
+            (r"\ln x^2", r"2\ln x"), (r"\frac{4A}{3+3i}e^{it}", r"\frac{2A(1-i)}{3}e^{it}"),
+            ("1", r"\sin^2x+\cos^2x"), (r"\frac{x}{2}", "0.5x"), (r"\sqrt[3]{x}", "x^{1/3}"),
+            (r"\sum_{k=1}^n k", r"\frac{n(n+1)}2"), ("0", "x-x"), ("x+1", r"\frac{x^2-1}{x-1}"),
+            (r"\frac{x+1}{2}", "1/2(x+1)"), ("42", "(6)(7)"), ("42", "6(7)"), ("42", "(6)7"),
+        ],
+        [
+            (r"\frac{n}{2^{100}}", "0"), (r"\frac{x}{10^{20}}", r"\frac{2x}{10^{20}}"),
+            ("0", "10^{-40}"), ("x+2", "x+2+10^{-30}"), ("xy", "|xy|"), ("x^2-1", "|x^2-1|"),
+            ("abc", "|abc|"), ("x", r"\max(x,9)"), ("x", r"\lfloor x\rfloor"), ("x", "x+|x-1|-x+1"),
+            (r"2\pi n", r"2\pi n+\sin(2\pi n)"), (r"\sqrt[3]{x}", r"|\sqrt[3]{x}|"),
+            (r"\sqrt{-x^2-1}", "x"), ("(-1)^n n", "n"), ("x", r"\sqrt{x^2}"), ("13", "(6)(7)"),
+            (r"\arctan x+\arctan\frac1x", r"\frac\pi2"), ("1, 2", "1<x<2"), ("x", r"\ln e^{|x|}"),
+        ],
+    ),
+    "equations by their multiples and zeros": (
+        [
+            (r"y=\frac1x", "xy=1"), ("y=e^x", r"\ln y=x"), ("f(2)=3", "3"), ("AB=5", "5"),
+            (r"xe^y+y\sin x=3", r"3-y\sin x=xe^y"), ("x<y", "2y>2x"), ("x=y=5", "5"),
+            (r"x'+\frac{r}{V}x=rc", r"x'=rc-\frac{rx}{V}"), ("x^2+y^2=1", "1-y^2=x^2"),
+            (r"\frac{y}{x}=2", r"2\frac{x}{y}=1"),
+        ],
+        [
+            ("y=2x+1", "x-x+y-y=0"), ("x=5", "0x=0"), ("f(2)=3", "0=0"), ("y=2x+1", "y=y"),
+            ("y=2x+1", "0(y-2x-1)=0"), ("y=2x+1", "2y=2x+1"), ("y=2x+1", "(y-2x-1)(x-7)=0"),
+            ("y=e^x", r"\ln y=x+1"), (r"xe^y+y\sin x=3", r"xe^y=4-y\sin x"), ("x<y", "2x>2y"),
+            ("y=2x+1", "y=2x+1+10^{-20}"), ("y=e^x", "(y-e^x)(y-3)=0"), ("x<y", "x<y+10^{-20}"),
+        ],
+    ),
     "other spellings": (
         [
             (r"\text{Yes}", r"\text{Yes.}"), (r"\text{Friday}", r"\text{Friday.}"),

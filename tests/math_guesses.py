@@ -81,7 +81,13 @@ def _zero_factors(rng: random.Random, e: str) -> list[str]:
     return [f"0\\cdot({e})", f"({e})-({e})+10^{{-9}}", f"\\frac{{{e}}}{{10^{{40}}}}", f"{x}-{x}-1"]
 
 
+_WHOLE = re.compile(r"!|\(-1\)|binom|_")
+"""What has whole numbers for letters."""
+
+
 def _scaled(rng: random.Random, e: str) -> list[str]:
+    if not re.search("[1-9a-z]", re.sub(r"\\\\[a-z]+|[bp]?matrix", "", e)):
+        return []  # a matrix of zeros
     factor = rng.choice(["2", "3", "10", "100", "-1", "\\frac{1}{2}", "1.01", "\\pi", "10^{20}"])
     return [f"{factor}\\cdot\\left({e}\\right)", f"\\left({e}\\right)\\cdot {factor}"]
 
@@ -92,7 +98,7 @@ def _shifted(rng: random.Random, e: str) -> list[str]:
 
 
 def _infinitesimal(rng: random.Random, e: str) -> list[str]:
-    if "." in e or "%" in e:
+    if "." in e or "%" in e or "matrix" in e:
         return []  # a decimal may be rounded
     size = rng.choice(["10^{-12}", "10^{-20}", "10^{-40}", "2^{-100}", "\\frac{1}{10^{30}}"])
     x = _letter(e)
@@ -100,7 +106,7 @@ def _infinitesimal(rng: random.Random, e: str) -> list[str]:
 
 
 def _absolute(rng: random.Random, e: str) -> list[str]:
-    if re.search("sqrt|log|ln|frac1|/[2-9]", e):
+    if re.search("sqrt|log|ln|frac1|/[2-9]", e) or _WHOLE.search(e):
         return []  # its letters may be positive
     x = _letter(e)
     return [
@@ -110,7 +116,7 @@ def _absolute(rng: random.Random, e: str) -> list[str]:
 
 
 def _extreme(rng: random.Random, e: str) -> list[str]:
-    if re.search("sqrt|log|ln|frac1|/[2-9]", e):
+    if re.search("sqrt|log|ln|frac1|/[2-9]", e) or _WHOLE.search(e):
         return []
     x = _letter(e)
     return [
@@ -135,8 +141,8 @@ def _piecewise(rng: random.Random, e: str) -> list[str]:
 
 
 def _periodic(rng: random.Random, e: str) -> list[str]:
-    if "!" in e or "(-1)" in e or "binom" in e or "_" in e:
-        return []  # of whole numbers
+    if _WHOLE.search(e):
+        return []
     x = _letter(e)
     return [
         f"{e}+\\sin(2\\pi {x})", f"{e}+\\cos(2\\pi {x})-1", f"{e}+\\sin^2(\\pi {x})",
@@ -161,7 +167,7 @@ def _more_solutions(rng: random.Random, e: str) -> list[str]:
         return []  # y = 0 is y^2 = 0
     x = _letter(e)
     return [
-        f"({left}-({right}))({x}-1009)=0", f"({left}-({right})){x}=0", f"|{left}|=|{right}|+1",
+        f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}+77)=0", f"|{left}|=|{right}|+1",
         f"{left}={right}+10^{{-12}}", f"{left}=2({right})+1", f"{left}=({right})+0.001{x}",
         f"({left}-({right}))^2={x}^2", f"{left}+{x}={right}", f"{left}={right}+|{x}|+1",
     ]  # fmt: skip
@@ -220,7 +226,7 @@ def _struck(rng: random.Random, e: str) -> list[str]:
         f"\\phantom{{{e}}}", f"\\not{{{e}}}", f"\\overset{{?}}{{{e}}}1", f"{e}\\rlap{{/}}",
         f"\\nexists {e}",
         *([f"{e[:half]}\\phantom{{0}}{e[half:]}"] if e.isdigit() and half else []),
-        *([f"{e[:half]}\\hspace{{1em}}{e[half:]}"] if e.isdigit() and half else []),
+        *([f"{e[:half]}\\hspace{{1em}}{e[half:]}"] if e.isdigit() and 0 < half < 2 else []),
     ]  # fmt: skip
 
 

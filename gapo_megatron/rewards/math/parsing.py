@@ -43,7 +43,7 @@ _AS_IT_IS = NormalizationConfig(
 _PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])(?<!_\{{)({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
 _REFUSED = re.compile(
     r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+(?:\s+|\s*\{\s*)\d|\d\.\d*\.\d|[?#@°']|\\text(?!\s*\{)"
-    r"|\\approx|\\(?:not|pm|mp)(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()|\\h?phantom"
+    r"|\\approx|\\(?:not|pm|mp)(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()|\\(?:h?phantom|n?exists|lnot|neg)"
 )
 _DEGREES = re.compile(r"(?<=[\d)}])\s*°(?!\s*[CF])")
 _OR = re.compile(r"(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE)

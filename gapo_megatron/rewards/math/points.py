@@ -2,9 +2,9 @@
 
 One rule of sampling for all of them:
 
-- Every letter takes both signs in three sizes, within (0, 1), a few units and thousands, each as
-  often as the others: `|xy|` and `xy`, `max(x, 9)` and `x`, `|x^2-1|` and `x^2-1` differ only in
-  some of them. At the first points all letters are of one size and positive, because letters mostly
+- Every letter takes both signs in four sizes, within (0, 1), a few units, tens and thousands, each
+  as often: `|xy|` and `xy`, `max(x, 9)` and `x`, `|x^2-1|` and `x^2-1` differ only in some of them,
+  and 2^x hides what is added to it where x is large. At the first points all letters are of one size and positive, because letters mostly
   share a domain such as 0 < p < 1.
 - A point counts only where both sides and all that is in them are real: a root or logarithm of a
   negative number has its value by convention, which decides nothing. An odd root is real. A side
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from fractions import Fraction
@@ -36,8 +37,8 @@ from gapo_megatron.rewards.math.limits import check_size, expands_too_far
 FEWEST = 3
 """Points at which equal expressions must agree; fewer say nothing."""
 
-_SIZES = ((11, 1000), (1110, 4000), (100_000, 10_000_000))  # of 1009ths
-_ROUNDS = 3  # of both signs in all sizes
+_SIZES = ((11, 1000), (1110, 4000), (5000, 30_000), (100_000, 10_000_000))  # of 1009ths
+_ROUNDS = 2  # of both signs in all sizes
 _WHOLE = [3, 1, 4, 2, 7, 5, 12, 6, 9, 8, 10, 11]
 _DIGITS = 50  # beyond those of the constants; rounding may take half of them
 _MOST_DIGITS = 1_000
@@ -125,7 +126,7 @@ def same_relation(ours: Any, theirs: Any) -> bool | None:
             return same
         if expands_too_far(one) and not expands_too_far(other):
             return False
-        return _same_zeros(_Sides(one, other))
+        return _same_zeros(one, other)
     except _NoValueError:
         return None
 
@@ -147,8 +148,8 @@ class _Sides:
         }
         letters = {name: sympy.Symbol(str(name), real=True) for name in names}
         ours, theirs = ours.xreplace(letters), theirs.xreplace(letters)
-        self.ours: _Side = functools.partial(functools.partial, _value, ours)
-        self.theirs: _Side = functools.partial(functools.partial, _value, theirs)
+        self.ours: _Side = lambda at: functools.partial(_value, ours, at)
+        self.theirs: _Side = lambda at: functools.partial(_value, theirs, at)
         self.letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
         self.fewest = FEWEST if self.letters else 1
         self.is_rough = any(one.atoms(sympy.Float) for one in (ours, theirs))
@@ -184,7 +185,7 @@ class _Sides:
         if not self.letters:
             return [{}]
         kinds = [(sign, size) for sign in (-1, 1) for size in _SIZES] * _ROUNDS
-        rows = [[(1, size)] * len(self.letters) for size in _SIZES]
+        rows: list[Any] = [[(1, size)] * len(self.letters) for size in _SIZES]
         rows += zip(*(rng.sample(kinds, len(kinds)) for _ in self.letters), strict=True)
         return [
             {
@@ -286,17 +287,24 @@ def _same_roots(one: Any, other: Any) -> bool | None:
     return True
 
 
-def _same_zeros(sides: _Sides) -> bool:
-    """Compare the zeros that a search from the points finds in each letter."""
+def _same_zeros(one: Any, other: Any) -> bool:
+    """Compare the zeros that a search from the points finds in each letter.
+
+    It searches the quotients too: a further factor is alone there, and its zeros are found.
+    """
+    sides, quotients = _Sides(one, other), _Sides(one / other, other / one)
+    ways = [
+        (sides.ours, sides.theirs, quotients.ours), (sides.theirs, sides.ours, quotients.theirs)
+    ]  # fmt: skip
     counts = []
-    for letter in sides.letters:
-        for side, other in ((sides.theirs, sides.ours), (sides.ours, sides.theirs)):
-            found = (_zero_near(side, one, letter, sides.digits) for one in sides.points)
-            zeros = list(filter(None, found))
-            outcomes = [_is_zero(other, at, letter, sides.digits) for at in zeros]
-            if False in outcomes:
-                return False
-            counts.append(outcomes.count(True))
+    for letter, (mine, its, quotient) in itertools.product(sides.letters, ways):
+        searched = itertools.product((mine, quotient), sides.points)
+        found = (_zero_near(side, at, letter, sides.digits) for side, at in searched)
+        zeros = [at for at in found if at and _is_zero(mine, at, letter, sides.digits)]
+        outcomes = [_is_zero(its, at, letter, sides.digits) for at in zeros]
+        if False in outcomes:
+            return False
+        counts.append(outcomes.count(True))
     if any(map(min, zip(counts[::2], counts[1::2], strict=True))):
         return True
     raise UndecidedError("no zeros of the equations were found")

@@ -4,8 +4,8 @@ One rule of sampling for all of them:
 
 - Every letter takes both signs in four sizes, within (0, 1), a few units, tens and thousands, each
   as often: `|xy|` and `xy`, `max(x, 9)` and `x`, `|x^2-1|` and `x^2-1` differ only in some of them,
-  and 2^x hides what is added to it where x is large. At the first points all letters are of one size and positive, because letters mostly
-  share a domain such as 0 < p < 1.
+  and 2^x hides what is added to it where x is large. At the first points all letters are of one
+  size and positive, because letters mostly share a domain such as 0 < p < 1.
 - A point counts only where both sides and all that is in them are real: a root or logarithm of a
   negative number has its value by convention, which decides nothing. An odd root is real. A side
   with i may have complex values, but none that a convention chooses.

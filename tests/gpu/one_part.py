@@ -31,7 +31,7 @@ def main() -> None:
         function = getattr(importlib.import_module(f"tests.gpu.{part.module}"), part.name)
         # Parts that are programs bring up a world of their own, on the whole device.
         device = options.device
-        if part.module != "programs":
+        if part.module not in ("programs", "transfer"):
             device = process_group.start(600).device
         setting = Setting(device, tiny=options.tiny, folder=options.folder)
         function(setting, Report(path=options.rows))

@@ -25,6 +25,9 @@ REPEATABLE = {
 """What makes an update on one GPU the same bits every time (docs/numerics.md)."""
 
 
+_VLLM = ("vllm",)
+
+
 @dataclass(frozen=True)
 class Part:
     """Something to run in a process of its own."""
@@ -35,27 +38,40 @@ class Part:
     tells: str
     limit_s: float
     needs: tuple[str, ...] = ()
-    """Modules beside NEEDED, and "fp8": of the device."""
+    """Modules beside NEEDED; "fp8" of the device, and "second GPU"."""
     repeats: bool = False
     """Runs with REPEATABLE."""
+    has_own_slot: bool = False
+    """Runs only if it is named: it would take most of a slot."""
 
 
-# No limit is above 540 s: every part fits into a job of ten minutes.
+# The most telling parts come first. How many of them a slot takes, a GPU must tell.
 PARTS = (
     Part("tiny_update", "programs", "a tiny policy is built and updated as by the trainer", 400),
     Part("equal_bits", "training", "old and new pass have the same bits; several packings", 300),
+    Part("fp16", "training", "the policy in fp16 beside bf16 and fp32; its loss scale", 300),
+    Part("engine", "engine", "sync, sleep, wake, tokens/s, mismatch, background save", 540, _VLLM),
+    Part("gpt_oss", "engine", "a tiny gpt-oss: sync, update, sync; vLLM's routes", 300, _VLLM),
+    Part("moonlight", "engine", "the same of a tiny Moonlight: latent attention", 300, _VLLM),
     Part("speed", "resources", "synchronisations, idle time and MFU at 10k and 32k tokens", 300),
     Part("marked_tests", "programs", "every test marked `gpu`", 540, ("pytest", "hypothesis")),
-    Part("nothing_to_score", "training", "a micro-batch without a row, two methods", 240),
-    Part("memory", "resources", "memory over updates, make_room and offload", 300),
-    Part("speed_recomputed", "resources", "the same, 32k tokens in one micro-batch", 300),
     Part("save_and_load", "resources", "save, load and compare (TMPDIR: where)", 540, repeats=True),
-    Part("head", "programs", "log-prob head beside torch and the installed peers", 540),
+    Part("memory", "resources", "memory over updates, make_room and offload", 300),
+    Part("engine_fp16", "engine", "the engine with policy and vLLM in fp16", 540, _VLLM),
+    Part("engine_lora", "engine", "the engine with an adapter's factors", 540, _VLLM),
+    Part("to_a_second_process", "transfer", "weights to a generation rank", 240, ("second GPU",)),
+    Part("nothing_to_score", "training", "a micro-batch without a row, two methods", 240),
+    Part("speed_recomputed", "resources", "the same, 32k tokens in one micro-batch", 300),
     Part("ten_sft_steps", "training", "the loss falls", 240),
     Part("ten_learn_steps", "training", "ten steps of GAPO", 240),
-    Part("fp16", "training", "the policy in fp16 beside bf16 and fp32; its loss scale", 300),
     Part("rounding", "training", "a step's log-ratios beside those without rounding", 300),
     Part("fp8", "engine", "the policy in fp8 beside bf16", 300, ("transformer_engine", "fp8")),
-    Part("engine", "engine", "sync, sleep, wake, tokens/s, mismatch in bf16", 540, ("vllm",)),
-    Part("engine_fp8", "engine", "the same with vLLM's weights in fp8", 540, ("vllm",)),
+    Part("engine_fp8", "engine", "the engine with vLLM's weights in fp8", 540, _VLLM),
+    Part(
+        "head",
+        "programs",
+        "log-prob head beside torch and the installed peers",
+        540,
+        has_own_slot=True,
+    ),
 )

@@ -141,10 +141,11 @@ def compare_heads(records: Iterable[Mapping[str, Any]], report: Report, *, has_g
                 report.figure(f"{shape} {name}", "not timed")
                 continue
             rates = [flops / seconds[name, active] / 1e12 for active in (1, 0.5)]
-            text = "{:.4g} at full, {:.4g} at half active".format(*rates)
+            report.figure(f"{shape} {name}, at full", rates[0], "TFLOP/s")
+            report.figure(f"{shape} {name}, at half active", rates[1], "TFLOP/s")
             how = f"{found['note']}, D error {found['d_error_max']:.1e}"
             how += f", {found['other_bits']:.1%} of rows have other bits in another packing"
-            report.figure(f"{shape} {name} ({how})", text, "TFLOP/s")
+            report.figure(f"{shape} {name}", how)
         ours = alone.get("ours", {"failed": "not among the records"})
         is_exact = ours.get("exact", False)
         report.claim(f"{shape} ours exact", is_exact, "True", holds=is_exact)

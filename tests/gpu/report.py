@@ -71,9 +71,10 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         seconds = f", {result['seconds']:.0f} s" if "seconds" in result else ""
         why = f": {result['why']}" if result.get("why") else ""
         lines.append(f"| **{result['part']}** | {result['status']}{seconds}{why} | |")
-        lines += [f"| | {row.what} | {row} |" for row in _rows(result)]
+        lines += [f"| | {row.what} | {row} |" for row in rows_of(result)]
     return "\n".join(line.replace("\n", " ") for line in lines) + "\n"
 
 
-def _rows(result: Mapping[str, Any]) -> Iterable[Row]:
+def rows_of(result: Mapping[str, Any]) -> Iterable[Row]:
+    """What a part has found, perhaps cut off."""
     return (Row(**row) for row in result.get("rows", ()))

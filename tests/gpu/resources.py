@@ -130,7 +130,7 @@ def _measure(
     if peak is None:
         report.figure(f"{what}: MFU", "not known: ops/plan/hardware.py does not list this GPU")
     else:
-        report.goal(f"{what}: MFU", rate / peak, "", at_least=mfu)
+        report.goal(what, rate / peak, "MFU", at_least=mfu)
     waits = count_waits(setting, lambda: run_update(policy, packed))
     report.figure(f"{what}: {SYNCHRONISATIONS}", sum(waits.values()))
     busy, wall, kernels = profile(setting, lambda: run_update(policy, packed))

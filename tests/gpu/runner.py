@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from gapo_megatron.io.files import write_atomically
 from gapo_megatron.ops.doctor.ask import alone, ask
 from gapo_megatron.ops.launch.node_checks import CommandError, run_command
 from tests.gpu.parts import NEEDED, PARTS, REPEATABLE, Part
-from tests.gpu.report import table
+from tests.gpu.report import rows_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -37,6 +39,8 @@ PACKAGES = (
 _SOURCES = ("gapo_megatron", "tests", "benchmarks")
 _LOG_LINES = 30
 """Of a part that broke down: so many are shown."""
+_SHORTEST_S = 20.0
+"""A part does not start if less of the slot is left."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOOK = """\
 import importlib.util, json
@@ -47,7 +51,7 @@ def is_there(name):
     except ModuleNotFoundError:
         return False
 found = [name for name in names if is_there(name)]
-answer = {{"modules": found, "device": "", "why": "torch is not installed"}}
+answer = {{"modules": found, "device": "", "why": "torch is not installed", "broken": ""}}
 if "torch" in found:
     import torch
     answer["why"] = "torch is built without CUDA" if torch.version.cuda is None else "no device"
@@ -56,6 +60,8 @@ if "torch" in found:
                    "cuda": torch.version.cuda, "count": torch.cuda.device_count()}}
         if torch.cuda.get_device_capability() >= (8, 9):
             found.append("fp8")
+        if torch.cuda.device_count() > 1:
+            found.append("second GPU")
 print(json.dumps(answer))
 """
 
@@ -63,12 +69,15 @@ print(json.dumps(answer))
 def look(parts: Iterable[Part]) -> dict[str, Any]:
     """Device, and which of the modules that the parts need are there; asked in another process.
 
-    Among the modules is "fp8" where the device computes in it.
+    Among the modules is "fp8" where the device computes in it, and "second GPU" where there is one.
+    `broken` says why torch does not import, or what else keeps this from being found out.
     """
-    names = sorted({*NEEDED, *(name for part in parts for name in part.needs)} - {"fp8"})
+    names = sorted(
+        {*NEEDED, *(name for part in parts for name in part.needs)} - {"fp8", "second GPU"}
+    )
     answer = ask(_LOOK.format(names=names), os.environ)
     if isinstance(answer, CommandError):  # a torch that does not import, a driver that hangs
-        return {"modules": [], "device": "", "why": str(answer)}
+        return {"modules": [], "device": "", "why": str(answer), "broken": str(answer)}
     return answer
 
 
@@ -115,6 +124,7 @@ def run_parts(
     command: Callable[[Part, Path, Path], list[str]],
     *,
     again: bool,
+    slot_s: float = math.inf,
     after: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
@@ -126,14 +136,16 @@ def run_parts(
         folder: of this identity.
         command: of a part, its file of rows, and a folder of its own that is removed after it.
         again: also what has passed.
+        slot_s: seconds of all parts together: the last to start is cut off, others do not start.
         after: called after every part.
-        say: takes a line.
+        say: takes a line. What a part has found is said when it ends, also if it is cut off.
 
     Returns:
         One result a part: `part`, `status` (passed, failed, crashed, timed out, missing), `why`,
         `seconds`, `rows`.
     """
     results = []
+    end = time.monotonic() + slot_s
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(parts, 1):
         kept, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
@@ -143,12 +155,16 @@ def run_parts(
             result = {"part": part.name, "status": "missing", "why": absent}
         elif result is not None and result["status"] == "passed" and not again:
             before += " (kept)"
+        elif (left_s := end - time.monotonic()) < _SHORTEST_S:
+            result = {"part": part.name, "status": "not run", "why": "the slot is over"}
         else:
-            say(f"{before}: {part.tells} (at most {part.limit_s:.0f} s)")
-            result = run_part(part, command, log=log)
+            limited = replace(part, limit_s=min(part.limit_s, left_s))
+            say(f"{before}: {part.tells} (at most {limited.limit_s:.0f} s)")
+            result = run_part(limited, command, log=log)
             write_atomically(kept, json.dumps(result, indent=1) + "\n")
             if result["status"] in ("crashed", "timed out"):
                 say("\n".join(_lines(log)[-_LOG_LINES:]))
+            say("\n".join(f"  {row.what}: {row}" for row in rows_of(result)))
         say(f"{before}: {result['status']}{': ' * bool(result['why'])}{result['why']}")
         results.append(result)
         after()

@@ -34,11 +34,13 @@ _TINY = {
 
 
 class Setting:
-    """Where a part runs, and at which sizes: those of Qwen2-1.5B, or tiny ones."""
+    """Where a part runs, and at which sizes: those of Qwen2-1.5B by default, or tiny ones."""
 
     def __init__(self, device: torch.device | str, *, tiny: bool, folder: Path) -> None:
         self.device, self.tiny, self.folder = torch.device(device), tiny, folder
         self._groups: ParallelGroups | None = None
+        self.fields = shipped_fields("Qwen2.5-Math-1.5B") | (_TINY if tiny else {})
+        """Of the model's config.json."""
 
     @property
     def is_cuda(self) -> bool:
@@ -60,8 +62,7 @@ class Setting:
         """
         hf_dir = self.folder / "model"
         hf_dir.mkdir(exist_ok=True)
-        fields = shipped_fields("Qwen2.5-Math-1.5B") | (_TINY if self.tiny else {})
-        fields |= {"max_position_embeddings": 32768, "eos_token_id": 0}
+        fields = self.fields | {"max_position_embeddings": 32768, "eos_token_id": 0}
         (hf_dir / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         usual = {
             "run": {"output_dir": str(self.folder / "run")},

@@ -113,12 +113,15 @@ bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs demo and demo
 env: ## Only make .venv
 	@tools/setup_env.sh dev
 
-# The compiled parts are real, the driver is not there: what asks for a device stays untested.
-cuda-env: ## Make .cuda-env, the lock for GPUs with what its tests need (CPython 3.12 as PYTHON_GPU=, 13 GB, no GPU)
+cuda-env: .cuda-env/.stamp ## Make .cuda-env, the lock for GPUs with what its tests need (CPython 3.12 as PYTHON_GPU=, 13 GB, no GPU)
+
+.cuda-env/.stamp: requirements/gpu.txt requirements/dev.txt tools/setup_gpu_env.sh
 	PYTHON=$(PYTHON_GPU) tools/setup_gpu_env.sh .cuda-env
 	.cuda-env/bin/python -m pip install --quiet --no-deps --require-hashes --requirement requirements/dev.txt
+	touch $@
 
-test-cuda: ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU)
+# The compiled parts are real, the driver is not there: what asks for a device stays untested.
+test-cuda: .cuda-env/.stamp ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU): before a release
 	OMP_NUM_THREADS=1 .cuda-env/bin/python -m pytest -q -m cuda_wheels $(or $(ARGS),$(wildcard tests/test_cuda_*.py))
 
 # The versions are kept by hand, the hashes are those of every file that the index has of them. What is above

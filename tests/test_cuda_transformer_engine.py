@@ -2,16 +2,18 @@
 
 One rank of a layout at a time, in process groups that no one else is in, on the meta device: there
 a model of 72B takes no memory. Patched: the emulated device (it is meta in place of the CPU), the
-choice of layers, which are Transformer Engine's on a GPU alone, and Transformer Engine's question
-whether there is a GPU. Its compiled part is the real one; nothing is computed.
+choice of layers, which are Transformer Engine's on a GPU alone, Transformer Engine's question
+whether there is a GPU, and where it makes sinks. Its compiled part is the real one; nothing is
+computed.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,13 @@ import torch
 
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config, ParallelConfig, load_config
-from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.hf.config_check import read_config
 from gapo_megatron.hf.disk_keys import extra_states, written_shape, written_slot
 from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
-from gapo_megatron.models.tables import ARCHITECTURES, rules_for
-from tests.convert_setup import make_config
+from gapo_megatron.models.tables import ARCHITECTURES, architecture_of
+from gapo_megatron.policy.export import Exported, exported_by
 from tests.cuda_setup import CONFIGS, model_folder, needs_cuda_wheels
+from tests.distributed import conversion_setup
 
 pytestmark = needs_cuda_wheels()
 META = torch.device("meta")
@@ -54,6 +56,9 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     on_a_gpu = Changed(torch, cuda=Changed(torch.cuda, is_available=lambda: True))
     monkeypatch.setattr(base, "torch", on_a_gpu)
+    package = "transformer_engine.pytorch.attention.dot_product_attention"
+    attention = importlib.import_module(f"{package}.dot_product_attention")
+    monkeypatch.setattr(attention, "torch", Changed(torch, zeros=cpu._TORCH.zeros))
     monkeypatch.setattr(model, "has_transformer_engine", lambda device, dtype: True)
 
 
@@ -79,24 +84,32 @@ class Rank:
     parallel: ParallelConfig
     groups: Any
     stages: list[Any]
-    rules: list[Rule]
-    num_layers: int
+    exported: Exported
+    is_fused: bool
+    """Layers are Transformer Engine's, as they are of most architectures."""
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor, Rule, Place]]:
+    @property
+    def rules(self) -> Sequence[Rule]:
+        return self.exported.rules
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor, Rule, Place]]:
         """Each with its rule and its place in the whole model."""
-        layers = layers_of_stages(self.parallel, self.num_layers)[self.groups.pp_rank]
+        layers = self.exported.layers[self.groups.pp_rank]
         for stage, mine in zip(self.stages, layers, strict=True):
-            for name, parameter in stage.named_parameters():
+            assert stage.uses_transformer_engine == self.is_fused
+            for name, weight in stage.named_weights():
                 rule, place = find_rule(self.rules, name)
                 # Ranks count from 0. Transformer Engine has names of its own for some, not for all.
-                assert name == place.fill(rule.te_name or rule.megatron)
+                assert name == place.fill((self.is_fused and rule.te_name) or rule.megatron)
+                assert tuple(weight.shape) == self.shard(rule), name
+                assert weight.dtype == self.exported.dtype_of(rule), name
                 if place.layer is not None:
                     place = place._replace(layer=mine[place.layer])
                 if place.expert is not None:
                     experts = (rule.num_experts or 0) // self.groups.ep_size
                     assert place.expert < experts
                     place = place._replace(expert=place.expert + self.groups.ep_rank * experts)
-                yield name, parameter, rule, place
+                yield name, weight, rule, place
 
     def shard(self, rule: Rule) -> tuple[int, ...]:
         return rule.shard_shape(shard_size(rule, self.groups.tp_size))
@@ -119,7 +132,9 @@ def build(config: Config, device: torch.device, *, rank: int, world_size: int) -
             recompute=model.recompute,
             parallel=parallel,
         )
-        yield Rank(parallel, groups, stages, rules_for(hf_config), hf_config.num_hidden_layers)
+        exported = exported_by(config, hf_config, num_ranks=world_size)
+        is_fused = architecture_of(hf_config).megatron_layers
+        yield Rank(parallel, groups, stages, exported, is_fused)
 
 
 def layouts() -> list[Any]:
@@ -134,11 +149,8 @@ def layouts() -> list[Any]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("path", layouts())
-def test_every_rule_has_its_parameters_and_every_parameter_its_rule(
-    path: Path, tmp_path: Path, meta_device: None
-) -> None:
-    config = model_folder(path, tmp_path)
+def check_rules(config: Config) -> None:
+    """Every rule has its parameters, and every parameter its rule, over the ranks of a layout."""
     parallel = config.parallel
     tp, pp, ep = (
         parallel.tensor_model_parallel_size,
@@ -147,15 +159,14 @@ def test_every_rule_has_its_parameters_and_every_parameter_its_rule(
     )
     per_stage = max(tp * parallel.context_parallel_size, ep)
     seen: Counter[tuple[str, Place]] = Counter()
-    rules: list[Rule] = []
+    rules: Sequence[Rule] = ()
     # The first rank of every stage, and all that have experts of their own.
     for stage, neighbour in itertools.product(range(pp), range(ep)):
         rank = stage * per_stage + neighbour
         for one in build(config, META, rank=rank, world_size=per_stage * pp):
             rules = one.rules
             assert (one.groups.pp_rank, one.groups.ep_rank) == (stage, neighbour)
-            for name, parameter, rule, place in one.parameters():
-                assert tuple(parameter.shape) == one.shard(rule), name
+            for _, _, rule, place in one.weights():
                 if place.expert is not None or neighbour == 0:
                     seen[rule.megatron, place] += 1
     # A tied head is the embedding, unless another rank has that.
@@ -165,79 +176,93 @@ def test_every_rule_has_its_parameters_and_every_parameter_its_rule(
     assert seen == expected
 
 
+@pytest.mark.parametrize("path", layouts())
+def test_every_rule_has_its_parameters_and_every_parameter_its_rule(
+    path: Path, tmp_path: Path, meta_device: None
+) -> None:
+    check_rules(model_folder(path, tmp_path))
+
+
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {
     "one": (ParallelConfig(), 1),
     "tp2 pp3": (ParallelConfig(**SPLIT, pipeline_model_parallel_size=3), 6),
     "tp2 ep2": (ParallelConfig(**SPLIT, expert_model_parallel_size=2), 4),
 }
+MODELS = (*ARCHITECTURES, "moonlight")
+EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "moonlight")
 SMALL = [
-    (model_type, layout)
-    for model_type, layout in itertools.product(ARCHITECTURES, LAYOUTS)
-    if model_type == "qwen3_moe" or LAYOUTS[layout][0].expert_model_parallel_size == 1
+    (name, layout)
+    for name, layout in itertools.product(MODELS, LAYOUTS)
+    if name in EXPERTS or LAYOUTS[layout][0].expert_model_parallel_size == 1
 ]
 
 
-def small(model_type: str, layout: str, folder: Path) -> Config:
+def small(name: str, layout: str, folder: Path, *, precision: str = "bf16") -> Config:
     """A model of an architecture that tensor parallel ranks of Transformer Engine can share."""
-    sizes = {
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "head_dim": 16,
-        "moe_intermediate_size": 32,
-    }
+    model_type, changes = name, {"num_hidden_layers": 3}
+    if name == "moonlight":
+        model_type, changes = "deepseek_v3", changes | conversion_setup.MOONLIGHT
     names = {"architectures": [ARCHITECTURES[model_type].hf_class]}
-    make_config(model_type, **sizes, **names).save_pretrained(folder)
-    config = load_config(CONFIGS[0], [f"model.hf_dir={folder}", "model.precision=bf16"])
+    conversion_setup.hf_config(model_type, **changes, **names).save_pretrained(folder)
+    config = load_config(CONFIGS[0], [f"model.hf_dir={folder}", f"model.precision={precision}"])
     return config.model_copy(update={"parallel": LAYOUTS[layout][0]})
 
 
-@pytest.mark.parametrize(("model_type", "layout"), SMALL)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_has_the_dtype_in_which_it_is_sent(
+    name: str, precision: str, tmp_path: Path, meta_device: None
+) -> None:
+    """`policy/test_precision.py` has the same of our layers."""
+    check_rules(small(name, "one", tmp_path, precision=precision))
+
+
+@pytest.mark.parametrize(("name", "layout"), SMALL)
 def test_shards_are_marked_as_the_gradient_norm_needs(
-    model_type: str, layout: str, tmp_path: Path
+    name: str, layout: str, tmp_path: Path
 ) -> None:
     """On the CPU: Transformer Engine marks nothing on the meta device.
 
     A shard that is not marked would count once for all ranks that have a part of it.
     """
-    config, world_size = small(model_type, layout, tmp_path), LAYOUTS[layout][1]
+    config, world_size = small(name, layout, tmp_path), LAYOUTS[layout][1]
     kinds = set()
     for rank in range(world_size):
         for one in build(config, torch.device("cpu"), rank=rank, world_size=world_size):
-            for name, parameter, rule, place in one.parameters():
+            for key, weight, rule, place in one.weights():
                 kinds.add(rule.megatron)
-                assert tuple(parameter.shape) == one.shard(rule), name
                 if place.expert is None:
                     cut = rule.tp_dim is not None
-                    assert getattr(parameter, "tensor_model_parallel", False) == cut, name
-                    assert not cut or parameter.partition_dim == rule.tp_dim, name
+                    assert getattr(weight, "tensor_model_parallel", False) == cut, key
+                    assert not cut or weight.partition_dim == rule.tp_dim, key
                 # Gradients of an expert, which is never cut, are summed over other ranks.
                 split = one.groups.ep_size > 1 or one.groups.tp_size > 1
                 alike = place.expert is None or not split
-                assert getattr(parameter, "allreduce", True) == alike, name
+                assert getattr(weight, "allreduce", True) == alike, key
     assert kinds == {rule.megatron for rule in one.rules}
 
 
-@pytest.mark.parametrize(("model_type", "layout"), SMALL)
+@pytest.mark.parametrize(("name", "layout"), SMALL)
 def test_a_checkpoint_has_the_keys_that_conversion_writes(
-    model_type: str, layout: str, tmp_path: Path, meta_device: None
+    name: str, layout: str, tmp_path: Path, meta_device: None
 ) -> None:
     """And what is beside the weights is known as such, by its name in the model and on disk."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
     from gapo_megatron.policy.load import _is_extra_state
 
-    config, world_size = small(model_type, layout, tmp_path), LAYOUTS[layout][1]
+    config, world_size = small(name, layout, tmp_path), LAYOUTS[layout][1]
     written: dict[str, tuple[int, ...]] = {}
     for rank in range(world_size):
         for one in build(config, META, rank=rank, world_size=world_size):
             for stage in one.stages:
-                for name, part in stage.sharded_state_dict().items():
+                for key, part in stage.sharded_state_dict().items():
                     if isinstance(part, ShardedObject):
-                        assert _is_extra_state(name), name
+                        assert _is_extra_state(key), key
                         assert part.unique_key in extra_states(one.rules)
                         continue
-                    assert not _is_extra_state(name), name
+                    assert not _is_extra_state(key), key
                     pieces = part.build() if isinstance(part, ShardedTensorFactory) else [part]
                     for piece in pieces:
                         assert written.setdefault(piece.key, piece.global_shape) == (

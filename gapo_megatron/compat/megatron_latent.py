@@ -45,6 +45,10 @@ class _Angles(nn.Module):
 class PackedLatentAttention(MLASelfAttention):
     """Latent attention that reads no boundaries of sequences back from the device.
 
+    And without a norm in front of queries that come straight from the hidden state, as in the layer
+    spec. Megatron-core would add one, which no model has, because the latent vectors have norms;
+    with weights of one it would still divide every hidden state by its size.
+
     Megatron-core rotates queries, and keys, one sequence at a time, and reads the boundaries twice
     for each. With every token's angles all are rotated at once. The same operations: its fused
     kernel rounds otherwise.
@@ -52,13 +56,18 @@ class PackedLatentAttention(MLASelfAttention):
 
     # Uses: MLASelfAttention.rotary_pos_emb, replaced; that get_query_key_value_tensors passes its
     #     get_rotary_seq_len's result to it and rotates [T, N, R] by [T, 1, R] as one row unless
-    #     qkv_format is "thd"
+    #     qkv_format is "thd"; _resolve_qk_norm_config
     # Versions: megatron-core 0.19.2
-    # Upstream: none found
+    # Upstream: none found of the boundaries; of the norm NVIDIA/Megatron-LM#4452 (merged, made it),
+    #     NVIDIA-NeMo/Megatron-Bridge#5261 (closed)
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.rotary_pos_emb = _Angles(self.config.rope_type)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        classes: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+        return classes | {"linear_q_proj": submodules.linear_q_proj}
 
     def get_query_key_value_tensors(
         self,

@@ -109,7 +109,10 @@ def _check_fp8_layers(hf_config: Any, model: ModelConfig) -> None:
 
 
 def _check_window(hf_config: Any, parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Refuse what Transformer Engine refuses: its ring of keys and values has no windows."""
+    """Refuse what Transformer Engine's ring of keys and values does not compute: windows.
+
+    Nor has it sinks (NVIDIA/TransformerEngine#2541, #3551, open); models with sinks have windows.
+    """
     window, size = geometry_of(hf_config).window, parallel.context_parallel_size
     has_ring = model.precision != "fp32" and architecture_of(hf_config).megatron_layers
     if window and size > 1 and has_ring:

@@ -297,6 +297,9 @@ class PolicyModel(HiddenStatesModel):
             factor = torch.tensor(scale, dtype=config.params_dtype, device=device)
             self.embedding.register_forward_hook(lambda _, __, hidden: hidden * factor)
         self.to(device)
+        for parameter in self.parameters():
+            # Transformer Engine makes sinks in float32, in a model of 16 bits, too.
+            parameter.data = parameter.data.to(config.params_dtype)
 
     def choose_attention(self) -> None:
         """Let Transformer Engine choose flash or fused attention, but not unfused attention.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,6 +26,7 @@ from gapo_megatron.hf.weights import read_hf
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import ParallelGroups, Policy, initialize
+from gapo_megatron.policy.attention import PackedAttention
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Microbatch
 from tests.configs import config_of
@@ -79,6 +80,18 @@ def save_model(folder: Path, name: str, *, num_layers: int = 2) -> PreTrainedMod
                 parameter.mul_(4.0)  # far from a uniform distribution over tokens
     model.save_pretrained(folder)
     return model.eval()
+
+
+class SinksInFloat32(PackedAttention):
+    """Makes its sinks as Transformer Engine 2.20.2 does: in float32, whatever the model is in.
+
+    To be put in place of `PackedAttention` in `policy.model`.
+    """
+
+    def __init__(self, config: Any, *args: Any, **settings: Any) -> None:
+        super().__init__(config, *args, **settings)
+        if self.softmax_offset is not None:
+            self.softmax_offset = nn.Parameter(torch.zeros(len(self.softmax_offset)))
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

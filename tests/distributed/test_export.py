@@ -12,11 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gapo_megatron.learn.update import update
 from gapo_megatron.policy import destroy, export
+from gapo_megatron.policy import model as model_module
 from gapo_megatron.policy.model import PolicyModel
 from tests.dist import run_distributed
-from tests.distributed.conversion_setup import save_model
-from tests.distributed.policy_setup import EP, PP, SP, TP, load_policy, make_config, read_weights
+from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
+from tests.distributed.policy_setup import (
+    EP,
+    PP,
+    SP,
+    TP,
+    SinksInFloat32,
+    WeightedLoss,
+    copies,
+    load_policy,
+    make_batch,
+    make_config,
+    pack_all,
+    read_weights,
+)
 from tests.transfer_setup import rule_of
 
 NUM_LAYERS = 4
@@ -155,3 +170,34 @@ def test_buffers_that_the_rules_name_are_weights() -> None:
     stage: Any = _Stage()
     found = [name for name, _ in PolicyModel.named_weights(stage)]
     assert found == ["layers.0.weight", "layers.0.scale"]
+
+
+def send_twice(folder: Path) -> list[dict[str, Tensor]]:
+    """What a sync sends before and after an update."""
+    config = make_config(
+        folder,
+        model={"precision": "bf16"},
+        parallel={EP: 2, TP: 2, SP: True},
+        optimizer={"learning_rate": 0.1, "eps": 1e-8},
+    )
+    with patch.object(model_module, "PackedAttention", SinksInFloat32):
+        policy = load_policy(config)
+    sent = [copies(policy)]
+    batch = make_batch(4, vocab_size=VOCAB_SIZE)
+    microbatches = pack_all(batch, ((0, 1), (2, 3)), align=policy.sequence_multiple)
+    update(policy, microbatches, WeightedLoss(batch, microbatches))
+    sent.append(copies(policy))
+    destroy()
+    return sent
+
+
+def test_sinks_made_in_float32_are_sent_and_trained_in_16_bits(tmp_path: Path) -> None:
+    """An engine holds them in the model's dtype: its digest would differ from float32's."""
+    save_model(tmp_path, "gpt_oss")
+    for before, after in run_distributed(send_twice, 2, tmp_path):
+        assert {one.dtype for one in (*before.values(), *after.values())} == {torch.bfloat16}
+        for name, weight in read_weights(tmp_path):
+            assert torch.equal(before.pop(name), weight.bfloat16()), name
+            if name.endswith(".sinks"):
+                assert not torch.equal(after[name], weight.bfloat16()), name
+        assert not before

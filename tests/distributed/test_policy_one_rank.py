@@ -505,8 +505,9 @@ def test_a_window_excludes_transformer_engines_ring() -> None:
     config = make_config(Path("unused"), model={"precision": "bf16"})
     parallel = ParallelConfig(context_parallel_size=2)
     named = ["context_parallel_size (2)", "'bf16'", "sliding_window (16)"]
-    with pytest.raises(ConfigError, match=mentions(*named)):
-        check_shapes(hf_config("phi3"), parallel, config.model)
+    for name in ("phi3", "gpt_oss"):
+        with pytest.raises(ConfigError, match=mentions(*named)):
+            check_shapes(hf_config(name), parallel, config.model)
     check_shapes(hf_config("phi3", sliding_window=None), parallel, config.model)
     check_shapes(hf_config("phi3"), parallel, make_config(Path("unused")).model)  # fp32
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,14 +17,22 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 
+from gapo_megatron.compat import cpu
 from gapo_megatron.compat.transformer_engine import free_fp8_copies, why_not
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES, fp8_multiple
-from gapo_megatron.policy.model import transformer_config
+from gapo_megatron.models.rules import find_rule
+from gapo_megatron.policy import destroy, initialize, model
+from gapo_megatron.policy.export import exported_by
+from gapo_megatron.policy.model import build_model, transformer_config
+from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, precision_settings
-from tests.distributed.policy_setup import save_model
+from tests.configs import config_of
+from tests.dist import single_rank
+from tests.distributed import conversion_setup
+from tests.distributed.policy_setup import SinksInFloat32, save_model
 from tests.messages import mentions
 
 CPU = torch.device("cpu")
@@ -204,3 +213,31 @@ def test_tokens_are_as_many_as_a_product_takes(
     assert fp8_multiple(config) == expected
     if precision == "fp8":
         assert get_fp8_align_size(recipe) == expected
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    with single_rank():
+        yield initialize(ParallelConfig())
+        destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", conversion_setup.ARCHITECTURES)
+def test_every_weight_has_the_dtype_in_which_it_is_sent(
+    name: str, precision: str, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_cuda_transformer_engine.py` has the same of Transformer Engine's layers."""
+    monkeypatch.setattr(model, "PackedAttention", SinksInFloat32)
+    hf_config = conversion_setup.hf_config(name)
+    with cpu.device_scope():
+        (stage,) = build_model(hf_config, groups, CPU, precision=precision)
+    exported = exported_by(config_of({"model": {"precision": precision}}), hf_config, num_ranks=1)
+    kept = set()
+    for weight_name, weight in stage.named_weights():
+        rule, _ = find_rule(stage.rules, weight_name)
+        assert weight.dtype == exported.dtype_of(rule), weight_name
+        if weight.dtype != exported.dtype:
+            kept.add(rule.megatron.rpartition("layer}.")[2])
+    is_sigmoid = name in ("glm4_moe", "deepseek_v3") and precision != "fp32"
+    assert kept == ({"mlp.router.expert_bias"} if is_sigmoid else set())

@@ -29,7 +29,6 @@ from tests.distributed.policy_setup import (
     load_policy,
     make_batch,
     make_config,
-    pack_all,
     read_weights,
 )
 from tests.transfer_setup import rule_of
@@ -184,7 +183,7 @@ def send_twice(folder: Path) -> list[dict[str, Tensor]]:
         policy = load_policy(config)
     sent = [copies(policy)]
     batch = make_batch(4, vocab_size=VOCAB_SIZE)
-    microbatches = pack_all(batch, ((0, 1), (2, 3)), align=policy.sequence_multiple)
+    microbatches = [policy.pack(batch, indices) for indices in ((0, 1), (2, 3))]
     update(policy, microbatches, WeightedLoss(batch, microbatches))
     sent.append(copies(policy))
     destroy()

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from gapo_megatron.ops.doctor.libraries import TRANSFORMER_ENGINE
 from tests.cuda_setup import ROOT, needs_cuda_wheels
@@ -20,9 +19,8 @@ pytestmark = needs_cuda_wheels()
 
 
 def locked() -> dict[str, metadata.Distribution]:
-    """The packages of the lock, as they are here."""
-    here = {str(canonicalize_name(one.metadata["Name"])): one for one in metadata.distributions()}
-    return {name: here[name] for name in pins(LOCKS["gpu"])}
+    """The packages of the lock, as imports find them: setuptools puts its own behind them."""
+    return {name: metadata.distribution(name) for name in pins(LOCKS["gpu"])}
 
 
 def test_the_environment_is_the_lock() -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the CUDA wheels share: `make cuda-env` installs them, `make test-cuda` tests.
+"""What the tests of the CUDA wheels share; `make test-cuda` installs them and runs the tests.
 
 The libraries are real, with their compiled parts; a driver and a GPU are not there. So nothing is
 computed: what is tested is which parameters a model has, and what a library makes of its arguments.
@@ -31,7 +31,7 @@ def _are_here() -> bool:
 
 def needs_cuda_wheels() -> list[pytest.MarkDecorator]:
     """Marks of a file for that environment. CI has none: 13 GB, and minutes of compiling."""
-    reason = "needs the CUDA wheels: make cuda-env, then make test-cuda"
+    reason = "needs the CUDA wheels: make test-cuda"
     return [pytest.mark.cuda_wheels, pytest.mark.skipif(not _are_here(), reason=reason)]
 
 

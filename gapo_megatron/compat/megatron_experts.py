@@ -17,19 +17,17 @@ def repair_expert_biases(model: nn.Module) -> None:
 
     An expert adds its bias in place to the output of a linear layer. Where that is what a
     collective over one rank returned, autograd forbids it; here no such collective is called. And
-    Megatron-core takes a row-parallel bias for the same on all tensor parallel ranks, though they
-    have other experts: under sequence parallelism it sums the gradient over them, and the norm of
-    gradients counts the first rank's alone. Here both are as for the experts' weights.
+    under sequence parallelism Megatron-core sums the gradient of a row-parallel bias over tensor
+    parallel ranks, though they have other experts.
     """
     # Uses: MoELayer.config, .experts; RowParallelLinear.explicit_expert_comm, .tp_group;
-    #     Parameter.sequence_parallel, .tensor_model_parallel
+    #     Parameter.sequence_parallel
     # Versions: megatron-core 0.19.2
     # Upstream: none found
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.add_bias_linear:
             for parameter in layer.experts.parameters():
                 parameter.sequence_parallel = False
-                parameter.tensor_model_parallel = True
             for module in layer.experts.modules():
                 if isinstance(module, RowParallelLinear) and module.tp_group.size() == 1:
                     module.explicit_expert_comm = True

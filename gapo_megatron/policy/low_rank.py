@@ -66,8 +66,7 @@ class LowRank(nn.Module):
         self._tp_group = tp_group
         self._is_sharded_by_tokens = sequence_parallel
         for factor, dim in ((self.lora_a, 1), (self.lora_b, 0)):
-            # Of an expert, as of the expert's weight: no tensor parallel rank has the same part.
-            is_cut = parallel == "expert" or parallel == ("row" if dim == 1 else "column")
+            is_cut = parallel == ("row" if dim == 1 else "column")
             marks: Any = factor
             marks.tensor_model_parallel = is_cut  # otherwise the norm counts one rank's alone
             marks.partition_dim, marks.partition_stride = (dim if is_cut else -1), 1

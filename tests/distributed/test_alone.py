@@ -68,7 +68,7 @@ SOME = [
     ("gpt_oss", "expert, sequence"),
     ("gpt_oss", "expert, sequence, pipeline"),
     ("deepseek_v3", "expert of four, sequence"),
-    (f"deepseek_v3 {LORA}", "expert, sequence"),
+    (f"deepseek_v3 {LORA}", "expert of four, sequence"),
     ("glm4_moe", "expert, sequence, context"),
     ("qwen3", "tensor, pipeline"),
     ("olmo2", "tensor, data"),
@@ -82,7 +82,7 @@ EVERY = [
     for layout in (EXPERTS if name in WITH_EXPERTS else DENSE)
 ]
 # As many as two cores get through before ranks are taken to hang.
-PARTS = [EVERY[i : i + 34] for i in range(0, len(EVERY), 34)]
+PARTS = [EVERY[i : i + 26] for i in range(0, len(EVERY), 26)]
 
 
 class Alone(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+NVIDIA_APEX = Path(__file__).parent / "stand_ins" / "nvidia_apex"
+
 
 def install(
     site: Path, name: str, version: str, files: dict[str, str], *, summary: str = ""
@@ -28,26 +30,12 @@ def install_web_apex(site: Path) -> None:
 
 
 def install_nvidia_apex(site: Path, *, with_kernels: bool) -> None:
-    """NVIDIA's, as far as Megatron-core looks; like it, without kernels it can only be imported."""
-    works = "torch.optim.AdamW.__init__(self, params, **settings)"
-    refuses = "raise RuntimeError('apex.optimizers.FusedAdam requires cuda extensions')"
-    fused_adam = (
-        "import torch\n"
-        "class FusedAdam(torch.optim.AdamW):\n"
-        "    def __init__(self, params, adam_w_mode=True, **settings):\n"
-        f"        {works if with_kernels else refuses}\n"
-    )
+    """NVIDIA's, as its stand-in has it; like it, without kernels it can only be imported."""
     files = {
-        "apex/__init__.py": "",
-        "apex/optimizers/__init__.py": (
-            "from apex.optimizers.fused_adam import FusedAdam\n"
-            "from torch.optim import SGD as FusedSGD\n"
-        ),
-        "apex/optimizers/fused_adam.py": fused_adam,
-        "apex/normalization/__init__.py": "",
+        str(path.relative_to(NVIDIA_APEX)): path.read_text()
+        for path in NVIDIA_APEX.rglob("*.py")
+        if with_kernels or path.parent != NVIDIA_APEX
     }
-    if with_kernels:
-        files["amp_C.py"] = ""
     install(site, "apex", "0.1", files)
 
 

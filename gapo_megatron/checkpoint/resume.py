@@ -130,7 +130,7 @@ def load_latest(
         for skipped in refused:
             aside = manifest.set_aside(skipped)
             logger.warning("set aside as %s until the run reaches that step again", aside)
-        _log_changes(found, config)
+        _log_changes(found, policy, config)
         record_changes(Path(run_dir), found, config)
         _warn_of_lost_metrics(Path(run_dir), found)
     # No rank may train, and prune checkpoints, while a peer still reads.
@@ -154,7 +154,7 @@ def _try(
     Raises:
         CheckpointError, ConfigError: it is complete, but this run must not resume it.
     """
-    found, reason = _inspect(path, layout(policy.groups), config, on_bytes)
+    found, reason = _inspect(path, policy, config, on_bytes)
     if found is None or reason is not None:
         return None, None, reason or ""
     require_same_model(path, found.model, model_identity(policy.hf_config))
@@ -165,16 +165,18 @@ def _try(
     return found, state, reason or ""
 
 
-def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Config) -> str | None:
+def _why_not_go_on_within(found: Manifest, policy: Policy, config: Config) -> str | None:
     """Why an open step cannot be finished here: its files depend on rank and packing plan.
 
     None for a checkpoint between steps.
     """
     if found.open_updates is None:
         return None
-    if found.open_updates and found.layout != sizes:
+    if found.open_updates and found.layout != layout(policy.groups):
         return f"it is within a step of another parallel layout ({_shown(found.layout)})"
     changed = [*changes(found.config, config)]
+    if found.implementation != policy.implementation:
+        changed.append("optimizer.implementation")
     if found.open_updates:
         changed += changed_layout(found.config, config)
     if changed:
@@ -316,13 +318,13 @@ def _shown(sizes: Mapping[str, int]) -> str:
 
 
 def _inspect(
-    path: Path, sizes: Mapping[str, int], config: Config, on_bytes: Callable[[int], None]
+    path: Path, policy: Policy, config: Config, on_bytes: Callable[[int], None]
 ) -> tuple[Manifest | None, str | None]:
     """Manifest of a candidate, and why it cannot be used, the same on every rank. Collective."""
     found, damage = _from_rank_0(_try_manifest(path))
     if found is not None:
         damage = find_damage_together(path, found, on_bytes=on_bytes)
-        damage = damage or _why_not_go_on_within(found, sizes, config)
+        damage = damage or _why_not_go_on_within(found, policy, config)
     return found, damage
 
 
@@ -386,8 +388,15 @@ def _warn_of_lost_metrics(run_dir: Path, found: Manifest) -> None:
         )
 
 
-def _log_changes(found: Manifest, config: Config) -> None:
+def _log_changes(found: Manifest, policy: Policy, config: Config) -> None:
     """Log changed settings, which are allowed but must not be silent."""
+    if found.implementation != policy.implementation:
+        logger.warning(
+            "resuming with %s's optimizer (was %s's): the same moments, rounded otherwise from now "
+            "on",
+            policy.implementation,
+            found.implementation,
+        )
     for name, (before, now) in changes(found.config, config).items():
         logger.warning("resuming with %s = %r (was %r)", name, now, before)
     if found.megatron_version != version():

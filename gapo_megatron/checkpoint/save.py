@@ -128,6 +128,7 @@ def begin_save(
         open_updates=open_updates,
         branch=state.branch,
         base_sha256=base_sha256,
+        implementation=policy.implementation,
     )
     serialised = _serialised(state, rank)
     saving = Saving(final, document, attempt, config.checkpoint, held, serialised, start)

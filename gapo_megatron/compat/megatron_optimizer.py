@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gapo_megatron.compat.megatron_version import version
+from gapo_megatron.compat.optimizer_implementation import implementation_of, in_use
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.huge_pages import empty
 
@@ -69,12 +70,23 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
-    """Make the moments now, not in the first update: they can be saved, and their room is taken."""
+    """Make the moments now, not in the first update: they can be saved, and their room is taken.
+
+    Raises:
+        ConfigError: they are not what a checkpoint has, which all implementations share.
+    """
     # Uses: DistributedOptimizer.init_state_fn, .optimizer, .config
     # Versions: megatron-core 0.19.2
     # Upstream: none found
     for part in parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
+        for state in part.optimizer.state.values():
+            kept = {name: value.dtype for name, value in state.items() if name != "step"}
+            if kept != dict.fromkeys(_STATE[1:], torch.float32):
+                raise ConfigError(
+                    f"optimizer.implementation ({implementation_of(optimizer)!r}) keeps {kept}; a "
+                    f"checkpoint has {' and '.join(_STATE[1:])} in float32, whose ever they are"
+                )
         if isinstance(part.optimizer, torch.optim.AdamW):  # the others count steps by group
             for state in part.optimizer.state.values():
                 state["step"] = torch.zeros(())
@@ -94,9 +106,10 @@ def clip_and_step(optimizer: MegatronOptimizer, *, grad_norm: float, max_norm: f
     # Uses: optimizer.clip_grads.clip_grad_by_total_norm_fp32, step_with_ready_grads
     # Versions: megatron-core 0.19.2
     # Upstream: none found
-    for part in parts(optimizer):
-        if parameters := part.get_parameters():
-            clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=grad_norm)
+    with in_use(implementation_of(optimizer)):
+        for part in parts(optimizer):
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=grad_norm)
     optimizer.step_with_ready_grads()
 
 
@@ -372,7 +385,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
         groups = part.state_dict()["optimizer"]
         if step is not None:  # Transformer Engine's has none before its first step
             for group in groups["param_groups"]:
-                group["step"] = step
+                group["step"] = int(step)  # torch's is a float, which the others' kernels refuse
         given = state if len(of_parts) == 1 else state[i]
         with contextlib.ExitStack() as undo:
             undo.callback(delattr, part, "_set_main_param_and_optimizer_states")

@@ -16,6 +16,7 @@ from gapo_megatron.config.types import (
     MinLearningRate,
     NonNegative,
     Offload,
+    OptimizerImplementation,
     OptionalPath,
     PathText,
     Seconds,
@@ -135,6 +136,11 @@ class OptimizerConfig(Section):
     """Maximum global gradient norm; larger gradients are scaled down to it."""
     warmup_steps: StepsOrZero = 0
     """Optimizer updates over which the learning rate rises linearly from 0 (updates, not steps)."""
+    implementation: Annotated[OptimizerImplementation, LAYOUT] = "auto"
+    """Whose kernels update the weights: AdamW, the gradient's norm and its clipping. `auto`:
+    Transformer Engine's, else NVIDIA apex's, else torch's, the first that every rank has. `apex`
+    also adds weight gradients of Megatron-core's own layers to the fp32 buffers within their matrix
+    products. All keep the same state, so a resume may change it (docs/gpu.md)."""
     offload: Annotated[Offload, LAYOUT] = "none"
     """What moves to host memory while vLLM generates. `optimizer`: moments and master weights;
     `all`: the model's weights as well."""

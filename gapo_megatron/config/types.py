@@ -71,6 +71,7 @@ AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
 
 
 Offload = Literal["none", "optimizer", "all"]
+OptimizerImplementation = Literal["auto", "transformer_engine", "apex", "torch"]
 
 # --- text -----------------------------------------------------------------------------------------
 

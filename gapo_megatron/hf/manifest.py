@@ -112,6 +112,8 @@ class Manifest:
     base_sha256: _Sha256 | None = None
     """Digest of the frozen weights beneath an adapter, which are not among the files; None: all
     weights are."""
+    implementation: str | None = None
+    """Whose optimizer wrote it: what `optimizer.implementation` led to."""
     version: int = VERSION
 
     @property

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from gapo_megatron.compat import megatron_optimizer
+from gapo_megatron.compat import apex, megatron_optimizer, transformer_engine
 from gapo_megatron.compat.megatron_optimizer import (
     CHECKPOINT_METADATA,
     clip_and_step,
@@ -22,7 +24,9 @@ from gapo_megatron.compat.megatron_optimizer import (
     leave_out_empty,
     set_weight_decay,
 )
+from gapo_megatron.compat.optimizer_implementation import Implementation, in_use, keep
 from gapo_megatron.config import OptimizerConfig, counts
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy import reduction
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
@@ -30,6 +34,7 @@ from gapo_megatron.policy.parallel import ParallelGroups
 __all__ = [
     "CHECKPOINT_METADATA",
     "build_optimizer",
+    "choose_implementation",
     "gather_state",
     "inner_optimizers",
     "learning_rate",
@@ -38,6 +43,11 @@ __all__ = [
     "step",
     "wrap_model",
 ]
+
+logger = logging.getLogger(__name__)
+
+_PREFERENCE: tuple[Implementation, ...] = ("transformer_engine", "apex", "torch")
+"""What `optimizer.implementation` "auto" takes, from the first on."""
 
 
 def wrap_model(
@@ -61,34 +71,95 @@ def wrap_model(
     return wrapper(model.config, ddp_config, model)
 
 
+def choose_implementation(config: OptimizerConfig, device: torch.device) -> Implementation:
+    """Resolve `optimizer.implementation` to a library, the same on every rank.
+
+    Collectives: with "auto" where a GPU is, one all-reduce of a number over all ranks.
+
+    Raises:
+        ConfigError: the one that is named cannot be used here, and why.
+    """
+    wanted = config.implementation
+    if wanted != "auto":
+        if reason := _why_not(wanted, device):
+            raise ConfigError(f"optimizer.implementation ({wanted!r}): {reason}")
+        return wanted
+    if not has_gpu(device):
+        return "torch"
+    reasons = {one: _why_not(one, device) for one in _PREFERENCE}
+    first = next(i for i, one in enumerate(_PREFERENCE) if not reasons[one])
+    # Ranks would round differently.
+    number = torch.tensor(first, device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    chosen = _PREFERENCE[int(number)]
+    if first < number:
+        logger.warning(
+            "optimizer.implementation ('auto') is %r on every rank: another rank lacks %r, which "
+            "is here",
+            chosen,
+            _PREFERENCE[first],
+        )
+    elif chosen == "torch" and apex.is_installed():
+        logger.warning("optimizer.implementation ('auto') is 'torch': %s", reasons["apex"])
+    return chosen
+
+
+def has_gpu(device: torch.device) -> bool:
+    """Whether fused kernels can run on a device."""
+    return device.type == "cuda"
+
+
+def _why_not(implementation: Implementation, device: torch.device) -> str:
+    """Why an implementation cannot be used; empty if it can."""
+    if implementation == "torch":
+        return ""
+    if not has_gpu(device):
+        return "its kernels need a GPU; use 'auto' or 'torch' here"
+    if implementation == "apex":
+        reason = apex.why_not()
+        return reason and f"{reason}; tools/setup_gpu_env.sh --apex builds NVIDIA's"
+    if transformer_engine.is_installed():
+        return ""
+    return "Transformer Engine is not installed; tools/setup_gpu_env.sh installs it"
+
+
 def build_optimizer(
-    config: OptimizerConfig, model: list[DistributedDataParallel]
+    config: OptimizerConfig,
+    model: list[DistributedDataParallel],
+    implementation: Implementation,
 ) -> MegatronOptimizer:
     """AdamW with state sharded over ranks of equal weights; no decay of biases and norm weights.
 
+    Args:
+        config: the optimizer's settings.
+        model: the virtual stages of this rank.
+        implementation: whose kernels it takes, also for the gradient's norm and clipping.
+
     Raises:
-        ConfigError: this version of Megatron-core would write wrong checkpoints of it.
+        ConfigError: Megatron-core or the implementation would make wrong checkpoints of it.
     """
     params_dtype = model[0].config.params_dtype
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.learning_rate,
-            min_lr=0.0,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=params_dtype == torch.bfloat16,
-            # Never fp16=True: it would scale the loss again (`policy.loss_scale`).
-            params_dtype=params_dtype,
-            use_distributed_optimizer=True,
-        ),
-        model,
-        use_gloo_process_groups=False,
-    )
+    with in_use(implementation):
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.learning_rate,
+                min_lr=0.0,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=params_dtype == torch.bfloat16,
+                # Never fp16=True: it would scale the loss again (`policy.loss_scale`).
+                params_dtype=params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            model,
+            use_gloo_process_groups=False,
+        )
     leave_out_empty(optimizer)
+    keep(optimizer, implementation)
     _set_hyperparameters(optimizer, config)
     create_state(optimizer)
     gather_in_pieces(optimizer)

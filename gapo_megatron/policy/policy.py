@@ -17,6 +17,10 @@ from transformers import PretrainedConfig
 from gapo_megatron.batching import NO_SEQUENCES, pack
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron_checkpoint import without_frozen
+from gapo_megatron.compat.optimizer_implementation import (
+    fuse_weight_gradients,
+    implementation_of,
+)
 from gapo_megatron.compat.transformer_engine import free_fp8_copies
 from gapo_megatron.config import Config
 from gapo_megatron.hf.weights import finite_extremes, read_hf
@@ -37,6 +41,7 @@ from gapo_megatron.policy.offload import Offload, WeightOffload
 from gapo_megatron.policy.optimizer import (
     CHECKPOINT_METADATA,
     build_optimizer,
+    choose_implementation,
     gather_state,
     inner_optimizers,
     load_state,
@@ -67,6 +72,7 @@ class Policy:
         stages: this rank's virtual stages without their wrappers; one if there are none.
         adapter: decides which weights are trained.
         optimizer: AdamW, with fp32 master weights for 16-bit parameters.
+        implementation: whose kernels it takes, the same on every rank.
         exported: what is exported, and which rank holds it.
         head: implementation of the output layer's log-probs, the same on every rank.
         num_updates: optimizer steps since the initial weights were loaded.
@@ -94,6 +100,7 @@ class Policy:
         self.model: list[Any] = [*model]
         self.stages: list[PolicyModel] = [wrapped.module for wrapped in model]
         self.optimizer = optimizer
+        self.implementation = implementation_of(optimizer)
         self.head = head
         self.num_updates = 0
         self.loss_scale = LossScale() if self.precision == "fp16" else None
@@ -139,7 +146,7 @@ class Policy:
             device: device of the parameters.
             adapter: decides which of the model's weights are trained; None: section `adapter`.
 
-        Collectives: those of `choose_head`.
+        Collectives: those of `choose_head` and `choose_implementation`.
 
         Raises:
             ConfigError: the model folder, architecture, precision or layout cannot run; raised
@@ -152,6 +159,7 @@ class Policy:
             check_fp8(config.model.fp8_recipe)
         adapter = adapter or make_adapter(config, hf_config, groups)
         head = choose_head(config.model, device)
+        implementation = choose_implementation(config.optimizer, device)
         with cpu.device_scope():
             stages = build_model(
                 hf_config,
@@ -164,9 +172,11 @@ class Policy:
             )
             for stage in stages:
                 adapter.attach(stage)
+                if implementation == "apex":
+                    fuse_weight_gradients(stage)
             overlap = config.parallel.overlap_grad_reduce
             model = [wrap_model(stage, groups, overlap_grad_reduce=overlap) for stage in stages]
-            optimizer = build_optimizer(config.optimizer, model)
+            optimizer = build_optimizer(config.optimizer, model, implementation)
         return cls(config, groups, device, model, optimizer, head, adapter)
 
     def pack(self, batch: Rollouts, indices: Sequence[int]) -> Microbatch:

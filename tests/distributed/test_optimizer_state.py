@@ -12,11 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
-from gapo_megatron import checkpoint
 from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import Config, counts
@@ -129,39 +127,6 @@ def test_state_lies_with_its_weight(folder: Path, tmp_path: Path) -> None:
             for part, factor in FACTORS.items():
                 state = tensors[f"optimizer.state.{part}.{key}"]
                 assert torch.equal(state, factor * tensors[key]), f"{name}: {part} of {key}"
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Like Transformer Engine's, before a first step: no moments, no step counter."""
-
-    def __init__(self, params: Any, *, adam_w_mode: bool, **settings: Any) -> None:
-        assert adam_w_mode
-        super().__init__(params, settings)
-
-
-def save_before_the_first_update(folder: Path, run_dir: Path) -> None:
-    config = make_config(folder / "qwen2_tied")
-    groups = initialize(config.parallel)
-    with (
-        patch.multiple(mcore_optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=FusedAdam),
-        patch.multiple(
-            distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam
-        ),
-    ):
-        policy = load_policy(config, groups)
-        path = save(run_dir, policy, config, step=0)
-        resumed = Policy.build(config, groups, "cpu")
-        state = checkpoint.load_latest(run_dir, policy=resumed, config=config)
-    assert state is not None and state.step == 0
-    found = tensors_on_disk(path)
-    moments = [tensor for key, tensor in found.items() if ".exp_avg" in key]
-    assert len(moments) > 2 and not any(tensor.any() for tensor in moments)
-    for name, weight in resumed.iterate_hf_weights():
-        assert weight.equal(dict(policy.iterate_hf_weights())[name])
-
-
-def test_transformer_engine_has_state_before_its_first_step(folder: Path, tmp_path: Path) -> None:
-    run_distributed(save_before_the_first_update, 1, folder, tmp_path)
 
 
 Look = Callable[..., dict[int, Any]]

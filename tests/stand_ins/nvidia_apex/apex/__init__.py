@@ -1,0 +1,3 @@
+from . import normalization, optimizers
+
+__all__ = ["normalization", "optimizers"]

@@ -1,0 +1,5 @@
+from torch.optim import SGD as FusedSGD
+
+from .fused_adam import FusedAdam
+
+__all__ = ["FusedAdam", "FusedSGD"]

@@ -26,19 +26,17 @@ from gapo_megatron.policy import destroy
 from gapo_megatron.run.memory import DeviceMemory
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
-from tests.gpu import engine, programs, resources, runner, training, transfer
+from tests.gpu import engine, optimizers, programs, resources, runner, training, transfer
 from tests.gpu.parts import PARTS, REPEATABLE, Part
 from tests.gpu.report import Report, Row, table
 from tests.gpu.setting import Setting
+from tests.stand_ins.fused_optimizers import stand_ins
 from tests.waiting import HANG_S, wait_until
 
 BY_NAME = {part.name: part for part in PARTS}
 MODULES = {
-    "engine": engine,
-    "programs": programs,
-    "resources": resources,
-    "training": training,
-    "transfer": transfer,
+    module.__name__.split(".")[-1]: module
+    for module in (engine, optimizers, programs, resources, training, transfer)
 }
 
 
@@ -80,6 +78,27 @@ def test_parts_on_a_cpu(names: tuple[str, ...]) -> None:
         assert any(row.kind == "claim" for row in rows) and not broken, f"{name}: {broken}"
         for row in rows:
             assert not isinstance(row.value, float) or math.isfinite(row.value), f"{name}: {row}"
+
+
+def run_optimizers(broken: bool) -> list[Row]:
+    """With stand-ins for the kernels; broken: apex's step has the wrong sign."""
+    with stand_ins():
+        if broken:
+            import amp_C
+
+            real = amp_C.multi_tensor_adam
+            amp_C.multi_tensor_adam = lambda *args: real(*args[:3], -args[3], *args[4:])
+        return run_tiny("optimizers")["optimizers"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_optimizers_are_compared_with_torchs(broken: bool) -> None:
+    (rows,) = run_distributed(run_optimizers, 1, broken)
+    compared = {row.what: row.holds for row in rows if row.kind == "claim"}
+    assert {one for one, holds in compared.items() if not holds} == (
+        {"fp32, apex: step beside torch's"} if broken else set()
+    )
+    assert len(compared) == 6
 
 
 def run_memory(bytes_per_reading: int) -> list[Row]:

@@ -136,7 +136,7 @@ def test_cuda_is_one_release() -> None:
 def test_no_file_names_a_package_index() -> None:
     for path in (*LOCKS.values(), GPU_IN, SETUP, ROOT / "slurm" / "container.def"):
         hosts = set(re.findall(r"https?://([\w.-]+)", path.read_text()))
-        assert hosts <= {"download.pytorch.org"}, path.name
+        assert hosts <= {"download.pytorch.org", "github.com"}, path.name
 
 
 # --- who installs them ---------------------------------------------------------------------------
@@ -160,6 +160,8 @@ def test_nothing_is_installed_without_hashes() -> None:
     ]
     loose = [line for line in commands if "--require-hashes" not in line]
     assert len(loose) < len(commands)
+    (of_a_commit,) = [line for line in loose if line.endswith('"$sources/apex"')]
+    loose.remove(of_a_commit)  # whose name is a digest of its content
     run_by_install, editable = loose
     assert run_by_install.startswith(".venv/bin/uv pip install ") and '"$@"' in run_by_install
     assert editable == "uv_install --editable ."
@@ -190,13 +192,15 @@ def test_the_container_is_made_by_the_same_script() -> None:
     assert {target.removesuffix(source) for source, target in copied.items()} == {"/opt/build/"}
     commands = re.search(r"^%post\n((?: .*\n|\n)+)", recipe, re.MULTILINE)
     assert commands
-    assert f"{copied['tools/setup_gpu_env.sh']} /opt/gapo\n" in commands[1]
+    assert f"{copied['tools/setup_gpu_env.sh']} --apex /opt/gapo\n" in commands[1]
     assert "pip install" not in commands[1]
 
 
-def run_setup(python: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run_setup(
+    python: str, tmp_path: Path, *options: str, **env: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(SETUP), str(tmp_path / "env")],
+        [str(SETUP), *options, str(tmp_path / "env")],
         env={"PATH": "/usr/bin:/bin", "PYTHON": python} | env,
         capture_output=True,
         text=True,
@@ -303,8 +307,13 @@ case "$*" in
   *install*)
     echo "$*" >>{log}
     case "$*" in */dev/stdin*) sed 's/^/  /' >>{log} ;; esac
-    env | grep -E '^(NVTE_|MAX_JOBS)' | sort | sed 's/^/  /' >>{log} ;;
+    env | grep -E '^(NVTE_|MAX_JOBS|APEX_|CUDA_HOME|TORCH_CUDA)' | sort | sed 's/^/  /' >>{log} ;;
+  *purelib*) echo /site/nvidia/cu13 ;;
 esac
+"""
+GIT = """\
+#!/bin/bash
+echo "git $*" >>{log}
 """
 OWN = ("NVTE_", "MAX_JOBS")
 
@@ -341,3 +350,30 @@ def test_transformer_engine_is_compiled_against_the_locked_wheels(tmp_path: Path
         "NVTE_PYTORCH_FORCE_BUILD=TRUE",
         "MAX_JOBS=3",
     } <= set(calls[-1][1])
+
+
+def test_apex_is_one_commit_compiled_by_the_locked_toolkit(tmp_path: Path) -> None:
+    """With its CUDA extensions, after everything else."""
+    log = tmp_path / "log"
+    for name, text in (("python3.12", STAND_IN), ("git", GIT)):
+        (tmp_path / name).write_text(text.format(log=log))
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    result = run_setup("python3.12", tmp_path, "--apex", PATH=path, TORCH_CUDA_ARCH_LIST="9.0")
+    assert result.returncode == 0, result.stderr
+    before, fetched, rest = re.split(r"(git .*fetch.*)\n", log.read_text())
+    commit = fetched.split()[-1]
+    assert "https://github.com/NVIDIA/apex" in fetched and re.fullmatch("[0-9a-f]{40}", commit)
+    assert "transformer-engine-torch" in before and f"checkout --quiet {commit}\n" in rest
+    (install,) = [line for line in rest.splitlines() if " install " in line]
+    assert {"--no-deps", "--no-build-isolation"} <= {*install.split()}
+    assert install.endswith("/apex")
+    assert {
+        "APEX_CPP_EXT=1",
+        "APEX_CUDA_EXT=1",
+        "CUDA_HOME=/site/nvidia/cu13",
+        "MAX_JOBS=4",
+        "TORCH_CUDA_ARCH_LIST=9.0",
+    } <= {line.strip() for line in rest.splitlines()}
+    result = run_setup("python3.12", tmp_path, "--other", PATH=path)
+    assert result.returncode == 1 and "[--apex] FOLDER" in result.stderr

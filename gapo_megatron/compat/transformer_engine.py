@@ -74,8 +74,8 @@ def fuse_weight_gradients(model: nn.Module, *, fuse: bool = True) -> None:
 
     Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
     traffic per parameter, and a rounding. The field of TransformerConfig would also require apex's
-    extension for the output layer, whose forward pass is never used here: our own output layer
-    already accumulates into `main_grad` (`logprob`).
+    extension, which Megatron-core's own layers use
+    (`optimizer_implementation.fuse_weight_gradients`).
     """
     # Uses: fuse_wgrad_accumulation, set on modules that have it
     # Versions: transformer-engine 2.20.2

@@ -67,6 +67,7 @@ PARTS = (
     Part("rounding", "training", "a step's log-ratios beside those without rounding", 300),
     Part("fp8", "engine", "the policy in fp8 beside bf16", 300, ("transformer_engine", "fp8")),
     Part("engine_fp8", "engine", "the engine with vLLM's weights in fp8", 540, _VLLM),
+    Part("optimizers", "optimizers", "Transformer Engine's, apex's and torch's AdamW", 300),
     Part(
         "head",
         "programs",

@@ -32,8 +32,9 @@ def examine(config_path: str | None, env: Mapping[str, str]) -> Iterator[Finding
     asked_for = ("precision", "fp8_recipe", "head")
     model = {name: config["model"][name] for name in asked_for} if config else {"precision": "bf16"}
     precision = model["precision"]
+    implementation = config["optimizer"]["implementation"] if config else "auto"
     with ThreadPoolExecutor() as pool:
-        policy = pool.submit(asked, kernels.policy_code(**model))
+        policy = pool.submit(asked, kernels.policy_code(implementation=implementation, **model))
         rollout = pool.submit(asked, kernels.rollout_code(precision=precision))
         yield from libraries.look_at_libraries(torch, asked, env)
         yield from kernels.judge_policy(policy.result(), precision=precision, torch=torch)

@@ -15,9 +15,9 @@ from gapo_megatron.ops.launch.node_checks import CommandError
 _LOGIN_NODE = "torch is built for CUDA but sees no GPU: run the check on a compute node"
 
 
-def policy_code(**model: str) -> str:
-    """Python code that reports on the policy with these settings of `model`."""
-    return probe_code(f"policy(**{model!r})")
+def policy_code(*, implementation: str = "auto", **model: str) -> str:
+    """Python code that reports on the policy with this optimizer and these settings of `model`."""
+    return probe_code(f"policy({implementation!r}, **{model!r})")
 
 
 def rollout_code(*, precision: str) -> str:
@@ -48,9 +48,7 @@ def judge_policy(answer: Answer, *, precision: str, torch: Answer) -> Iterator[F
     advice = "its memory is quadratic in length; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
     yield judge("kernels", "attention", good, attention, advice, bad="warn")
     yield Finding("kernels", "norm", "ok", answer["norm"])
-    is_apex = answer["optimizer"].startswith("apex.")
-    advice = "untested with apex: install Transformer Engine, or uninstall apex"
-    yield judge("kernels", "optimizer", not is_apex, answer["optimizer"], advice, bad="warn")
+    yield Finding("kernels", "optimizer", "ok", answer["optimizer"])
     yield Finding("kernels", "log-probs", "ok", answer["log_probs"])
     recipes = [recipe for recipe, reason in answer["fp8"].items() if not reason]
     detail = ", ".join(recipes) or f"not available: {next(iter(answer['fp8'].values()))}"

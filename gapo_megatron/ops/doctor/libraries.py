@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gapo_megatron.compat import apex
 from gapo_megatron.ops.doctor.ask import Answer
 from gapo_megatron.ops.doctor.finding import Finding, Status, judge
 from gapo_megatron.ops.doctor.machine import num_gpus
@@ -42,8 +43,9 @@ import json, torch, transformer_engine, transformer_engine.pytorch, transformer_
 print(json.dumps({"version": transformer_engine.__version__,
                   "path": transformer_engine_torch.__file__}))
 """
-# Megatron-core imports them in this order, and treats an ImportError as not installed.
-APEX = "import apex, apex.optimizers, apex.normalization, amp_C; print('{}')"
+APEX = """\
+import json; from gapo_megatron.compat import apex; print(json.dumps({"why_not": apex.why_not()}))
+"""
 FLASH_ATTENTION = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
 """Distributions, and the module of each that Transformer Engine imports."""
 FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
@@ -62,7 +64,7 @@ def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterat
     yield judge_torch(torch, num_gpus=num_gpus(env))
     facts = {} if isinstance(torch, CommandError) else torch
     yield look_at_transformer_engine(here, facts, ask)
-    yield look_at_apex(here.get("apex"), ask)
+    yield look_at_apex(ask)
     yield look_at_flash_attention(here, ask)
     yield look_at_triton(facts, ask)
     if facts.get("cuda"):
@@ -123,27 +125,18 @@ def look_at_transformer_engine(
     return Finding("libraries", name, "ok", f"{answer['version']} ({answer['path']})")
 
 
-def look_at_apex(installed: metadata.Distribution | None, ask: Ask) -> Finding:
-    """Whether apex is NVIDIA's, and not the unrelated package of that name on the public index.
-
-    The unrelated one is never imported: that would run its code.
-    """
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        detail = "not installed, not needed: Megatron-core prefers Transformer Engine's kernels"
+def look_at_apex(ask: Ask) -> Finding:
+    """Whether apex is NVIDIA's, not the unrelated package of that name, and has all its parts."""
+    if not apex.is_installed():
+        detail = "not installed, not needed: Transformer Engine's kernels come first"
         return Finding("libraries", "apex", "ok", detail)
-    version = f"version {installed.version}" if installed else "of unknown origin"
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not any((folder / "optimizers").is_dir() for folder in folders):
-        summary = installed.metadata["Summary"] if installed else None
-        detail = f"not NVIDIA's apex but {summary or spec.origin!r}, {version}"
-        advice = f"{PIP} uninstall apex; no replacement is needed"
-        return Finding("libraries", "apex", "warn", detail, advice)
+    advice = f"{SETUP} --apex builds NVIDIA's; without it: {PIP} uninstall apex"
+    if apex.other_package():  # never imported: that would run its code
+        return Finding("libraries", "apex", "warn", apex.why_not(), advice)
     answer = ask(APEX)
-    if isinstance(answer, CommandError):
-        advice = f"{PIP} uninstall apex, or build it with its CUDA extensions; it is not needed"
-        return Finding("libraries", "apex", "warn", f"NVIDIA's, {version}: {answer}", advice)
-    return Finding("libraries", "apex", "ok", f"NVIDIA's, {version}; not needed")
+    reason = str(answer) if isinstance(answer, CommandError) else answer["why_not"]
+    whole = f"NVIDIA's, version {apex.version() or 'unknown'}, with all parts"
+    return judge("libraries", "apex", not reason, reason or whole, advice, bad="warn")
 
 
 def look_at_flash_attention(here: Mapping[str, metadata.Distribution], ask: Ask) -> Finding:

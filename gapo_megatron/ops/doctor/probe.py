@@ -46,10 +46,11 @@ _NUM_TOKENS = 64
 """Tokens of each sequence: 16 of the prompt, the others of the response."""
 
 
-def policy(**model: str) -> None:
+def policy(implementation: str, **model: str) -> None:
     """Build a tiny policy as the trainer does, update it once, and print its parts.
 
     Args:
+        implementation: `optimizer.implementation`.
         model: settings of `model`, except `hf_dir`.
     """
     os.environ |= DEBUG_ENVIRONMENT
@@ -77,6 +78,7 @@ def policy(**model: str) -> None:
             "data": {"train_path": "unused"},
             "rollout": {"max_response_tokens": _NUM_TOKENS},
             "reward": {"kind": "exact"},
+            "optimizer": {"implementation": implementation},
         }
         config = parse_config(tree, source="doctor")
         built = Policy.build(config, initialize(config.parallel), world.device)

@@ -79,7 +79,7 @@ def test_the_apex_of_the_public_index_is_recognised(tmp_path: Path) -> None:
     apex = look(tmp_path, GPU)["apex"]
     assert apex.status == "warn"
     assert re.search(mentions("not NVIDIA's", "Pyramid toolkit", "0.9.10.dev0"), apex.detail)
-    assert f"{sys.executable} -m pip uninstall apex;" in apex.advice
+    assert re.search(mentions(f"{sys.executable} -m pip uninstall apex", "--apex"), apex.advice)
 
 
 def test_it_is_recognised_without_running_its_code(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_it_is_recognised_without_running_its_code(tmp_path: Path) -> None:
     ("with_kernels", "status", "named"),
     [
         (True, "ok", ("NVIDIA's", "0.1")),
-        (False, "warn", ("NVIDIA's", "0.1", "'amp_C'")),
+        (False, "warn", ("NVIDIA's", "'amp_C'", "'fused_weight_gradient_mlp_cuda'")),
     ],
 )
 def test_the_apex_of_nvidia(

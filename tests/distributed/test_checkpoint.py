@@ -419,6 +419,15 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     vpp = make_config(hf_dir, layout="vpp")
     found = checkpoint.load_latest(staged, policy=load_policy(vpp), config=vpp)
     assert found is not None and (found.step, found.open_step) == (3, None)
+    # So would one by another library's optimizer, which rounds otherwise.
+    destroy()
+    policy, moved = load_policy(config), run_dir / "apex"
+    save(moved, policy, config, step=3)
+    policy.implementation = "apex"
+    save(moved, policy, config, step=3, open_step=open_step)
+    policy.implementation = "torch"
+    found = checkpoint.load_latest(moved, policy=policy, config=config)
+    assert found is not None and (found.step, found.open_step) == (3, None)
     # It was set aside: what is published next is the newest, and nothing jumps ahead of it.
     destroy()
     policy = load_policy(config)

@@ -20,13 +20,13 @@ PARTS = {
     "fused_weight_gradient_mlp_cuda": ("wgrad_gemm_accum_fp32",),
 }
 """Modules that Megatron-core imports, and what it takes from each."""
-# Uses: these names
-# Versions: NVIDIA/apex at 6424da3; megatron-core 0.19.2
-# Upstream: none found
 
 
 def version() -> str | None:
     """Version of the installed distribution `apex`; None if there is none."""
+    # Uses: the name of the distribution, which has no release
+    # Versions: apex 0.1 at 6424da3
+    # Upstream: none found
     try:
         return metadata.version("apex")
     except metadata.PackageNotFoundError:
@@ -35,6 +35,9 @@ def version() -> str | None:
 
 def is_installed() -> bool:
     """Whether there is a package of this name, whoever made it."""
+    # Uses: the name of the package
+    # Versions: apex 0.1 at 6424da3
+    # Upstream: none found
     return importlib.util.find_spec("apex") is not None
 
 
@@ -43,6 +46,9 @@ def other_package() -> str:
 
     The public index has an unrelated one. It is not imported: that would run its code.
     """
+    # Uses: the folder apex/optimizers
+    # Versions: apex 0.1 at 6424da3; the unrelated apex 0.9.10
+    # Upstream: none found
     spec = importlib.util.find_spec("apex")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if spec is None or any((folder / "optimizers").is_dir() for folder in folders):
@@ -56,6 +62,9 @@ def other_package() -> str:
 
 def why_not() -> str:
     """Why NVIDIA's apex cannot be used, with every part that is missing; empty if it is whole."""
+    # Uses: the names in PARTS
+    # Versions: apex 0.1 at 6424da3; megatron-core 0.19.2
+    # Upstream: none found
     if not is_installed():
         return "apex is not installed"
     if other := other_package():

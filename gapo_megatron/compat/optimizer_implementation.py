@@ -27,6 +27,9 @@ def in_use(implementation: Implementation) -> Iterator[None]:
 
     What was there before is put back, so that other optimizers of the process keep theirs.
     """
+    # Uses: what `_choice` names
+    # Versions: megatron-core 0.19.2
+    # Upstream: as of `_choice`
     with contextlib.ExitStack() as undo:
         for module, names in _choice(implementation).items():
             for name, value in names.items():
@@ -49,6 +52,9 @@ def keep(optimizer: MegatronOptimizer, implementation: Implementation) -> None:
 
 def implementation_of(optimizer: MegatronOptimizer) -> Implementation:
     """The library whose kernels an optimizer keeps."""
+    # Uses: an attribute that `keep` sets, and no class of Megatron-core's has
+    # Versions: megatron-core 0.19.2
+    # Upstream: none needed
     kept: Implementation = optimizer.implementation
     return kept
 
@@ -101,7 +107,7 @@ def fuse_weight_gradients(model: nn.Module) -> None:
     """
     # Uses: ColumnParallelLinear.gradient_accumulation_fusion, and RowParallelLinear's, from the
     #     field of this name; they call fused_weight_gradient_mlp_cuda
-    # Versions: megatron-core 0.19.2, NVIDIA/apex at 6424da3
+    # Versions: megatron-core 0.19.2, apex 0.1 at 6424da3
     # Upstream: none found
     for module in model.modules():
         if hasattr(module, "gradient_accumulation_fusion"):

@@ -178,7 +178,7 @@ def test_a_private_name_is_known_as_one(source: str, expected: bool) -> None:
 
 VERSIONS = re.compile(
     r"# Uses: \S[^\n]*\n(\s+#     \S[^\n]*\n)*"
-    r"\s*# Versions: (CPython|latex2sympy2-extended|megatron-core|torch|transformer-engine|"
+    r"\s*# Versions: (apex|CPython|latex2sympy2-extended|megatron-core|torch|transformer-engine|"
     r"transformers|triton|verifiers|vllm) \d[^\n]*\n"
     r"\s*# Upstream: (none|as of|beside|[\w-]+/[\w-]+#\d)"
 )

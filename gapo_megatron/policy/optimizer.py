@@ -74,7 +74,7 @@ def wrap_model(
 def choose_implementation(config: OptimizerConfig, device: torch.device) -> Implementation:
     """Resolve `optimizer.implementation` to a library, the same on every rank.
 
-    Collectives: with "auto" where a GPU is, one all-reduce of a number over all ranks.
+    Collectives: with "auto" where a GPU is, one all-reduce of three numbers over all ranks.
 
     Raises:
         ConfigError: the one that is named cannot be used here, and why.
@@ -87,17 +87,16 @@ def choose_implementation(config: OptimizerConfig, device: torch.device) -> Impl
     if not has_gpu(device):
         return "torch"
     reasons = {one: _why_not(one, device) for one in _PREFERENCE}
-    first = next(i for i, one in enumerate(_PREFERENCE) if not reasons[one])
     # Ranks would round differently.
-    number = torch.tensor(first, device=device)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    chosen = _PREFERENCE[int(number)]
-    if first < number:
+    lacking = torch.tensor([bool(reasons[one]) for one in _PREFERENCE], device=device).int()
+    dist.all_reduce(lacking, op=dist.ReduceOp.MAX)
+    chosen = _PREFERENCE[lacking.tolist().index(0)]
+    here = next(one for one in _PREFERENCE if not reasons[one])
+    if here != chosen:
         logger.warning(
-            "optimizer.implementation ('auto') is %r on every rank: another rank lacks %r, which "
-            "is here",
+            "optimizer.implementation ('auto') is %r on every rank, because not all have %r",
             chosen,
-            _PREFERENCE[first],
+            here,
         )
     elif chosen == "torch" and apex.is_installed():
         logger.warning("optimizer.implementation ('auto') is 'torch': %s", reasons["apex"])

@@ -131,7 +131,7 @@ def test_all_take_the_same_steps_with_their_own_kernels(
 def switch(folder: Path, run_dir: Path) -> None:
     """Two updates of one, two of the other, beside four without a stop."""
     with stand_ins():
-        for first, then in itertools.product(ALL, ALL):
+        for first, then in [*itertools.permutations(ALL, 2), ("apex", "apex")]:
             groups = initialize(config_with(folder, first).parallel)
             whole = load_policy(config_with(folder, first), groups)
             train(whole, 2, seed=0)
@@ -171,7 +171,7 @@ def test_a_resume_may_switch_and_keeps_moments_and_steps(tmp_path: Path) -> None
 def save_before_the_first_update(folder: Path, run_dir: Path) -> None:
     """The fused ones have no step counter then."""
     with stand_ins():
-        for first, then in itertools.product(ALL, ALL):
+        for first, then in (("apex", "torch"), ("torch", "apex"), ("apex", "apex")):
             config = config_with(folder, first)
             policy = load_policy(config, initialize(config.parallel))
             path = run_dir / f"{first}_{then}"
@@ -199,7 +199,7 @@ FUSED = ("qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text", "olmo2",
 
 def gradients(folder: Path, names: tuple[str, ...]) -> None:
     """With apex's products and without: the same float32 numbers, added in the same order."""
-    for name, overlap in itertools.product(names, (False, True)):
+    for name, overlap in [(names[0], True), *((name, False) for name in names)]:
         found = []
         for implementation in ("transformer_engine", "apex"):
             with stand_ins() as calls:

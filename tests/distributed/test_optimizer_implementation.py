@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from gapo_megatron import checkpoint
 from gapo_megatron.compat import megatron_optimizer
+from gapo_megatron.compat.optimizer_implementation import fuse_weight_gradients
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.manifest import read_manifest
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import policy as policy_module
 from gapo_megatron.policy.optimizer import choose_implementation
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
@@ -201,13 +204,14 @@ def gradients(folder: Path, names: tuple[str, ...]) -> None:
     """With apex's products and without: the same float32 numbers, added in the same order."""
     for name, overlap in [(names[0], True), *((name, False) for name in names)]:
         found = []
-        for implementation in ("transformer_engine", "apex"):
-            with stand_ins() as calls:
-                parallel = {"overlap_grad_reduce": overlap}
-                config = config_with(folder / name, implementation, parallel=parallel)
+        parallel = {"overlap_grad_reduce": overlap}
+        config = config_with(folder / name, "apex", parallel=parallel)
+        for fuse in (lambda stage: None, fuse_weight_gradients):
+            with stand_ins() as calls, patch.object(policy_module, "fuse_weight_gradients", fuse):
                 policy = load_policy(config, initialize(config.parallel))
                 train(policy, 2, seed=0)
-                assert (calls["wgrad_gemm_accum_fp32"] > 0) == (implementation == "apex"), name
+                is_fused = calls["wgrad_gemm_accum_fp32"] > 0
+            assert is_fused == (fuse is fuse_weight_gradients), name
             grads = [one.main_grad.clone() for one in policy.stages[0].parameters()]
             found.append([*grads, *policy._parameters.values()])
             destroy()

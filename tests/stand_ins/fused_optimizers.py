@@ -63,6 +63,7 @@ def _transformer_engine() -> ModuleType:
                 *("lr", "weight_decay", "betas", "eps", "adam_w_mode", "bias_correction")
             }
             super().__init__(params, **settings)
+            self.multi_tensor_adam = kernels.multi_tensor_adam
 
     module: Any = ModuleType(TRANSFORMER_ENGINE)
     module.FusedAdam = FusedAdam

@@ -72,8 +72,7 @@ def trap_metadata(folder: Path, trace: Path) -> str:
 
 
 def trap_common(folder: Path, trace: Path) -> str:
-    common = torch.load(folder / "common.pt", weights_only=False)
-    torch.save({**common, "more": Trap(trace)}, folder / "common.pt")
+    torch.save({"num_updates": 0, "more": Trap(trace)}, folder / "common.pt")
     return "common.pt"
 
 

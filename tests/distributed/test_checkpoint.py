@@ -24,6 +24,7 @@ from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConversionError, FencedError
 from gapo_megatron.hf import manifest
+from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.policy import Policy, destroy
@@ -233,6 +234,18 @@ def put(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, P
     return damage
 
 
+def put_common(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], str]:
+    """Change what is no tensor, in a file of its own: Megatron-core prefers it to the object."""
+
+    def damage(folder: Path, _: Path) -> str:
+        common = read_common(folder, read_metadata(folder))
+        change(common)
+        torch.save(common, folder / "common.pt")
+        return folder.name
+
+    return damage
+
+
 def put_state(folder: Path, _: Path) -> str:
     path = folder / "trainer_state.json"
     path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
@@ -248,14 +261,14 @@ def unlist(name: str) -> Callable[[Path, Path], str]:
 
 
 UNSIGNED: list[Callable[[Path, Path], str]] = [
-    *map(unlist, ("__0_0.distcp", ".metadata", "common.pt", "rng_00000.pt", "trainer_state.json"))
+    *map(unlist, ("__0_0.distcp", ".metadata", "rng_00000.pt", "trainer_state.json"))
 ]
 SIGNED: list[Callable[[Path, Path], str]] = [
     *TRAPS,
     put_state,
-    put("common.pt", lambda common: common.update(num_updates="1")),
-    put("common.pt", lambda common: common.pop("optimizer")),
-    put("common.pt", lambda common: common["optimizer"]["optimizer"].pop("param_groups")),
+    put_common(lambda common: common.update(num_updates="1")),
+    put_common(lambda common: common.pop("optimizer")),
+    put_common(lambda common: common["optimizer"]["optimizer"].pop("param_groups")),
     put("rng_00000.pt", lambda state: state.update(torch=torch.ones(2))),
 ]
 

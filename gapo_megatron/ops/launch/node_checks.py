@@ -38,6 +38,7 @@ PACKAGES = (
     "latex2sympy2_extended",
     "math_verify",
     "megatron.core",
+    "mpmath",
     "numpy",
     "pydantic",
     "rich",

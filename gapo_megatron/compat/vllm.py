@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.config.lora import MaxLoRARanks
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -38,7 +23,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from gapo_megatron.compat.vllm_cpu import repair_on_cpu
 from gapo_megatron.compat.vllm_drafts import repair_drafts_on_cpu
-from gapo_megatron.compat.vllm_gpt_oss import SinkLoader, naming_base_layers
 
 # Garbage collection of an engine destroys the trainer's process group: they live until `close`.
 _alive: list[LLMEngine] = []
@@ -152,189 +136,6 @@ def launched_as_this_world() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-# --- weights -------------------------------------------------------------------------------------
-
-
-def load_weights(
-    llm: LLMEngine,
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    note: Callable[[str, Tensor, int], None],
-) -> list[str]:
-    """Replace the engine's weights, including its packed copies.
-
-    Args:
-        llm: engine whose weights have memory (awake).
-        tensors: (Hugging Face name, whole tensor); tensors of one module must be adjacent.
-        note: called with every loaded parameter before it is quantised or packed: its name, a part
-            of it on this rank, and the number of ranks of the replica that have the same part.
-
-    Returns:
-        Names of layers of this rank that received no weights, and so have the former ones.
-    """
-    # Uses: the worker's method "reload_weights", and its weights_iterator
-    # Versions: vllm 0.32.0
-    # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
-    num_ranks, sinks = get_tensor_model_parallel_world_size(), SinkLoader()
-    without = list[str]()
-    with contextlib.ExitStack() as stack:
-        llm.apply_model(lambda model: stack.enter_context(_noting(model, num_ranks, note, without)))
-        llm.apply_model(lambda model: stack.enter_context(naming_base_layers(model)))
-        tensors = sinks.watched(tensors)
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        llm.apply_model(sinks.load)
-    llm.apply_model(repack_experts)
-    llm.apply_model(repack_tied_head)
-    return without
-
-
-@contextlib.contextmanager
-def _noting(
-    model: nn.Module,
-    num_ranks: int,
-    note: Callable[[str, Tensor, int], None],
-    without: list[str],
-) -> Iterator[None]:
-    """Call `note` for the model's parameters as they are loaded; see `load_weights`.
-
-    Appends the names of layers that received no weights to `without`.
-    """
-    # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
-    #     its weights (model_loader.reload.layerwise), and copies those of others as they are;
-    #     it does not wait for a correction bias, which is in two modules (reload.meta); that a tied
-    #     output layer has the very parameter of the embedding; its shard_indices
-    # Versions: vllm 0.32.0
-    # Upstream: none found
-    names = {module: name for name, module in model.named_modules()}
-    methods = {
-        id(method): method
-        for module in names
-        if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase)
-    }
-
-    layers = (LinearBase, VocabParallelEmbedding, RoutedExperts)
-    waiting = {
-        module: name
-        for module, name in names.items()
-        if isinstance(module, layers)
-        and id(module.quant_method) in methods
-        # The rank's part of a small vocabulary may be padding alone.
-        and (not hasattr(module, "shard_indices") or module.shard_indices.num_org_elements > 0)
-    }
-    shared = Counter(id(getattr(module, "weight", module)) for module in waiting)
-
-    def note_module(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            if name != "e_score_correction_bias":
-                for part, copies in _parts(module, name, parameter.detach(), num_ranks):
-                    note(f"{names[module]}.{name}", part, copies)
-
-    def noted_before(process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def process_noted(module: nn.Module) -> None:
-            waiting.pop(module, None)
-            note_module(module)
-            process(module)
-
-        return process_noted
-
-    for method in methods.values():
-        method.process_weights_after_loading = noted_before(method.process_weights_after_loading)
-    try:
-        yield
-    finally:
-        for method in methods.values():
-            del method.process_weights_after_loading  # restores the method of the class
-    for module in names:
-        if id(getattr(module, "quant_method", None)) not in methods:
-            note_module(module)
-    for name, parameter in model.named_parameters():  # each once
-        if name.endswith(".e_score_correction_bias"):
-            note(name, parameter.detach(), num_ranks)
-    for module, name in waiting.items():
-        if shared[id(getattr(module, "weight", module))] == 1:
-            without.append(name)
-
-
-def _parts(
-    module: nn.Module, name: str, parameter: Tensor, num_ranks: int
-) -> Iterator[tuple[Tensor, int]]:
-    """Parts of a parameter on this rank, each with the number of ranks that have the same."""
-    # Uses: QKVParallelLinear.num_heads, .head_size, .num_kv_head_replicas; LinearBase.tp_size
-    # Versions: vllm 0.32.0
-    # Upstream: none found
-    if isinstance(module, QKVParallelLinear):
-        num_query = module.num_heads * module.head_size
-        yield parameter[:num_query], 1
-        yield parameter[num_query:], module.num_kv_head_replicas
-        return
-    is_cut = (
-        name == "sinks"
-        or isinstance(module, VocabParallelEmbedding | RoutedExperts)
-        or (
-            isinstance(module, ColumnParallelLinear | RowParallelLinear)
-            and module.tp_size > 1
-            and not (isinstance(module, RowParallelLinear) and name == "bias")
-        )
-    )
-    yield parameter, 1 if is_cut else num_ranks
-
-
-def adapter_ranks() -> list[int]:
-    """Ranks that room for an adapter may have."""
-    # Uses: config.lora.MaxLoRARanks
-    # Versions: vllm 0.32.0
-    # Upstream: none found
-    return sorted(get_args(MaxLoRARanks))
-
-
-def adapted_layers(llm: LLMEngine) -> set[str]:
-    """Hugging Face names of the layers that have room for an adapter's factors.
-
-    vLLM ignores factors of other layers, and computes a layer without factors as if they were zero.
-    """
-    # Uses: model.lora_manager; its modules, packed_modules
-    # Versions: vllm 0.32.0
-    # Upstream: none found
-
-    def names(model: Any) -> set[str]:
-        manager = model.lora_manager
-        fused = manager.packed_modules
-        return {part for name in manager.modules for part in fused.get(name, [name])}
-
-    (found,) = llm.apply_model(names)
-    return {re.sub(r"(?<=\d\.)attn\.", "self_attn.", name) for name in found}  # gpt-oss's
-
-
-def repack_experts(model: nn.Module) -> None:
-    """Pack the experts' new weights for the CPU kernel.
-
-    vLLM does so when it builds the model but not after a reload, and would then compute with
-    wrongly ordered weights.
-    """
-    # Uses: module.quant_method.moe_kernel.fused_experts.process_weights_after_loading
-    # Versions: vllm 0.32.0
-    # Upstream: vllm-project/vllm#48312, #42821, #42823 (open), #32133 (merged)
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and next(module.parameters()).device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
-def repack_tied_head(model: nn.Module) -> None:
-    """Refresh the packed copy of the embedding that a tied output layer uses on a CPU.
-
-    vLLM packs it when it builds the model. A reload only refreshes modules whose tensors it loads,
-    and a tied output layer has none: it would keep the old weights.
-    """
-    # Uses: model.lm_head.quant_method.process_weights_after_loading
-    # Versions: vllm 0.32.0
-    # Upstream: vllm-project/vllm#52147 (merged: ties in ParallelLMHead), #48312 (open)
-    head: Any = getattr(model, "lm_head", None)
-    weight = getattr(head, "weight", None)
-    if isinstance(weight, Tensor) and weight.device.type == "cpu":
-        head.quant_method.process_weights_after_loading(head)
 
 
 # --- what it leaves behind -----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -19,13 +18,11 @@ def repair_on_cpu() -> None:
     The kernel for rotary positions takes [T, N D]. Of queries [T, N, D], which latent attention
     gives it, it rotates one head of N.
     """
-    # Uses: rotary_embedding.base.RotaryEmbedding.forward_cpu, replaced; that VLLM_MLA_DISABLE
-    #     expands latent attention, which has one size there (platforms/cpu.py);
+    # Uses: rotary_embedding.base.RotaryEmbedding.forward_cpu, replaced;
     #     v1.sample.sampler.batched_count_greater_than, replaced
     # Versions: vllm 0.32.0
     # Upstream: none found for the rotation on a CPU (on GPUs vllm-project/vllm#12777, merged), or
     #     the count (the same delay: torch-spyre/sendnn-inference#550, closed)
-    os.environ["VLLM_MLA_DISABLE"] = "1"
     RotaryEmbedding.forward_cpu = _rotate_every_head
     sampler.batched_count_greater_than = _ranks
     allow_numba()

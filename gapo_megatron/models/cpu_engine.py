@@ -17,6 +17,9 @@ from gapo_megatron.models.tables import geometry_of
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Values of head_dim that attention of vLLM 0.32 supports on a CPU."""
 
+_CPU_LATENT = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim of latent attention, of which it has one size there."""
+
 RETURNS_ROUTES = False
 """Whether vLLM 0.32 returns the experts of its tokens on a CPU."""
 
@@ -51,14 +54,19 @@ def check_head_dim(
         supported: supported values of head_dim.
 
     Raises:
-        ConfigError: names the setting, the model's head_dim and the supported ones.
+        ConfigError: names the setting, the model's sizes and the supported ones.
     """
     geometry = geometry_of(hf_config)
-    head_dim = geometry.head_dim
-    if head_dim not in supported:
-        name = "qk_nope_head_dim + qk_rope_head_dim" if geometry.latent else "head_dim"
+    latent, head_dim = geometry.latent, geometry.head_dim
+    if latent is not None:
+        if (sizes := (latent.key_value, latent.rope)) != _CPU_LATENT:
+            raise ConfigError(
+                f"{field} ({folder}): kv_lora_rank and qk_rope_head_dim ({sizes}) must be "
+                f"{_CPU_LATENT} for vLLM on a CPU"
+            )
+    elif head_dim not in supported:
         raise ConfigError(
-            f"{field} ({folder}): {name} ({head_dim}) must be one of "
+            f"{field} ({folder}): head_dim ({head_dim}) must be one of "
             f"{', '.join(map(str, supported))} for vLLM on a CPU"
         )
 

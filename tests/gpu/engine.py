@@ -78,8 +78,9 @@ def gpt_oss(setting: Setting, report: Report) -> None:
 def moonlight(setting: Setting, report: Report) -> None:
     """Two layers of Moonlight: latent attention, sigmoid-routed experts behind a dense layer."""
     small = {"hidden_size": 192, "intermediate_size": 96, "moe_intermediate_size": 64}
-    small |= {"num_attention_heads": 6, "num_key_value_heads": 6, "kv_lora_rank": 32}
-    small |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "vocab_size": 512}
+    small |= {"num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 512}
+    # The latent vector has the one size of vLLM's kernels.
+    small |= {"qk_nope_head_dim": 32, "v_head_dim": 32}
     _run_experts(setting, report, "Moonlight-16B-A3B", small, {"n_routed_experts": 8})
 
 

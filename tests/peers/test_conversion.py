@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_nextn_predict_layers": 0},
     "deepseek_v3": {
         **{"num_nextn_predict_layers": 0, "moe_intermediate_size": 64},
-        **{"head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
+        **{"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 512},
     },
 }
 # Of one architecture in the first stage, of one with tied embeddings in the second.

@@ -54,8 +54,11 @@ MODELS += ("moonlight",)  # a deepseek_v3 whose rotary positions, in vLLM, are a
 WIDTHS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},  # as published
     "gpt_oss": {"intermediate_size": 160},
-    # Queries and keys of 64.
-    "deepseek_v3": {"moe_intermediate_size": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
+    # The one size of latent attention there.
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 64, "head_dim": 64},
+        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    },
 }
 WIDTHS["moonlight"] = WIDTHS["deepseek_v3"] | MOONLIGHT
 
@@ -85,7 +88,7 @@ def vllm_process() -> Iterator[ProcessPoolExecutor]:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     model_type = "deepseek_v3" if request.param == "moonlight" else request.param
-    save_model(folder, model_type, **SIZES, **WIDTHS.get(request.param, {}))
+    save_model(folder, model_type, **SIZES | WIDTHS.get(request.param, {}))
     if request.param == "gpt_oss":
         pack_experts(folder)  # vLLM must not expect them so
     if request.param == "deepseek_v3":

@@ -16,8 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm.lora.layers import MergedColumnParallelLinearWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.v1.engine.llm_engine import LLMEngine
 
-from gapo_megatron.compat import vllm
+from gapo_megatron.compat import vllm_weights
 from gapo_megatron.config.rules import why_merged
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.ops.plan.flops import ADAPTER_RANKS, Shape, factor_room_bytes
@@ -172,6 +175,47 @@ def test_factors_that_do_not_fit_are_refused(synced: SimpleNamespace) -> None:
     assert agrees(engine, with_factors(model, good, SCALE))
 
 
+def zero(layer: BaseLinearLayerWithLoRA, index: int, *_: object) -> None:
+    layer.reset_lora(index)
+
+
+def dirty(layer: BaseLinearLayerWithLoRA, index: int, a: Any, b: Any) -> None:
+    SET[0](layer, index, a, b)
+    layer.lora_a_stacked[0][index, 0, RANK] = 1e-3  # a row of padding
+
+
+PLAIN, FUSED = BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA
+SET = (PLAIN.set_lora, FUSED.set_lora)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "named"),
+    [
+        (PLAIN, "set_lora", zero, "model.layers.1.mlp"),
+        (FUSED, "set_lora", zero, "model.layers.1.self_attn"),
+        (PLAIN, "set_lora", dirty, "model.layers.1.mlp"),
+        (LLMEngine, "add_lora", lambda *_: True, "model.layers.1.mlp"),  # yesterday's
+    ],
+    ids=["zero", "zero in fused layers", "dirty padding", "yesterday's"],
+)
+def test_a_fault_stops_the_run_at_once(
+    synced: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    planted: Any,
+    named: str,
+) -> None:
+    """Factors that differ from the last ones by a unit in the last place."""
+    engine, before = synced.engine, factors_of(synced.model, seed=1)
+    factors = [(module, a, b * (1 + 2**-23)) for module, a, b in before]
+    with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=mentions(named)):
+        patch.setattr(owner, name, planted)
+        update(engine, factors, version=2)
+    assert engine.policy_version == -1
+    update(engine, factors, version=2)
+
+
 class Unforeseen(Exception):
     """Of no type that anybody expects."""
 
@@ -250,7 +294,7 @@ def test_what_vllm_cannot_compute_is_known_before(
 )
 def test_ranks_are_rounded_up_to_those_of_vllm(rank: int, taken: int) -> None:
     assert Slots(rank, SLOTS.layers).arguments["max_lora_rank"] == taken
-    assert [*ADAPTER_RANKS] == vllm.adapter_ranks()
+    assert [*ADAPTER_RANKS] == vllm_weights.adapter_ranks()
 
 
 def differences(folder: str, precision: str, targets: list[str]) -> tuple[float, float, str]:

@@ -20,7 +20,7 @@ from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
 from tests.configs import config_of
 from tests.convert_setup import pack_linears
-from tests.distributed.conversion_setup import save_model
+from tests.distributed.conversion_setup import hf_config, save_model
 from tests.messages import mentions
 from tests.rollout_setup import CPU, EOS, SIZES, make_args, make_config, make_model
 from tools import evaluate
@@ -46,6 +46,10 @@ def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
     config = LlamaConfig(**SIZES, head_dim=16)
     with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b16\b.*\b32\b.*\b64\b"):
         check_engine(make_config(tmp_path), config, CPU, world_size=1)
+    latent = hf_config("deepseek_v3", kv_lora_rank=512)
+    named = mentions(f"({tmp_path})", "kv_lora_rank", "qk_rope_head_dim", 512, 6, 64)
+    with pytest.raises(ConfigError, match=named):
+        check_engine(make_config(tmp_path), latent, CPU, world_size=1)
 
 
 def test_what_is_said_before_vllm_is_imported_is_what_it_computes():

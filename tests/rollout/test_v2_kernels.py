@@ -38,6 +38,7 @@ ROWS, VOCAB = 6, 2500
 TOLERANCE = 5e-6
 
 
+@pytest.mark.system
 @pytest.mark.skipif(INTERPRETED, reason="this is it")
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
@@ -87,7 +88,7 @@ def test_log_probs_of_prompts() -> None:
     assert (found[1][:, 0] - expected).abs().max() < TOLERANCE
 
 
-COLUMNS, DRAWS = 5, 800
+COLUMNS, DRAWS = 5, 250
 
 
 def deviation(sampled: Tensor, logits: Tensor) -> float:
@@ -99,11 +100,11 @@ def deviation(sampled: Tensor, logits: Tensor) -> float:
 
 @interpreted
 def test_samples_follow_the_temperature_and_depend_on_seed_and_position_alone() -> None:
-    row = logits_of(1, COLUMNS)[0] / 4
+    row = logits_of(1, COLUMNS)[0] / 8
     logits, each = row.repeat(DRAWS, 1), torch.arange(DRAWS)
-    temperature, seeds = torch.full((DRAWS,), 0.7), each * 7919
+    temperature, seeds = torch.full((DRAWS,), 0.5), each * 7919
     apply_temperature(logits, each, temperature)
-    torch.testing.assert_close(logits, (row / 0.7).repeat(DRAWS, 1))
+    torch.testing.assert_close(logits, (row / 0.5).repeat(DRAWS, 1))
 
     def sample(rows: Tensor, positions: Tensor) -> Tensor:
         found: Tensor = gumbel_sample(
@@ -112,7 +113,7 @@ def test_samples_follow_the_temperature_and_depend_on_seed_and_position_alone() 
         return found
 
     sampled = sample(each, torch.full((DRAWS,), 3))
-    assert deviation(sampled, row / 0.7) < 4 < deviation(sampled, row)
+    assert deviation(sampled, row / 0.5) < 4 < deviation(sampled, row)
     backwards = each.flip(0)[:50]
     assert sample(backwards, torch.full((50,), 3)).equal(sampled[backwards])
     assert not sample(backwards, torch.full((50,), 4)).equal(sampled[backwards])
@@ -122,7 +123,7 @@ def test_samples_follow_the_temperature_and_depend_on_seed_and_position_alone() 
 @pytest.mark.parametrize("draft", [0, 3])
 def test_drafts_leave_the_distribution_as_it_is(draft: int) -> None:
     """A proposed token without probabilities of its own, as n-grams propose."""
-    row = logits_of(1, COLUMNS)[0] / 4
+    row = logits_of(1, COLUMNS)[0] / 8
     each = torch.arange(DRAWS)
     sampled, num_sampled = rejection_sample(
         row.repeat(2 * DRAWS, 1),

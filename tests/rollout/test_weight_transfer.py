@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from gapo_megatron.compat import vllm
+from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm import LLMEngine
 from gapo_megatron.config import DTYPES
 from gapo_megatron.errors import WeightSyncError
@@ -151,13 +151,13 @@ def _plant(folder: Path, precision: str) -> list[str]:
     engine, missed = engine_for(folder, precision=precision), []
     weights = weights_of(folder, 1)
     num_bits = 8 * weights[0][1].element_size()
-    load = vllm.load_weights
+    load = vllm_weights.load_weights
     is_last = dist.get_rank() == dist.get_world_size() - 1
     for i in range(max(len(weights), num_bits)):
         (stale, tensor), bit = weights[i % len(weights)], i % num_bits
         other = _flipped(tensor, bit)
         load_other = _substituting(load, stale, other) if is_last else load
-        with patch.object(vllm, "load_weights", load_other):
+        with patch.object(vllm_weights, "load_weights", load_other):
             try:
                 engine.update_weights(weights, policy_version=1)
             except WeightSyncError as error:
@@ -181,7 +181,7 @@ def _flipped(tensor: Tensor, bit: int) -> Tensor:
 def _substituting(
     load: Callable[..., list[str]], stale: str, other: Tensor
 ) -> Callable[..., list[str]]:
-    """`compat.vllm.load_weights`, which gets `other` in place of the tensor named `stale`."""
+    """`load_weights`, which gets `other` in place of the tensor named `stale`."""
 
     def load_other(
         llm: LLMEngine,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron.compat import vllm
+from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm import LLMEngine, LoRARequest
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, WeightSyncError, said
@@ -28,6 +28,8 @@ from gapo_megatron.models.lora import factors_of, why_merged_on
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollout.factors import FactorShapes, check_factors
 from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.vllm.digests import Digests
+from gapo_megatron.rollout.vllm.weights import check_loaded
 from gapo_megatron.types import Factors
 
 _NAME, _ID = "policy", 1
@@ -49,7 +51,7 @@ class Slots:
         return {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": min(rank for rank in vllm.adapter_ranks() if rank >= self.rank),
+            "max_lora_rank": min(n for n in vllm_weights.adapter_ranks() if n >= self.rank),
             "lora_target_modules": sorted(self.layers),
         }
 
@@ -72,7 +74,7 @@ def load_factors(
     scale: float,
     replicas: Replicas,
 ) -> LoRARequest:
-    """Replace the factors in vLLM's layers, and check that every layer has got its own.
+    """Replace the factors in vLLM's layers, and check that every layer has got its own, bit by bit.
 
     They travel through files in memory (`/dev/shm`, or the folder for temporary files where that is
     too small), which are gone afterwards: vLLM's public interface takes a path.
@@ -87,28 +89,37 @@ def load_factors(
     Returns:
         What a request must carry to be computed with the factors.
 
-    Collectives: those of `factors`; a gather of a line of text over all ranks.
+    Collectives: those of `factors`; a gather of a line of text over all ranks; those of
+    `check_loaded`.
 
     Raises:
         WeightSyncError: on a rank a layer has no factors or no slots, factors are repeated,
-            misshapen or not finite, or vLLM fails; names the rank and the reason. On every rank.
+            misshapen or not finite, or vLLM fails; names the rank and the reason. Or see
+            `check_loaded`. On every rank.
     """
     held = [(module, a.detach().cpu(), b.detach().cpu()) for module, a, b in factors]
-    problem = ""
+    sent, loaded, problem = Digests(), Digests(), ""
+
+    def note(name: str, part: Tensor, copies: int) -> None:
+        loaded.note(name, part, times=replicas.size // copies)
+
     try:
-        _load(llm, held, shapes, scale)
+        sent = _load(llm, held, shapes, scale)
+        vllm_weights.note_factors(llm, note)
     except Exception as error:  # of any type: the other ranks wait in the gather
         problem = said(error)
     for rank, found in enumerate(replicas.gather([problem])):
         if found:
             raise WeightSyncError(f"factors of the adapter on rank {rank}: {found}")
+    check_loaded(sent, loaded, replicas)
     return LoRARequest(_NAME, _ID, _SHARED_MEMORY)
 
 
-def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: float) -> None:
+def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: float) -> Digests:
+    """Have vLLM load the factors; returns digests of A and B' as it must compute with them."""
     # vLLM checks none of this: it copies a smaller factor into a corner of its slot.
     check_factors(factors, shapes)
-    if odd := sorted(shapes.keys() ^ vllm.adapted_layers(llm)):
+    if odd := sorted(shapes.keys() ^ vllm_weights.adapted_layers(llm)):
         raise WeightSyncError(
             f"{len(odd)} layers with only one of factors and slots: {', '.join(odd[:5])}"
         )
@@ -118,11 +129,17 @@ def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: f
         for name, tensor in zip(tensor_names(module), pair, strict=True)
     }
     rank = len(factors[0][1])
-    with _write(tensors, AdapterSettings(rank, scale * rank)) as folder:
+    settings = AdapterSettings(rank, scale * rank)
+    with _write(tensors, settings) as folder:
         # In place: the requests' id stays the same. Only here: vLLM would load the files again for
         # every step of a request that asks for it.
         if not llm.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True)):
             raise WeightSyncError("vLLM has not loaded them")
+    sent, dtype = Digests(), llm.model_config.dtype
+    for module, a, b in factors:
+        sent.note(f"{module}.lora_a", a.to(dtype))
+        sent.note(f"{module}.lora_b", b.to(dtype) * settings.scale)
+    return sent
 
 
 def _write(tensors: Mapping[str, Tensor], settings: AdapterSettings) -> TemporaryDirectory[str]:

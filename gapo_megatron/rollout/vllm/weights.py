@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron.compat import vllm
+from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm import LLMEngine
 from gapo_megatron.config import ModelConfig, RolloutConfig
 from gapo_megatron.errors import WeightSyncError
@@ -53,7 +53,7 @@ def reload_weights(
         loaded.note(name, part, times=replicas.size // copies)
 
     tensors = sent.noted(checked(rules_for(hf_config), weights))
-    for name in vllm.load_weights(llm, tensors, note=note):
+    for name in vllm_weights.load_weights(llm, tensors, note=note):
         loaded[module_of(f"{name}.weight")] += 1  # it differs, whatever it holds
     check_loaded(sent, loaded, replicas)
 

@@ -7,6 +7,7 @@ with bfloat16: the rounding of activations, which GPUs have besides, is the part
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,11 @@ def fp8_config(folder: Path, **rollout: object) -> Config:
     return make_config(folder, precision="bf16", quantization="fp8", **rollout)
 
 
+def in_bf16(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As a policy of that precision sends them."""
+    return ((name, tensor.bfloat16()) for name, tensor in tensors.items())
+
+
 def start_and_sync(folder: str, tp_size: int) -> list[tuple[float, float]]:
     os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
     torch.manual_seed(0)
@@ -122,10 +128,10 @@ def start_and_sync(folder: str, tp_size: int) -> list[tuple[float, float]]:
                 if "mlp.up_proj" in name:
                     parameter.mul_(factor)
         perturb(model, seed=version)
-        in_place(engine, weights(model).items(), policy_version=version)
+        in_place(engine, in_bf16(weights(model)), policy_version=version)
         found.append(distances(model, engine))
     again = distance(model, engine)
-    in_place(engine, weights(model).items(), policy_version=2)
+    in_place(engine, in_bf16(weights(model)), policy_version=2)
     assert distance(model, engine) == again  # the same weights, the same bits
     return found
 
@@ -145,7 +151,7 @@ def sync_experts(folder: str) -> list[tuple[float, float]]:
         perturb(model, seed=version)
         model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
         tensors = load_file(f"{folder}/{version}/model.safetensors")
-        in_place(engine, tensors.items(), policy_version=version)
+        in_place(engine, in_bf16(tensors), policy_version=version)
         found.append(distances(model, engine))
     return found
 

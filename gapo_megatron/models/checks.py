@@ -160,9 +160,3 @@ def _check_experts(parallel: ParallelConfig) -> None:
             f"parallel.sequence_parallel must be true for a model with experts at "
             f"parallel.tensor_model_parallel_size ({tp}) > 1"
         )
-    if tp > 1 and parallel.expert_model_parallel_size == 1:
-        # Every rank would have a copy of every expert: nobody has tried it.
-        raise ConfigError(
-            "parallel.expert_model_parallel_size (1) must be 2 or more for a model with experts "
-            f"at parallel.tensor_model_parallel_size ({tp}) > 1"
-        )

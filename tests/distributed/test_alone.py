@@ -50,6 +50,7 @@ DENSE: dict[str, Layout] = {
     "pipeline of four": ({"parallel": {PP: 4}}, TOGETHER),
 }
 EXPERTS: dict[str, Layout] = {
+    "sequence, data": ({"parallel": {TP: 2, SP: True}}, APART),
     "expert, sequence": ({"parallel": {EP: 2, TP: 2, SP: True}}, APART),
     "expert of four, sequence": ({"parallel": {EP: 4, TP: 2, SP: True}}, APART),
     "expert, sequence, pipeline": ({"parallel": {EP: 2, TP: 2, SP: True, PP: 2}}, TOGETHER),
@@ -65,6 +66,7 @@ WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "moonlight")
 LORA = "+ LoRA"
 WITH_LORA = [f"{name} {LORA}" for name in ("qwen2", "gemma3_text", *WITH_EXPERTS)]
 SOME = [
+    ("gpt_oss", "sequence, data"),
     ("gpt_oss", "expert, sequence"),
     ("gpt_oss", "expert, sequence, pipeline"),
     ("deepseek_v3", "expert of four, sequence"),

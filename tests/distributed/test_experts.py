@@ -33,6 +33,7 @@ LAYOUTS: dict[str, Layout] = {
     "virtual stages": ({"parallel": {PP: 2, VPP: 2}}, TOGETHER),
     "context": ({"parallel": {CP: 2}}, TOGETHER),
     "context, expert": ({"parallel": {CP: 2, EP: 2}}, TOGETHER),
+    "sequence": ({"parallel": {TP: 2, SP: True}}, TOGETHER),
     "expert, sequence": ({"parallel": {EP: 2, TP: 2, SP: True}}, TOGETHER),
     "sequence, full recomputation": (
         {"parallel": {EP: 2, TP: 2, SP: True}, "model": {"recompute": "full"}},

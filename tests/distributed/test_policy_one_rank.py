@@ -469,12 +469,6 @@ def test_user_mistakes_are_config_errors(
             ["expert_model_parallel_size (3)", "num_experts (4)"],
         ),
         ("qwen3_moe", {}, {"tensor_model_parallel_size": 2}, ["sequence_parallel", "true"]),
-        (
-            "qwen3_moe",
-            {},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            ["expert_model_parallel_size (1)", "tensor_model_parallel_size (2)"],
-        ),
         ("qwen3_moe", {"num_experts_per_tok": 1}, {}, ["num_experts_per_tok (1)"]),
         ("mistral", {"sliding_window": 4096}, {}, ["sliding_window (4096)"]),
         ("qwen3", {"attention_bias": True}, {}, ["attention_bias (true)"]),

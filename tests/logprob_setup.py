@@ -99,6 +99,7 @@ def many_blocks(*, num_columns: int = 7) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(tiles, "_tile_shape", lambda weight: (16, num_columns)))
         stack.enter_context(patch.object(tiles, "block_shape", lambda weight: (8, num_columns)))
+        stack.enter_context(patch.object(tiles, "KEPT_BYTES", 0))
         yield
 
 

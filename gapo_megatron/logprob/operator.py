@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens under a vocabulary-parallel output layer, without full logits.
 
-The forward pass keeps two numbers per row (maximum and sum of exponentials). The backward pass
-recomputes the logits, only of rows whose log-probability has a non-zero gradient.
+The forward pass keeps two numbers per row (maximum and sum of exponentials), and on a CPU what
+fits of the logits. The backward pass recomputes the others, only of rows whose log-probability has
+a non-zero gradient.
 docs/numerics.md says why logits are float32, with measurements.
 
 Shapes: T positions, R <= T of them scored (rows), H hidden size, V_local rows of the output layer
@@ -15,14 +16,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from gapo_megatron.device.flags import Flags
+from gapo_megatron.logprob import tiles
+from gapo_megatron.logprob.block import BlockRows, block_gradient, pad
 from gapo_megatron.logprob.checks import check_labels, check_rows, check_tensors, flag_not_finite
 from gapo_megatron.logprob.implementation import Name, choose_implementation
 from gapo_megatron.logprob.row_plan import RowPlan, active_rows
@@ -31,14 +33,8 @@ from gapo_megatron.logprob.statistics import (
     SUM_EXP,
     TARGET,
     WEIGHTED,
-    accumulation_dtype,
     merge_stats,
 )
-from gapo_megatron.logprob.tiles import add_product_
-
-ROW_MULTIPLE = 16
-"""Blocks in the backward pass are padded to a multiple of this many rows: BLAS libraries use other
-kernels for a handful of rows, and dX of a row would depend on the size of its block."""
 
 
 def token_log_probs(
@@ -59,9 +55,9 @@ def token_log_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
-    Accumulates in float32 (float64 for float64 inputs) and holds one tile of logits at a time. A
-    row's value does not depend on other rows, if the platform's matrix product allows it
-    (docs/numerics.md).
+    Accumulates in float32 (float64 for float64 inputs) and holds one tile of logits at a time; on a
+    CPU, up to 256 MiB of them until the backward pass (`tiles.KEPT_BYTES`). A row's value does not
+    depend on other rows, if the platform's matrix product allows it (docs/numerics.md).
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64, the same on every tensor-parallel
@@ -119,6 +115,7 @@ def token_log_probs(
     if row_plan is None:
         check_labels(labels, vocab_size)
         check_rows(labels, row_index, len(hidden) * (tp_size if sequence_parallel else 1))
+    code = choose_implementation(hidden.device, hidden.dtype, implementation)
     options = _Options(
         inverse_temperature=1 / temperature,
         vocab_start=vocab_start,
@@ -127,7 +124,8 @@ def token_log_probs(
         sequence_parallel=sequence_parallel and tp_size > 1,
         main_grad=main_grad,
         with_entropy=return_entropy,
-        code=choose_implementation(hidden.device, hidden.dtype, implementation),
+        code=code,
+        keeps_logits=code is tiles and torch.is_grad_enabled(),
         row_plan=row_plan,
     )
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, labels, row_index, options)
@@ -148,6 +146,7 @@ class _Options:
     with_entropy: bool
     code: Any
     """The module `tiles` or `triton_kernels`."""
+    keeps_logits: bool
     row_plan: RowPlan | None
 
 
@@ -165,11 +164,16 @@ class _TokenLogProbs(torch.autograd.Function):
         columns = labels - options.vocab_start
         whole = _gather_positions(hidden, options)
         rows = whole if row_index is None else whole.index_select(0, row_index)
+        tokens = weight[: options.num_columns]
         multiple = options.code.row_multiple(rows)
-        stats = options.code.softmax_stats(
-            _pad(rows, multiple),
-            weight[: options.num_columns],
-            _pad(columns, multiple),
+        padded, kept, softmax_stats = pad(rows, multiple), None, options.code.softmax_stats
+        if options.keeps_logits:
+            kept = tiles.room_for_logits(padded, tokens)
+            softmax_stats = functools.partial(softmax_stats, kept=kept)
+        stats = softmax_stats(
+            padded,
+            tokens,
+            pad(columns, multiple),
             inverse_temperature=options.inverse_temperature,
             with_entropy=options.with_entropy,
         )[:, : len(rows)].contiguous()
@@ -184,20 +188,12 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = (stats[TARGET] - maximum) - log_sum
         entropy = log_sum - stats[WEIGHTED] / sum_exp if options.with_entropy else None
         row_plan = options.row_plan or RowPlan(Flags(), (0, len(rows)))
-        flag_not_finite(
-            row_plan,
-            log_probs,
-            entropy,
-            rows,
-            row_index,
-            weight[: options.num_columns],
-            options.vocab_start,
-        )
+        flag_not_finite(row_plan, log_probs, entropy, rows, row_index, tokens, options.vocab_start)
         if options.row_plan is None:
             row_plan.flags.check()
 
         # The input `hidden`: gathered positions and scored rows are not kept.
-        ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy)
+        ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy, kept)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -208,7 +204,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         # Rows with a gradient, in blocks that are the same on every rank.
-        hidden, weight, columns, row_index, maximum, sum_exp, entropy = ctx.saved_tensors
+        hidden, weight, columns, row_index, maximum, sum_exp, entropy, kept = ctx.saved_tensors
         options: _Options = ctx.options
         hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
         if grad_log_probs is None:
@@ -233,20 +229,22 @@ class _TokenLogProbs(torch.autograd.Function):
         summing: _Summing | None = None
         for block in blocks:
             rows = active[block.rows]
-            grad_block = _block_gradient(
+            grad_block = block_gradient(
                 whole.index_select(0, positions[block.rows]),
                 weight[: options.num_columns],
-                _BlockRows(
+                BlockRows(
                     columns[rows],
                     maximum[rows],
                     sum_exp[rows],
                     grad_log_probs[rows],
                     None if grad_entropy is None else entropy[rows],
                     None if grad_entropy is None else grad_entropy[rows],
+                    None if kept is None else (kept, _those_kept(rows, len(kept), len(maximum))),
                 ),
                 grad_weight=total,
                 hidden_needs_grad=hidden_needs_grad,
-                options=options,
+                code=options.code,
+                inverse_temperature=options.inverse_temperature,
             )
             if grad_hidden is not None and grad_block is not None:
                 # Ranks sum this block while they compute the next one.
@@ -260,6 +258,11 @@ class _TokenLogProbs(torch.autograd.Function):
         if total is not None and options.main_grad is None:
             grad_weight = total.to(weight.dtype)
         return grad_hidden, grad_weight, *(None for _ in others)
+
+
+def _those_kept(rows: torch.Tensor, num_kept: int, num_rows: int) -> torch.Tensor:
+    """The first of `rows`, which increase, whose logits are kept."""
+    return rows if num_kept >= num_rows else rows[rows < num_kept]
 
 
 def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
@@ -322,75 +325,3 @@ class _Summing:
         if self.is_mine:
             local = self.positions - self.owner * len(grad_hidden)
             grad_hidden.index_copy_(0, local, self.grad.to(grad_hidden.dtype))
-
-
-class _BlockRows(NamedTuple):
-    """Values of a block's R_b rows for the gradient, besides hidden states and weight.
-
-    All [R_b]; the last two are None without a gradient of the entropy.
-    """
-
-    columns: torch.Tensor
-    """int64: the label's column in this shard; outside of it if the label is in another shard."""
-    maximum: torch.Tensor
-    sum_exp: torch.Tensor
-    grad_log_probs: torch.Tensor
-    entropy: torch.Tensor | None
-    grad_entropy: torch.Tensor | None
-
-
-def _block_gradient(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rows: _BlockRows,
-    *,
-    grad_weight: torch.Tensor | None,
-    hidden_needs_grad: bool,
-    options: _Options,
-) -> torch.Tensor | None:
-    """Add a block's dW to `grad_weight`; return this shard's part of its dX [R_b, H].
-
-    `hidden` [R_b, H] has the block's rows; dX is in the accumulation dtype.
-    """
-    num_rows, pad = len(hidden), functools.partial(_pad, multiple=ROW_MULTIPLE)
-    # Padding rows have g = e = 0, m = 0 and a sum of 1, so they stay finite and add exact zeros.
-    x_b, columns, m, g = map(pad, (hidden, rows.columns, rows.maximum, rows.grad_log_probs))
-    inverse_sum = pad(rows.sum_exp, value=1).reciprocal()
-    h = None if rows.entropy is None else pad(rows.entropy)
-    e = None if rows.grad_entropy is None else pad(rows.grad_entropy)
-    grad_hidden = torch.zeros(x_b.shape, dtype=accumulation_dtype(x_b.dtype), device=x_b.device)
-    _, num_columns = options.code.block_shape(weight)
-    lost, mean_weights = [], []
-    for start in range(0, len(weight), num_columns):
-        w_v = weight[start : start + num_columns]
-        dz, lost_v = options.code.grad_logits(
-            x_b,
-            w_v,
-            columns - start,
-            inverse_temperature=options.inverse_temperature,
-            maximum=m,
-            inverse_sum=inverse_sum,
-            grad_log_probs=g,
-            entropy=h,
-            grad_entropy=e,
-        )
-        if hidden_needs_grad:
-            add_product_(grad_hidden, dz, w_v)
-            if lost_v is not None:
-                lost.append(lost_v)
-                mean_weights.append(w_v.mean(dim=0, dtype=grad_hidden.dtype))
-        if grad_weight is not None:
-            add_product_(grad_weight[start : start + len(w_v)], dz.t(), x_b)
-    if lost:
-        # A row of dz sums to zero over the vocabulary, but not after rounding: the common part of
-        # the weights (an offset of all logits) would leak into dX. This corrects it.
-        grad_hidden.addmm_(torch.stack(lost, dim=1), torch.stack(mean_weights))
-    return grad_hidden[:num_rows] if hidden_needs_grad else None
-
-
-def _pad(values: torch.Tensor, multiple: int, *, value: float = 0) -> torch.Tensor:
-    """Append rows of `value` up to a multiple of rows."""
-    padding = -len(values) % multiple
-    if not padding:
-        return values
-    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, padding), value=value)

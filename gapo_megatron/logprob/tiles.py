@@ -24,6 +24,10 @@ nothing over. Smaller ones are slower.
 """
 
 
+KEPT_BYTES = 2**28
+"""Most logits that a forward pass on a CPU keeps for its backward pass."""
+
+
 def row_multiple(hidden: torch.Tensor) -> int:
     """Number of which `softmax_stats` needs a multiple of rows, so that bits do not depend on R.
 
@@ -38,6 +42,28 @@ def block_shape(weight: torch.Tensor) -> tuple[int, int]:
     return num_rows * max(8, -(-4096 // num_rows)), num_columns
 
 
+def room_for_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Room for the logits of as many of the first rows as `KEPT_BYTES` hold, on a CPU.
+
+    There the backward pass would take a third longer if it computed them again.
+
+    Returns:
+        [R_k, V] in the accumulation dtype, R_k <= R (`kept_tile` is a tile of it); None: no room.
+    """
+    if hidden.device.type != "cpu" or not len(weight):
+        return None
+    num_rows, _ = _tile_shape(weight)
+    dtype = accumulation_dtype(hidden.dtype)
+    fitting = min(len(hidden), KEPT_BYTES // (dtype.itemsize * len(weight)))
+    kept = fitting // num_rows * num_rows
+    return torch.empty((kept, len(weight)), dtype=dtype) if kept else None
+
+
+def kept_tile(kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """[R_k, V_v] contiguous: columns start..stop-1 of kept logits, which lie tile by tile."""
+    return kept.view(-1)[len(kept) * start : len(kept) * stop].view(len(kept), stop - start)
+
+
 def softmax_stats(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -45,6 +71,7 @@ def softmax_stats(
     *,
     inverse_temperature: float,
     with_entropy: bool,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Statistics of every row over this shard's columns.
 
@@ -54,6 +81,7 @@ def softmax_stats(
         columns: [R] int64, the label's column in this shard; outside 0..V-1 if it is in another.
         inverse_temperature: factor of the logits.
         with_entropy: whether to compute the row WEIGHTED.
+        kept: `room_for_logits`, which receives z of its rows.
 
     Returns:
         [3 or 4, R] in the accumulation dtype (`statistics`). No collectives.
@@ -66,9 +94,12 @@ def softmax_stats(
     with _exact_products(hidden):
         for tile in _slices(len(weight), num_columns):
             w_v = _operand(weight[tile])
+            kept_v = None if kept is None else kept_tile(kept, tile.start, tile.stop)
             for rows in _slices(len(hidden), num_rows):
-                z = _logits(_operand(hidden[rows]), w_v, inverse_temperature)
-                stats_v = _tile_stats(z, columns[rows] - tile.start, num_stats)
+                out = kept_v[rows] if kept_v is not None and rows.stop <= len(kept_v) else None
+                z = _logits(_operand(hidden[rows]), w_v, inverse_temperature, out=out)
+                columns_v = columns[rows] - tile.start
+                stats_v = _tile_stats(z, columns_v, num_stats, overwrite=out is None)
                 stats[:, rows] = merge_stats(stats[:, rows], stats_v)
     return stats
 
@@ -84,6 +115,7 @@ def grad_logits(
     grad_log_probs: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradient of the logits of a block of rows and a tile of columns; recomputes these logits.
 
@@ -102,6 +134,8 @@ def grad_logits(
         grad_log_probs: [R_b] g.
         entropy: [R_b] h; None together with `grad_entropy`.
         grad_entropy: [R_b] e.
+        kept: z of some rows [R_k, V_v] (`kept_tile`), and which of them are the block's first rows
+            (int64, at most R_b): they are not recomputed.
 
     Returns:
         dz [R_b, V_v] in hidden's dtype, computed in the accumulation dtype and rounded once; and
@@ -118,7 +152,10 @@ def grad_logits(
         for rows in _slices(len(hidden), num_rows):
             # In the memory of dz if nothing is rounded.
             out = dz[rows] if lost is None else None
-            z = _logits(_operand(hidden[rows]), w_v, inverse_temperature, out=out)
+            if kept is not None and rows.stop <= len(kept[1]):
+                z = torch.index_select(kept[0], 0, kept[1][rows], out=out)
+            else:
+                z = _logits(_operand(hidden[rows]), w_v, inverse_temperature, out=out)
             dz_b = _grad_logits_(
                 z.sub_(maximum[rows, None]),
                 columns[rows],
@@ -150,12 +187,14 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
             total.addmm_(_operand(left), _operand(right))
 
 
-def _tile_stats(z: torch.Tensor, columns: torch.Tensor, num_stats: int) -> torch.Tensor:
-    """Statistics [num_stats, R] of one tile; overwrites z."""
+def _tile_stats(
+    z: torch.Tensor, columns: torch.Tensor, num_stats: int, *, overwrite: bool
+) -> torch.Tensor:
+    """Statistics [num_stats, R] of one tile; `overwrite`: z's memory may be used."""
     target = z.gather(1, columns.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
     target = torch.where((columns >= 0) & (columns < z.shape[1]), target, 0)
     maximum = z.amax(dim=1)
-    z.sub_(maximum[:, None])
+    z = z.sub_(maximum[:, None]) if overwrite else z - maximum[:, None]
     if num_stats <= WEIGHTED:
         return torch.stack([maximum, z.exp_().sum(dim=1), target])
     exp = z.exp()

@@ -177,6 +177,7 @@ def _without_moving() -> Iterator[None]:
             tiles, "_tile_shape", lambda weight: (2**24 // max(min(8192, len(weight)), 64), 8192)
         ),
         mock.patch.object(tiles, "row_multiple", lambda _: 16),
+        mock.patch.object(tiles, "KEPT_BYTES", 0),
     ):
         yield
 

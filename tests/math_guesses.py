@@ -81,12 +81,12 @@ def _zero_factors(rng: random.Random, e: str) -> list[str]:
     return [f"0\\cdot({e})", f"({e})-({e})+10^{{-9}}", f"\\frac{{{e}}}{{10^{{40}}}}", f"{x}-{x}-1"]
 
 
-_WHOLE = re.compile(r"!|\(-1\)|binom|_")
+_WHOLE = re.compile(r"!|\(-\d|binom|_")
 """What has whole numbers for letters."""
 
 
 def _scaled(rng: random.Random, e: str) -> list[str]:
-    if not re.search("[1-9a-z]", re.sub(r"\\\\[a-z]+|[bp]?matrix", "", e)):
+    if "0 & 0" in e:
         return []  # a matrix of zeros
     factor = rng.choice(["2", "3", "10", "100", "-1", "\\frac{1}{2}", "1.01", "\\pi", "10^{20}"])
     return [f"{factor}\\cdot\\left({e}\\right)", f"\\left({e}\\right)\\cdot {factor}"]
@@ -125,6 +125,8 @@ def _extreme(rng: random.Random, e: str) -> list[str]:
 
 
 def _stepped(rng: random.Random, e: str) -> list[str]:
+    if "!" in e:
+        return []  # 0.3217 is less than a decimal's error
     x = _letter(e)
     return [
         f"{e}+\\lfloor {x}\\rfloor", f"{e}+\\lceil {x}\\rceil-{x}", f"{e}+{x}-\\lfloor {x}\\rfloor",
@@ -163,8 +165,8 @@ def _always_true(rng: random.Random, e: str) -> list[str]:
 
 def _more_solutions(rng: random.Random, e: str) -> list[str]:
     left, _, right = e.partition("=")
-    if right.strip() == "0":
-        return []  # y = 0 is y^2 = 0
+    if right.strip() in ("0", "-1", "- 1") or "." in e or "and" in e:
+        return []  # y = 0 is y^2 = 0; a decimal may be rounded
     x = _letter(e)
     return [
         f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}+77)=0", f"|{left}|=|{right}|+1",
@@ -225,7 +227,7 @@ def _struck(rng: random.Random, e: str) -> list[str]:
         f"\\cancel{{{e}}}", f"\\xcancel{{{e}}}", f"\\sout{{{e}}}", f"\\lnot {e}", f"\\neg({e})",
         f"\\phantom{{{e}}}", f"\\not{{{e}}}", f"\\overset{{?}}{{{e}}}1", f"{e}\\rlap{{/}}",
         f"\\nexists {e}",
-        *([f"{e[:half]}\\phantom{{0}}{e[half:]}"] if e.isdigit() and half else []),
+        *([f"{e[:half]}\\phantom{{0}}{e[half:]}"] if e.isdigit() and 0 < half < 2 else []),
         *([f"{e[:half]}\\hspace{{1em}}{e[half:]}"] if e.isdigit() and 0 < half < 2 else []),
     ]  # fmt: skip
 
@@ -294,7 +296,7 @@ GUESSES: dict[str, tuple[Guess, tuple[str, ...]]] = {
 def _letter(e: str) -> str:
     """A letter of the reference; x if it has none."""
     found = sorted(set(_LETTER.findall(e)))
-    return "x" if "x" in found or not found else found[0]
+    return "x" if "x" in found or not found or e == found[0] else found[0]
 
 
 def guesses(count: int, *, seed: int) -> Iterator[Pair]:

@@ -269,7 +269,8 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [
             (r"\frac{n}{2^{100}}", "0"), (r"\frac{x}{10^{20}}", r"\frac{2x}{10^{20}}"),
             ("0", "10^{-40}"), ("x+2", "x+2+10^{-60}"), ("2n!+2", "2n!+2+|n-9|+n-9"),
-            ("0", r"\nexists 0"), ("xy", "|xy|"), ("x^2-1", "|x^2-1|"),
+            ("0", r"\nexists 0"),
+            (r"2.9\times10^6", r"2.9\times10^6+\cos x"), ("xy", "|xy|"), ("x^2-1", "|x^2-1|"),
             ("abc", "|abc|"), ("x", r"\max(x,9)"), ("x", r"\lfloor x\rfloor"), ("x", "x+|x-1|-x+1"),
             (r"2\pi n", r"2\pi n+\sin(2\pi n)"), (r"\sqrt[3]{x}", r"|\sqrt[3]{x}|"),
             (r"\sqrt{-x^2-1}", "x"), ("(-1)^n n", "n"), ("x", r"\sqrt{x^2}"), ("13", "(6)(7)"),

@@ -115,6 +115,8 @@ def same_relation(ours: Any, theirs: Any) -> bool | None:
         points = [at for at in sides.points if sides.ours(at)(sides.digits)] if sides else []
         if sides is None or len(points) < FEWEST:
             return False
+        if sides.agree(sides.theirs(points[0]), lambda _: mpmath.mpf(0)):
+            raise UndecidedError("the reference is true everywhere")
         first, *others = (sides.ours(at) for at in points)
         if any(sides.agree(quotient, lambda _: mpmath.mpf(0)) for quotient in (first, *others)):
             return False
@@ -152,6 +154,7 @@ class _Sides:
         self.theirs: _Side = lambda at: functools.partial(_value, theirs, at)
         self.letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
         self.fewest = FEWEST if self.letters else 1
+        self._varies = bool(theirs.free_symbols)  # a number is compared as such, as in `plain`
         self.is_rough = any(one.atoms(sympy.Float) for one in (ours, theirs))
         bits = max(check_size(ours), check_size(theirs))
         self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.302))
@@ -174,7 +177,7 @@ class _Sides:
             return None
         error, size = abs(one - other), max(abs(one), abs(other))
         if self.is_rough:
-            return bool(error <= _DECIMAL_ERROR * (size if self.letters else min(1, size)))
+            return bool(error <= _DECIMAL_ERROR * (size if self._varies else min(1, size)))
         if error <= size * mpmath.mpf(10) ** (10 - self.digits):
             return True
         one, other = left(2 * self.digits), right(2 * self.digits)

@@ -24,11 +24,6 @@ _OF_ONE_SIGN = frozenset("mgshlLAVWNTKJCFHS$€£¥¢%元₹₽ΩÅ")
 _MEANINGS = {"'": ("foot", "minute"), "''": ("inch", "second"), "°": ("degree", "°c", "°f")}
 """Signs with several meanings; the unit of the other side decides."""
 
-# Shorter units outside of \text; others are products of letters: mg, rs, abc.
-_BARE_UNITS = frozenset(
-    re.findall(r"\w+", "cm ft kg km lb mm oz yd mL KB MB GB TB mph kmh sec day mol atm cal gal kHz"
-               " MHz GHz kPa MPa kWh keV MeV GeV lbs hrs yrs usd cup")
-)  # fmt: skip
 MAGNITUDES = {
     **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "万": 10**4, "亿": 10**8},
     **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
@@ -199,7 +194,7 @@ def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
     if len(unit) == 1 and has_letters(value):
         return False
     short = _SHORT.match(unit) if is_bare else None
-    return not short or short[0] in _BARE_UNITS or is_noun(short[0].lower())
+    return not short or short[0] in WORDS["bare_units"] or is_noun(short[0].lower())
 
 
 def has_letters(value: str) -> bool:

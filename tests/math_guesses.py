@@ -59,7 +59,13 @@ def references(*, seed: int, most: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {name: [] for name in _FORMS}
     for text in (*rows, *own):
         name = form(text)
-        if name and len(text) < 80 and len(found[name]) < most and text not in found[name]:
+        if (
+            name
+            and len(text) < 80
+            and text != "\\{\\}"
+            and len(found[name]) < most
+            and text not in found[name]
+        ):
             found[name].append(text)
     for n in range(600):  # these are few in mathematics
         more = {

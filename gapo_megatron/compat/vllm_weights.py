@@ -76,8 +76,8 @@ def load_weights(
 
 
 def _addresses(model: nn.Module) -> dict[str, int]:
-    """Where the model's parameters are, by name."""
-    return {name: one.data_ptr() for name, one in model.named_parameters()}
+    """Where the model's parameters are, by name; a sync that failed leaves some without memory."""
+    return {name: one.data_ptr() for name, one in model.named_parameters() if not one.is_meta}
 
 
 @contextlib.contextmanager

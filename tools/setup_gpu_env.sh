@@ -29,7 +29,7 @@ if [ "${1:-}" = --apex ]; then
   with_apex=1
   shift
 fi
-[ $# = 1 ] && [ "${1#-}" = "$1" ] || fail "usage: tools/setup_gpu_env.sh [--apex] FOLDER"
+if [ $# != 1 ] || [ "${1#-}" != "$1" ]; then fail "usage: tools/setup_gpu_env.sh [--apex] FOLDER"; fi
 folder=$(realpath --canonicalize-missing "$1")
 lock=requirements/gpu.txt
 apex_commit=6424da3b4faa6c8f062da4a48c424fff3f02d42d # 8 July 2026

@@ -15,7 +15,7 @@
 # --apex also builds NVIDIA's apex with its CUDA extensions, which optimizer.implementation = "apex" needs: it has no
 # release, so one commit of its repository, compiled by the nvcc of the lock's wheels. Needs git and that repository;
 # git's own settings name a mirror (url.MIRROR.insteadOf). TORCH_CUDA_ARCH_LIST says for which GPUs (default: A100,
-# H100, B200). The extensions load without a GPU; NOT YET RUN on one.
+# H100, B200). NOT YET RUN to its end: amp_C was built for sm_90 this way, and loads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

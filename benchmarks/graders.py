@@ -1,6 +1,6 @@
 """Accuracy and verdicts per CPU second beside other graders, in one run, on outside labels.
 
-    python benchmarks/graders.py [--data ../shared/data] [--nemo-skills CHECKOUT]
+    python benchmarks/graders.py [--data DIR] [--nemo-skills CHECKOUT]
 
 The items are the tests of other verifiers that can be boxed (tests/peers/test_math_verdicts.py),
 Minerva's answers with the units of their own solutions, right and with a changed digit, solutions
@@ -32,7 +32,7 @@ Item = tuple[str, str, bool]
 def main() -> None:
     """Parse the command line, judge, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
+    parser.add_argument("--data", type=Path, default=Path("data/graders"), metavar="DIR")
     parser.add_argument("--nemo-skills", type=Path, metavar="DIR", help="a checkout of it")
     parser.add_argument("--out", type=Path, help="write every verdict there, as JSON lines")
     arguments = parser.parse_args()

@@ -68,7 +68,7 @@ def why_not() -> str:
     if not is_installed():
         return "apex is not installed"
     if other := other_package():
-        return f"this is not NVIDIA's apex but {other}: uninstall it"
+        return f"this is not NVIDIA's apex but {other}"
     missing = []
     for module, names in PARTS.items():
         try:

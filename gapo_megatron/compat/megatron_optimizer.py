@@ -85,7 +85,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
             if kept != dict.fromkeys(_STATE[1:], torch.float32):
                 raise ConfigError(
                     f"optimizer.implementation ({implementation_of(optimizer)!r}) keeps {kept}; a "
-                    f"checkpoint has {' and '.join(_STATE[1:])} in float32, whose ever they are"
+                    f"checkpoint has {' and '.join(_STATE[1:])} in float32, whichever library's"
                 )
         if isinstance(part.optimizer, torch.optim.AdamW):  # the others count steps by group
             for state in part.optimizer.state.values():

@@ -31,8 +31,10 @@ def version() -> str:
     if spec is None or spec.origin is None:
         raise ConfigError("megatron-core is not installed: install the version of requirements/")
     text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
-    said = dict(re.findall(r"""^([A-Z_]+) = ["']?([\w.]*)["']?$""", text, re.MULTILINE))
-    return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(said)
+    fields = dict(re.findall(r"""^([A-Z_]+) = ["']?([\w.]*)""", text, re.MULTILINE))
+    if not {"MAJOR", "MINOR", "PATCH"} <= fields.keys():
+        raise ConfigError(f"{spec.origin}: package_info.py beside it does not say its version")
+    return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map({"PRE_RELEASE": ""} | fields)
 
 
 def check_version() -> None:

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from gapo_megatron.compat.vllm_gpt_oss import SinkLoader, naming_base_layers
+from gapo_megatron.errors import WeightSyncError
 
 Note = Callable[[str, Tensor, int], None]
 """Called with a name, a part of the tensor on this rank, and the number of ranks of the replica
@@ -163,6 +164,7 @@ def _noting(
     finally:
         for method in methods.values():
             del method.process_weights_after_loading  # restores the method of the class
+    # Read on exit, after the layers' names and sinks are final (the order of the contexts).
     for module in unchanged:
         note_loaded(module, _loaded(module))
     for name, parameter in model.named_parameters():  # each once
@@ -224,6 +226,8 @@ def _stale_latent(model: nn.Module) -> list[str]:
     found = []
     for name, layer in model.named_modules():
         if isinstance(layer, MLAAttention):
+            if not hasattr(layer, "W_UV"):  # kernels of AMX and of aiter pack it otherwise
+                raise WeightSyncError(f"{name}: its attention backend has no W_UV to compare")
             sizes = (layer.kv_lora_rank, layer.num_heads, layer.qk_nope_head_dim, layer.v_head_dim)
             keys, values = split_kv_b_proj(layer.kv_b_proj, layer.W_UV.dtype, *sizes)
             is_fresh = torch.equal(layer.W_UV, values.transpose(0, 1)) and torch.equal(

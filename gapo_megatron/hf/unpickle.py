@@ -54,7 +54,7 @@ _EXTRA_STATE = re.compile(
     r"|megatron\.core\.extensions\.transformer_engine\.TEDelayedScaling"
     r"|collections\.OrderedDict|builtins\.(dict|list|tuple|int|float|bool|bytes|str)|torch\.Size"
     r"|torch\.(_utils\._rebuild_tensor_v2|_tensor\._rebuild_from_type_v2|storage\.UntypedStorage)"
-    r"|torch\.storage\._load_from_bytes"
+    r"|torch\.storage\._load_from_bytes|megatron\.core\.safe_globals\.safe_load_from_bytes"
     r"|numpy\.(ndarray|dtype|_core\.multiarray\._reconstruct)"
 )
 _ANY = re.compile(r".*", re.DOTALL)
@@ -200,7 +200,8 @@ class _DataUnpickler(CheckedUnpickler):
             return dtype
         if not self._known.fullmatch(full):
             raise _foreign(self._path, [full])
-        if full == "torch.storage._load_from_bytes":
+        # Megatron-core puts its own function in the place of torch's.
+        if name in ("_load_from_bytes", "safe_load_from_bytes"):
             return lambda content: self._load_storage(content)  # a pickle can change what it gets
         bases: tuple[type, ...] = (_StandIn,)
         if full == "argparse.Namespace":

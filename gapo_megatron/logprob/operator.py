@@ -56,8 +56,9 @@ def token_log_probs(
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
     Accumulates in float32 (float64 for float64 inputs) and holds one tile of logits at a time; on a
-    CPU, up to 256 MiB of them until the backward pass (`tiles.KEPT_BYTES`). A row's value does not
-    depend on other rows, if the platform's matrix product allows it (docs/numerics.md).
+    CPU, each call keeps up to 256 MiB of them until its backward pass (`tiles.KEPT_BYTES`). A row's
+    value does not depend on other rows, if the platform's matrix product allows it
+    (docs/numerics.md).
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64, the same on every tensor-parallel
@@ -125,7 +126,9 @@ def token_log_probs(
         main_grad=main_grad,
         with_entropy=return_entropy,
         code=code,
-        keeps_logits=code is tiles and torch.is_grad_enabled(),
+        keeps_logits=code is tiles
+        and torch.is_grad_enabled()
+        and (hidden.requires_grad or weight.requires_grad),
         row_plan=row_plan,
     )
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, labels, row_index, options)

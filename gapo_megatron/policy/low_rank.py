@@ -26,6 +26,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from gapo_megatron.device.products import float32_products
+
 Parallel = Literal["column", "row", "whole", "expert"]
 
 
@@ -111,7 +113,8 @@ class LowRank(nn.Module):
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         a, b = self.lora_a.to(wide), self.lora_b.to(wide)
-        return torch.addmm(weight.to(wide), b, a, alpha=self.scale).to(weight.dtype)
+        with float32_products(weight.device):  # also within a sync, where the precision is vLLM's
+            return torch.addmm(weight.to(wide), b, a, alpha=self.scale).to(weight.dtype)
 
     @torch.no_grad()
     def merge_squares(self, weight: Tensor) -> Tensor:
@@ -126,7 +129,8 @@ class LowRank(nn.Module):
         """
         # Wide enough that the sum's own rounding is small beside that of the result.
         wide = torch.float32 if weight.dtype.itemsize == 2 else torch.float64
-        update = self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))
+        with float32_products(weight.device):
+            update = self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))
         lost = self.merged_into(weight).to(wide) - (weight.to(wide) + update)
         sums = [one.square().sum(dtype=torch.float64) for one in (update, lost)]
         return torch.stack(sums)

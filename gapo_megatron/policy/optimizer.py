@@ -74,7 +74,7 @@ def wrap_model(
 def choose_implementation(config: OptimizerConfig, device: torch.device) -> Implementation:
     """Resolve `optimizer.implementation` to a library, the same on every rank.
 
-    Collectives: with "auto" where a GPU is, one all-reduce of three numbers over all ranks.
+    Collectives: with "auto" where a GPU is, at most three all-reduces of one number over all ranks.
 
     Raises:
         ConfigError: the one that is named cannot be used here, and why.
@@ -86,20 +86,19 @@ def choose_implementation(config: OptimizerConfig, device: torch.device) -> Impl
         return wanted
     if not has_gpu(device):
         return "torch"
-    reasons = {one: _why_not(one, device) for one in _PREFERENCE}
-    # Ranks would round differently.
-    lacking = torch.tensor([bool(reasons[one]) for one in _PREFERENCE], device=device).int()
-    dist.all_reduce(lacking, op=dist.ReduceOp.MAX)
-    chosen = _PREFERENCE[lacking.tolist().index(0)]
-    here = next(one for one in _PREFERENCE if not reasons[one])
-    if here != chosen:
-        logger.warning(
-            "optimizer.implementation ('auto') is %r on every rank, because not all have %r",
-            chosen,
-            here,
-        )
-    elif chosen == "torch" and apex.is_installed():
-        logger.warning("optimizer.implementation ('auto') is 'torch': %s", reasons["apex"])
+    for chosen in _PREFERENCE:
+        reason = _why_not(chosen, device)
+        # Ranks with different kernels would round differently.
+        lacking = torch.tensor(int(bool(reason)), device=device)
+        dist.all_reduce(lacking, op=dist.ReduceOp.MAX)
+        if not lacking.item():
+            break
+        if not reason:
+            logger.warning(
+                "optimizer.implementation ('auto') passes over %r, which not every rank has", chosen
+            )
+        elif chosen == "apex" and apex.is_installed():
+            logger.warning("optimizer.implementation ('auto') passes over 'apex': %s", reason)
     return chosen
 
 

@@ -267,7 +267,7 @@ def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(
     auto = config_with(Path("unused"), "auto").optimizer
     with single_rank(), caplog.at_level(logging.WARNING):
         assert choose_implementation(auto, CPU) == "torch"
-    assert re.search(mentions("'torch'", "not NVIDIA's apex"), caplog.text)
+    assert re.search(mentions("'apex'", "not NVIDIA's apex"), caplog.text)
     assert not (site / "ran").exists()
 
 

@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--tiny", action="store_true", help="tiny sizes, as on a CPU: proves nothing"
     )
     options = parser.parse_args(arguments)
+    if options.baseline is not None and (options.tiny or options.device == "cpu"):
+        parser.error("--baseline is of full sizes on a GPU")
     parts = [
         part
         for part in PARTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.gpu.report import rows_of
 
 FOLDER = Path("benchmarks/baselines")
 UNITS = ("tokens/s", "MFU", "TFLOP/s", "GB/s")
-"""Of what is a throughput: more is better."""
+"""Units of throughputs: more is better."""
 SHARE = 0.9
 """A throughput below this share of the baseline's is slower. (A guess: how much they differ from
 run to run is not known until a GPU has told.)"""
@@ -69,7 +70,11 @@ def compare(
         was = kept[name]
         say(f"{name}: {now['value']:.4g} {now['unit']}, {share:.3f} of {was['commit'][:9]}'s{said}")
     origin = {"commit": about["commit"], "versions": about["versions"], "tiny": about["tiny"]}
-    added = {name: now | origin for name, now in found.items() if name not in kept}
+    added = {
+        name: now | origin
+        for name, now in found.items()
+        if name not in kept and 0 < now["value"] < math.inf
+    }
     if added:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(kept | added, indent=1, sort_keys=True) + "\n")

@@ -70,6 +70,8 @@ def policy(implementation: str, **model: str) -> None:
     # A tiny policy with random weights, updated once.
     world = process_group.start(_TIMEOUT_S)
     attention_backend = attention_in_use()
+    if world.device.type != "cuda":
+        implementation = "auto"  # the kernels of the others need a GPU
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         tree: dict[str, Any] = {

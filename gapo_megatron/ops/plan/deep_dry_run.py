@@ -81,7 +81,8 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
     Raises:
         ConfigError: the model folder, architecture or layout cannot run.
     """
-    config = config.model_copy(update={"model": runs_here(config.model)})
+    settings = config.optimizer.model_copy(update={"implementation": "torch"})
+    config = config.model_copy(update={"model": runs_here(config.model), "optimizer": settings})
     with (
         fake_groups(config.parallel, rank=rank, world_size=world_size) as groups,
         NoData() as no_data,

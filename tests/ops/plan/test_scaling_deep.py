@@ -73,7 +73,9 @@ def test_without_data_autograd_keeps_as_much_as_with(
     tmp_path: Path, recompute: str, precision: str
 ) -> None:
     config = make(tmp_path, TINY, parallel_of(2, 1), recompute=recompute, precision=precision)
-    found = step_one_rank(config, rank=1, world_size=2)
+    settings = config.optimizer.model_copy(update={"implementation": "apex"})  # not here
+    named = config.model_copy(update={"optimizer": settings})
+    found = step_one_rank(named, rank=1, world_size=2)
     with fake_groups(config.parallel, rank=1, world_size=2) as groups:
         policy = Policy.build(config, groups, "cpu")
         with torch.no_grad():

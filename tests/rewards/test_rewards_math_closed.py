@@ -319,6 +319,18 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("720", "3!!!"), ("42", r"6\cdot 8=42"), ("-1", "I^2"),
         ],
     ),
+    "ends, parts and times": (
+        [
+            ("(0,1)", "0<x<1"), ("(2,3)", "2,3"), (r"(3,\infty)", "x>3"), ("1,2", r"\{1,2\}"),
+            ("10:30", r"10:30\text{ AM}"), (r"5\text{ ppm}", r"5\text{ ppm}"),
+            ("5", r"5\text{ MB}"),
+        ],
+        [
+            ("0<x<1", "0,1"), (r"x\in(-2,7)", r"-2\text{ or }7"), (r"(-\infty,3)", r"-\infty,3"),
+            (r"5\text{ ppm}", r"5\%"), (r"3\%", r"3\text{ permille}"),
+            (r"3\text{ Mb}", r"3\text{ MB}"), ("x", r"\sinh(\sinh(\sinh(x)))"),
+        ],
+    ),
 }  # fmt: skip
 
 

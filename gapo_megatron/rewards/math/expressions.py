@@ -196,10 +196,13 @@ def _equal_values(ours: Any, theirs: Any) -> bool:
         return _equal_relations(ours, theirs)
     if expands_too_far(ours) and not expands_too_far(theirs):
         return False
-    if isinstance(ours, sympy.Interval | And | Relational) and isinstance(
-        theirs, sympy.FiniteSet | sympy.Tuple
-    ):
-        return False  # math-verify equates 1 < x < 2 and 1, 2
+    for one, other in ((ours, theirs), (theirs, ours)):
+        # math-verify equates 1 < x < 2 and 1, 2. A reference (1, 2) may be the point.
+        is_range = isinstance(one, And | Relational) or (
+            isinstance(one, sympy.Interval) and (one is ours or one.measure == sympy.oo)
+        )
+        if is_range and isinstance(other, sympy.FiniteSet | sympy.Tuple):
+            return False
     # `Pool` limits the time: an alarm cannot interrupt C code.
     options = {"raise_on_error": True, "allow_set_relation_comp": True}
     return bool(math_verify.verify([theirs], [ours], timeout_seconds=None, **options))

@@ -238,7 +238,8 @@ def _time(text: str) -> tuple[tuple[int, int, int], str] | None:
 def equal_times(given: str, reference: str) -> bool | None:
     """Compare times of day, with or without a.m. and p.m.; a bare 1:20 may be a ratio."""
     ours, theirs = _time(given), _time(reference)
-    is_time = theirs and (theirs[1] or ":0" in reference.replace(" ", ""))
+    has_half = (theirs and theirs[1]) or (ours and ours[1])
+    is_time = theirs and (has_half or ":0" in reference.replace(" ", ""))
     if not is_time or theirs is None:
         return None
     if ours is None:

@@ -46,6 +46,7 @@ _DECIMAL_ERROR = (
     1.000001e-6  # if a side has a decimal, which may be rounded: relative, as `agree` says
 )
 _MOST_EXPONENT = 2**16  # in bits; larger powers take long
+_LARGEST = 2**10  # bits of an argument of a function; sinh(sinh(sinh(5))) has more
 _STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Max, sympy.Min, sympy.Piecewise)
 """Functions by which two sides may differ in so small a region that no point is in it."""
 
@@ -238,6 +239,8 @@ def _evaluate(value: Any, point: Point) -> Any:
         found = mpmath.fsum(parts) if value.is_Add else mpmath.fprod(parts)
     elif function := _OWN_NAMES.get(name) or (value.is_Function and getattr(mpmath, name, None)):
         parts = [_evaluate(one, point) for one in value.args]
+        if any(one and mpmath.mag(one) > _LARGEST for one in parts):
+            raise _OutsideError
         found = mpmath.mpmathify(function(*parts))
         is_complex = any(isinstance(one, mpmath.mpc) for one in (*parts, found))
         has_branches = name in ("log", "loggamma", "LambertW") or name.startswith("a")  # acos

@@ -11,7 +11,7 @@ One rule of sampling for all of them:
   with i may have complex values, but none that a convention chooses.
 - Where the reference has values at too few of these points, as `(-1)^n`, letters are whole numbers.
 - At a point two values are equal if their difference is a rounding error, which shrinks as the
-  precision grows. So nothing but zero equals zero, and no difference is too small to count. The
+  precision grows. So a difference counts down to 1e-40 of the values, however small they are. The
   precision exceeds the digits of the constants.
 - One point at which they differ decides. Equality takes `FEWEST` points.
 - The seed is the text of both sides, so that no expression can be made to fit the points.

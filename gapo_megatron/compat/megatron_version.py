@@ -24,16 +24,16 @@ def version() -> str:
     # Uses: MAJOR, MINOR, PATCH, PRE_RELEASE in megatron/core/package_info.py
     # Versions: megatron-core 0.19.2
     # Upstream: none found (`__version__` has the commit, `__shortversion__` no pre-release)
-    try:
-        spec = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
+    spec = importlib.util.find_spec("megatron")  # of "megatron.core" it would import this one
+    folders = (spec and spec.submodule_search_locations) or ()
+    places = [Path(folder) / "core" / "package_info.py" for folder in folders]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
         raise ConfigError("megatron-core is not installed: install the version of requirements/")
-    text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
+    text = found.read_text(encoding="utf-8")
     fields = dict(re.findall(r"""^([A-Z_]+) = ["']?([\w.]*)""", text, re.MULTILINE))
     if not {"MAJOR", "MINOR", "PATCH"} <= fields.keys():
-        raise ConfigError(f"{spec.origin}: package_info.py beside it does not say its version")
+        raise ConfigError(f"{found} does not say megatron-core's version")
     return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map({"PRE_RELEASE": ""} | fields)
 
 

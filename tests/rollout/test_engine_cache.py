@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -15,6 +16,7 @@ from gapo_megatron.rollout.calls import Calls, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.vllm import engine as module
 from gapo_megatron.rollout.vllm.engine import RolloutEngine
+from gapo_megatron.rollout.vllm.guards import Guards
 from gapo_megatron.types import Episode
 from tests.acting import calls_of
 from tests.rollout_setup import (
@@ -58,6 +60,7 @@ def test_a_generation_keeps_its_prefixes_while_every_episode_waits_for_its_envir
 ) -> None:
     """What is cached must depend neither on earlier generations nor on how fast a tool is."""
     engine: Any = object.__new__(RolloutEngine)
+    engine.guards = Guards(torch.device("cpu"))
     engine.llm = llm = Llm()
     engine.eos_token_ids, engine.routed, engine._num_routed = (), None, {}
     engine.schedule = type("Awake", (), {"require": lambda *_: None})()

@@ -92,8 +92,8 @@ _WHOLE = re.compile(r"!|\(-\d|binom|_")
 
 
 def _scaled(rng: random.Random, e: str) -> list[str]:
-    if "0 & 0" in e:
-        return []  # a matrix of zeros
+    if "0 & 0" in e or ":" in e:
+        return []  # zero is its own multiple: 5 - 4 x 3 : 2 + 1
     factor = rng.choice(["2", "3", "10", "100", "-1", "\\frac{1}{2}", "1.01", "\\pi", "10^{20}"])
     return [f"{factor}\\cdot\\left({e}\\right)", f"\\left({e}\\right)\\cdot {factor}"]
 
@@ -174,8 +174,10 @@ def _more_solutions(rng: random.Random, e: str) -> list[str]:
     if right.strip() in ("0", "-1", "- 1") or "." in e or "and" in e:
         return []  # y = 0 is y^2 = 0; a decimal may be rounded
     x = _letter(e)
+    # x^y has real values for positive x alone: a negative zero is none of the equation.
+    sign = "-" if re.search(r"\^\{?[a-zA-Z]", e) else "+"
     return [
-        f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}+77)=0", f"|{left}|=|{right}|+1",
+        f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}{sign}77)=0", f"|{left}|=|{right}|+1",
         f"{left}={right}+10^{{-12}}", f"{left}=2({right})+1", f"{left}=({right})+0.001{x}",
         f"({left}-({right}))^2={x}^2", f"{left}+{x}={right}", f"{left}={right}+|{x}|+1",
     ]  # fmt: skip

@@ -28,13 +28,12 @@ def test_no_guess_is_correct():
         pytest.param(20_000, 3, marks=pytest.mark.soak),
     ],
 )
-def test_hardly_any_of_thousands_of_guesses_is_correct(count, seed):
+def test_none_of_thousands_of_guesses_is_correct(count, seed):
     assert min(map(len, references(seed=seed, most=200).values())) == 200
     made = list(guesses(count, seed=seed))
     with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
         verdicts = pool.judge([(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made])
-    # Known to be missed (docs/rewards.md): zeros far from the points, as of (y^x-x^y)(x+77) = 0.
-    assert len(correct := _correct(made, verdicts)) <= count / 500, correct
+    assert _correct(made, verdicts) == []
 
 
 def _correct(made: list[Pair], verdicts: list[Verdict]) -> list[Pair]:

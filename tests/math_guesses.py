@@ -177,7 +177,8 @@ def _more_solutions(rng: random.Random, e: str) -> list[str]:
     # x^y has real values for positive x alone: a negative zero is none of the equation.
     sign = "-" if re.search(r"\^\{?[a-zA-Z]", e) else "+"
     return [
-        f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}{sign}77)=0", f"|{left}|=|{right}|+1",
+        f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}{sign}77)=0",
+        f"|{left}|=|{right}|+1",
         f"{left}={right}+10^{{-12}}", f"{left}=2({right})+1", f"{left}=({right})+0.001{x}",
         f"({left}-({right}))^2={x}^2", f"{left}+{x}={right}", f"{left}={right}+|{x}|+1",
     ]  # fmt: skip

@@ -43,11 +43,11 @@ class _Angles(nn.Module):
 
 
 class PackedLatentAttention(MLASelfAttention):
-    """Latent attention that reads no boundaries of sequences back from the device.
+    """Latent attention without host synchronisation, and without a norm that no model has.
 
-    And without a norm in front of queries that come straight from the hidden state, as in the layer
-    spec. Megatron-core would add one, which no model has, because the latent vectors have norms;
-    with weights of one it would still divide every hidden state by its size.
+    If queries come straight from the hidden state (no `q_lora_rank`), Megatron-core puts a norm in
+    front of them, because latent vectors have norms. No model has it, and even with weights of one
+    it divides every hidden state by its size. The layer spec's linear layer is used instead.
 
     Megatron-core rotates queries, and keys, one sequence at a time, and reads the boundaries twice
     for each. With every token's angles all are rotated at once. The same operations: its fused

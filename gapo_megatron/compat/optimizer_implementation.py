@@ -60,7 +60,7 @@ def implementation_of(optimizer: MegatronOptimizer) -> Implementation:
 
 
 def _choice(implementation: Implementation) -> dict[Any, dict[str, Any]]:
-    """What Megatron-core's modules would have found if this library alone were there."""
+    """Names to set in Megatron-core's modules so that they use one library."""
     # Uses: optimizer: Adam, USING_PYTORCH_OPTIMIZER; distrib_optimizer: Adam, HAVE_APEX_OR_TE,
     #     USING_TE_OPTIMIZER, USING_APEX_OPTIMIZER; clip_grads: multi_tensor_applier, l2_norm_impl,
     #     multi_tensor_scale_impl, multi_tensor_scale_tensor_impl; utils: local_multi_tensor_*
@@ -99,7 +99,7 @@ def _choice(implementation: Implementation) -> dict[Any, dict[str, Any]]:
     }
 
 
-def fuse_weight_gradients(model: nn.Module) -> None:
+def fuse_weight_gradients_by_apex(model: nn.Module) -> None:
     """Let Megatron-core's own linears accumulate into `main_grad` in the GEMM itself, by apex.
 
     As `transformer_engine.fuse_weight_gradients` does for those of Transformer Engine. The field of

@@ -75,7 +75,7 @@ def fuse_weight_gradients(model: nn.Module, *, fuse: bool = True) -> None:
     Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
     traffic per parameter, and a rounding. The field of TransformerConfig would also require apex's
     extension, which Megatron-core's own layers use
-    (`optimizer_implementation.fuse_weight_gradients`).
+    (`optimizer_implementation.fuse_weight_gradients_by_apex`).
     """
     # Uses: fuse_wgrad_accumulation, set on modules that have it
     # Versions: transformer-engine 2.20.2

@@ -215,7 +215,7 @@ def _parts(
 
 
 def _stale_latent(model: nn.Module) -> list[str]:
-    """Names of the layers that decode with other latent attention than their weights'.
+    """Names of the layers whose W_UV and W_UK_T are not those of their `kv_b_proj`.
 
     vLLM scores prompts with `kv_b_proj`, but decodes with matrices that it cut out of it when the
     weights were loaded. Log-probs of prompts do not show whether those are of the same weights.
@@ -272,7 +272,7 @@ def repack_tied_head(model: nn.Module) -> None:
 
 
 def adapter_ranks() -> list[int]:
-    """Ranks that room for an adapter may have."""
+    """Maximum ranks of an adapter (`max_lora_rank`) that vLLM accepts."""
     # Uses: config.lora.MaxLoRARanks
     # Versions: vllm 0.32.0
     # Upstream: none found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,10 @@ _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def hashes_of(answer: str) -> tuple[int, int]:
-    """Of an answer and of its form: with all numbers and all single letters alike; (0, 0): none."""
+    """Two 64-bit hashes: of an answer, and of its form (every number 0, every single letter x).
+
+    (0, 0) for no answer.
+    """
     text = "".join(answer.split())
     form = _LETTER.sub("x", _NUMBER.sub("0", text))
     return (_hash(text), _hash(form)) if text else (0, 0)
@@ -36,12 +39,12 @@ class AnswerForms:
         """Start without any."""
         self._seen: set[int] = set()
 
-    def add(self, table: np.ndarray, references: Sequence[str]) -> dict[str, float]:
+    def add(self, table: np.ndarray, references: Mapping[int, str]) -> dict[str, float]:
         """Add the next step.
 
         Args:
             table: [B] of `rollouts.ROW`: its batch.
-            references: reference answer of every problem, by its number.
+            references: reference answers of the problems in the table, by their number.
 
         Returns:
             `reward/new_form_share` and `reward/several_references_share`; empty without a correct

@@ -18,7 +18,7 @@ from gapo_megatron.batching import NO_SEQUENCES, pack
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron_checkpoint import without_frozen
 from gapo_megatron.compat.optimizer_implementation import (
-    fuse_weight_gradients,
+    fuse_weight_gradients_by_apex,
     implementation_of,
 )
 from gapo_megatron.compat.transformer_engine import free_fp8_copies
@@ -173,7 +173,7 @@ class Policy:
             for stage in stages:
                 adapter.attach(stage)
                 if implementation == "apex":
-                    fuse_weight_gradients(stage)
+                    fuse_weight_gradients_by_apex(stage)
             overlap = config.parallel.overlap_grad_reduce
             model = [wrap_model(stage, groups, overlap_grad_reduce=overlap) for stage in stages]
             optimizer = build_optimizer(config.optimizer, model, implementation)

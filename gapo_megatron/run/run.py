@@ -314,7 +314,8 @@ class Run:
         assert open_step is not None
         self.stopwatch.notes |= self.memory.lap(self.gloo_group)
         metrics = open_step.metrics | learned | self.state.window.add(learned)
-        references = [problem.answer for problem in self.inputs.source.problems]
+        problems = self.inputs.source.problems
+        references = {n: problems[n].answer for n in {*batch.table["problem"].tolist()}}
         metrics |= self.state.answer_forms.add(batch.table, references)
         if synced is not None:
             metrics |= synced.metrics(self.config.objective.resolve())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gapo_megatron import checkpoint
 from gapo_megatron.compat import megatron_optimizer
-from gapo_megatron.compat.optimizer_implementation import fuse_weight_gradients
+from gapo_megatron.compat.optimizer_implementation import fuse_weight_gradients_by_apex
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import ConfigError
@@ -50,6 +50,7 @@ from tests.stand_ins.fused_optimizers import stand_ins
 ALL = ("transformer_engine", "apex", "torch")
 ONE_STEP = {"multi_tensor_adam": 2, "multi_tensor_l2norm": 1, "multi_tensor_scale": 1}
 """Kernel calls of an update that is clipped: AdamW's for weights that decay, and the others."""
+FUSE = "fuse_weight_gradients_by_apex"
 CPU = torch.device("cpu")
 
 
@@ -206,12 +207,15 @@ def gradients(folder: Path, names: tuple[str, ...]) -> None:
         found = []
         parallel = {"overlap_grad_reduce": overlap}
         config = config_with(folder / name, "apex", parallel=parallel)
-        for fuse in (lambda stage: None, fuse_weight_gradients):
-            with stand_ins() as calls, patch.object(policy_module, "fuse_weight_gradients", fuse):
+        for fuse in (lambda stage: None, fuse_weight_gradients_by_apex):
+            with (
+                stand_ins() as calls,
+                patch.object(policy_module, "fuse_weight_gradients_by_apex", fuse),
+            ):
                 policy = load_policy(config, initialize(config.parallel))
                 train(policy, 2, seed=0)
                 is_fused = calls["wgrad_gemm_accum_fp32"] > 0
-            assert is_fused == (fuse is fuse_weight_gradients), name
+            assert is_fused == (fuse is fuse_weight_gradients_by_apex), name
             grads = [one.main_grad.clone() for one in policy.stages[0].parameters()]
             found.append([*grads, *policy._parameters.values()])
             destroy()

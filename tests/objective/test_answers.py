@@ -12,7 +12,7 @@ from gapo_megatron.rewards import exact, math
 from gapo_megatron.rollouts import ROW
 from gapo_megatron.types import Outcome
 
-REFERENCES = ["42", "x^2+1", "7", "y=2x"]
+REFERENCES = dict(enumerate(["42", "x^2+1", "7", "y=2x"]))
 
 
 def _table(*rows: tuple[int, str, int]) -> np.ndarray:
@@ -39,7 +39,7 @@ def test_an_answer_that_is_correct_for_several_references_is_counted():
         _table((1, "0=0", 1), (3, "0=0", 1), (0, "42", 1), (0, "42", 1)), REFERENCES
     )
     assert found["reward/several_references_share"] == 0.5
-    alike = AnswerForms().add(_table((0, "42", 1), (1, "42", 1)), ["42", " 42"])
+    alike = AnswerForms().add(_table((0, "42", 1), (1, "42", 1)), {0: "42", 1: " 42"})
     assert alike["reward/several_references_share"] == 0.0
 
 

@@ -20,16 +20,16 @@ _R = TypeVar("_R")
 
 
 class Guards:
-    """What the trainer and vLLM each have of the process and the thread: `with guards.in_vllm()`.
+    """State of the process and the thread that is switched between trainer and vLLM.
 
-    Random generators and threads are restored: vLLM seeds and draws from the former, even if every
-    request has a seed, and on a CPU replaces `torch.set_num_threads`. The precision of float32
-    products and the CUDA stream are switched. vLLM sets the former for the process when it starts.
-    As for the latter, its `current_stream` (NCCL within a replica, shared experts) makes a stream
-    of its own the thread's for good, while Megatron-core's gradient hooks stay where the model was
-    built: a reduce-scatter could start before its gradients are there. vLLM also keeps the stream
-    of its first step (`main_stream` of its model runner) and copies samples after that one's work,
-    so it gets the same stream in each call.
+    Random generators and the number of threads are restored: vLLM seeds and draws from the
+    generators, even if every request has a seed, and on a CPU replaces `torch.set_num_threads`. The
+    precision of float32 products, which vLLM sets for the process when it starts, and the CUDA
+    stream are switched: vLLM's `current_stream` (NCCL within a replica, shared experts) makes a
+    stream of its own the thread's for good, while Megatron-core's gradient hooks stay where the
+    model was built: a reduce-scatter could start before its gradients are there. vLLM also keeps
+    the stream of its first step (`main_stream` of its model runner) and copies samples after that
+    one's work, so it gets the same stream in each call.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from gapo_megatron.rewards.sandbox import (
     split_setting,
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
+from gapo_megatron.rewards.sandbox.inside import serve
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict
 from tests.hostile import read_programs
@@ -432,3 +433,19 @@ def test_a_sandbox_of_no_known_form_is_refused(setting):
 def test_a_service_has_its_own_interpreter():
     with pytest.raises(ValidationError, match=r"python.*/x.*sandbox.*tcp:"):
         RewardConfig(kind="code", sandbox="tcp://judge:7420", python="/x")
+
+
+def test_a_process_that_becomes_readable_while_it_is_asked_does_not_hide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It leaves the session of `serve` between the refused look and the next question."""
+    sessions = {0: 1, os.getpid(): 1}
+
+    def refuse(*_: object) -> None:
+        sessions[os.getpid()] = 2
+        raise PermissionError
+
+    monkeypatch.setattr(serve, "open", refuse, raising=False)
+    monkeypatch.setattr(os, "getsid", sessions.__getitem__)
+    assert serve._num_mappings(str(os.getpid())) == 0
+    assert serve._num_mappings(str(os.getpid())) > serve.MAX_MAPPINGS  # it had left before

@@ -201,13 +201,15 @@ def _num_mappings(process: str) -> int:
     Each takes kernel memory, and may keep a file open without a descriptor.
     """
     with contextlib.suppress(OSError):
+        # `confine` makes a process readable, then leaves our session: asked in the other order, one
+        # that does so meanwhile would seem to hide.
+        is_starting = os.getsid(int(process)) == os.getsid(0)
         for thread in os.listdir(f"/proc/{process}/task"):
             try:
                 with open(f"/proc/{process}/task/{thread}/maps", "rb") as file:
                     found = sum(1 for _ in itertools.islice(file, MAX_MAPPINGS + 1))
             except PermissionError:
-                # Before `confine` a process is not readable, and in our session.
-                return 0 if os.getsid(int(process)) == os.getsid(0) else MAX_MAPPINGS + 1
+                return 0 if is_starting else MAX_MAPPINGS + 1
             except OSError:
                 continue  # this thread has ended
             if found:

@@ -321,7 +321,8 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "ends, parts and times": (
         [
-            ("(0,1)", "0<x<1"), ("(2,3)", "2,3"), (r"(3,\infty)", "x>3"), ("1,2", r"\{1,2\}"),
+            ("(0,1)", "0<x<1"), ("(2,3)", "2,3"), ("(p,q)=(3,2)", "(3,2)"),
+            (r"(3,\infty)", "x>3"), ("1,2", r"\{1,2\}"),
             ("10:30", r"10:30\text{ AM}"), (r"5\text{ ppm}", r"5\text{ ppm}"),
             ("5", r"5\text{ MB}"),
         ],

@@ -196,16 +196,24 @@ def _equal_values(ours: Any, theirs: Any) -> bool:
         return _equal_relations(ours, theirs)
     if expands_too_far(ours) and not expands_too_far(theirs):
         return False
-    for one, other in ((ours, theirs), (theirs, ours)):
-        # math-verify equates 1 < x < 2 and 1, 2. A reference (1, 2) may be the point.
-        is_range = isinstance(one, And | Relational) or (
-            isinstance(one, sympy.Interval) and (one is ours or one.measure == sympy.oo)
-        )
-        if is_range and isinstance(other, sympy.FiniteSet | sympy.Tuple):
-            return False
+    lists = sympy.FiniteSet | sympy.Tuple  # to math-verify 1 < x < 2 is 1, 2
+    if isinstance(ours, sympy.Interval | And | Relational) and isinstance(theirs, lists):
+        return False
+    if _is_range(theirs) and isinstance(ours, lists):
+        return False
     # `Pool` limits the time: an alarm cannot interrupt C code.
     options = {"raise_on_error": True, "allow_set_relation_comp": True}
     return bool(math_verify.verify([theirs], [ours], timeout_seconds=None, **options))
+
+
+def _is_range(reference: Any) -> bool:
+    """Whether it is a condition such as 1 < x < 2, or an interval that is no point (1, 2)."""
+    if isinstance(reference, And):
+        return any(map(_is_range, reference.args))
+    if isinstance(reference, sympy.Eq):  # x in (1, 2) is read as x = (1, 2)
+        return isinstance(reference.rhs, sympy.Interval | sympy.Union)
+    is_infinite = isinstance(reference, sympy.Interval) and reference.measure == sympy.oo
+    return isinstance(reference, Relational) or is_infinite
 
 
 def _equal_expressions(ours: Any, theirs: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.ops.launch.study import read_study
 from tests.messages import mentions
 
@@ -141,10 +142,23 @@ def test_the_configuration_reference_is_current() -> None:
     assert written == tool["document"](), "run tools/configuration.py"
 
 
-def test_no_two_presets_look_alike() -> None:
-    _, _, table = (ROOT / "docs/configuration.md").read_text("utf-8").partition("### Presets")
-    rows = [row.split("|", 2)[2] for row in table.splitlines() if row.startswith("| `")]
-    assert len(rows) > 20 and len(set(rows)) == len(rows)
+def test_the_tables_of_methods_have_the_numbers_of_the_presets() -> None:
+    text = (ROOT / "docs/objective.md").read_text("utf-8")
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    tables = {len(row): row for row in rows if row[0].strip("`") in METHODS}
+    assert {*tables} == {4, 5, 7}, "methods; rivals and their sources"
+    methods = {row[0].strip("`"): row for row in rows if len(row) == 7}
+    rivals = {row[0].strip("`"): row for row in rows if len(row) == 5}
+    assert {*methods, *rivals} == {*METHODS}
+    for name, (_, ratio, low, high, _, aggregation, advantage) in methods.items():
+        method = METHODS[name]
+        assert (ratio, aggregation) == (method.ratio, method.aggregation), name
+        assert (float(high), "std" in advantage) == (method.eps_high_max, method.normalize_std)
+        assert (1 if low == "none" else float(low)) == method.eps_low, name
+    for name, (_, _, _, how, _) in rivals.items():
+        aggregation, _, advantage = how.partition(", ")
+        assert aggregation == METHODS[name].aggregation, name
+        assert ("std" in advantage) == METHODS[name].normalize_std, name
 
 
 def test_names_are_in_the_files_beside_them() -> None:

@@ -16,22 +16,20 @@ from typing import Any, get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config
-from gapo_megatron.config.methods import METHODS
-from gapo_megatron.config.objective_section import METHOD_KEYS
 from gapo_megatron.config.roles import is_held_out, is_input, role_of
 from gapo_megatron.config.section import Section
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 MARK = "<!-- tools/configuration.py writes what follows -->\n"
-UNLIMITED = 2**31
-"""Limits from here on are those of integer types: not worth a reader's time."""
+UNLIMITED = 10**6
+"""Limits from here on are not worth a reader's time."""
 
 
 def document() -> str:
-    """The document with new tables: one for each section, then the presets of the methods."""
+    """The document with new tables, one for each section."""
     by_hand, mark, _ = DOCUMENT.read_text(encoding="utf-8").partition(MARK)
     lines = [line for name in Config.sections() for line in _section(name)]
-    return by_hand + mark + "\n" + "\n".join([*lines, *_methods()]) + "\n"
+    return by_hand + mark + "\n" + "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _section(name: str) -> Iterator[str]:
@@ -47,15 +45,15 @@ def _section(name: str) -> Iterator[str]:
 
 def _table(name: str, model: type[Section]) -> Iterator[str]:
     yield _linked(" ".join((model.__doc__ or "").split())) + "\n"
-    yield "| setting | value | default | resume | branch | meaning |"
-    yield "|---|---|---|---|---|---|"
+    yield "| setting | value | default | change | meaning |"
+    yield "|---|---|---|---|---|"
     schema = model.model_json_schema()
     for key, field in schema["properties"].items():
         setting = f"{name}.{key}"
         is_required = key in schema.get("required", ())
         default = "required" if is_required else _value(field.get("default", {}))
         meaning = _linked(" ".join(field["description"].split()))
-        columns = (f"`{key}`", _values(field, setting), default, *_rules(setting), meaning)
+        columns = (f"`{key}`", _values(field, setting), default, _change(setting), meaning)
         yield f"| {' | '.join(columns)} |"
     yield ""
 
@@ -84,28 +82,19 @@ def _value(value: object) -> str:
     return "unset" if value is None else f"`{json.dumps(value)}`"
 
 
-def _rules(setting: str) -> tuple[str, str]:
-    """Whether a resume, and whether a branch, may change the setting."""
+def _change(setting: str) -> str:
+    """When the setting may change: the words of the table above the generated part."""
     role = role_of(setting)
+    if role.fixed:
+        return "no"
     star = "\\*" if role.picks_groups else ""
-    refused = "no" if role.fixed else "if allowed"
-    resume = "yes" if role.resume else "logged" if role.study else refused
-    if is_input(setting) and not (role.resume or role.study):
-        resume = "yes" if is_held_out(setting) else "same content"
-    return resume + star, ("yes" if role.branch else "no") + star
-
-
-def _methods() -> Iterator[str]:
-    keys = ("family", "ratio", *METHOD_KEYS, "has_floor")
-    yield "### Presets of the methods\n"
-    yield f"| `method` | {' | '.join(f'`{key}`' for key in keys)} |"
-    yield "|---" * (len(keys) + 1) + "|"
-    for name, method in METHODS.items():
-        values = [getattr(method, key) for key in keys[:-1]]
-        values.append(method.has_floor if method.adaptive else None)
-        words = {None: "-", True: "yes", False: "no"}
-        shown = [f"{one:.4g}" if type(one) is float else words.get(one, one) for one in values]
-        yield f"| `{name}` | {' | '.join(shown)} |"
+    if role.resume or (is_input(setting) and is_held_out(setting)):
+        return "yes" + star
+    if role.study:
+        return "logged" + star
+    if is_input(setting):
+        return "same content"
+    return "branch" if role.branch else "if allowed"
 
 
 def _linked(text: str) -> str:

@@ -47,8 +47,8 @@ class ObjectiveConfig(Section):
     role = OBJECTIVE
 
     method: Text = "gapo"
-    """Name of the preset: one of the table below. Or code of your own, `path/to/file.py:NAME` or
-    `package.module:NAME` (docs/objective.md)."""
+    """Name of a preset, or code of your own, `path/to/file.py:NAME` or `package.module:NAME`
+    (docs/objective.md)."""
     code: Text = ""
     """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
     own_method: OwnMethod | None = None

@@ -1,6 +1,6 @@
 """LoRA in any layout beside transformers and torch in float64: loss, gradients, update.
 
-`python -m tests.distributed.lora_setup` prints the table of docs/lora.md.
+`python -m tests.distributed.lora_setup` prints deviations by layout (docs/lora.md).
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def distance(one: Factors, other: Factors) -> float:
 
 
 def main() -> None:
-    """Print the table of docs/lora.md."""
+    """Print deviations by layout (docs/lora.md)."""
     cases = [(kind, name) for kind, layouts in LAYOUTS.items() for name in layouts]
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

@@ -40,9 +40,7 @@ def closing_bracket(text: str, start: int) -> int:
 
 def without_boxes(text: str) -> str:
     """Replace boxes by their contents, so that text beside them counts."""
-    for inside in reversed(list(_BOX.finditer(text))):
-        text = text[: inside.start()] + " " + text[inside.end() :]
-    return text
+    return _BOX.sub(" ", text)
 
 
 def strip_box(text: str) -> str:

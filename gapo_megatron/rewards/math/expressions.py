@@ -70,7 +70,7 @@ def names(text: str, reference: str) -> bool:
     if _unfinished(value) or (value.has(sympy.Sum) and value.has(sympy.oo)):
         return True
     others = _names_in(other) if isinstance(other, sympy.Basic) else set()
-    return bool(_names_in(value) - others)
+    return bool(_names_in(value) - others) and (not is_expression(value) or points.varies(value))
 
 
 def _names_in(value: Any) -> set[Any]:
@@ -196,10 +196,9 @@ def _equal_values(ours: Any, theirs: Any) -> bool:
         return _equal_relations(ours, theirs)
     if expands_too_far(ours) and not expands_too_far(theirs):
         return False
-    lists = sympy.FiniteSet | sympy.Tuple  # to math-verify 1 < x < 2 is 1, 2
-    if isinstance(ours, sympy.Interval | And | Relational) and isinstance(theirs, lists):
-        return False
-    if _is_range(theirs) and isinstance(ours, lists):
+    ours_is_range = isinstance(ours, sympy.Interval | And | Relational)
+    other = theirs if ours_is_range else ours if _is_range(theirs) else None
+    if isinstance(other, sympy.FiniteSet | sympy.Tuple):  # to math-verify 1 < x < 2 is 1, 2
         return False
     # `Pool` limits the time: an alarm cannot interrupt C code.
     options = {"raise_on_error": True, "allow_set_relation_comp": True}

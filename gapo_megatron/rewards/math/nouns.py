@@ -15,14 +15,7 @@ WORDS = {
 """The lists of words.txt."""
 _FUNCTIONS = frozenset(NAMES.split("|"))
 
-CHANGES_VALUE = re.compile(
-    r"\b(?:\w*(?:hundred|thousand|[mbtr]illion)(?:th)?s?|dozens?|scores?|gross|tens|lakhs?|crores?"
-    r"|\w*(?:four|fif|six|even|eigh|nin|ten|elf|een|tie)ths?|half|halves|thirds?|quarters?"
-    r"|percent\w*|double[sd]?|triple[sd]?|squared?|cubed?|factorial|infinity|negative|minus|plus"
-    r"|times|point|mod|over|under|above|below|and|or|not|no|less|more|fewer|most|least|than"
-    r"|zeros?|one|two|three|four|five|six|seven|eight|nine|ten)\b",
-    re.IGNORECASE,
-)
+CHANGES_VALUE = re.compile(rf"\b(?:{'|'.join(WORDS['changes'])})\b", re.IGNORECASE)
 """Words that change a value, as in 3 eighths: with them a verdict is wrong, not unknown."""
 
 

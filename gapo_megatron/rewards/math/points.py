@@ -82,6 +82,16 @@ def has_values(value: Any) -> bool:
         return True
 
 
+def varies(value: Any) -> bool:
+    """Whether its values at two points differ; True if it is not evaluated here."""
+    try:
+        sides = _Sides(value, value)
+        found = [sides.ours(at) for at in sides.points]
+        return not found or not all(sides.agree(found[0], other) for other in found)
+    except _NoValueError:
+        return True
+
+
 def same_values(ours: Any, theirs: Any) -> bool | None:
     """Compare expressions with letters; None if they are not evaluated here.
 
@@ -158,7 +168,7 @@ class _Sides:
         self._varies = bool(theirs.free_symbols)  # a number is compared as such, as in `plain`
         self.is_rough = any(one.atoms(sympy.Float) for one in (ours, theirs))
         bits = max(check_size(ours), check_size(theirs))
-        self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.302))
+        self.digits = min(_MOST_DIGITS, _DIGITS + int(bits * 0.61))
         whole = zip(
             *(_WHOLE[5 * k % 12 :] + _WHOLE for k, _ in enumerate(self.letters)), strict=False
         )

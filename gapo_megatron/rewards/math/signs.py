@@ -8,20 +8,10 @@ import unicodedata
 from pathlib import Path
 
 from gapo_megatron.rewards.math.boxes import closing_bracket
-from gapo_megatron.rewards.math.functions import GREEK
 
 TABLES = json.loads(Path(__file__).with_name("signs.json").read_text("utf-8"))
-"""LaTeX by Unicode signs of that meaning, and by other names of the same command."""
-_CAPITALS = "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
-_GREEK = {"CAPITAL": _CAPITALS.split(), "SMALL": [*GREEK.split("|"), "pi"]}
-_TABLE = str.maketrans(
-    {sign: latex for signs, latex in TABLES["signs"].items() for sign in signs}
-    | {  # Unicode spells it lamda
-        unicodedata.lookup(f"GREEK {case} LETTER {name.upper().replace('MBD', 'MD')}"): f"\\{name} "
-        for case, names in _GREEK.items()
-        for name in names
-    }
-)
+"""LaTeX by Unicode signs, by ASCII signs, and the names of each command."""
+_TABLE = str.maketrans({sign: latex for signs, latex in TABLES["signs"].items() for sign in signs})
 _SAME = ("<font>", "<wide>", "<narrow>", "<noBreak>")
 """Decompositions that change only the look: no circles, squares or roman numerals."""
 

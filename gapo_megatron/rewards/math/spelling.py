@@ -7,6 +7,7 @@ import re
 from gapo_megatron.rewards.math.boxes import closing_bracket, strip_box
 from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import TABLES, fold
+from gapo_megatron.rewards.math.units import in_text
 
 # Not after another backslash: two end a row of a matrix.
 _SPACE = re.compile(
@@ -24,13 +25,6 @@ _NO_MEANING = re.compile(
 _SYNONYMS = TABLES["commands"]
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
 _SYNONYM_OF = list(_SYNONYMS)
-_PLAIN_SIGNS = {
-    **{"<=": "\\le ", ">=": "\\ge ", "**": "^", "\\|": "|", "\\%": "%", "&=": "="},
-    **{"\\not =": "\\ne ", "\\not=": "\\ne ", " !=": "\\ne "},
-    **{"!=": "! ="},  # 5!=120 has a factorial
-    **{"...": "\\ldots ", "\\{\\}": "\\emptyset ", "\\{ \\}": "\\emptyset "},
-}
-
 FUNCTIONS = f"{NAMES}|gcd|lcm|max|min|det"
 _FUNCTIONS = frozenset(FUNCTIONS.split("|"))
 TEXT = re.compile(r"\\text\{([^{}]*)\}")
@@ -58,9 +52,11 @@ _FOR_ALL = re.compile(
 )
 _SET_IN_WORDS = re.compile(
     r"(?P<none>(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?"
-    r"(?: exists?)?)|(?P<all>all real(?:s| numbers))",
+    r"(?: exists?)?)|(?P<all>all real(?:s| numbers))"
+    r"|(?P<never>DNE|(?:(?:the )?limit )?does not exist)",
     re.IGNORECASE,
 )
+_SETS = {"none": "\\emptyset", "all": "\\mathbb{R}", "never": "\\text{does not exist}"}
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])")
 THOUSANDS = re.compile(r"(?<=\d)(?<!\^\d),(?=\d{3}(?!\d))")
 """A comma that may separate thousands, or two numbers."""
@@ -82,7 +78,7 @@ def clean(text: str) -> str:
             text = _ROW_END.sub(lambda end: end[1] or ", ", text)
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1], text)
         text = _IN_FONT.sub(_without_font, _ANGLED.sub(r"(\1)", text))
-    for sign, latex in _PLAIN_SIGNS.items():
+    for sign, latex in TABLES["written"].items():
         text = text.replace(sign, latex)
     # Numbers, angles and words.
     text = _CUT_DECIMAL.sub(r"\1", text)
@@ -91,7 +87,7 @@ def clean(text: str) -> str:
     text = _ORDINAL.sub("", text)
     text = text.replace("_{\\max}", "_{max}").replace("_{\\min}", "_{min}")
     if in_words := _SET_IN_WORDS.fullmatch(TEXT.sub(r"\1", text).strip()):
-        text = "\\emptyset" if in_words["none"] else "\\mathbb{R}"
+        text = _SETS[in_words.lastgroup or ""]
     if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\", "^e", "_e")):
         text = brace(text)
     text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
@@ -142,7 +138,7 @@ def _without_font(match: re.Match[str]) -> str:
     if match["font"] in _TEXT_FONTS:
         return _without_text(inside)
     if "\\" in inside or "{" in inside:
-        return inside
+        return in_text(inside)
     is_label = len(word.strip("().:")) == 1 and word[-1] in ").:"
     is_word = is_label or match["font"] == "mathrm" or re.search(r"[a-zA-Z]{2}", inside)
     return _without_text(inside) if is_word else inside

@@ -149,7 +149,7 @@ _IN_TEXT = rf"(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})|/\s*
 _START = r"(?:(?<=[\d%)}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{3}|[ckm]m\b))"
 _BARE = rf"{_START}[a-zA-Z]{{2,}}\b\.?{_POWER}(?:\s*(?:/|per)\s*[a-zA-Z]+\b\.?{_POWER})?"
 _DEGREE = r"°(?:\s*[CF](?![a-zA-Z]))?"
-_SIGN = r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[€£¥¢万亿元Å]|\\?\$|'{1,2}(?!')"
+_SIGN = r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[ML]_\{?\\odot\}?|[€£¥¢万亿元Å]|\\?\$|'{1,2}(?!')"
 _PIECE = rf"\s*(?:{_IN_TEXT}|{_BARE}|{_DEGREE}|{_SIGN})"
 _EACH = re.compile(_PIECE)
 _TAIL = re.compile(rf"(?:{_PIECE})+\s*$")
@@ -242,8 +242,15 @@ def _plain(unit: str) -> str:
     unit = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", unit).replace("\\cdot", " ")
     unit = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", unit).replace("\\$", "$")
     unit = re.sub(r"\\mu\s*", "μ", unit).replace("\\Omega", "Ω")
-    unit = unit.replace("per cent", "percent")
+    unit = re.sub(r"([ML])_\{?\\odot\}?", r" \1_sun ", unit).replace("per cent", "percent")
     return " ".join(unit.replace("万", "万 ").replace("亿", "亿 ").split()).strip(" .,")
+
+
+def in_text(mathematics: str) -> str:
+    r"""Write m s^{-1} as \text{ m}\text{ s}^{-1} if it is a unit; anything else stays."""
+    if not read_unit(_plain(mathematics)):
+        return mathematics
+    return re.sub(r"(?<![\\a-zA-Z])[a-zA-Z]+", r"\\text{ \g<0>}", mathematics)
 
 
 _PART = re.compile(

@@ -23,6 +23,8 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 MARK = "<!-- tools/configuration.py writes what follows -->\n"
 UNLIMITED = 10**6
 """Limits from here on are not worth a reader's time."""
+RECORDED = "Filled in when the config is loaded."
+"""Ends the description of a setting that is not for users to give; it has no row."""
 
 
 def document() -> str:
@@ -49,6 +51,8 @@ def _table(name: str, model: type[Section]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     schema = model.model_json_schema()
     for key, field in schema["properties"].items():
+        if field["description"].endswith(RECORDED):
+            continue
         setting = f"{name}.{key}"
         is_required = key in schema.get("required", ())
         default = "required" if is_required else _value(field.get("default", {}))

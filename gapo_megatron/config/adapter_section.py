@@ -35,9 +35,8 @@ class AdapterConfig(Section):
     (rsLoRA, arXiv 2312.03732)."""
     targets: Targets = ("qkv", "proj", "fc1", "fc2")
     """Linear layers with factors: `qkv` and `proj` of attention, `fc1` (gate and up projection) and
-    `fc2` of a dense MLP or a shared expert, `experts`: both of every expert, a pair of factors
-    each, `latent`: the down projections of latent attention. The router has none. The model must
-    have every one that is named: docs/lora.md lists them."""
+    `fc2` of a dense MLP or a shared expert, `experts`: both of every expert, `latent`: the down
+    projections of latent attention. The model must have every one that is named (docs/lora.md)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

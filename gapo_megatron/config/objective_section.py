@@ -68,16 +68,15 @@ class ObjectiveConfig(Section):
     """Divide advantages by their group's standard deviation, as GRPO does. So does the source of
     CISPO, but not the preset `cispo`."""
     std_floor: NonNegative | None = None
-    """Least standard deviation that `normalize_std` divides by. Groups of graded rewards with a
-    smaller one, such as a judge's noise, then get advantages below full size."""
+    """Least standard deviation that `normalize_std` divides by, as for graded rewards with a
+    judge's noise."""
     focal_gamma: NonNegative | None = None
     """Exponent of F-GRPO's factor (1 - c/k)^gamma of the advantages. 0: off."""
     ratio_max: Annotated[Positive, Field(ge=1)] | None = None
     """Bound on the ratio, for the methods that have one (`dppo_tv`, `aspo`, `dcpo`)."""
     off_policy_mask: Positive | None = None
-    """Mask wrong responses whose mean log-ratio is below minus this value (OPSM); any method. The
-    log-ratio is the loss's own; OPSM's source compares with the engine: `old_log_probs =
-    "rollout"`."""
+    """Mask wrong responses whose mean log-ratio is below minus this value (OPSM); any method.
+    OPSM's source compares with the engine: `old_log_probs = "rollout"`."""
     second_moment_max: Positive | None = None
     """M2PO's budget for the second moment of the log-ratio (`m2po` only)."""
     positive_share_min: Annotated[Positive, Field(lt=1)] | None = None

@@ -138,9 +138,8 @@ class OptimizerConfig(Section):
     """Optimizer updates over which the learning rate rises linearly from 0 (updates, not steps)."""
     implementation: Annotated[OptimizerImplementation, LAYOUT] = "auto"
     """Whose kernels update the weights: AdamW, the gradient's norm and its clipping. `auto`:
-    Transformer Engine's, else NVIDIA apex's, else torch's, the first that every rank has. `apex`
-    also adds weight gradients of Megatron-core's own layers to the fp32 buffers within their matrix
-    products. All keep the same state, so a resume may change it (docs/gpu.md)."""
+    Transformer Engine's, else NVIDIA apex's, else torch's, the first that every rank has.
+    All keep the same state (docs/gpu.md)."""
     offload: Annotated[Offload, LAYOUT] = "none"
     """What moves to host memory while vLLM generates. `optimizer`: moments and master weights;
     `all`: the model's weights as well."""

@@ -113,8 +113,7 @@ class BatchConfig(Section):
     """Group size: responses sampled per prompt (the paper's k)."""
     dynamic_sampling_rounds: CountOrZero = 0
     """DAPO's dynamic sampling: how many times per step groups without a gradient (all responses
-    correct, or all wrong) are replaced by groups of other prompts. 0: they stay in the batch, where
-    they cost no training time."""
+    correct, or all wrong) are replaced by groups of other prompts."""
     oversampling: Annotated[float, Field(ge=1, le=8)] = 1.0
     """Prompts started per prompt needed. An engine stops when its share of groups is complete;
     unfinished prompts are sampled again later. Favours short responses (docs/data.md)."""
@@ -255,9 +254,8 @@ class VerifierConfig(Section):
     """Keyword arguments of your own verifier, checked at the start."""
     timeout_s: Seconds | None = None
     """Time limit for one response: CPU time, or time in which no CPU time is used. After it the
-    verdict is unknown, and the response leaves its group. For `code` the limit is for all tests of
-    a program, and after it the response is wrong. Unset: 10 s, for `code` 60 s; that of `[reward]`
-    is the default of all `verifiers`."""
+    verdict is unknown; for `code`, where it is for all tests of a program, wrong. Unset: 10 s, for
+    `code` 60 s; that of `[reward]` is the default of all `verifiers`."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -297,8 +295,7 @@ class RewardConfig(VerifierConfig):
     code: Text = ""
     """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
     num_workers: Annotated[Workers, HOW] = 0
-    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8 processes.
-    Verifiers that wait for a network may have more processes than cores."""
+    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8."""
     truncated: Literal["judged", "unknown"] = "judged"
     """Training's verdict on responses that reached `rollout.max_response_tokens`: `judged` like any
     other (mostly wrong), or `unknown`, so that they leave their group (docs/rewards.md)."""

@@ -15,7 +15,7 @@ from typing import Any
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
+from gapo_megatron.ops.plan.hardware import ASSUMED, GPUS, Efficiency
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.times import StepTime, step_time
 from gapo_megatron.ops.plan.workload import Workload
@@ -62,8 +62,6 @@ class Anchor:
     sequences_per_microbatch: int = 1
     reference_pass: bool = False
     """Whether there is a KL term, which costs one more pass over all sequences."""
-    published_range: tuple[float, float] | None = None
-    """Of the total, if the source gives one."""
 
     @property
     def shape(self) -> Shape:
@@ -107,7 +105,7 @@ class Anchor:
         batch = config.batch.model_copy(update={"max_tokens_per_microbatch": budget})
         return config.model_copy(update={"batch": batch})
 
-    def predict(self, efficiency: Efficiency) -> StepTime:
+    def predict(self, efficiency: Efficiency = ASSUMED) -> StepTime:
         """The step as the published system takes it: every row, the old pass of every mini-batch.
 
         Systems that cut weights or sequences otherwise (FSDP, context parallelism) are taken as
@@ -249,8 +247,7 @@ ANCHORS = (
         model="DeepSeek-R1-Distill-Qwen-1.5B",
         max_response_tokens=24576,
         mean_response_tokens=5000,
-        published={"total": 254},
-        published_range=(226, 282),
+        published={"total": 254},  # 226 to 282
         assumed=f"mean response 5,000 tokens; {_FSDP}; evaluation is in the published days",
         **_GAPO,
     ),

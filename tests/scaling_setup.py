@@ -112,7 +112,7 @@ IDEAL = Efficiency(
     communication=1,
     **dict.fromkeys(
         (
-            *("layer_s", "collective_s", "ring_step_s", "update_s", "decode_step_s"),
+            *("layer_s", "collective_s", "update_s", "decode_step_s"),
             *("decode_sequence_s", "verdict_s", "tensor_s"),
         ),
         1e-15,

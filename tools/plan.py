@@ -7,21 +7,18 @@ config.json of the model. Takes seconds.
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.ops.plan.hardware import GPUS
-
-if TYPE_CHECKING:
-    from gapo_megatron.ops.plan.hardware import Gpu
+from gapo_megatron.ops.plan.hardware import CPU, CPU_NAME, GPUS, find_gpu
 
 _PLAN = """\
 layouts, memory and times on one node of H200:
@@ -29,12 +26,9 @@ layouts, memory and times on one node of H200:
 with known lengths, and another model:
   .venv/bin/python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
     --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
-write the quickest layout as a config to train with:
-  .venv/bin/python tools/plan.py configs/qwen2_5_32b/base.toml \\
-    batch.max_tokens_per_microbatch=10240 --nodes 2 --gpu h200 \\
-    --write configs/qwen2_5_32b/two_nodes.toml
 with generation nodes that run one step ahead of training:
-  .venv/bin/python tools/plan.py CONFIG --nodes 6 --gpu h200 --max-staleness 1
+  .venv/bin/python tools/plan.py CONFIG --nodes 6 --gpu h200 \\
+    rollout.generation_nodes=3 rollout.max_staleness=1
 
 .venv/bin/python tools/plan.py measure --help     throughput and MFU of finished runs
 
@@ -68,78 +62,38 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
-    from gapo_megatron.ops.plan import tables
-    from gapo_megatron.ops.plan.hardware import Efficiency
-    from gapo_megatron.ops.plan.planner import (
-        check_layout_file,
-        plan,
-        quickest_with_room,
-        read_model,
-        write_layout,
-    )
+    from gapo_megatron.ops.plan.planner import plan, read_model
+    from gapo_megatron.ops.plan.tables import print_plan
     from gapo_megatron.ops.plan.workload import default_workload
 
-    # What is planned.
     config = load_config(arguments.config, arguments.overrides)
-    if arguments.write:
-        check_layout_file(arguments.write)
     hf_config, note = read_model(config)
-    gpu, efficiency = _gpu(arguments), Efficiency()
+    gpu = find_gpu(arguments.gpu)
+    if arguments.gpus_per_node:
+        gpu = dataclasses.replace(gpu, gpus_per_node=arguments.gpus_per_node)
     workload = default_workload(
         config,
         mean_prompt_tokens=arguments.mean_prompt_tokens,
         mean_response_tokens=arguments.mean_response_tokens,
         active_share=arguments.active_share,
     )
-    result = plan(
-        hf_config,
-        config,
-        num_nodes=arguments.nodes,
-        gpu=gpu,
-        workload=workload,
-        efficiency=efficiency,
-        max_staleness=arguments.max_staleness,
-    )
-
-    # The result: a file, JSON or tables.
-    if arguments.write:
-        write_layout(
-            quickest_with_room(result),
-            arguments.write,
-            gpu=gpu,
-            base=Path(arguments.config),
-            settings=arguments.overrides,
-        )
-    if arguments.json:
-        values = tables.to_json(result, config, workload, efficiency, top=arguments.top, note=note)
-        print(json.dumps(values, indent=2, allow_nan=False))
-    else:
-        tables.print_plan(console, result, config, workload, note=note, top=arguments.top)
-    return 0 if result.best else 1
-
-
-def _gpu(arguments: argparse.Namespace) -> Gpu:
-    """The device of --gpu, with as many to a node as --gpus-per-node says."""
-    import dataclasses
-
-    from gapo_megatron.ops.plan.hardware import find_gpu
-
-    gpu = find_gpu(arguments.gpu)
-    if arguments.gpus_per_node is None:
-        return gpu
-    return dataclasses.replace(gpu, gpus_per_node=arguments.gpus_per_node)
+    result = plan(hf_config, config, num_nodes=arguments.nodes, gpu=gpu, workload=workload)
+    if note:
+        console.print(note, highlight=False, soft_wrap=True)
+    print_plan(console, result, config, workload, top=arguments.top)
+    return 0 if result.ranked else 1
 
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.io.whole_table import print_whole
-    from gapo_megatron.ops.plan.hardware import find_gpu
     from gapo_megatron.ops.report.measured import read_measured
     from gapo_megatron.ops.report.scaling import read_runs, scaling_rows, scaling_tables
     from gapo_megatron.ops.report.scaling_figures import check_scaling, write_scaling
 
     folder = arguments.output or arguments.runs[0] / "scaling"
     check_scaling(folder)
-    gpu, prompt = find_gpu(arguments.gpu), arguments.mean_prompt_tokens
+    gpu = CPU if arguments.gpu == CPU_NAME else find_gpu(arguments.gpu)
+    prompt = arguments.mean_prompt_tokens
     found, left_out = read_runs(
         arguments.runs,
         lambda folder, name: read_measured(folder, mean_prompt_tokens=prompt, name=name),
@@ -159,12 +113,6 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
-    return int(text)
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of 0 or more")
     return int(text)
 
 
@@ -200,15 +148,9 @@ def _plan_parser() -> argparse.ArgumentParser:
     add("config", metavar="CONFIG", help="TOML file; see configs/")
     add("overrides", nargs="*", metavar="section.key=value", help="override a setting of the file")
     add("--nodes", type=_positive, default=1, metavar="N", help="number of full nodes (default: 1)")
-    add("--gpu", default="h200", help=f"{', '.join(GPUS)} (default: h200), or cpu: this machine")
-    shown = "default: 8; cpu: 1, since a process counts as a device"
-    add("--gpus-per-node", type=_positive, metavar="N", help=shown)
-    shown = "steps that generation nodes may run ahead (default: rollout.max_staleness of CONFIG)"
-    add("--max-staleness", type=_not_negative, metavar="K", help=shown)
-    add("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
-    add("--json", action="store_true", help="print the plan as JSON instead of tables")
-    shown = "write a config: CONFIG with the quickest layout that leaves 5 %% of a GPU free"
-    add("--write", type=Path, metavar="FILE", help=shown)
+    add("--gpu", default="h200", help=f"{', '.join(GPUS)} (default: h200)")
+    add("--gpus-per-node", type=_positive, metavar="N", help="default: 8")
+    add("--top", type=_positive, default=10, metavar="N", help="layouts to show (default: 10)")
     for option, metavar, shown in (
         ("--mean-prompt-tokens", "N", "default: 1/10 of data.max_prompt_tokens"),
         ("--mean-response-tokens", "N", "default: 1/3 of rollout.max_response_tokens"),

@@ -36,12 +36,12 @@ from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run_data import SAMPLE, Seen, look_at_data
 from gapo_megatron.ops.dry_run_tables import counts_table, memory_table, method_table, shapes_table
-from gapo_megatron.ops.plan.fit import fit_note
 from gapo_megatron.ops.plan.hardware import GIB
 from gapo_megatron.ops.plan.layout import (
     Layout,
     state_bytes,
 )
+from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.sides import Sides
 from gapo_megatron.rollout import environments
 from gapo_megatron.run.fail_fast import fail_fast
@@ -143,7 +143,7 @@ def _model_notes(
     else:
         yield _adapter_note(hf_config, config)
         yield _offload_note(rules, config, layout)
-        yield fit_note(hf_config, config, layout)
+        yield _fit_note(hf_config, config, layout)
         yield _positions_note(config, hf_config)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
         yield f"Weights: {config.model.megatron_dir} does not exist, so it is not checked."
@@ -238,6 +238,19 @@ def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
         if config.objective.old_log_probs == "rollout":
             note += " The start refuses objective.old_log_probs ('rollout') there."
     return note
+
+
+def _fit_note(hf_config: ModelFacts, config: Config, layout: Layout) -> str:
+    """The GPUs that a run is predicted to fit, and those it does not fit."""
+    good, bad = fits(hf_config, config, layout)
+    text = f"Predicted to fit: {', '.join(good) or 'none of the GPUs that the planner knows'}."
+    if not bad:
+        return text
+    return (
+        f"{text} Does NOT fit: {', '.join(bad)}. To make it fit, lower "
+        "batch.max_tokens_per_microbatch, set model.recompute, change rollout.memory_fraction, or "
+        "let tools/plan.py --gpu find a layout."
+    )
 
 
 def _offload_note(rules: list[Rule], config: Config, layout: Layout) -> str:

@@ -1,24 +1,23 @@
 """The files in configs/: each loads and dry-runs anywhere, and says what the paper's tables say."""
 
 import io
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.planned import nodes_of
 from gapo_megatron.config import load_config
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.config.roles import changes
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import print_dry_run
-from gapo_megatron.ops.plan.fit import HOST_SHARE
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout, per_rank_parameters
-from gapo_megatron.ops.plan.memory import memory
-from gapo_megatron.ops.plan.planner import ROOMY_SHARE, plan, read_model
+from gapo_megatron.ops.plan.memory import HOST_SHARE, memory
+from gapo_megatron.ops.plan.planner import plan, read_model
 from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
 
@@ -79,6 +78,12 @@ LARGER = {
 LAYOUTS = [f"{gpu}_{limit}" for gpu in ("h100", "h200") for limit in ("8k", "24k")]
 
 
+def nodes_of(path: Path) -> int:
+    """Number of nodes in a config's first line; 1 if there is none."""
+    found = re.search(r" on (one node|(\d+) nodes) of eight ", path.read_text().splitlines()[0])
+    return int(found[2] or 1) if found else 1
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -103,22 +108,15 @@ def test_file_dry_runs_and_plans_on_a_fresh_clone(
     assert note in text
     if path.stem in LAYOUTS:  # seconds each, and compared with their plan below
         return
-    workload, efficiency = default_workload(config), Efficiency()
-    found = plan(
-        model,
-        config,
-        num_nodes=num_nodes,
-        gpu=GPUS["h200"],
-        workload=workload,
-        efficiency=efficiency,
-    )
+    workload = default_workload(config)
+    found = plan(model, config, num_nodes=num_nodes, gpu=GPUS["h200"], workload=workload)
     is_layoutless = path.parent.name in LARGER  # of one node, a base file of larger models
     assert found.current is not None and (is_layoutless or not found.current_refusal)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_fits_the_gpus_that_it_is_for(path: Path) -> None:
-    """80 GB, with the twentieth that a written layout leaves; H200 where its name says so.
+    """80 GB, less a twentieth, since responses get longer; H200 where its name says so.
 
     Of larger models the base file has no layout: the files beside it do, and one is for 80 GB.
     """
@@ -129,7 +127,7 @@ def test_a_file_fits_the_gpus_that_it_is_for(path: Path) -> None:
     hf_config, _ = read_model(config)
     layout = Sides.of(config, world_size=8 * nodes_of(path), ranks_per_node=8).layout
     predicted = memory(hf_config, config, layout, gpu)
-    assert max(predicted.training, predicted.generating) <= ROOMY_SHARE * gpu.memory_bytes
+    assert max(predicted.training, predicted.generating) <= 0.95 * gpu.memory_bytes
     host = (predicted.offloaded + predicted.checkpoint) * gpu.gpus_per_node
     assert host <= HOST_SHARE * gpu.host_memory_bytes
 
@@ -275,4 +273,4 @@ def test_the_papers_experiments_fit_eighty_gigabytes(folder: str, gpu: str) -> N
     layout = Sides.of(config, world_size=8, ranks_per_node=8).layout
     predicted = memory(hf_config, config, layout, GPUS[gpu])
     needed = max(predicted.training, predicted.generating)
-    assert needed <= ROOMY_SHARE * GPUS[gpu].memory_bytes
+    assert needed <= 0.95 * GPUS[gpu].memory_bytes

@@ -18,7 +18,7 @@ from gapo_megatron import checkpoint
 from gapo_megatron.compat import cpu
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.ops.plan.flops import Shape, forward_flops
-from gapo_megatron.ops.plan.hardware import GPUS, find_gpu
+from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.policy import Policy
 from gapo_megatron.run.memory import DeviceMemory, device_reader
 from tests.attempt_setup import make_attempt
@@ -128,7 +128,7 @@ def _measure(
     report.figure(f"{what}: model TFLOP/s", rate / 1e12, "TFLOP/s")
     peak = peak_flops(setting)
     if peak is None:
-        report.figure(f"{what}: MFU", "not known: ops/plan/hardware.py does not list this GPU")
+        report.figure(f"{what}: MFU", "not known: ops/plan/hardware.py does not list this device")
     else:
         report.goal(what, rate / peak, "MFU", at_least=mfu)
     waits = count_waits(setting, lambda: run_update(policy, packed))
@@ -154,9 +154,9 @@ def _wait() -> None:
 
 
 def peak_flops(setting: Setting) -> float | None:
-    """Of the GPU in the planner's table, by the name it calls itself; measured on a CPU."""
+    """Of the GPU in the planner's table, by the name it calls itself; None if it is not there."""
     if not setting.is_cuda:
-        return find_gpu("cpu").flops(setting.precision)
+        return None
     names = torch.cuda.get_device_name().lower().replace("-", " ").split()
     if {"pcie", "nvl"} & set(names):  # of less power than the modules that the table has
         return None

@@ -21,7 +21,6 @@ from gapo_megatron.hf import manifest
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.ops.launch.prepare import check_before_nodes
-from gapo_megatron.ops.plan.planner import check_layout_file
 from gapo_megatron.ops.prepare.journal import Journal
 from gapo_megatron.ops.report.report import MAKERS, write_report
 from gapo_megatron.ops.report.scaling_figures import check_scaling
@@ -60,10 +59,6 @@ def archive(folder: Path, run: Path) -> None:
 
 def scaling(folder: Path, _: Path) -> None:
     check_scaling(folder)
-
-
-def layout_file(folder: Path, _: Path) -> None:
-    check_layout_file(folder / "theirs.toml")
 
 
 def start_of_a_run(folder: Path, _: Path) -> None:
@@ -113,7 +108,6 @@ WRITERS = {
     report: ["report.html", "figures/step_time.png", "figures/summary.tex"],
     archive: ["metrics.csv", "runs.csv"],
     scaling: ["throughput.png", "throughput.csv", "step_split.pdf"],
-    layout_file: ["theirs.toml"],
     start_of_a_run: [
         "config.toml",
         "metrics.jsonl",

@@ -124,9 +124,8 @@ def test_a_rank_that_trains_is_built_among_those_that_train(tmp_path: Path) -> N
 
     alone = deep(1, world_size=4)
     beside = deep(1, world_size=12, generation_nodes=2)
-    assert "Rank 1 of 4: tensor 2 x pipeline 1 x data 2" in alone
-    assert "Rank 1 of 4 that train, of 12: tensor 2 x pipeline 1 x data 2" in beside
+    assert "Rank 1 of 4 that train: tensor 2 x pipeline 1 x data 2" in alone
     # The same shapes, bytes and collectives.
-    assert alone[alone.index("Parameters") :] == beside[beside.index("Parameters") :]
+    assert alone == beside
     with pytest.raises(ConfigError, match=mentions("--rank 4/12", "must be below", 4)):
         deep(4, world_size=12, generation_nodes=2)

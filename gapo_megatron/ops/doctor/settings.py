@@ -14,8 +14,8 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.doctor.finding import Finding, Status, judge
 from gapo_megatron.ops.dry_run_data import look_at_data
-from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.memory import fits
 from gapo_megatron.ops.sides import Sides, schedule
 
 _MOST_PROCESSES = 2**14
@@ -142,11 +142,10 @@ def _look_at_memory(
         if hf_config is None:
             return
         layout = Sides.of(settings, world_size=size, ranks_per_node=ranks_per_node).layout
-        found = fits(hf_config, settings, layout)
+        good, bad = fits(hf_config, settings, layout)
     except GapoError:  # reported with the model or the world size
         return
-    good, bad = (", ".join(one.shown for one in found if one.fits == fit) for fit in (True, False))
-    detail = f"on {size} ranks it is predicted to fit {good or 'no known GPU'}"
-    detail += f"; it does NOT fit {bad}" if bad else ""
+    detail = f"on {size} ranks it is predicted to fit {', '.join(good) or 'no known GPU'}"
+    detail += f"; it does NOT fit {', '.join(bad)}" if bad else ""
     advice = "lower batch.max_tokens_per_microbatch, set model.recompute, or ask tools/plan.py"
     yield judge("config", "fits", bool(good), detail, advice, bad="warn")

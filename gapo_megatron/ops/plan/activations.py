@@ -25,9 +25,13 @@ from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of
 from gapo_megatron.ops.plan.flops import element_bytes
-from gapo_megatron.ops.plan.layout import Layout, most_microbatches
+from gapo_megatron.ops.plan.layout import Layout
 
 _INDEX = 8  # int64
+_TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
+_TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
+"""Tile and block sizes of the head on a GPU: a copy of those in `logprob.tiles.block_shape`, which
+imports torch."""
 _SINK_ELEMENTS = 8
 """Elements that a head grows by for a sink: a copy of `policy.sinks`, which imports torch."""
 
@@ -181,6 +185,9 @@ class KeptActivations:
     """Recomputed activations of one layer during its backward pass."""
     head: int
     """Activations of final norm and log-probs; freed before the layers' backward passes."""
+    neighbours: int
+    """What the pipeline schedule holds for other stages, beside `most`: inputs and outputs in
+    flight, at most."""
 
     @property
     def most(self) -> int:
@@ -245,7 +252,15 @@ def kept_activations(
         recomputed = most - layer.hidden * (fused or e == 4)
     elif layout.recompute == "selective":
         recomputed = max(one.selective_again for one in layers.values())
-    return KeptActivations((tokens * kept + masks) * in_flight, tokens * recomputed, tokens * head)
+    # Under full recomputation a stage's input is its first layer's.
+    inputs = in_flight * (layout.recompute != "full")
+    held = layer.hidden * (inputs + in_flight + 1) if layout.pp_size > 1 else 0
+    return KeptActivations(
+        layers=(tokens * kept + masks) * in_flight,
+        recomputed=tokens * recomputed,
+        head=tokens * head,
+        neighbours=tokens * held,
+    )
 
 
 def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
@@ -262,32 +277,6 @@ def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
     if layout.vpp_size > 1:
         most += later + (layout.vpp_size - 1) * layout.pp_size
     return min(most, layout.vpp_size * num_microbatches)
-
-
-def neighbour_bytes(
-    hf_config: Any, config: Config, layout: Layout, *, stage: int, num_microbatches: int
-) -> int:
-    """Bytes that the pipeline schedule holds for other stages: inputs and outputs in flight.
-
-    The model's first stage has no input; on a first rank with virtual stages, 2 p - 1 of the
-    micro-batches in flight are in that stage. The last stage has no output; on a last rank with
-    virtual stages, at times no micro-batch is in that stage. With virtual stages the next input is
-    received before the backward pass. Under full recomputation a stage's input is counted as its
-    first layer's.
-    """
-    sp = layout.tp_size if layout.sequence_parallel else 1
-    hidden = element_bytes(config) * hf_config.hidden_size // sp
-    inputs = outputs = num_in_flight(layout, stage=stage, num_microbatches=num_microbatches)
-    is_virtual = layout.vpp_size > 1
-    if layout.recompute == "full":
-        inputs = 0
-    elif stage == 0:
-        inputs -= min(2 * layout.pp_size - 1, num_microbatches) if is_virtual else inputs
-    if stage > 0 and is_virtual:
-        inputs += 1
-    if stage == layout.pp_size - 1 and not is_virtual:
-        outputs = 0
-    return tokens_per_rank(config, layout) * hidden * (inputs + outputs)
 
 
 def working_bytes(hf_config: Any, config: Config, layout: Layout, *, kernels: Kernels) -> int:
@@ -311,29 +300,30 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, kernels: Ke
     return activations + e * g.hidden * 2 * wide * (config.adapter.kind == "none")
 
 
-def routes_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
-    """Bytes of the routes that a rank has on its device: `learn.routes`.
+def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
+    """Workspace of `logprob.token_log_probs` in its backward pass, its larger one.
 
-    Recorded with the old log-probs, they are those of all mini-batches but the first when the first
-    update begins; the engine's are those of one mini-batch. Every sequence is taken to have the
-    maximum length. Those of the few sequences that measure rounding are left out: two of a
-    data-parallel rank, or 16 on one, at 384 bytes a token of Qwen3-30B-A3B.
+    It holds the gradient of the hidden states, the hidden states of all positions if sequence
+    parallelism gathers them, and one block of active rows: its states, two float32 gradients (one
+    is summed over ranks while the next is computed), the gradient of a tile of logits, and that
+    tile in float32.
     """
-    g, objective = geometry_of(hf_config), config.objective
-    if objective.replayed_routes == "rollout":
-        num_minibatches = 1
-    else:
-        has_pass = objective.old_log_probs == "trainer"
-        num_minibatches = config.batch.num_minibatches - 1 if has_pass else 0
-    if not g.num_experts:
-        return 0
-    num_microbatches = num_minibatches * most_microbatches(config, layout)
-    tokens = num_microbatches * tokens_per_rank(config, layout)
-    layers_here = layers_of_stages(layout.parallel, g.num_layers)[stage]
-    num_layers = sum(g.has_experts[number] for part in layers_here for number in part)
-    of_id = 1 if g.num_experts <= 256 else 2
+    tokens, h = tokens_per_rank(config, layout), hf_config.hidden_size
+    e = element_bytes(config)
     sp = layout.tp_size if layout.sequence_parallel else 1
-    return tokens // sp * num_layers * g.experts_per_token * of_id
+    vocab = -(-hf_config.vocab_size // layout.tp_size)
+    block_rows, columns = block_shape(vocab)
+    rows, columns = min(block_rows, tokens), min(columns, vocab)
+    gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, gathered
+    block = rows * (h * (e + 2 * 4) + columns * e)
+    tile = 4 * min(block_rows // _TILES_PER_BLOCK, rows) * columns
+    return tokens * h * e // sp + gathered + block + tile
+
+
+def block_shape(num_columns: int) -> tuple[int, int]:
+    """What `logprob.tiles.block_shape` gives for this many columns on a GPU (Triton's too)."""
+    num_rows = _TILE_LOGITS // max(min(_TILE_COLUMNS, num_columns), 64)
+    return max(_TILES_PER_BLOCK * num_rows, _BLOCK_ROWS), _TILE_COLUMNS
 
 
 def tokens_per_rank(config: Config, layout: Layout) -> int:

@@ -8,7 +8,7 @@ and the distributed optimizer. It shows that shapes fit, and counts bytes and co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -41,8 +41,10 @@ from gapo_megatron.types import Microbatch
 
 LEFT_OUT = (
     "Not covered: vLLM and weight sync; Transformer Engine's layers (this rank used the local "
-    "layers, whose norms keep float32 copies); expert routing (equal shares are assumed); "
-    "numerical values, so neither overflow nor convergence."
+    "layers, whose norms keep float32 copies); fp8 and Triton kernels, which need a GPU (bf16 and "
+    "torch's log-prob head took their place; state has the same size, but for fp8 copies of the "
+    "weights); expert routing (equal shares are assumed); numerical values, so neither overflow "
+    "nor convergence."
 )
 
 
@@ -218,74 +220,55 @@ def print_deep_dry_run(
 
     # Build it and take a step; then print what that took, beside the planner's prediction.
     found = step_one_rank(config, rank=rank, world_size=num_training)
-    of_all = f" that train, of {world_size}" if sides.num_generation else ""
     console.print(
-        f"Rank {rank} of {num_training}{of_all}: {layout.cut}, "
+        f"Rank {rank} of {num_training} that train: {layout.cut}, "
         f"stage {rank // layout.ranks_per_stage}. The trainer's own code built it and took one "
         f"step of {found.num_microbatches} micro-batch(es) of {found.num_tokens:,} tokens, without "
         "data.",
     )
-    if config.model.precision == "fp8" or config.model.head == "triton":
-        console.print(
-            "It ran in bf16 with torch's log-prob head, since fp8 and the Triton kernels need a "
-            "GPU. Weights, gradients and optimizer state have the same size; fp8 adds copies of "
-            "the weights.",
-        )
-    console.print(_shapes_table(found))
-    console.print(_traffic_table(found))
-    predicted = _predict(hf_config, config, rank, layout, found.num_microbatches)
-    console.print(_memory_table(found, predicted))
+    shapes = [
+        (name, " x ".join(map(str, shape))) for name, shape in found.shapes.items() if _shown(name)
+    ]
+    sent = sorted(
+        (*of, f"{one.num_calls:,}", f"{one.num_bytes / GIB:,.4f}")
+        for of, one in found.traffic.items()
+    )
+    memory = [
+        (name, f"{size / GIB:,.4f}", f"{guess / GIB:,.4f}", f"{guess / size:.4f}")
+        for name, size, guess in _memory(hf_config, config, rank, layout, found)
+    ]
+    _print(console, "Parameters, of the first layer and expert", "parameter shape", shapes)
+    _print(console, "Collectives in building and one step", "collective group calls GiB", sent)
+    _print(console, "Memory of this rank, GiB", "part allocated predicted ratio", memory)
     console.print(LEFT_OUT)
 
 
-def _shapes_table(found: Found) -> Table:
-    table = Table(title="Parameters of this rank (only the first layer and the first expert)")
-    table.add_column("parameter", overflow="fold")
-    table.add_column("shape")
+def _shown(name: str) -> bool:
+    """Whether a parameter is of the first layer and the first expert, or of neither."""
     repeated = ("decoder.layers.", ".local_experts.")
-    for name, shape in found.shapes.items():
-        numbers = [name.split(part)[1].split(".")[0] for part in repeated if part in name]
-        if all(number == "0" for number in numbers):
-            table.add_row(name, " x ".join(map(str, shape)))
-    return table
+    return all(name.split(part)[1].split(".")[0] == "0" for part in repeated if part in name)
 
 
-def _traffic_table(found: Found) -> Table:
-    table = Table(title="Collectives that this rank calls, in building and one step")
-    for heading in ("collective", "group", "calls", "GiB"):
-        table.add_column(heading, justify="right" if heading in ("calls", "GiB") else "left")
-    for (kind, group), traffic in sorted(found.traffic.items()):
-        size = f"{traffic.num_bytes / GIB:,.4f}"
-        table.add_row(kind, group, f"{traffic.num_calls:,}", size)
-    return table
+def _memory(
+    hf_config: Any, config: Config, rank: int, layout: Layout, found: Found
+) -> list[tuple[str, int, int]]:
+    """Name, allocated and predicted bytes of each part."""
+    stage = rank // layout.ranks_per_stage
+    at: Any = {"stage": stage, "num_microbatches": found.num_microbatches}
+    kept = kept_activations(hf_config, config, layout, **at, kernels=Kernels.PADDED)
+    step = step_bytes(hf_config, config, layout, **at, kernels=Kernels.PADDED)
+    weights, gradients, optimizer = state_bytes(rules_for(hf_config), config, layout)[stage]
+    return [
+        ("weights", found.weights, weights),
+        ("gradients", found.gradients, gradients),
+        ("optimizer", found.optimizer, optimizer),
+        ("activations kept for backward", found.kept, kept.most),
+        ("peak beyond weights, gradients, optimizer", found.peak, step.step),
+    ]
 
 
-def _predict(
-    hf_config: Any, config: Config, rank: int, layout: Layout, num_microbatches: int
-) -> tuple[int, int, int, int, int]:
-    """Predicted bytes of one rank, in the order of the memory table."""
-    of_rank: dict[str, Any] = {
-        "stage": rank // layout.ranks_per_stage,
-        "num_microbatches": num_microbatches,
-        "kernels": Kernels.PADDED,
-    }
-    kept = kept_activations(hf_config, config, layout, **of_rank)
-    step = step_bytes(hf_config, config, layout, **of_rank)
-    states = state_bytes(rules_for(hf_config), config, layout)
-    return (*states[of_rank["stage"]], kept.most, step.peak)
-
-
-def _memory_table(found: Found, predicted: tuple[int, ...]) -> Table:
-    rows = {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        "activations kept for backward": found.kept,
-        "peak beyond weights, gradients, optimizer": found.peak,
-    }
-    table = Table(title="Memory of this rank, GiB")
-    for heading in ("part", "allocated", "predicted", "ratio"):
-        table.add_column(heading, justify="left" if heading == "part" else "right")
-    for (name, size), guess in zip(rows.items(), predicted, strict=True):
-        table.add_row(name, f"{size / GIB:,.4f}", f"{guess / GIB:,.4f}", f"{guess / size:.4f}")
-    return table
+def _print(console: Console, title: str, headings: str, rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*headings.split(), title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,4 +1,4 @@
-"""Sizes of a model from its config.json: floating-point operations, vLLM's weights, KV cache.
+"""Sizes of a model from its config.json, and its floating-point operations.
 
 A product of [m, k] and [k, n] counts 2 m k n. Norms, rotary embeddings, softmax and expert routing
 are left out (below 1 % for hidden sizes of 1,536 and more); the embedding is a look-up.
@@ -12,63 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gapo_megatron.config import Config, ParallelConfig
-from gapo_megatron.config.rules import why_merged
-from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
-from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Gpu
-from gapo_megatron.ops.plan.layout import Layout, per_rank_parameters, trained_rules
+from gapo_megatron.ops.plan.layout import per_rank_parameters, trained_rules
 from gapo_megatron.ops.plan.workload import Workload
 
 
 def element_bytes(config: Config) -> int:
     """Bytes of a weight or an activation: fp8 runs store bfloat16 and cast for each product."""
     return 4 if config.model.precision == "fp32" else 2
-
-
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM 0.32 has room: a copy of `compat.vllm.adapter_ranks`, which imports it."""
-
-
-def engine_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
-    """Bytes of vLLM's weights on one rank of a replica, and of its room for an adapter's factors.
-
-    Under `rollout.quantization` the layers' weights, except the router's, take a byte each, and an
-    expert's width on a rank is padded to blocks of 128. Scales (4 bytes per 128 x 128 weights) are
-    left out.
-    """
-    size = shape.num_parameters * element_bytes(config) / rollout_tp_size
-    if sends_factors(shape, config, gpu):
-        return size + factor_room_bytes(shape, config, rollout_tp_size=rollout_tp_size)
-    if not config.rollout.quantization:
-        return size
-    routed = shape.num_sparse * shape.num_experts
-    others = (shape.common_weights - routed * shape.hidden) / rollout_tp_size
-    experts = routed * shape.expert_weights / rollout_tp_size
-    blocks = math.ceil(shape.expert_weights / (3 * shape.hidden) / rollout_tp_size / 128)
-    filled_up = routed * 3 * shape.hidden * 128 * blocks
-    return size - (others + experts) * element_bytes(config) + others + filled_up
-
-
-def factor_room_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> int:
-    """Bytes that vLLM 0.32 allocates on one rank for the factors of one adapter.
-
-    Beside every layer that it fuses each part (query, key and value; gate and up projection) has an
-    A of its own. Beside a column-parallel layer A is whole and B sharded like the weight, with the
-    heads of key and value that a rank holds; beside a row-parallel one A is sharded and B whole.
-    Both have the next rank of `ADAPTER_RANKS`.
-    """
-    adapter, tp_size = config.adapter, rollout_tp_size
-    width = 0
-    for one in factors_of(shape.rules, targets=adapter.targets, rank=adapter.rank):
-        for part, (num_rows, num_columns) in enumerate(one.weight.hf_shapes):
-            copies = max(1, tp_size // shape.kv_heads) if one.target == "qkv" and part > 0 else 1
-            rows, columns = num_rows * copies // tp_size, num_columns
-            if one.weight.tp_dim == 1:
-                rows, columns = num_rows, num_columns // tp_size
-            width += (rows + columns) * len(one.weight.layers)
-    rank = min(rank for rank in ADAPTER_RANKS if rank >= adapter.rank)
-    return width * rank * element_bytes(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,59 +125,6 @@ class Shape:
             return self.num_layers * self.latent_width * element_bytes
         heads = max(1, -(-self.kv_heads // tp_size))
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
-
-
-def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
-    """Bytes of vLLM's KV cache on one rank, including its workspace.
-
-    The `rollout.memory_fraction` of the GPU less `engine_bytes`; on a CPU
-    `rollout.cpu_kv_cache_gib`.
-    """
-    if gpu.name == CPU_NAME:
-        return float(config.rollout.cpu_kv_cache_gib * GIB)
-    weights = engine_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
-    return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
-
-
-def kv_cache_tokens(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
-    """Capacity of a replica's KV cache in tokens."""
-    token_bytes = shape.kv_bytes_per_token(
-        element_bytes=element_bytes(config), tp_size=rollout_tp_size
-    )
-    return kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size) / token_bytes
-
-
-def sends_factors(shape: Shape, config: Config, gpu: Gpu) -> bool:
-    """Whether a weight sync brings vLLM an adapter's factors alone.
-
-    Otherwise it brings whole weights, merged with the adapter if there is one.
-    """
-    why = why_merged(
-        config,
-        has_experts=shape.num_experts > 0,
-        has_latent=shape.latent_width > 0,
-        device="cpu" if gpu.name == CPU_NAME else "cuda",
-    )
-    return config.adapter.kind != "none" and not why
-
-
-def kept_asleep_bytes(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> float:
-    """Host bytes of what a rank's sleeping engine keeps (vLLM's sleep level 1): `engine_bytes`.
-
-    0 if a sync brings whole weights, on generation ranks, which never sleep, and on a CPU.
-    """
-    is_asleep = not layout.num_generation and gpu.name != CPU_NAME
-    if not is_asleep or not sends_factors(shape, config, gpu):
-        return 0.0
-    return engine_bytes(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
-
-
-def holds_one_sequence(kv_tokens: float, config: Config) -> bool:
-    """Whether a KV cache of `kv_tokens` tokens holds one sequence of the maximum length.
-
-    VLLM refuses to start unless it holds `max_model_len` (`rollout.vllm.arguments.engine_args`).
-    """
-    return kv_tokens >= config.max_sequence_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)

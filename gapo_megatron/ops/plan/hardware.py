@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from gapo_megatron.errors import ConfigError
@@ -103,77 +99,20 @@ _DATA_SHEETS = (
     Gpu("b200", int(178.0 * GIB), 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 10.0),
 )
 GPUS = {gpu.name: gpu for gpu in _DATA_SHEETS}
+_NAN = math.nan
+CPU = Gpu(CPU_NAME, 0, _NAN, _NAN, _NAN, _NAN, _NAN, _NAN, _NAN, 0.0, gpus_per_node=1)
+"""A process on a CPU, whose rates are unknown: measured runs have no MFU, and none is planned."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """The device of that name; `cpu` measures this machine (about a second).
+    """The device of that name.
 
     Raises:
         ConfigError: the device is unknown; lists the known ones.
     """
-    if name == CPU_NAME:
-        return measure_cpu()
     if name not in GPUS:
-        raise ConfigError(f"gpu {name!r} is not one of {', '.join([*GPUS, CPU_NAME])}")
+        raise ConfigError(f"gpu {name!r} is not one of {', '.join(GPUS)}")
     return GPUS[name]
-
-
-def measure_cpu() -> Gpu:
-    """Measure this machine as one device: best of a few matrix products and copies.
-
-    One process counts as one device, as on a GPU node; several processes share what is measured. A
-    process has OMP_NUM_THREADS threads, by default one, as slurm/launch.sh starts it.
-    """
-    import torch  # slow to import, and not needed for GPUs
-
-    threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:  # otherwise torch has read it
-        torch.set_num_threads(1)
-    try:
-        return _measure_cpu()
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure_cpu() -> Gpu:
-    import torch
-
-    matrix = torch.ones(1024, 1024)
-    rates = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        factor = matrix.to(dtype)
-        rates[dtype] = (
-            2.0 * len(matrix) ** 3 / _best_s(functools.partial(torch.matmul, factor, factor))
-        )
-    source = torch.ones(2**26 // 4)  # 64 MiB: beyond most caches
-    copy_s = _best_s(source.clone)
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    bandwidth = 2 * source.nbytes / copy_s
-    return Gpu(
-        name=CPU_NAME,
-        memory_bytes=memory_bytes,
-        bf16_flops=rates[torch.bfloat16],
-        fp8_flops=rates[torch.bfloat16],
-        fp32_flops=rates[torch.float32],
-        bandwidth=bandwidth,
-        # gloo copies through memory on one machine.
-        link_bandwidth=bandwidth / 2,
-        network_bandwidth=bandwidth / 2,
-        host_bandwidth=bandwidth / 2,
-        compute_capability=0.0,
-        gpus_per_node=1,
-        host_memory_bytes=memory_bytes,
-    )
-
-
-def _best_s(work: Callable[[], object], *, repeats: int = 8) -> float:
-    """Seconds of the quickest repeat: other programs can only slow it down."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +137,6 @@ class Efficiency:
     """Overhead of a layer's forward pass of one micro-batch: kernel launches. Assumed."""
     collective_s: float = 2e-5
     """Latency of one collective. Assumed."""
-    ring_step_s: float = 7e-6
-    """Latency of one step of a ring over many ranks, one of its ranks - 1. Assumed: 5 to 10 us."""
     update_s: float = 0.05
     """Overhead of one optimizer step: gradient norm, flags, metrics. Assumed."""
     decode_step_s: float = 0.006
@@ -211,3 +148,6 @@ class Efficiency:
     Programs take longer."""
     tensor_s: float = 5e-4
     """Overhead of one Hugging Face tensor in a weight sync: names, checks, copies. Assumed."""
+
+
+ASSUMED = Efficiency()

@@ -100,16 +100,19 @@ class Layout:
         return _parallel(self)
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """The layout as settings of a config, by name; `dp_size` and generation ranks are none."""
         return {
-            "tensor_model_parallel_size": self.tp_size,
-            "pipeline_model_parallel_size": self.pp_size,
-            "virtual_pipeline_model_parallel_size": self.vpp_size,
-            "num_layers_in_first_pipeline_stage": self.first_layers,
-            "num_layers_in_last_pipeline_stage": self.last_layers,
-            "context_parallel_size": self.cp_size,
-            "expert_model_parallel_size": self.ep_size,
-            "sequence_parallel": self.sequence_parallel,
+            "parallel.tensor_model_parallel_size": self.tp_size,
+            "parallel.pipeline_model_parallel_size": self.pp_size,
+            "parallel.virtual_pipeline_model_parallel_size": self.vpp_size,
+            "parallel.num_layers_in_first_pipeline_stage": self.first_layers,
+            "parallel.num_layers_in_last_pipeline_stage": self.last_layers,
+            "parallel.context_parallel_size": self.cp_size,
+            "parallel.expert_model_parallel_size": self.ep_size,
+            "parallel.sequence_parallel": self.sequence_parallel,
+            "model.recompute": self.recompute,
+            "rollout.tensor_parallel_size": self.rollout_tp_size,
         }
 
     def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
@@ -118,7 +121,8 @@ class Layout:
         Raises:
             ConfigError: see `config.counts.layers_of_stages`.
         """
-        return _layers_of_ranks(self.parallel, num_layers)
+        stages = layers_of_stages(self.parallel, num_layers)
+        return tuple(sum(map(len, virtual)) for virtual in stages)
 
     @classmethod
     def of(cls, config: Config, *, world_size: int, num_generation: int = 0) -> Self:
@@ -167,9 +171,9 @@ class Layout:
             ConfigError: the settings contradict each other.
         """
         tree = config.model_dump(mode="python", exclude_none=True)
-        tree["parallel"] |= self._settings
-        tree["model"]["recompute"] = self.recompute
-        tree["rollout"]["tensor_parallel_size"] = self.rollout_tp_size
+        for name, value in self.settings.items():
+            section, key = name.split(".")
+            tree[section][key] = value
         return parse_config(tree, source=str(self))
 
 
@@ -269,21 +273,18 @@ def fp8_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> lis
     return [count * size for count in quantised]
 
 
-def exact_copy_bytes(
-    rules: Sequence[Rule], config: Config, layout: Layout, *, on_gpu: bool
-) -> list[int]:
+def exact_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> list[int]:
     """Bytes of the second model that measures rounding (`policy.exact`), on a rank of each stage.
 
-    Four bytes a weight, eight in fp32. 0 where nothing is measured (`learn.rounding.is_due`); also
-    without an adapter, because the gradients, whose memory is free then, take as much.
+    Four bytes a weight. 0 where nothing is measured (`learn.rounding.is_due`), as in fp32 on a GPU;
+    also without an adapter, because the gradients, whose memory is free then, take as much.
     """
     is_quadratic = config.model.precision == "fp32" or layout.cp_size > 1
     is_behind = config.objective.old_log_probs == "rollout" and config.rollout.max_staleness > 0
     is_measured = config.metrics.rounding_every(config.model.precision) > 0 and not is_behind
-    if config.adapter.kind == "none" or not is_measured or (on_gpu and is_quadratic):
+    if config.adapter.kind == "none" or not is_measured or is_quadratic:
         return [0] * layout.pp_size
-    size = 8 if config.model.precision == "fp32" else 4
-    return [count * size for count in per_rank_parameters(rules, layout.parallel)]
+    return [count * 4 for count in per_rank_parameters(rules, layout.parallel)]
 
 
 def loaded_bytes(gradients: int, precision: str) -> int:
@@ -319,9 +320,5 @@ def saved_bytes(optimizer: int, precision: str, *, copied: bool) -> int:
 # The planner asks for the same layouts many times.
 @functools.lru_cache(maxsize=1024)
 def _parallel(layout: Layout) -> ParallelConfig:
-    return ParallelConfig(**layout._settings)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    return tuple(sum(map(len, virtual)) for virtual in layers_of_stages(parallel, num_layers))
+    sizes = {name.partition("parallel.")[2]: size for name, size in layout.settings.items()}
+    return ParallelConfig(**{name: sizes[name] for name in sizes if name})

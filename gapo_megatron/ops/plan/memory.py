@@ -1,4 +1,4 @@
-"""Memory of one GPU by part, for the planner, the dry run and the doctor (`fit`: is it enough).
+"""Memory of one GPU by part, and whether a layout fits: for planner, dry run and doctor.
 
 State is exact except for padding (`layout.state_bytes`), activations follow what layers keep
 (`activations`). The other parts are estimates; each function states its rule. None of it has been
@@ -7,29 +7,28 @@ compared with a GPU.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.ops.plan.activations import (
     Kernels,
+    head_bytes,
     kept_activations,
-    neighbour_bytes,
-    routes_bytes,
     working_bytes,
 )
-from gapo_megatron.ops.plan.flops import (
-    Shape,
-    element_bytes,
+from gapo_megatron.ops.plan.engine import (
     engine_bytes,
     holds_one_sequence,
     kept_asleep_bytes,
     kv_cache_bytes,
     kv_cache_tokens,
 )
-from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
-from gapo_megatron.ops.plan.head import head_bytes
+from gapo_megatron.ops.plan.flops import Shape, element_bytes
+from gapo_megatron.ops.plan.hardware import GIB, GPUS, Gpu
 from gapo_megatron.ops.plan.layout import (
     Layout,
     exact_copy_bytes,
@@ -47,8 +46,7 @@ COMMUNICATOR_BYTES = 256 * _MIB
 """NCCL's buffers of one process group of more than one rank: assumed."""
 ENGINE_ASLEEP_BYTES = 3072 * _MIB
 """Device memory that a sleeping vLLM does not release: CUDA graphs, all-reduce buffers, inputs,
-workspaces, compiled kernels. Assumed. Its NCCL communicator is counted with the others. 0 on a
-CPU."""
+workspaces, compiled kernels. Assumed. Its NCCL communicator is counted with the others."""
 BUCKET_BYTES = 256 * _MIB
 """A bucket in which weights travel to generation ranks: a copy of the size in `rollout.transfer`,
 which imports torch."""
@@ -58,45 +56,43 @@ SENT_BUFFERS = 2
 """A trainer's buffers, of at most a bucket: see `rollout.transfer`."""
 FRAGMENTATION = 0.1
 """Share of activations and head memory lost to fragmentation, since their sizes vary: assumed."""
-STATE_PARTS = ("weights", "optimizer")
-STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head", "exact_copy")
+STATE_PARTS = ("weights", "optimizer", "communication")
+STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
 ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
-PARTS = (
-    *(*STATE_PARTS, *STEP_PARTS, *ROLLOUT_PARTS),
-    *("engine_asleep", "communication", "fragmentation"),
-)
+PARTS = STATE_PARTS + STEP_PARTS + ROLLOUT_PARTS + ("engine_asleep", "fragmentation", "exact_copy")
+
+HOST_SHARE = 0.9
+"""Usable share of a node's host memory; system, verifiers and page cache need the rest: assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
     """Bytes by part on one GPU of a pipeline rank, all its virtual stages together."""
 
-    stage: int
-    weights: int
-    gradients: int
-    optimizer: int
-    offloaded: int
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    offloaded: int = 0
     """Bytes of weights and optimizer state that are in host memory while vLLM is awake."""
-    activations: int
-    """Kept for the backward pass, buffers that the schedule exchanges with other stages, and the
-    routes of tokens to experts (`routes_bytes`)."""
-    layer: int
+    activations: int = 0
+    """Kept for the backward pass, and buffers that the schedule exchanges with other stages."""
+    layer: int = 0
     """Workspace of one layer's backward pass, including its recomputed activations."""
-    fp8_copies: int
+    fp8_copies: int = 0
     """Transformer Engine's fp8 copies of the weights; freed together with the gradients."""
-    exact_copy: int
+    exact_copy: int = 0
     """The weights of the model that measures rounding, of an adapter's run (`exact_copy_bytes`)."""
-    head: int
+    head: int = 0
     """Activations and workspace of the log-probs. Never in use at the same time as `layer`."""
-    rollout_weights: int
+    rollout_weights: int = 0
     """vLLM's weights and its room for an adapter's factors."""
-    kv_cache: int
+    kv_cache: int = 0
     """`rollout.memory_fraction` less `rollout_weights`; with vLLM's workspace and CUDA graphs."""
-    engine_asleep: int
+    engine_asleep: int = 0
     """Memory that a sleeping vLLM keeps; while it is awake, `kv_cache` includes it."""
-    communication: int
+    communication: int = 0
     """NCCL's buffers, and the CUDA context."""
-    fragmentation: int
+    fragmentation: int = 0
 
     @property
     def state(self) -> int:
@@ -119,10 +115,14 @@ class StageMemory:
         return kept + self.engine_asleep + self.exact_copy + max(self.layer, self.head)
 
     @property
+    def step(self) -> int:
+        """Peak bytes of a step's own: the head's backward pass ends before that of the layers."""
+        return self.activations + max(self.layer, self.head)
+
+    @property
     def updating(self) -> int:
         """Peak bytes of an update."""
-        step = self.activations + max(self.layer, self.head) + self.fragmentation
-        return self.state + self.fp8_copies + self.engine_asleep + step
+        return self.state + self.fp8_copies + self.engine_asleep + self.step + self.fragmentation
 
     @property
     def receiving(self) -> int:
@@ -186,86 +186,60 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     kernels = Kernels.of(hf_config, config, layout)
     rules, generator = shape.rules, _generator_memory(shape, config, layout, gpu)
     is_apart = layout.num_generation > 0
-    asleep = 0 if is_apart or gpu.name == CPU_NAME else ENGINE_ASLEEP_BYTES
     kv_tokens = kv_cache_tokens(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
-    exact = exact_copy_bytes(rules, config, layout, on_gpu=gpu.name != CPU_NAME)
-    in_host = int(kept_asleep_bytes(shape, config, layout, gpu))
+    exact = exact_copy_bytes(rules, config, layout)
     # Every stage, since another one may need most while training than while generating.
     for stage, (weights, gradients, optimizer) in enumerate(states):
         step = step_bytes(
             hf_config, config, layout, stage=stage, num_microbatches=most, kernels=kernels
         )
         stages.append(
-            StageMemory(
-                stage=stage,
+            replace(
+                step,
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
                 offloaded=(moves != "none") * optimizer + (moves == "all") * weights,
-                activations=step.activations + routes_bytes(hf_config, config, layout, stage=stage),
-                layer=step.layer,
                 fp8_copies=copies[stage],
                 exact_copy=exact[stage],
-                head=step.head,
                 rollout_weights=0 if is_apart else generator.rollout_weights,
                 kv_cache=0 if is_apart else generator.kv_cache,
-                engine_asleep=asleep,
+                engine_asleep=0 if is_apart else ENGINE_ASLEEP_BYTES,
                 communication=_communication_bytes(layout),
-                fragmentation=int(FRAGMENTATION * step.peak),
+                fragmentation=int(FRAGMENTATION * step.step),
             )
         )
+    precision, copied = config.model.precision, config.checkpoint.background
+    loaded = max(loaded_bytes(one.gradients, precision) for one in stages)
+    saved = max(saved_bytes(one.optimizer, precision, copied=copied) for one in stages)
     return Memory(
         trainer=max(stages, key=lambda one: one.training),
         engine=generator if is_apart else max(stages, key=lambda one: one.generating),
-        checkpoint=max(_checkpoint_bytes(one, config) for one in stages),
-        offloaded=max(one.offloaded for one in stages) + in_host,
+        checkpoint=max(loaded, saved),
+        offloaded=max(one.offloaded for one in stages)
+        + int(kept_asleep_bytes(shape, config, layout)),
         cache_holds_sequence=holds_one_sequence(kv_tokens, config),
     )
 
 
 def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> StageMemory:
-    """Memory of a GPU that only generates: weights, cache, communicators and buckets."""
+    """Memory of a GPU that only generates: weights, cache, communicators, weights in transit.
+
+    In transit are four buckets and what vLLM holds of a fused module until its last tensor arrives:
+    at most the embedding, or one layer's matrices with all its experts.
+    """
     size = layout.rollout_tp_size
     groups = 1 + (size > 1) + 2 * (layout.num_generation > 1)
-    nothing = {field.name: 0 for field in fields(StageMemory)}
-    engine = {
-        "rollout_weights": int(engine_bytes(shape, config, gpu, rollout_tp_size=size)),
-        "kv_cache": int(kv_cache_bytes(shape, config, gpu, rollout_tp_size=size)),
-        "communication": CONTEXT_BYTES
-        + groups * COMMUNICATOR_BYTES
-        + received_bytes(shape, config),
-    }
-    return StageMemory(**nothing | engine)
-
-
-def received_bytes(shape: Shape, config: Config) -> int:
-    """Bytes of weights in transit to a generation rank: four buckets, and what vLLM holds.
-
-    A parameter that is larger than a bucket takes the place of one. vLLM holds the tensors of a
-    fused module until the last one arrives: at most one layer's matrices, all its experts, or the
-    embedding, each beside its bucket, since a parameter of several shards is a copy.
-    """
-    size = element_bytes(config)
-    largest = max(math.prod(rule.full_shape) for rule in shape.rules) * size
-    of_layers = max(shape.first_weights, shape.layer_weights)
-    held = max(shape.head_weights, of_layers, shape.num_experts * shape.expert_weights)
-    return (RECEIVED_BUCKETS - 1) * BUCKET_BYTES + max(BUCKET_BYTES, largest) + held * size
-
-
-@dataclass(frozen=True, slots=True)
-class StepBytes:
-    """Bytes that a step needs on one rank in addition to its state; see `StageMemory`."""
-
-    activations: int
-    layer: int
-    head: int
-
-    @property
-    def peak(self) -> int:
-        """Peak: the head's backward pass ends before that of the layers begins."""
-        return self.activations + max(self.layer, self.head)
+    of_layer = max(shape.first_weights, shape.layer_weights)
+    held = max(shape.head_weights, of_layer + shape.num_experts * shape.expert_weights)
+    transit = RECEIVED_BUCKETS * BUCKET_BYTES + held * element_bytes(config)
+    return StageMemory(
+        rollout_weights=int(engine_bytes(shape, config, rollout_tp_size=size)),
+        kv_cache=int(kv_cache_bytes(shape, config, gpu, rollout_tp_size=size)),
+        communication=CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + transit,
+    )
 
 
 def step_bytes(
@@ -276,8 +250,8 @@ def step_bytes(
     stage: int,
     num_microbatches: int,
     kernels: Kernels,
-) -> StepBytes:
-    """Bytes that a step needs on one rank in addition to its state.
+) -> StageMemory:
+    """Bytes that a step needs on one rank in addition to its state: activations, layer and head.
 
     Args:
         hf_config: the model's config.
@@ -287,12 +261,12 @@ def step_bytes(
         num_microbatches: micro-batches of an update.
         kernels: what computes the layers.
     """
-    at = {"stage": stage, "num_microbatches": num_microbatches}
-    kept = kept_activations(hf_config, config, layout, **at, kernels=kernels)
-    held = neighbour_bytes(hf_config, config, layout, **at)
+    kept = kept_activations(
+        hf_config, config, layout, stage=stage, num_microbatches=num_microbatches, kernels=kernels
+    )
     is_last = stage == layout.pp_size - 1
-    return StepBytes(
-        activations=kept.layers + held,
+    return StageMemory(
+        activations=kept.layers + kept.neighbours,
         layer=kept.recomputed + working_bytes(hf_config, config, layout, kernels=kernels),
         head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
     )
@@ -301,15 +275,56 @@ def step_bytes(
 def _communication_bytes(layout: Layout) -> int:
     sizes = [layout.tp_size, layout.pp_size, layout.cp_size, layout.copies, layout.ep_size]
     sizes += [layout.dp_size] * (layout.cp_size > 1)  # else the group equals that of the copies
-    if not layout.num_generation:
-        sizes.append(layout.rollout_tp_size)
-    groups = sum(size > 1 for size in (*sizes, layout.world_size))
+    sizes += [layout.world_size] + [layout.rollout_tp_size] * (not layout.num_generation)
+    groups = sum(size > 1 for size in sizes)
     bridge = COMMUNICATOR_BYTES + SENT_BUFFERS * BUCKET_BYTES if layout.num_generation else 0
     return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + bridge
 
 
-def _checkpoint_bytes(stage: StageMemory, config: Config) -> int:
-    """Host bytes of a rank of the stage to load a checkpoint, or to save one: the greater."""
-    precision, copied = config.model.precision, config.checkpoint.background
-    saved = saved_bytes(stage.optimizer, precision, copied=copied)
-    return max(loaded_bytes(stage.gradients, precision), saved)
+def find_refusal(predicted: Memory, layout: Layout, gpu: Gpu) -> str:
+    """Why a layout does not fit: the same text for every layout that fails in the same way.
+
+    Checked on a GPU: training, generation, and room for the KV cache. Checked on the host: the
+    offloaded state, a sleeping engine's weights, and a checkpoint while it is loaded or saved, of
+    all ranks of a node. Empty: it fits.
+    """
+    limit, engine = gpu.memory_bytes, predicted.engine
+    if predicted.training > limit:
+        if predicted.trainer.updating <= limit:
+            return "out of memory while rounding is measured (metrics.rounding_every_steps)"
+        largest = _largest(predicted.trainer, (*STATE_PARTS, *STEP_PARTS))
+        return f"out of memory while training; largest part: {largest}"
+    if predicted.generating - engine.kv_cache > limit or engine.receiving > limit:
+        largest = _largest(engine, (*STATE_PARTS, *ROLLOUT_PARTS))
+        return f"out of memory while generating; largest part: {largest}"
+    if predicted.generating > limit:
+        return "out of memory while generating: a smaller rollout.memory_fraction would fit"
+    if not predicted.cache_holds_sequence:
+        return "out of memory while generating: the KV cache does not hold one sequence"
+    host = (predicted.offloaded + predicted.checkpoint) * min(gpu.gpus_per_node, layout.num_ranks)
+    if host > HOST_SHARE * gpu.host_memory_bytes:
+        return "out of host memory: offloaded state, and a checkpoint while it is loaded or saved"
+    return ""
+
+
+def _largest(stage: StageMemory, parts: Sequence[str]) -> str:
+    return max(parts, key=lambda part: getattr(stage, part)).replace("_", " ")
+
+
+def fits(hf_config: Any, config: Config, layout: Layout) -> tuple[list[str], list[str]]:
+    """The GPUs that a run fits, as `h100 (52.5 of 79.1 GiB)`; those it does not, with reasons."""
+    good, bad = [], []
+    for gpu in GPUS.values():
+        try:
+            check_capability(config.model, gpu.compute_capability, device=gpu.name)
+        except ConfigError as error:
+            bad.append(f"{gpu.name} ({error})")
+            continue
+        predicted = memory(hf_config, config, layout, gpu)
+        needed = max(predicted.training, predicted.generating)
+        shown = f"{gpu.name} ({needed / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB"
+        if refusal := find_refusal(predicted, layout, gpu):
+            bad.append(f"{shown}; {refusal})")
+        else:
+            good.append(f"{shown})")
+    return good, bad

@@ -1,9 +1,9 @@
 """Seconds of one mini-batch in the trainer: a roofline model, each term with its equation.
 
 Parameter gather, tensor parallel collectives and the experts' all-to-all do not overlap with
-computation, nor does the gradient reduction without `parallel.overlap_grad_reduce`. Two things
-overlap in reality but count in full here: Transformer Engine's ring of keys and values, and the
-hidden states that virtual stages send between warm-up and flush of an update.
+computation, nor does the gradient reduction without `parallel.overlap_grad_reduce`. Transformer
+Engine's ring of keys and values does in reality, but counts in full. The hidden states that
+pipeline stages send each other are left out: thousandths of what a stage computes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,6 @@ class Content(NamedTuple):
     others: int
     """Parameters except experts."""
     experts: int
-    has_embedding: bool
-
-
-class _Recomputed(NamedTuple):
-    """Parts of a layer's forward pass that its backward pass recomputes."""
-
-    layers: float
-    """Share of the matrix products with the layer's weights."""
-    attention: float
-    """Share of the core attention."""
-    collectives: int
-    """Tensor parallel collectives; see `Training._tensor_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +73,17 @@ class Training:
 
     def update_s(self) -> float:
         """Seconds of an update: forward and backward passes, gradient reduction, optimizer."""
-        return self.pass_s(backward=True) + self.optimizer_s() + self.efficiency.update_s
-
-    @property
-    def num_sequences(self) -> float:
-        """Computed sequences of a mini-batch on one data-parallel rank."""
-        batch = self.config.batch
-        share = self.workload.trained_share(batch)
-        if self.config.objective.needs_every_sequence:
-            share = 1.0
-        return batch.minibatch_prompts * batch.rollouts_per_prompt * share / self.layout.dp_size
+        slowest_s = max(self.optimizer_s(content) for content in set(self.contents))
+        return self.pass_s(backward=True) + slowest_s + self.efficiency.update_s
 
     @property
     def load(self) -> Load:
         """Load of the busiest data-parallel rank: an even share, at least the longest sequence."""
-        return load_of(self.workload, self.num_sequences, self.layout.dp_size)
+        batch, dp_size = self.config.batch, self.layout.dp_size
+        needs_all = self.config.objective.needs_every_sequence
+        share = 1.0 if needs_all else self.workload.trained_share(batch)
+        num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt * share
+        return load_of(self.workload, num_sequences / dp_size, dp_size)
 
     @property
     def num_microbatches(self) -> int:
@@ -138,21 +122,21 @@ class Training:
         return _contents(self.shape, self.config.adapter, self.layout)
 
     @property
-    def _recomputed(self) -> _Recomputed:
-        """What is recomputed; see `ops.plan.activations.LayerBytes`."""
-        if self.layout.recompute == "full":
-            return _Recomputed(1, 1, 4)
-        if self.layout.recompute == "none":
-            return _Recomputed(0, 0, 0)
-        if self.config.model.precision == "fp32":  # layers without Transformer Engine
-            return _Recomputed(0, 1, 0)
-        shape = self.shape
-        attention = 2 * shape.hidden * (shape.heads_width + shape.kv_heads * shape.head_dim)
-        return (
-            _Recomputed(0, 0, 0)
-            if shape.num_experts
-            else _Recomputed(1 - attention / shape.layer_weights, 0, 2)
-        )
+    def _recomputed(self) -> tuple[float, float, int]:
+        """What a layer's backward pass recomputes; see `ops.plan.activations.LayerBytes`.
+
+        Shares of the products with the layer's weights and of the core attention, and tensor
+        parallel collectives.
+        """
+        shape, recompute = self.shape, self.layout.recompute
+        if recompute == "full":
+            return 1, 1, 4
+        if recompute == "selective" and self.config.model.precision == "fp32":
+            return 0, 1, 0  # layers without Transformer Engine
+        if recompute == "selective" and not shape.num_experts:
+            attention = 2 * shape.hidden * (shape.heads_width + shape.kv_heads * shape.head_dim)
+            return 1 - attention / shape.layer_weights, 0, 2
+        return 0, 0, 0
 
     def stage_s(self, content: Content, *, backward: bool) -> float:
         """Seconds of one micro-batch in l of L layers of a pipeline rank, without the head.
@@ -167,26 +151,24 @@ class Training:
                    passes), 4.5 with full recomputation
         launches = factor x l x layer_s
         adding   = backward: 10 bytes of every trained weight / bandwidth
-        and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
+        and the collectives of `_tensor_s`, `_context_s`, `_experts_s`
         """
         layout, flops, efficiency = self.layout, self._flops(), self.efficiency
         num_layers = content.num_layers
-        factor = attention_factor = 1.0
-        if backward:
-            again = self._recomputed
-            factor, attention_factor = 3 + again.layers, 3.5 + again.attention
-        own, saved = self._adapter_flops(), backward and self.config.adapter.kind != "none"
-        seconds = (factor - saved) * flops.layers / self._products(self.config.model.precision)
-        seconds += factor * own / self._products(self._without_fp8)
-        seconds += attention_factor * flops.attention / self._products(self._without_fp8)
+        layers, attention, _ = self._recomputed
+        factor, attention_factor = (3 + layers, 3.5 + attention) if backward else (1.0, 1.0)
+        own = adapter_flops(self.shape, self.config, num_tokens=self._tokens_per_rank)
+        saved = backward and self.config.adapter.kind != "none"
+        seconds = (factor - saved) * flops.layers / self._products(may_be_fp8=True)
+        seconds += factor * own / self._products(may_be_fp8=False)
+        seconds += attention_factor * flops.attention / self._products(may_be_fp8=False)
         seconds *= num_layers / (self.shape.num_layers * layout.tp_size)
         seconds += factor * num_layers * efficiency.layer_s
         if backward:
             streamed = _ACCUMULATE_BYTES * (content.others + content.experts)
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
         collectives = (self._tensor_s, self._context_s, self._experts_s)
-        seconds += num_layers * sum(collective(backward) for collective in collectives)
-        return seconds + self._pipeline_s(backward)
+        return seconds + num_layers * sum(collective(backward) for collective in collectives)
 
     def head_s(self, *, backward: bool) -> float:
         """Seconds of the log-probs of a micro-batch's responses.
@@ -198,92 +180,47 @@ class Training:
         """
         products = 3 if self.config.adapter.kind == "none" else 2
         factor = 1 + products * (1 - self.workload.clipped_share) if backward else 1.0
-        flops, rate = self._flops().head, self._products(self._without_fp8)
-        return factor * flops / self.layout.tp_size / rate + self._head_collectives_s(backward)
+        flops, rate = self._flops().head, self._products(may_be_fp8=False)
+        return factor * flops / self.layout.tp_size / rate
 
-    def _head_collectives_s(self, backward: bool) -> float:
-        """Seconds of the head's tensor parallel collectives in one micro-batch.
-
-            gather = hidden states x (t - 1) / t / link, forward and backward, if sequence parallel
-            reduce = units x 4 x hidden x active rows x (t - 1) / t / link, units 1 (else 2)
-
-        plus a latency each, which covers the three statistics of a row.
-        """
-        layout, share = self.layout, 1 - 1 / self.layout.tp_size
-        if layout.tp_size == 1:
-            return 0.0
-        sent = self._hidden_bytes * layout.sequence_parallel * (2 if backward else 1)
-        if backward:
-            active = self.load.scored_tokens / self.num_microbatches / layout.cp_size
-            active *= 1 - self.workload.clipped_share
-            sent += (1 if layout.sequence_parallel else 2) * 4 * self.shape.hidden * active
-        rate = self.gpu.group_bandwidth(layout.tp_size, stride=1) * self.efficiency.communication
-        return share * sent / rate + (4 if backward else 2) * self.efficiency.collective_s
-
-    def optimizer_s(self) -> float:
-        """Seconds of gradient reduction, optimizer and parameter gather.
+    def optimizer_s(self, content: Content) -> float:
+        """Seconds of gradient reduction, optimizer and parameter gather of a pipeline rank.
 
         reduce   = 4 bytes of every weight x (d - 1) / d / network, d the ranks that share it
         gather   = the weights' bytes likewise
         optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
 
         of trained weights. All wait for the slowest pipeline rank. With
-        `parallel.overlap_grad_reduce` only a part of `reduce` counts: see `_exposed_s`.
+        `parallel.overlap_grad_reduce` the last backward pass hides as much of `reduce` as it is
+        long; that the embedding's gradient comes too late to be hidden is left out.
         """
-        return max(self._optimizer_s(content) for content in set(self.contents))
-
-    def _optimizer_s(self, content: Content) -> float:
-        efficiency = self.efficiency
+        efficiency, layout = self.efficiency, self.layout
         seconds = reduce_s = 0.0
-        held = (content.others, content.experts)
-        for weights, (size, stride) in zip(held, self._copies, strict=True):
-            sent_s = self._sent_s(weights, size, stride)
-            latency_s = efficiency.collective_s * (size > 1 and weights > 0)
-            reduce_s += 4 * sent_s + latency_s
-            seconds += element_bytes(self.config) * sent_s + latency_s
+        for weights, size, stride in (
+            (content.others, layout.copies, layout.tp_size),
+            (content.experts, layout.expert_copies, layout.ep_size),
+        ):
+            sent_s = weights * (size - 1) / size / self.rate(size, stride)
+            reduce_s += 4 * sent_s
+            seconds += element_bytes(self.config) * sent_s
             streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
         if self.config.parallel.overlap_grad_reduce:
-            reduce_s = self._exposed_s(reduce_s, content)
+            forward_s = self.stage_s(content, backward=False)
+            backward_s = self.stage_s(content, backward=True) - forward_s
+            reduce_s = max(0.0, reduce_s - backward_s)
         return seconds + reduce_s
 
-    def _exposed_s(self, reduce_s: float, content: Content) -> float:
-        """Seconds of the gradient reduction that the last backward pass does not hide.
+    def rate(self, size: int, stride: int) -> float:
+        """Reached bytes per second of a ring over a process group; see `Gpu.group_bandwidth`."""
+        return self.gpu.group_bandwidth(size, stride=stride) * self.efficiency.communication
 
-            exposed = max(reduce - backward, reduce of the embedding)
-
-        The embedding's gradient comes last. Later pipeline ranks reduce during the backward pass of
-        earlier ones, which hides theirs too. Left out: the slowdown of overlapping work, what else
-        is in the embedding's bucket, the latency of several buckets.
-        """
-        backward_s = self.stage_s(content, backward=True) - self.stage_s(content, backward=False)
-        trains_embedding = content.has_embedding and self.config.adapter.kind == "none"
-        embedding = trains_embedding * self.shape.head_weights / self.layout.tp_size
-        return max(reduce_s - backward_s, 4 * self._sent_s(embedding, *self._copies[0]))
-
-    @property
-    def _copies(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(ranks with the same weights, their stride), for other weights and for experts."""
-        layout = self.layout
-        return (
-            (layout.copies, layout.tp_size),
-            (layout.expert_copies, layout.ep_size),
-        )
-
-    def _sent_s(self, weights: float, size: int, stride: int) -> float:
-        """Seconds to reduce or gather one byte of each weight over `size` ranks."""
-        rate = self.gpu.group_bandwidth(size, stride=stride) * self.efficiency.communication
-        return weights * (size - 1) / size / rate
-
-    def _products(self, precision: str) -> float:
-        """Reached FLOP/s of matrix products."""
-        return self.gpu.flops(precision) * self.efficiency.matmul
-
-    @property
-    def _without_fp8(self) -> str:
-        """Precision of attention and head; fp8 covers only products with the layers' weights."""
+    def _products(self, *, may_be_fp8: bool) -> float:
+        """Reached FLOP/s; fp8 covers products with the layers' weights, not attention and head."""
         precision = self.config.model.precision
-        return "bf16" if precision == "fp8" else precision
+        if precision == "fp8" and not may_be_fp8:
+            precision = "bf16"
+        return self.gpu.flops(precision) * self.efficiency.matmul
 
     def _flops(self) -> ForwardFlops:
         """FLOPs of one micro-batch on one context parallel rank."""
@@ -296,10 +233,6 @@ class Training:
             num_sequences=share,
             num_scored=load.scored_tokens * share,
         )
-
-    def _adapter_flops(self) -> float:
-        """FLOPs of an adapter's factors for one micro-batch on one context parallel rank."""
-        return adapter_flops(self.shape, self.config, num_tokens=self._tokens_per_rank)
 
     @property
     def _hidden_bytes(self) -> float:
@@ -325,12 +258,11 @@ class Training:
         units = 4
         if backward:
             units += 6 if layout.sequence_parallel else 4
-            units += self._recomputed.collectives
+            units += self._recomputed[2]
         if self.shape.num_experts and not self.shape.has_shared_expert:
             units //= 2
         sent = self._hidden_bytes * (layout.tp_size - 1) / layout.tp_size
-        rate = self.gpu.group_bandwidth(layout.tp_size, stride=1) * self.efficiency.communication
-        return units * (sent / rate + self.efficiency.collective_s)
+        return units * (sent / self.rate(layout.tp_size, 1) + self.efficiency.collective_s)
 
     def _context_s(self, backward: bool) -> float:
         """Seconds of the ring of keys and values of one layer and micro-batch.
@@ -342,13 +274,10 @@ class Training:
         layout, shape = self.layout, self.shape
         if layout.cp_size == 1:
             return 0.0
-        passes = 1
-        if backward:
-            passes = 3 if layout.recompute == "none" else 4
+        passes = 1 if not backward else 3 if layout.recompute == "none" else 4
         width = 2 * shape.kv_heads * shape.head_dim / layout.tp_size
         sent = self._tokens_per_rank * width * element_bytes(self.config)
-        rate = self.gpu.group_bandwidth(layout.cp_size, stride=layout.tp_size)
-        each = sent / (rate * self.efficiency.communication) + self.efficiency.collective_s
+        each = sent / self.rate(layout.cp_size, layout.tp_size) + self.efficiency.collective_s
         return passes * (layout.cp_size - 1) * each
 
     def _experts_s(self, backward: bool) -> float:
@@ -372,22 +301,6 @@ class Training:
         times = 1 if not backward else 3 if layout.recompute == "full" else 2
         return 2 * times * each
 
-    def _pipeline_s(self, backward: bool) -> float:
-        """Seconds to send hidden states to the next rank, and their gradients back.
-
-            pipeline = v x (1 forward, 2 with backward) x (bytes / network + 2 x collective_s)
-
-        The shape is sent before each message, since micro-batches differ in length.
-        """
-        layout = self.layout
-        if layout.pp_size == 1:
-            return 0.0
-        sent = self._hidden_bytes / (layout.tp_size if layout.sequence_parallel else 1)
-        in_node = layout.world_size <= self.gpu.gpus_per_node
-        rate = self.gpu.link_bandwidth if in_node else self.gpu.network_bandwidth
-        each = sent / (rate * self.efficiency.communication) + 2 * self.efficiency.collective_s
-        return layout.vpp_size * (2 if backward else 1) * each
-
 
 # The planner asks for it in every term of every layout.
 @functools.lru_cache(maxsize=1024)
@@ -395,4 +308,4 @@ def _contents(shape: Shape, adapter: AdapterConfig, layout: Layout) -> list[Cont
     layers = layout.layers_of_ranks(shape.num_layers)
     held = others_and_experts(trained_rules(shape.rules, adapter), layout)
     ranks = zip(layers, held, strict=True)
-    return [Content(count, *both, rank == 0) for rank, (count, both) in enumerate(ranks)]
+    return [Content(count, *both) for count, both in ranks]

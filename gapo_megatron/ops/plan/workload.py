@@ -41,20 +41,17 @@ class Workload:
     """Standard deviation of log X."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mean_prompt_tokens < math.inf:
+        for name in ("mean_prompt_tokens", "mean_response_tokens", "spread"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} ({getattr(self, name):g}) must be above 0 and finite")
+        if self.mean_response_tokens > self.longest_response_tokens:
             raise ConfigError(
-                f"mean prompt tokens ({self.mean_prompt_tokens:g}) must be above 0 and finite"
-            )
-        if not 0 < self.mean_response_tokens <= self.longest_response_tokens:
-            raise ConfigError(
-                f"mean response tokens ({self.mean_response_tokens:g}) must be above 0 and at most "
-                f"the longest ({self.longest_response_tokens})"
+                f"mean_response_tokens ({self.mean_response_tokens:g}) must be at most the longest "
+                f"({self.longest_response_tokens})"
             )
         for name in ("active_share", "clipped_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} ({getattr(self, name):g}) must be from 0 to 1")
-        if not 0 < self.spread < math.inf:
-            raise ConfigError(f"spread ({self.spread:g}) must be above 0 and finite")
 
     @property
     def mean_tokens(self) -> float:
@@ -69,17 +66,8 @@ class Workload:
 
     @property
     def mean_squared_response(self) -> float:
-        """E L^2 = integral of 2 t P(L > t)."""
-        lengths, survival = self.survival()
-        step = self.longest_response_tokens / len(lengths)
-        return float(2 * (lengths @ survival) * step)
-
-    def longest_of(self, num_sequences: float) -> tuple[float, float]:
-        """E M and E M^2, M the longest of `num_sequences` responses.
-
-        E M = integral of P(M > t), E M^2 = integral of 2 t P(M > t), P(M > t) = 1 - P(L <= t)^N.
-        """
-        return _longest_of(self, num_sequences)
+        """E L^2."""
+        return longest_of(self, 1)[1]
 
     def prompts_by_round(self, batch: BatchConfig) -> list[float]:
         """Mean number of prompts in each sampling round of a step.
@@ -95,10 +83,6 @@ class Workload:
     def trained_share(self, batch: BatchConfig) -> float:
         """Share of trained sequences with A != 0: 1 - (1 - a)^(rounds + 1)."""
         return 1 - (1 - self.active_share) ** (batch.dynamic_sampling_rounds + 1)
-
-    def survival(self) -> tuple[np.ndarray, np.ndarray]:
-        """Float64 [n]: midpoints t of n equal steps up to the longest; float64 [n]: P(L > t)."""
-        return _survival(self.mean_response_tokens, self.longest_response_tokens, self.spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +111,12 @@ def default_workload(
     Raises:
         ConfigError: the run over-samples, or has draft tokens: its steps cannot be predicted.
     """
-    _refuse_unmodelled(config)
+    if config.batch.oversampling > 1 or config.rollout.draft != "none":
+        raise ConfigError(
+            f"batch.oversampling ({config.batch.oversampling:g}) must be 1 and rollout.draft "
+            f"({config.rollout.draft!r}) 'none': the planner knows neither when an over-sampling "
+            "step ends nor how many of a draft's tokens are accepted"
+        )
     longest = config.rollout.max_response_tokens
     if mean_prompt_tokens is None:
         mean_prompt_tokens = max(1.0, config.data.max_prompt_tokens / 10)
@@ -139,19 +128,6 @@ def default_workload(
         longest_response_tokens=longest,
         active_share=DEFAULT_ACTIVE_SHARE if active_share is None else active_share,
     )
-
-
-def _refuse_unmodelled(config: Config) -> None:
-    if config.batch.oversampling > 1:
-        raise ConfigError(
-            f"batch.oversampling ({config.batch.oversampling:g}) must be 1: the planner has no "
-            "model of when an over-sampling step ends"
-        )
-    if config.rollout.draft != "none":
-        raise ConfigError(
-            f"rollout.draft ({config.rollout.draft!r}) must be 'none': the planner cannot know how "
-            "many of a draft's tokens are accepted"
-        )
 
 
 def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
@@ -180,7 +156,7 @@ def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
 def load_of(workload: Workload, n: float, dp_size: int) -> Load:
     """Load of the busiest of `dp_size` ranks with `n` sequences each; it has the longest one."""
     prompt = workload.mean_prompt_tokens
-    longest, squared = workload.longest_of(max(1.0, n * dp_size))
+    longest, squared = longest_of(workload, max(1.0, n * dp_size))
     return Load(
         tokens=max(n * workload.mean_tokens, prompt + longest),
         squared_tokens=max(
@@ -191,18 +167,24 @@ def load_of(workload: Workload, n: float, dp_size: int) -> Load:
 
 
 @functools.lru_cache(maxsize=4096)
-def _longest_of(workload: Workload, num_sequences: float) -> tuple[float, float]:
-    lengths, survival = workload.survival()
+def longest_of(workload: Workload, num_sequences: float) -> tuple[float, float]:
+    """E M and E M^2, M the longest of `num_sequences` responses.
+
+    E M = integral of P(M > t), E M^2 = integral of 2 t P(M > t), P(M > t) = 1 - P(L <= t)^N.
+    """
+    lengths, shares = survival(workload)
     step = workload.longest_response_tokens / len(lengths)
-    any_longer = 1 - (1 - survival) ** num_sequences
+    any_longer = 1 - (1 - shares) ** num_sequences
     return float(any_longer.sum() * step), float(2 * (lengths @ any_longer) * step)
 
 
 @functools.lru_cache(maxsize=64)
-def _survival(mean: float, longest: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
+def survival(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Float64 [n]: midpoints t of n equal steps up to the longest; float64 [n]: P(L > t)."""
+    longest, spread = workload.longest_response_tokens, workload.spread
     num_points = min(longest, _NUM_POINTS)
     lengths = (np.arange(num_points) + 0.5) * longest / num_points
-    location = _location(mean, longest, spread)
+    location = _location(workload.mean_response_tokens, longest, spread)
     return lengths, ndtr((location - np.log(lengths)) / spread)
 
 

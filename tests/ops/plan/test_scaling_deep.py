@@ -131,7 +131,7 @@ def test_bytes_are_the_predicted_ones(
     assert predicted == pytest.approx(found.kept, rel=0.05)
     # What works besides is an estimate, here never too low, and high by a block of the head that is
     # not all at once: a quarter where the whole model is a tenth of a MiB.
-    peak = step_bytes(hf_config, config, layout, **of_rank).peak
+    peak = step_bytes(hf_config, config, layout, **of_rank).step
     assert 1.0 <= peak / found.peak <= 1.3
     assert found.num_microbatches == layout.pp_size * min(layout.vpp_size, 2)
 
@@ -158,7 +158,7 @@ def test_stages_that_compute_all_again(tmp_path: Path, parallel: dict[str, Any],
     in_flight = num_in_flight(layout, stage=rank, num_microbatches=found.num_microbatches)
     kept = kept_activations(hf_config, config, layout, **of_rank).most
     assert 0.95 * (kept - (in_flight - 1) * rotary) <= found.kept <= 1.05 * kept
-    peak = step_bytes(hf_config, config, layout, **of_rank).peak
+    peak = step_bytes(hf_config, config, layout, **of_rank).step
     assert 1.0 <= peak / found.peak <= 1.3
 
 
@@ -259,7 +259,7 @@ def test_our_configs_take_a_step(tmp_path: Path) -> None:
     assert predicted == pytest.approx(state, rel=1e-3)
     peak = step_bytes(
         hf_config, config, layout, stage=0, num_microbatches=1, kernels=Kernels.PADDED
-    ).peak
+    ).step
     assert peak == pytest.approx(found.peak, rel=0.25)
 
 
@@ -313,7 +313,10 @@ def test_command_line(
     text = said("--dry-run", more=["--rank", "2/4"])
     assert "4 = tensor 1 x pipeline 1 x data 4" in text and "Rank" not in text
     text = said(*deep_words, more=["--rank", "2/4"])
-    assert "World-size arithmetic" in text and "Rank 2 of 4: tensor 1 x pipeline 1 x data 4" in text
+    assert (
+        "World-size arithmetic" in text
+        and "Rank 2 of 4 that train: tensor 1 x pipeline 1 x data 4" in text
+    )
 
 
 def test_every_form_of_the_dry_run_that_help_prints_is_taken(monkeypatch: Any, capsys: Any) -> None:

@@ -5,10 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.ops.plan.flops import (
-    Shape,
-    forward_flops,
-)
+from gapo_megatron.models.published import find_model
+from gapo_megatron.ops.plan.flops import Shape, forward_flops
 from tests.hf.test_convert_models import CONFIGS, NUM_PARAMETERS
 from tests.scaling_setup import hf
 
@@ -103,6 +101,9 @@ def test_only_scored_positions_reach_the_head():
 def test_parameters_of_published_models(name):
     shape = Shape.of(hf(name))
     assert shape.num_parameters == NUM_PARAMETERS[name]
+    for shipped in (name, f"{name}-Instruct"):
+        if (model := find_model(f"/nowhere/{shipped}")[0]) is not None:
+            assert Shape.of(model).num_parameters == NUM_PARAMETERS[name]
     # What is left out: biases, norms, and the embedding or the tied head.
     products = shape.common_weights
     products += shape.num_sparse * shape.num_experts * shape.expert_weights

@@ -9,6 +9,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.times import SidesTime, StepTime
+from gapo_megatron.ops.plan.workload import survival
 from gapo_megatron.ops.report.measured import read_measured
 from tests.hf.test_convert_models import CONFIGS
 from tests.messages import mentions
@@ -83,7 +84,7 @@ def test_a_run_is_read_as_it_was(tmp_path):
     assert workload.longest_response_tokens == 3092
     assert workload.active_share == 0.75
     assert workload.clipped_share == pytest.approx(0.2)  # 0.6 of 0.75 went back
-    assert workload.survival()[1][-1] == pytest.approx(0.05, abs=0.003)
+    assert survival(workload)[1][-1] == pytest.approx(0.05, abs=0.003)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from gapo_megatron.types import Plan, Sample, Timeline
+from gapo_megatron.types import Outcome, Plan, Sample, Timeline
 
 ROW = np.dtype(
     [
@@ -27,7 +27,7 @@ ROW = np.dtype(
         ("oldest_version", np.int32),  # policy version that sampled the first token
         ("is_truncated", np.int32),
         ("is_finished", np.int32),
-        ("outcome", np.int32),  # 0 wrong, 1 correct, 2 unknown
+        ("outcome", np.int32),  # `Outcome.code`
         ("holder", np.int32),  # rank that has the tokens, in the channel of the exchange
         ("log_prob_sum", np.float64),  # sum over the sampled tokens, by the engine
         ("grade", np.float64),  # the verifier's number in place of 0 or 1; inf: none
@@ -40,9 +40,6 @@ ROW = np.dtype(
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
-
-REWARDS = np.array([0.0, 1.0, np.nan])
-"""Reward of each `outcome`; NaN: unknown."""
 
 COLUMNS = {
     "prompt_ids": np.int32,
@@ -331,7 +328,8 @@ class Rollouts:
     @property
     def outcomes(self) -> np.ndarray:
         """[B] float64: 1 correct, 0 wrong, NaN unknown."""
-        return REWARDS[self.table["outcome"]]
+        codes = self.table["outcome"]
+        return np.where(codes == Outcome.UNKNOWN.code, np.nan, codes == Outcome.CORRECT.code)
 
     @property
     def rewards(self) -> np.ndarray:
@@ -359,4 +357,4 @@ class Batch(Rollouts):
     """The packing plan (`learn.plan`); None: not planned yet."""
 
 
-__all__ = ["COLUMNS", "REWARDS", "ROW", "Batch", "LocalArrays", "Rollouts"]
+__all__ = ["COLUMNS", "ROW", "Batch", "LocalArrays", "Rollouts"]

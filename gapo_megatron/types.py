@@ -121,9 +121,14 @@ class Episode:
 class Outcome(enum.StrEnum):
     """Possible results of a verifier. Unknown is not wrong: it says nothing about the response."""
 
-    CORRECT = "correct"
     WRONG = "wrong"
+    CORRECT = "correct"
     UNKNOWN = "unknown"
+
+    @property
+    def code(self) -> int:
+        """The number that stands for it in the table of a batch: its position in this class."""
+        return [*Outcome].index(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +142,6 @@ class Verdict:
     """The verifier's number, if it gives one; with `reward.graded` the advantages come from it."""
     answer: str = ""
     """The answer that it found correct, for `objective.answers`; empty if it is no single text."""
-
-    @property
-    def reward(self) -> float:
-        """1.0 correct, 0.0 wrong, NaN unknown (`objective.group_advantages` ignores NaN)."""
-        return {Outcome.CORRECT: 1.0, Outcome.WRONG: 0.0, Outcome.UNKNOWN: float("nan")}[
-            self.outcome
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +267,20 @@ class Microbatch:
     choose_experts: ChooseExperts | None = None
     """Chooses the experts of its tokens; None: the routers do (`learn.routes`)."""
 
-    # Inputs of the loss, [S] or [R]; None in a micro-batch that is only scored.
-    advantages: torch.Tensor = None  # type: ignore[assignment]
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LossMicrobatch(Microbatch):
+    """A micro-batch with the inputs of the loss, for its S sequences and R rows."""
+
+    advantages: torch.Tensor
     """[S] float64."""
-    num_correct: torch.Tensor = None  # type: ignore[assignment]
-    """[S] int64, like the next."""
-    group_size: torch.Tensor = None  # type: ignore[assignment]
-    is_carried: torch.Tensor = None  # type: ignore[assignment]
+    num_correct: torch.Tensor
+    """[S] int64."""
+    group_size: torch.Tensor
+    """[S] int64."""
+    is_carried: torch.Tensor
     """[S] bool: earlier steps sampled the sequence's first tokens."""
-    rollout_log_probs: torch.Tensor = None  # type: ignore[assignment]
+    rollout_log_probs: torch.Tensor
     """[R] float32."""
     carried_log_probs: torch.Tensor | None = None
     """[R] float32, 0 for tokens that are not carried; None: this step sampled every token."""

@@ -11,7 +11,7 @@ import torch
 from gapo_megatron.device.transfer import to_device, to_host
 from gapo_megatron.errors import DataError
 from gapo_megatron.rollouts import Batch, Rollouts
-from gapo_megatron.types import Microbatch
+from gapo_megatron.types import LossMicrobatch, Microbatch
 
 NO_SEQUENCES = Rollouts.of([], [])
 
@@ -69,7 +69,7 @@ def pack(
         sequence_align: every sequence is padded at its end to a multiple of it, to be split over
             context parallel ranks; causal attention does not see the padding.
         vocab_size: the model's vocabulary size; None: tokens are not checked.
-        for_loss: also pack the inputs of the loss, if `batch` is a `Batch`.
+        for_loss: make a `LossMicrobatch`, if `batch` is a `Batch`.
         device: device of the tensors.
 
     Returns:
@@ -120,10 +120,12 @@ def pack(
         "row_offsets": np.searchsorted(sequence_ids, np.arange(len(indices) + 1)),
         "is_padding": is_padding[None],
     }
+    made: type[Microbatch] = Microbatch
     if for_loss and isinstance(batch, Batch):
+        made = LossMicrobatch
         arrays |= _loss_arrays(batch, indices)
     tensors: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
-    return Microbatch(
+    return made(
         **tensors,
         max_seqlen=int(lengths.max()),
         indices=tuple(int(i) for i in indices),
@@ -146,7 +148,7 @@ def _rows(
 
 
 def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
-    """Inputs of the loss for these sequences, [S] or [R] (`Microbatch`)."""
+    """Inputs of the loss for these sequences, [S] or [R] (`LossMicrobatch`)."""
     index = np.asarray(indices, dtype=np.int64)
     table = batch.table[index]
     is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)

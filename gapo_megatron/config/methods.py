@@ -56,7 +56,8 @@ class Method:
     should have."""
     family: str = "clipped"
     """Name of the loss: a key of `objective.families.FAMILIES`, or code of the user's own,
-    `path/to/file.py:NAME` or `package.module:NAME`, which is a `Family`."""
+    `path/to/file.py:NAME` or `package.module:NAME`, which returns
+    `(loss, metrics)`."""
 
     @property
     def has_width_by_c(self) -> bool:
@@ -71,12 +72,15 @@ class Method:
         """Least upper width by c, that of c = k."""
         return self.eps_low if self.has_floor else 0.0
 
-    def eps_high(self, num_correct: int, *, group_size: int) -> float:
-        """Upper clip width at c >= 1 of k >= 2; `objective.upper_clip` does it for tensors."""
-        if not self.adaptive:
-            return self.eps_high_max
-        share = (group_size - num_correct) / (group_size - 1)
-        return self.floor + (self.eps_high_max - self.floor) * share
+    @property
+    def stops_gradients(self) -> bool:
+        """Whether the gradient of some ratios with A != 0 may be exactly 0.
+
+        Then their backward pass is skipped. These families only make gradients small; of user code
+        it is not known, so its gradients are looked at.
+        """
+        is_smooth = self.family in ("cispo", "sapo", "topr")
+        return not is_smooth or self.off_policy_mask is not None
 
 
 _GRPO = Method(

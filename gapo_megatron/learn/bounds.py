@@ -45,8 +45,9 @@ def find_widths(
     if not policy.groups.is_last_stage:
         return None
     tokens = [torch.empty(0, 3, dtype=torch.float64, device=policy.device)]
-    for index, (now, given) in enumerate(zip(scores, loss.microbatches, strict=True)):
+    for index, now in enumerate(scores):
         assert now is not None  # present on the last stage
+        given = loss.given(index)
         old = loss.find_old_log_probs(index, now).double()
         advantages = given.advantages[given.sequence_ids]
         rows = torch.stack([now.double() - old, advantages, old], dim=1)

@@ -13,10 +13,10 @@ import torch
 
 from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.learn.forward import Scored
-from gapo_megatron.learn.metrics import Sums
+from gapo_megatron.learn.metrics import Sums, of_family
 from gapo_megatron.objective import (
     PolicyLoss,
-    clipped_share,
+    decide,
     diagnostics,
     importance_weights,
     kl_penalty,
@@ -24,8 +24,7 @@ from gapo_megatron.objective import (
     token_importance_weights,
     weigh_gradient,
 )
-from gapo_megatron.objective.families import find_family
-from gapo_megatron.types import Microbatch, Minibatch
+from gapo_megatron.types import LossMicrobatch, Microbatch, Minibatch
 
 LogProbs = Sequence[torch.Tensor | None]
 """Log-probs of a mini-batch: [R] float32 per micro-batch, None off the last pipeline stage."""
@@ -37,7 +36,7 @@ class MinibatchLoss:
 
     minibatch: Minibatch
     microbatches: Sequence[Microbatch]
-    """Micro-batches packed with the inputs of the loss."""
+    """`LossMicrobatch`es, except on pipeline stages that compute no loss."""
     is_first: bool
     """Whether the weights are still those of the start of the step."""
     old_log_probs: LogProbs
@@ -61,7 +60,7 @@ class MinibatchLoss:
 
         Does not wait for the device.
         """
-        given, log_probs = self.microbatches[scored.index], scored.log_probs
+        given, log_probs = self.given(scored.index), scored.log_probs
         at_begin = self._log_probs_at_begin(scored.index, log_probs)
         sums = {} if at_begin is None else self._engine_sums(at_begin, scored)
         old = self.find_old_log_probs(scored.index, log_probs)
@@ -76,12 +75,19 @@ class MinibatchLoss:
             group_size=self.rollouts_per_prompt,
             is_carried=given.is_carried,
         )
+        sums |= of_family(result.metrics)
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
         if self.widths is not None and scored.index == 0:  # once per mini-batch and rank
             bounds = {"low": 1 - self.widths[0], "high": 1 + self.widths[1], "count": 1.0}
             sums |= {f"bound_{k}": torch.full_like(sums["loss"], v) for k, v in bounds.items()}
         return self._add_penalties(result.loss, scored, sums), sums
+
+    def given(self, index: int) -> LossMicrobatch:
+        """Micro-batch `index`, on the last pipeline stage."""
+        found = self.microbatches[index]
+        assert isinstance(found, LossMicrobatch), "it was packed without the inputs of the loss"
+        return found
 
     @property
     def _is_around_engine(self) -> bool:
@@ -95,7 +101,7 @@ class MinibatchLoss:
         log-probs.
         """
         if self._is_around_engine:
-            return self.microbatches[index].rollout_log_probs
+            return self.given(index).rollout_log_probs
         old = self._log_probs_at_begin(index, log_probs)
         assert old is not None  # computed unless ratios compare with the engine's log-probs
         return old
@@ -113,19 +119,19 @@ class MinibatchLoss:
             old = log_probs.detach()
         else:
             return None
-        given = self.microbatches[index]
+        given = self.given(index)
         if given.is_carried_row is not None and given.carried_log_probs is not None:
             old = torch.where(given.is_carried_row, given.carried_log_probs, old)
         return old
 
     def _engine_sums(self, at_begin: torch.Tensor, scored: Scored) -> Sums:
         """Differences between the engine's log-probs and the trainer's at the start of the step."""
-        given = self.microbatches[scored.index]
+        given = self.given(scored.index)
         sums = _mismatch(at_begin, given.rollout_log_probs)
         if self._is_around_engine:
             sums["mismatch_tokens"] = given.advantages.new_full((), len(at_begin))
         if self.measures_staleness:
-            shares = clipped_share(
+            _, clipped = decide(
                 at_begin,
                 given.rollout_log_probs,
                 sequence_ids=scored.sequences,
@@ -134,6 +140,9 @@ class MinibatchLoss:
                 group_size=given.group_size,
                 method=self.objective.resolve(),
             )
+            shares = clipped.double()
+            if self.objective.resolve().ratio == "token":
+                shares = scored.sequences.mean(shares)
             sums["outside_clip"] = shares.sum()
             sums["outside_clip_sequences"] = (given.advantages != 0).sum().double()
         return sums
@@ -142,7 +151,7 @@ class MinibatchLoss:
         self, log_probs: torch.Tensor, old: torch.Tensor, scored: Scored
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         """Log-probs and advantages that carry the importance weights, and the weights' sums."""
-        given = self.microbatches[scored.index]
+        given = self.given(scored.index)
         largest = self.objective.importance_weight_max
         if largest is None:
             return log_probs, given.advantages, {}
@@ -165,7 +174,7 @@ class MinibatchLoss:
     def _policy_loss(
         self, scored: Scored, old: torch.Tensor, advantages: torch.Tensor
     ) -> PolicyLoss:
-        given, widths = self.microbatches[scored.index], None
+        given, widths = self.given(scored.index), None
         if self.widths is not None:
             lower, upper = (torch.full_like(given.advantages, one) for one in self.widths)
             widths = (lower, upper)
@@ -217,9 +226,7 @@ def may_lose_gradients(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
         return False
     if objective.kl_coef > 0:
         return True
-    method = objective.resolve()
-    stops = find_family(method).clip_stops_gradient or method.off_policy_mask is not None
-    return may_differ(objective, has_moved=has_moved) and stops
+    return may_differ(objective, has_moved=has_moved) and objective.resolve().stops_gradients
 
 
 def may_differ(objective: ObjectiveConfig, *, has_moved: bool) -> bool:

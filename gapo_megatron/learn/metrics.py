@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +37,37 @@ def add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
             totals[key] = totals[key] + value
 
 
-def add_over_ranks(sums: Sums, *, group_size: int, device: torch.device) -> Sums:
+def of_family(metrics: Mapping[str, torch.Tensor]) -> Sums:
+    """Sums of a family's own metrics, and the number of their elements."""
+    return {
+        f"method/{name}/{key}": total
+        for name, value in metrics.items()
+        for key, total in {
+            "sum": value.double().sum(),
+            "count": torch.full((), value.numel(), dtype=torch.float64, device=value.device),
+        }.items()
+    }
+
+
+def add_over_ranks(
+    sums: Sums, *, group_size: int, device: torch.device, has_own: bool = False
+) -> Sums:
     """Sum over ranks in rank order, for the same bits on every rank; missing names become 0.
 
-    Collectives: one all-gather over all ranks, of one float64 vector.
+    Args:
+        sums: this rank's.
+        group_size: configured rollouts per prompt.
+        device: where the gathered vectors are.
+        has_own: whether ranks may have metrics of a user's family, whose names only they know.
+
+    Collectives: one all-gather over all ranks, of one float64 vector; with `has_own` before it one
+    of the names.
     """
     shapes = dict.fromkeys(_SCALARS, ()) | diagnostics.sum_shapes(group_size)
+    if has_own:
+        own: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(own, sorted(sums.keys() - shapes.keys()))
+        shapes |= dict.fromkeys(sorted(set().union(*own)), ())
     assert sums.keys() <= shapes.keys(), f"unknown metrics: {sums.keys() - shapes.keys()}"
     sizes = [math.prod(shape) for shape in shapes.values()]
     parts = [sums.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()]
@@ -83,6 +109,7 @@ def summarize(
         `mismatch/importance_weight*`, if such weights are used, and `mismatch/outside_clip`, if
         older weights may have sampled (`MinibatchLoss.measures_staleness`). Means over the
         mini-batches that computed their own bounds (`Method.bounds`): `clip/bound_{low,high}`.
+        Means over their elements: `method/*`, the metrics of a user's family.
         `skip/*`: work that was skipped because it could not change the weights, as shares of all
         prompt and response tokens (`forward`, `old_pass`, `backward`) or of the valid response
         tokens (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
@@ -108,6 +135,10 @@ def summarize(
     if count := float(totals["bound_count"]):
         metrics["clip/bound_low"] = float(totals["bound_low"]) / count
         metrics["clip/bound_high"] = float(totals["bound_high"]) / count
+    for key in totals:
+        if key.startswith("method/") and key.endswith("/sum"):
+            name = key.removesuffix("/sum")
+            metrics[name] = float(totals[key]) / max(float(totals[f"{name}/count"]), 1.0)
     return metrics | diagnostics.summarize(totals)
 
 

@@ -24,7 +24,6 @@ from gapo_megatron.learn.loss import may_differ
 from gapo_megatron.learn.routes import StepRoutes
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
-from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.exact import exact_arithmetic
 from gapo_megatron.rollouts import Batch
@@ -273,10 +272,8 @@ def _changed_decisions(decided: Iterable[float], changed: Iterable[float]) -> di
 def _may_clip(batch: Batch, objective: ObjectiveConfig) -> bool:
     """Whether the method clips ratios that may differ from 1."""
     assert batch.plan is not None
-    method = objective.resolve()
     has_moved = len(batch.plan.minibatches) > 1 or batch.has_scored
-    stops = find_family(method).clip_stops_gradient or method.off_policy_mask is not None
-    return stops and may_differ(objective, has_moved=has_moved)
+    return may_differ(objective, has_moved=has_moved) and objective.resolve().stops_gradients
 
 
 def _log(metrics: dict[str, float], precision: str, method: Method, *, may_clip: bool) -> None:

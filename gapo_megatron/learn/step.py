@@ -23,6 +23,7 @@ from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Batch
 from gapo_megatron.types import Microbatch
+from gapo_megatron.user_code import is_code
 
 
 @dataclass
@@ -194,7 +195,12 @@ def _summarize(
     assert batch.plan is not None
     sums = progress.sums if policy.groups.is_first_copy else {}
     summary = metrics.summarize(
-        metrics.add_over_ranks(sums, group_size=batch.rollouts_per_prompt, device=policy.device),
+        metrics.add_over_ranks(
+            sums,
+            group_size=batch.rollouts_per_prompt,
+            device=policy.device,
+            has_own=is_code(objective.resolve().family),
+        ),
         batch.plan,
         objective,
         lengths=batch.num_fed_tokens.numpy(),

@@ -13,7 +13,6 @@ from gapo_megatron.objective.importance import (
 )
 from gapo_megatron.objective.losses import (
     PolicyLoss,
-    clipped_share,
     decide,
     kl_penalty,
     policy_loss,
@@ -23,7 +22,6 @@ __all__ = [
     "METHODS",
     "Method",
     "PolicyLoss",
-    "clipped_share",
     "decide",
     "group_advantages",
     "group_counts",

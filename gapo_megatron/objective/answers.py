@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gapo_megatron.types import Outcome
+
 _NUMBER = re.compile(r"\d+")
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
@@ -50,7 +52,7 @@ class AnswerForms:
             `reward/new_form_share` and `reward/several_references_share`; empty without a correct
             answer that the verifier tells.
         """
-        rows = table[(table["outcome"] == 1) & (table["answer"] != 0)]
+        rows = table[(table["outcome"] == Outcome.CORRECT.code) & (table["answer"] != 0)]
         if not len(rows):
             return {}
         forms = rows["answer_form"].tolist()

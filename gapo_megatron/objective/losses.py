@@ -30,7 +30,7 @@ from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.clipping import upper_clip
-from gapo_megatron.objective.families import LossInputs, Terms, find_family
+from gapo_megatron.objective.families import Family, LossInputs, LossResult, find_family
 from gapo_megatron.objective.off_policy_mask import is_off_policy
 from gapo_megatron.objective.ratio import bound
 
@@ -53,6 +53,8 @@ class PolicyLoss:
     weight above the bound; a lower bound removes nothing). Detached."""
     per_token: bool
     """Whether the tensors shaped like `ratio` are [T]."""
+    metrics: dict[str, torch.Tensor]
+    """What a user's family returns beside the clip, of any shape; detached."""
 
 
 def policy_loss(
@@ -110,7 +112,22 @@ def policy_loss(
     denominators = _denominators(
         tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
     )
-    return _divide(_terms(tokens), tokens, denominators)
+    sums, metrics = _evaluate(tokens)
+    kept = metrics.pop("gradient_mass_kept")
+    mass = metrics.pop("gradient_mass")
+    if tokens.per_token:
+        share = 1 / denominators[tokens.sequence_ids]
+    else:
+        share = tokens.counts / denominators
+    return PolicyLoss(
+        loss=(sums / denominators).sum(),
+        ratio=metrics.pop("ratio"),
+        clipped=metrics.pop("clipped"),
+        gradient_mass=mass * share,
+        gradient_mass_lost=(mass - kept).clamp(min=0) * share,
+        per_token=tokens.per_token,
+        metrics=metrics,
+    )
 
 
 def decide(
@@ -141,41 +158,8 @@ def decide(
     tokens = _tokens(
         log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
     )
-    return tokens.ratio().log(), _terms(tokens).clipped
-
-
-def clipped_share(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    *,
-    sequence_ids: torch.Tensor | Sequences,
-    advantages: torch.Tensor,
-    num_correct: torch.Tensor,
-    group_size: int | torch.Tensor,
-    method: Method,
-) -> torch.Tensor:
-    """What the clip of `method` cuts between two policies, without a loss.
-
-    Args:
-        log_probs: [T] of the policy that learns; T = response tokens of B sequences.
-        old_log_probs: [T] of the policy that the clip is around.
-        sequence_ids: as in `policy_loss`, like all that follow.
-        advantages: [B].
-        num_correct: [B] int64.
-        group_size: k, an int or [B] int64.
-        method: ratio, clip widths.
-
-    Returns:
-        [B] float64, detached: the share of each sequence's ratios (one, or one for each token) that
-        are clipped; 0 where A = 0. No collectives, nothing waits for the device.
-    """
-    tokens = _tokens(
-        log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
-    )
-    clipped = _terms(tokens).clipped.double()
-    if not tokens.per_token:
-        return clipped
-    return tokens.sequences.mean(clipped)
+    _, metrics = _evaluate(tokens)
+    return metrics["ratio"].log(), metrics["clipped"]
 
 
 def _tokens(
@@ -204,36 +188,48 @@ def _tokens(
     )
 
 
-def _terms(tokens: LossInputs) -> Terms:
-    """The family's terms, without the sequences that the off-policy mask drops."""
-    terms = find_family(tokens.method).terms(tokens)
-    if tokens.method.off_policy_mask is None:
-        return terms
-    is_kept = ~is_off_policy(tokens)
-    kept = tokens.per_ratio(is_kept)
-    return dataclasses.replace(
-        terms,
-        sums=torch.where(is_kept, terms.sums, 0),
-        clipped=terms.clipped | ~kept,
-        gradient_mass_kept=torch.where(kept, terms.gradient_mass_kept, 0),
-    )
+def _evaluate(tokens: LossInputs) -> LossResult:
+    """The family's loss and its metrics, with the ratio and what it has left to be derived.
+
+    Sequences that the off-policy mask drops have no loss, and count as clipped.
+    """
+    family, method = find_family(tokens.method), tokens.method
+    sums, given = family(tokens)
+    if sums.shape != tokens.advantages.shape:
+        raise ConfigError(
+            f"family of objective.method ({method.family!r}): the loss has shape "
+            f"{tuple(sums.shape)}; it must be [B], {tuple(tokens.advantages.shape)}"
+        )
+    metrics = {name: value.detach() for name, value in given.items()}
+    with torch.no_grad():
+        metrics["ratio"] = ratio = tokens.ratio()
+        metrics.setdefault("gradient_mass", tokens.per_ratio(tokens.advantages).abs() * ratio)
+    if "clipped" not in metrics:
+        metrics = _clip_of_gradient(family, tokens) | metrics
+    clipped = metrics["clipped"]
+    metrics.setdefault("gradient_mass_kept", torch.where(clipped, 0, metrics["gradient_mass"]))
+    if method.off_policy_mask is not None:
+        is_kept = ~is_off_policy(tokens)
+        kept = tokens.per_ratio(is_kept)
+        sums = torch.where(is_kept, sums, 0)
+        metrics["clipped"] = clipped | ~kept
+        metrics["gradient_mass_kept"] = torch.where(kept, metrics["gradient_mass_kept"], 0)
+    return sums, metrics
 
 
-def _divide(terms: Terms, tokens: LossInputs, denominators: torch.Tensor) -> PolicyLoss:
-    """Divide the terms of a family by the denominators [B]."""
-    if tokens.per_token:
-        share = 1 / denominators[tokens.sequence_ids]
-    else:
-        share = tokens.counts / denominators
-    lost = (terms.gradient_mass - terms.gradient_mass_kept).clamp(min=0)
-    return PolicyLoss(
-        loss=(terms.sums / denominators).sum(),
-        ratio=terms.ratio.detach(),
-        clipped=terms.clipped,
-        gradient_mass=terms.gradient_mass * share,
-        gradient_mass_lost=lost * share,
-        per_token=tokens.per_token,
-    )
+def _clip_of_gradient(family: Family, tokens: LossInputs) -> dict[str, torch.Tensor]:
+    """Which ratios are clipped, and the gradient mass kept, by the gradient of a family's loss."""
+    leaf = tokens.log_probs.detach().requires_grad_()
+    with torch.enable_grad():
+        sums, _ = family(dataclasses.replace(tokens, log_probs=leaf))
+        (gradient,) = torch.autograd.grad(sums.sum(), leaf)
+    kept = gradient.abs().double()
+    if not tokens.per_token:
+        kept = tokens.sequences.mean(kept)
+    return {
+        "clipped": (kept == 0) & (tokens.per_ratio(tokens.advantages) != 0),
+        "gradient_mass_kept": kept,
+    }
 
 
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,17 @@ def method_table(config: Config) -> Table:
         table.add_row("loss family", meaning)
     table.add_row("eps_low", str(method.eps_low))
     if method.adaptive:
-        shown = "  ".join(f"{method.eps_high(c, group_size=k):.4g}" for c in range(1, k))
+        import torch
+
+        from gapo_megatron.objective import upper_clip
+
+        widths = upper_clip(
+            torch.arange(1, k),
+            group_size=k,
+            eps_low=method.floor,
+            eps_high_max=method.eps_high_max,
+        )
+        shown = "  ".join(f"{width:.4g}" for width in widths.tolist())
         table.add_row(f"eps_high, c=1..{k - 1}", shown)
     else:
         table.add_row("eps_high, every c", str(method.eps_high_max))

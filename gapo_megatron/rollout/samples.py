@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gapo_megatron.rollout.selection import informative
-from gapo_megatron.rollout.table import OUTCOMES
 from gapo_megatron.rollout.timing import Timing
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, Sample, Span, Timeline, Verdict
@@ -108,12 +107,12 @@ class Samples:
 
     def _describe(self, rollouts: Rollouts, row: int, step: int, prompt: Prompt) -> Sample:
         facts = rollouts.table[row]
-        sample, outcome = int(facts["sample"]), OUTCOMES[facts["outcome"]]
+        sample, outcome = int(facts["sample"]), [*Outcome][facts["outcome"]]
         verdict = self._verdicts[prompt.id, sample]
         # With `reward.truncated` = "unknown" the outcome is not the verifier's.
         left_out = verdict.outcome is not outcome and facts["is_truncated"]
         group = rollouts.rows_of([row // rollouts.rollouts_per_prompt])
-        outcomes = [OUTCOMES[code] for code in rollouts.table["outcome"][group]]
+        outcomes = [[*Outcome][code] for code in rollouts.table["outcome"][group]]
         return Sample(
             step=step,
             problem=prompt.id,
@@ -152,7 +151,7 @@ def choose_rows(rollouts: Rollouts, number: int, *, step: int) -> list[int]:
     """
     size = max(rollouts.rollouts_per_prompt, 1)
     outcomes = rollouts.table["outcome"]
-    is_correct = outcomes.reshape(-1, size) == OUTCOMES.index(Outcome.CORRECT)
+    is_correct = outcomes.reshape(-1, size) == Outcome.CORRECT.code
     num_correct = np.repeat(is_correct.sum(axis=1), size)
 
     # At each c the outcomes take turns, beginning with another one at the next c and step.

@@ -12,9 +12,6 @@ from gapo_megatron.objective.answers import hashes_of
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
-OUTCOMES = (Outcome.WRONG, Outcome.CORRECT, Outcome.UNKNOWN)
-"""Codes of the column `outcome`."""
-
 
 def to_rollouts(
     groups: Sequence[Sequence[Episode]],
@@ -80,7 +77,7 @@ def to_rollouts(
         newest_version=policy_version,
         is_truncated=[one.truncated for one in episodes],
         is_finished=[one.finished for one in episodes],
-        outcome=[OUTCOMES.index(outcome) for outcome in outcomes],
+        outcome=[outcome.code for outcome in outcomes],
         grade=[
             verdict.grade if graded and verdict.grade is not None else np.inf
             for judged in verdicts or [()] * len(groups)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.objective.families import FAMILIES, Family, LossInputs, Terms
+from gapo_megatron.objective.families import FAMILIES, LossInputs, LossResult
 
 # Columns of the paper's main table: name, eps_low, eps_high (the largest, for the adaptive ones).
 WIDTHS = [
@@ -56,13 +56,10 @@ def test_the_paper_trains_with_raw_advantages_and_token_level_aggregation():
 def test_a_new_family_is_a_function_and_a_line_of_the_table(monkeypatch):
     """What all families have in common is done for it: log-ratios, denominators, flags."""
 
-    def terms(tokens: LossInputs) -> Terms:
-        ratio = tokens.ratio()
-        nothing = torch.zeros_like(ratio)
-        sums = -tokens.counts * tokens.advantages * ratio
-        return Terms(sums, ratio, nothing.bool(), nothing.detach(), nothing.detach())
+    def unclipped(tokens: LossInputs) -> LossResult:
+        return -tokens.counts * tokens.advantages * tokens.ratio(), {}
 
-    monkeypatch.setitem(FAMILIES, "unclipped", Family(terms, clip_stops_gradient=False))
+    monkeypatch.setitem(FAMILIES, "unclipped", unclipped)
     method = dataclasses.replace(METHODS["gspo"], name="toy", family="unclipped")
     log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     result = policy_loss(

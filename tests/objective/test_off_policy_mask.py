@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.objective.losses import clipped_share
+from gapo_megatron.objective import METHODS, decide, policy_loss
 
 DELTA = 1e-3
 FAMILIES = ("opsm", "gapo", "cispo", "sapo", "gmpo")
@@ -85,12 +84,12 @@ def test_a_sampler_apart_is_seen_around_its_own_log_probs_alone(old, masked):
     new = torch.full((3,), -1.0, dtype=torch.float64)
     old_log_probs = new if old == "trainer" else new + 0.5
     method = dataclasses.replace(METHODS["opsm"], eps_low=0.9, eps_high_max=0.9)  # never clips here
-    share = clipped_share(new, old_log_probs, sequence_ids=IDS, method=method, **COMMON)
-    assert share.tolist() == masked
+    _, clipped = decide(new, old_log_probs, sequence_ids=IDS, method=method, **COMMON)
+    assert clipped.tolist() == [masked[i] for i in IDS]
 
 
 def test_what_is_dropped_counts_as_outside_the_clip():
     new = torch.tensor([-2e-3, -2e-3, -2e-3], dtype=torch.float64)
     old = torch.zeros(3, dtype=torch.float64)
-    share = clipped_share(new, old, sequence_ids=IDS, method=with_mask("cispo"), **COMMON)
-    assert share.tolist() == [1, 0]
+    _, clipped = decide(new, old, sequence_ids=IDS, method=with_mask("cispo"), **COMMON)
+    assert clipped.tolist() == [True, True, False]

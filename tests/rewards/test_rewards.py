@@ -74,7 +74,8 @@ def test_score_judges_every_response_by_its_text(tokenizer):
     ]
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=2) as pool:
         verdicts = rewards.score(_judging(pool, groups, tokenizer), groups)
-    assert [[verdict.reward for verdict in group] for group in verdicts] == [[1, 0], [1, 0]]
+    found = [[verdict.outcome for verdict in group] for group in verdicts]
+    assert found == [[Outcome.CORRECT, Outcome.WRONG]] * 2
 
 
 def test_what_other_ranks_judge_and_what_is_unfinished_counts_nowhere(tokenizer, caplog):

@@ -10,36 +10,36 @@ import functools
 from gapo_megatron import user_code
 from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.objective.families.aspo import ASPO
-from gapo_megatron.objective.families.base import Family, LossInputs, Terms
-from gapo_megatron.objective.families.cispo import CISPO
-from gapo_megatron.objective.families.clipped import CLIPPED
-from gapo_megatron.objective.families.dcpo import DCPO
-from gapo_megatron.objective.families.dppo import DPPO
-from gapo_megatron.objective.families.fspo import FSPO
-from gapo_megatron.objective.families.gmpo import GMPO
-from gapo_megatron.objective.families.sapo import SAPO
-from gapo_megatron.objective.families.topr import TOPR
+from gapo_megatron.objective.families.aspo import aspo_loss
+from gapo_megatron.objective.families.base import Family, LossInputs, LossResult
+from gapo_megatron.objective.families.cispo import cispo_loss
+from gapo_megatron.objective.families.clipped import clipped_loss
+from gapo_megatron.objective.families.dcpo import dcpo_loss
+from gapo_megatron.objective.families.dppo import dppo_loss
+from gapo_megatron.objective.families.fspo import fspo_loss
+from gapo_megatron.objective.families.gmpo import gmpo_loss
+from gapo_megatron.objective.families.sapo import sapo_loss
+from gapo_megatron.objective.families.topr import topr_loss
 
 FAMILIES: dict[str, Family] = {
-    "clipped": CLIPPED,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "gmpo": GMPO,
-    "dppo": DPPO,
-    "fspo": FSPO,
-    "topr": TOPR,
-    "dcpo": DCPO,
-    "aspo": ASPO,
+    "clipped": clipped_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "gmpo": gmpo_loss,
+    "dppo": dppo_loss,
+    "fspo": fspo_loss,
+    "topr": topr_loss,
+    "dcpo": dcpo_loss,
+    "aspo": aspo_loss,
 }
 """Loss families of this package by `Method.family`."""
 
 
 def find_family(method: Method) -> Family:
-    """Return the method's loss family; code of the user's own is loaded once per process.
+    """The loss of the method's family; user code is loaded once per process.
 
     Raises:
-        ConfigError: it cannot be loaded, or is no `Family`.
+        ConfigError: it cannot be loaded or called.
     """
     return _load(method.family) if user_code.is_code(method.family) else FAMILIES[method.family]
 
@@ -47,13 +47,13 @@ def find_family(method: Method) -> Family:
 @functools.cache
 def _load(name: str) -> Family:
     setting = "family of objective.method"
-    family = user_code.load(name, setting=setting)
-    if not isinstance(family, Family):
+    family: Family = user_code.load(name, setting=setting)
+    if not callable(family):
         raise ConfigError(
-            f"{setting} ({name!r}) must be a gapo_megatron.objective.families.Family, not "
+            f"{setting} ({name!r}) must be a function from LossInputs to (loss, metrics), not "
             f"{type(family).__name__}"
         )
     return family
 
 
-__all__ = ["FAMILIES", "Family", "LossInputs", "Terms", "find_family"]
+__all__ = ["FAMILIES", "Family", "LossInputs", "LossResult", "find_family"]

@@ -24,14 +24,11 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import (
-    Family,
-    LossInputs,
-    Terms,
-)
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def aspo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     assert tokens.per_token, "ASPO weighs single tokens"
     ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
     high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)
@@ -44,13 +41,8 @@ def _terms(tokens: LossInputs) -> Terms:
     # The quotient is 1 and has the gradient 1: it carries that of the weight, capped or not.
     carrier = torch.where(clipped, 1, ratio / value)
     mass = advantages.abs() * torch.where(is_right, 1 / value, value)
-    return Terms(
-        sums=tokens.sum_losses(-advantages * weight * carrier),
-        ratio=ratio,
-        clipped=clipped,
-        gradient_mass=mass,
-        gradient_mass_kept=torch.where(clipped, 0, advantages.abs() * weight),
-    )
-
-
-ASPO = Family(_terms, clip_stops_gradient=True)
+    return tokens.sum_losses(-advantages * weight * carrier), {
+        "clipped": clipped,
+        "gradient_mass": mass,
+        "gradient_mass_kept": torch.where(clipped, 0, advantages.abs() * weight),
+    }

@@ -1,4 +1,4 @@
-"""Inputs and results of a loss family."""
+"""Inputs and results of a family's loss."""
 
 from __future__ import annotations
 
@@ -87,30 +87,18 @@ class LossInputs:
         return losses if self.method.ratio == "product" else self.counts * losses
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Terms:
-    """A family's loss without denominators, and the effect of its clip."""
+LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Loss of each sequence, [B] float64 with autograd: summed over its tokens, without denominators.
 
-    sums: torch.Tensor
-    """[B] float64 with autograd: the loss summed over the tokens of each sequence."""
-    ratio: torch.Tensor
-    """[B] or [T] float64, with or without autograd."""
-    clipped: torch.Tensor
-    """Bool, shaped like `ratio`: the clip is active; False where A = 0. With `clip_stops_gradient`
-    exactly these and those with A = 0 have a gradient of 0. A family with a smooth bound defines
-    which ratios count as clipped; the clip fraction is their share."""
-    gradient_mass: torch.Tensor
-    """Float64, shaped like `ratio`: |d sums / d log_probs| of one token without a clip."""
-    gradient_mass_kept: torch.Tensor
-    """The same with the clip."""
+Then metrics. Three describe the clip, shaped like `ratio` and detached; each is derived if missing:
 
+    clipped             bool: the clip is active; False where A = 0. Missing: A != 0 and no gradient
+    gradient_mass       |d loss / d log_probs| of one token without a clip. Missing: |A| * ratio
+    gradient_mass_kept  the same with the clip. Missing: 0 where clipped, else `gradient_mass`; the
+                        loss's own gradient if `clipped` is missing, too
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A way to turn ratios and advantages into a loss."""
+Tensors under any other name are logged as `method/NAME`, the mean of their elements over the step.
+"""
 
-    terms: Callable[[LossInputs], Terms]
-    """Local to the micro-batch: no collectives, no synchronisation with the device."""
-    clip_stops_gradient: bool
-    """Whether the gradient of a clipped ratio is exactly 0, so that its backward pass can be
-    skipped. False if the gradient only becomes small."""
+Family = Callable[[LossInputs], LossResult]
+"""Local to the micro-batch: no collectives, no synchronisation with the device."""

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import (
-    Family,
-    LossInputs,
-    Terms,
-)
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def cispo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     ratio = tokens.ratio().detach()
     advantages, upper = tokens.per_ratio(tokens.advantages), tokens.per_ratio(tokens.upper)
     lower = tokens.per_ratio(tokens.lower)
     bounded = torch.maximum(torch.minimum(ratio, 1 + upper), 1 - lower)
     weight = advantages * bounded
     token_weight = weight if tokens.per_token else weight[tokens.sequence_ids]
-    return Terms(
-        sums=tokens.sum_tokens(-token_weight * tokens.log_probs.double()),
-        ratio=ratio,
-        clipped=(advantages != 0) & (bounded != ratio),
-        gradient_mass=advantages.abs() * ratio,
-        gradient_mass_kept=weight.abs(),
-    )
-
-
-CISPO = Family(_terms, clip_stops_gradient=False)
+    return tokens.sum_tokens(-token_weight * tokens.log_probs.double()), {
+        "clipped": (advantages != 0) & (bounded != ratio),
+        "gradient_mass_kept": weight.abs(),
+    }

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import (
-    Family,
-    LossInputs,
-    Terms,
-)
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def clipped_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     ratio = tokens.ratio()
     advantages = tokens.per_ratio(tokens.advantages)
     high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)
@@ -30,15 +27,4 @@ def _terms(tokens: LossInputs) -> Terms:
     bounded = torch.where(too_low, low, bounded)
     losses = -advantages * bounded
     clipped = (too_high | too_low).detach()
-
-    mass = advantages.abs() * ratio.detach()
-    return Terms(
-        sums=tokens.sum_losses(losses),
-        ratio=ratio,
-        clipped=clipped,
-        gradient_mass=mass,
-        gradient_mass_kept=torch.where(clipped, 0, mass),
-    )
-
-
-CLIPPED = Family(_terms, clip_stops_gradient=True)
+    return tokens.sum_losses(losses), {"clipped": clipped}

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, LossInputs, Terms
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def dcpo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
     low, high = _bounds(tokens)
     is_wrong = advantages < 0
@@ -37,15 +38,7 @@ def _terms(tokens: LossInputs) -> Terms:
     bounded = torch.where(too_high, ceiling, ratio)
     bounded = torch.where(too_low, low, bounded)
     clipped = (too_high | too_low).detach()
-
-    mass = advantages.abs() * ratio.detach()
-    return Terms(
-        sums=tokens.sum_losses(-advantages * bounded),
-        ratio=ratio,
-        clipped=clipped,
-        gradient_mass=mass,
-        gradient_mass_kept=torch.where(clipped, 0, mass),
-    )
+    return tokens.sum_losses(-advantages * bounded), {"clipped": clipped}
 
 
 def _bounds(tokens: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +49,3 @@ def _bounds(tokens: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     low = 0.5 + 0.5 * (1 - 4 * lower / old).clamp(min=0).sqrt()
     high = 0.5 + 0.5 * (1 + 4 * upper / old).sqrt()
     return low, high.clamp(max=tokens.method.ratio_max)
-
-
-DCPO = Family(_terms, clip_stops_gradient=True)

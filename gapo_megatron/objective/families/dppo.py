@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, LossInputs, Terms
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def dppo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     ratio = tokens.ratio().detach()
     advantages = tokens.per_ratio(tokens.advantages)
     growth = _growth(tokens)
@@ -33,19 +34,13 @@ def _terms(tokens: LossInputs) -> Terms:
     masked |= (advantages < 0) & (-growth > tokens.per_ratio(tokens.lower))
     weight = advantages * ratio.clamp(max=tokens.method.ratio_max)
     weight = torch.where(masked, 0, weight)
-    return Terms(
-        sums=tokens.sum_tokens(-weight * tokens.log_probs.double()),
-        ratio=ratio,
-        clipped=masked,
-        gradient_mass=advantages.abs() * ratio,
-        gradient_mass_kept=weight.abs(),
-    )
+    return tokens.sum_tokens(-weight * tokens.log_probs.double()), {
+        "clipped": masked,
+        "gradient_mass_kept": weight.abs(),
+    }
 
 
 def _growth(tokens: LossInputs) -> torch.Tensor:
     """[T] float64, detached: p - q, exactly 0 at equal log-probs."""
     assert tokens.per_token, "DPPO compares the probabilities of single tokens"
     return tokens.log_probs.detach().double().exp() - tokens.old_log_probs.double().exp()
-
-
-DPPO = Family(_terms, clip_stops_gradient=True)

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, LossInputs, Terms
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 from gapo_megatron.objective.ratio import bounded_exp
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def fspo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     assert not tokens.per_token, "FSPO clips whole responses"
     ratio, advantages = tokens.ratio(), tokens.advantages
     total = tokens.sequence_log_ratio(mean=False).detach()
@@ -37,14 +38,5 @@ def _terms(tokens: LossInputs) -> Terms:
     if tokens.method.ratio == "sequence":
         edge = edge / tokens.counts.clamp(min=1)
     clipped = too_high | too_low
-    mass = advantages.abs() * ratio.detach()
-    return Terms(
-        sums=tokens.sum_losses(-advantages * torch.where(clipped, bounded_exp(edge), ratio)),
-        ratio=ratio,
-        clipped=clipped,
-        gradient_mass=mass,
-        gradient_mass_kept=torch.where(clipped, 0, mass),
-    )
-
-
-FSPO = Family(_terms, clip_stops_gradient=True)
+    losses = -advantages * torch.where(clipped, bounded_exp(edge), ratio)
+    return tokens.sum_losses(losses), {"clipped": clipped}

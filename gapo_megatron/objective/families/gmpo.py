@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, LossInputs, Terms
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 from gapo_megatron.objective.ratio import bounded_exp
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def gmpo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     assert tokens.per_token, f"gmpo clips token ratios, not ratio {tokens.method.ratio!r}"
     log_ratio = tokens.log_ratio
     advantages = tokens.per_ratio(tokens.advantages)
@@ -44,18 +45,13 @@ def _terms(tokens: LossInputs) -> Terms:
 
     size = tokens.advantages.abs()
     kept = (size * mean_ratio.detach())[tokens.sequence_ids]
-    return Terms(
-        sums=-tokens.counts * tokens.advantages * mean_ratio,
-        ratio=tokens.ratio(),
-        clipped=clipped,
-        gradient_mass=(size * _geometric_mean(log_ratio.detach(), tokens))[tokens.sequence_ids],
-        gradient_mass_kept=torch.where(clipped, 0, kept),
-    )
+    return -tokens.counts * tokens.advantages * mean_ratio, {
+        "clipped": clipped,
+        "gradient_mass": (size * _geometric_mean(log_ratio.detach(), tokens))[tokens.sequence_ids],
+        "gradient_mass_kept": torch.where(clipped, 0, kept),
+    }
 
 
 def _geometric_mean(log_ratio: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
     """[B] float64 with autograd: exp(mean_t log_ratio)."""
     return bounded_exp(tokens.sequences.mean(log_ratio))
-
-
-GMPO = Family(_terms, clip_stops_gradient=True)

@@ -25,23 +25,17 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, LossInputs, Terms
+from gapo_megatron.objective.families.base import LossInputs, LossResult
 
 
-def _terms(tokens: LossInputs) -> Terms:
+def sapo_loss(tokens: LossInputs) -> LossResult:
+    """See the module for the equation."""
     ratio = tokens.ratio()
     advantages = tokens.per_ratio(tokens.advantages)
     width = tokens.per_ratio(torch.where(tokens.advantages > 0, tokens.upper, tokens.lower))
     level = torch.sigmoid((ratio - 1) / width)
     gate = (4 * level * (1 - level)).detach()
-    mass = advantages.abs() * ratio.detach()
-    return Terms(
-        sums=tokens.sum_losses(-advantages * 4 * width * level),
-        ratio=ratio,
-        clipped=(advantages != 0) & (gate < 0.5),
-        gradient_mass=mass,
-        gradient_mass_kept=mass * gate,
-    )
-
-
-SAPO = Family(_terms, clip_stops_gradient=False)
+    return tokens.sum_losses(-advantages * 4 * width * level), {
+        "clipped": (advantages != 0) & (gate < 0.5),
+        "gradient_mass_kept": advantages.abs() * ratio.detach() * gate,
+    }

@@ -30,7 +30,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.learn.routes import StepRoutes
+from gapo_megatron.learn.checks.routes import StepRoutes
 from gapo_megatron.learn.score import score
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch

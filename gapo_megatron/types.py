@@ -265,7 +265,7 @@ class Microbatch:
     """Number of scored rows before the positions of each sequence parallel rank, and R_local at the
     end; (0, R_local) without sequence parallelism."""
     choose_experts: ChooseExperts | None = None
-    """Chooses the experts of its tokens; None: the routers do (`learn.routes`)."""
+    """Chooses the experts of its tokens; None: the routers do (`learn.checks.routes`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

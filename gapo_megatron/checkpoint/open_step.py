@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from gapo_megatron.checkpoint import files
 from gapo_megatron.exchange import Channel, gather_tokens
-from gapo_megatron.learn.rounding import Scores
-from gapo_megatron.learn.routes import Recorded
+from gapo_megatron.learn.checks.rounding import Scores
+from gapo_megatron.learn.checks.routes import Recorded
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.rollouts import COLUMNS, ROW, Batch, Rollouts
 

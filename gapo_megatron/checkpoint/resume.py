@@ -32,7 +32,7 @@ from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
-from gapo_megatron.learn.routes import counts_shape
+from gapo_megatron.learn.checks.routes import counts_shape
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.objective.diagnostics import CorrelationWindow

@@ -123,7 +123,10 @@ def run_pass(
 
         return hidden, after
 
-    _tell_when_to_reduce(policy, forward_only=forward_only)
+    # Megatron-core's schedule calls these around and after the backward passes.
+    config, reduction = policy.stages[0].config, policy.reduction
+    config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)
     communication = _communication(policy, microbatches, forward_only=forward_only)
     with cpu.device_scope():
         reports: list[Any] = get_forward_backward_func()(
@@ -220,13 +223,6 @@ def _communication(
         ),
         "pg_collection": schedule_groups(),
     }
-
-
-def _tell_when_to_reduce(policy: Policy, *, forward_only: bool) -> None:
-    """Set the hooks that Megatron-core's schedule calls around and after the backward passes."""
-    config, reduction = policy.stages[0].config, policy.reduction
-    config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
-    config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)
 
 
 def _sum_gradients(

@@ -7,7 +7,7 @@ environment have no row: every array here omits them, as `batching.pack` omits t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -15,7 +15,6 @@ from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.metrics import Sums, of_family
 from gapo_megatron.objective import (
-    PolicyLoss,
     decide,
     diagnostics,
     importance_weights,
@@ -53,7 +52,7 @@ class MinibatchLoss:
     """Whether older weights may have sampled tokens whose log-probs the trainer has not kept:
     with `rollout.max_staleness`, or responses that generation ranks began in earlier steps."""
     widths: tuple[float, float] | None = None
-    """Lower and upper clip width of this mini-batch (`learn.bounds`); None: the method's."""
+    """Lower and upper clip width of this mini-batch (`learn.checks.bounds`); None: the method's."""
 
     def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:
         """Scalar float64 loss and additive metrics of a micro-batch.
@@ -66,7 +65,24 @@ class MinibatchLoss:
         old = self.find_old_log_probs(scored.index, log_probs)
         log_probs, advantages, weight_sums = self._weigh(log_probs, old, scored)
         sums |= weight_sums
-        result = self._policy_loss(replace(scored, log_probs=log_probs), old, advantages)
+        widths = None
+        if self.widths is not None:
+            lower, upper = (torch.full_like(given.advantages, one) for one in self.widths)
+            widths = (lower, upper)
+        result = policy_loss(
+            log_probs,
+            old,
+            sequence_ids=scored.sequences,
+            advantages=advantages,
+            num_correct=given.num_correct,
+            group_size=given.group_size,
+            num_tokens_global=self.minibatch.num_tokens_global,
+            num_sequences_global=self.minibatch.num_sequences_global,
+            max_response_tokens=self.max_response_tokens,
+            method=self.objective.resolve(),
+            widths=widths,
+            flags=scored.flags,
+        )
         sums |= diagnostics.per_correct_sums(
             result,
             sequence_ids=scored.sequences,
@@ -89,18 +105,13 @@ class MinibatchLoss:
         assert isinstance(found, LossMicrobatch), "it was packed without the inputs of the loss"
         return found
 
-    @property
-    def _is_around_engine(self) -> bool:
-        """Whether ratios compare with the log-probs that the engine returned while sampling."""
-        return self.objective.old_log_probs == "rollout"
-
     def find_old_log_probs(self, index: int, log_probs: torch.Tensor) -> torch.Tensor:
         """[R] float32: old log-probs for the ratios of micro-batch `index`.
 
         `log_probs` [R] are the current log-probs, which in the first mini-batch are also the old
         log-probs.
         """
-        if self._is_around_engine:
+        if self.objective.old_log_probs == "rollout":
             return self.given(index).rollout_log_probs
         old = self._log_probs_at_begin(index, log_probs)
         assert old is not None  # computed unless ratios compare with the engine's log-probs
@@ -127,8 +138,11 @@ class MinibatchLoss:
     def _engine_sums(self, at_begin: torch.Tensor, scored: Scored) -> Sums:
         """Differences between the engine's log-probs and the trainer's at the start of the step."""
         given = self.given(scored.index)
-        sums = _mismatch(at_begin, given.rollout_log_probs)
-        if self._is_around_engine:
+        sums: Sums = {}
+        if len(at_begin):
+            mismatch = (at_begin - given.rollout_log_probs).abs().double()
+            sums = {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
+        if self.objective.old_log_probs == "rollout":
             sums["mismatch_tokens"] = given.advantages.new_full((), len(at_begin))
         if self.measures_staleness:
             _, clipped = decide(
@@ -171,28 +185,6 @@ class MinibatchLoss:
         )
         return log_probs, given.advantages * weights, _sum_weights(weights, largest)
 
-    def _policy_loss(
-        self, scored: Scored, old: torch.Tensor, advantages: torch.Tensor
-    ) -> PolicyLoss:
-        given, widths = self.given(scored.index), None
-        if self.widths is not None:
-            lower, upper = (torch.full_like(given.advantages, one) for one in self.widths)
-            widths = (lower, upper)
-        return policy_loss(
-            scored.log_probs,
-            old,
-            sequence_ids=scored.sequences,
-            advantages=advantages,
-            num_correct=given.num_correct,
-            group_size=given.group_size,
-            num_tokens_global=self.minibatch.num_tokens_global,
-            num_sequences_global=self.minibatch.num_sequences_global,
-            max_response_tokens=self.max_response_tokens,
-            method=self.objective.resolve(),
-            widths=widths,
-            flags=scored.flags,
-        )
-
     def _add_penalties(self, loss: torch.Tensor, scored: Scored, sums: Sums) -> torch.Tensor:
         """KL and entropy terms: means over the valid response tokens of the mini-batch."""
         denominator = max(self.minibatch.num_tokens_global, 1)
@@ -232,14 +224,6 @@ def may_lose_gradients(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
 def may_differ(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
     """Whether a ratio may differ from 1; arguments as in `may_lose_gradients`."""
     return has_moved or objective.old_log_probs == "rollout"
-
-
-def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
-    """Sums of differences between the rollout engine's log-probs and the trainer's."""
-    if not len(log_probs):
-        return {}
-    mismatch = (log_probs - rollout_log_probs).abs().double()
-    return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
 
 
 def _sum_weights(weights: torch.Tensor, largest: float) -> Sums:

@@ -37,7 +37,7 @@ def score(
         microbatches: this data-parallel rank's rows of `rollouts`; equally many micro-batches on
             every rank, `()` for an empty micro-batch.
         temperature: sampling temperature; None: `rollout.temperature`.
-        mark: sets what chooses the experts of the packed micro-batches (`learn.routes`).
+        mark: sets what chooses the experts of the packed micro-batches (`learn.checks.routes`).
 
     Returns:
         Row of `rollouts` -> [num sampled tokens] float32 on the CPU, in the order of

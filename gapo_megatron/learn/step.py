@@ -14,10 +14,11 @@ import numpy as np
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import ObjectiveConfig, RolloutConfig
-from gapo_megatron.learn import metrics, rounding
-from gapo_megatron.learn.bounds import find_widths
+from gapo_megatron.learn import metrics
+from gapo_megatron.learn.checks import rounding
+from gapo_megatron.learn.checks.bounds import find_widths
+from gapo_megatron.learn.checks.routes import Recorded, StepRoutes
 from gapo_megatron.learn.loss import LogProbs, MinibatchLoss, may_differ, may_lose_gradients
-from gapo_megatron.learn.routes import Recorded, StepRoutes
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy
@@ -81,7 +82,8 @@ def learn(
         stopwatch: times the stages `old_log_probs`, `update` and `rounding`.
         progress: progress of an earlier call that had to stop; resumed with the same bits.
             Updated in place.
-        measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
+        measures_rounding: also compare the ratios with those without rounding
+            (`learn.checks.rounding`).
         must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
@@ -112,7 +114,9 @@ def learn(
             for one in plan.minibatches
         ]
         reference = _score(policy, packed, objective, progress, routes)
-    lengths, group_size = batch.num_fed_tokens.numpy(), batch.rollouts_per_prompt
+    lengths, table = batch.num_fed_tokens.numpy(), batch.table
+    # Older weights sampled tokens whose log-probs the trainer has not kept.
+    is_stale = bool((table["num_carried_tokens"] > table["num_scored_tokens"]).any())
     has_bounds = objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
         if i and must_stop():
@@ -126,9 +130,9 @@ def learn(
                 old_log_probs=old,
                 ref_log_probs=reference[i],
                 objective=objective,
-                rollouts_per_prompt=group_size,
+                rollouts_per_prompt=batch.rollouts_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
-                measures_staleness=rollout.max_staleness > 0 or _is_stale(batch),
+                measures_staleness=rollout.max_staleness > 0 or is_stale,
             )
             has_moved = bool(old) or batch.has_scored
             if has_bounds and may_differ(objective, has_moved=has_moved):
@@ -149,12 +153,6 @@ def learn(
         with stopwatch("rounding"):
             summary |= rounding.measure(policy, batch, progress.scores, objective, rollout, routes)
     return summary
-
-
-def _is_stale(batch: Batch) -> bool:
-    """Whether older weights sampled tokens whose log-probs the trainer has not kept."""
-    table = batch.table
-    return bool((table["num_carried_tokens"] > table["num_scored_tokens"]).any())
 
 
 def _score(

@@ -175,6 +175,15 @@ def _tokens(
     advantages = advantages.detach().double()
     if not isinstance(group_size, torch.Tensor):  # filled on the device: a copy would wait
         group_size = torch.full_like(num_correct, group_size)
+    upper = torch.full_like(advantages, method.eps_high_max)
+    if method.adaptive:  # incorrect rollouts get eps_low
+        width = upper_clip(
+            num_correct,
+            group_size=group_size,
+            eps_low=method.floor,
+            eps_high_max=method.eps_high_max,
+        )
+        upper = torch.where(advantages > 0, width, method.eps_low)
     return LossInputs(
         log_probs,
         old_log_probs.detach(),
@@ -183,7 +192,7 @@ def _tokens(
         num_correct=num_correct,
         group_size=group_size,
         lower=torch.full_like(advantages, method.eps_low),
-        upper=_upper_width(advantages, num_correct, group_size, method),
+        upper=upper,
         method=method,
     )
 
@@ -247,24 +256,6 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Te
     difference = ref_log_probs.detach().double() - log_probs.double()
     difference = bound(difference)
     return torch.expm1(difference) - difference
-
-
-def _upper_width(
-    advantages: torch.Tensor,
-    num_correct: torch.Tensor,
-    group_size: int | torch.Tensor,
-    method: Method,
-) -> torch.Tensor:
-    """[B] float64 upper clip width of each sequence; incorrect rollouts of GAPO get eps_low."""
-    if not method.adaptive:
-        return torch.full_like(advantages, method.eps_high_max)
-    width = upper_clip(
-        num_correct,
-        group_size=group_size,
-        eps_low=method.floor,
-        eps_high_max=method.eps_high_max,
-    )
-    return torch.where(advantages > 0, width, method.eps_low)
 
 
 def _denominators(

@@ -336,16 +336,11 @@ class PolicyModel(HiddenStatesModel):
 
     def packing(self, microbatch: Microbatch) -> PackedSeqParams:
         """The layout of a micro-batch in the form that this model's layers expect."""
-        packed = self._packed(microbatch)
-        set_choice(packed, microbatch.choose_experts)
-        return packed
-
-    def _packed(self, microbatch: Microbatch) -> PackedSeqParams:
         if self.uses_transformer_engine:
             angles = None
             if geometry_of(self.hf_config).latent is not None:
                 angles = self.rotary.angles(microbatch.position_ids)
-            return PackedAngles(
+            packed: PackedSeqParams = PackedAngles(
                 qkv_format="thd",
                 cu_seqlens_q=microbatch.cu_seqlens,
                 cu_seqlens_kv=microbatch.cu_seqlens,
@@ -354,15 +349,18 @@ class PolicyModel(HiddenStatesModel):
                 angles=angles,
                 magnitude=self.rotary.magnitude,
             )
-        return pack_sequences(
-            microbatch.cu_seqlens,
-            max_seqlen=microbatch.max_seqlen,
-            position_ids=microbatch.position_ids,
-            rotary=self.rotary,
-            dtype=self.config.params_dtype,
-            cp_group=self.cp_group,
-            window=geometry_of(self.hf_config).window,
-        )
+        else:
+            packed = pack_sequences(
+                microbatch.cu_seqlens,
+                max_seqlen=microbatch.max_seqlen,
+                position_ids=microbatch.position_ids,
+                rotary=self.rotary,
+                dtype=self.config.params_dtype,
+                cp_group=self.cp_group,
+                window=geometry_of(self.hf_config).window,
+            )
+        set_choice(packed, microbatch.choose_experts)
+        return packed
 
 
 def _layer_spec(

@@ -60,8 +60,8 @@ class Rollouter:
     Attributes:
         open_groups: groups that the next `collect` continues; each rank has some of the tokens.
             `collect` puts its aborted groups here. Before the next `collect` their tokens must
-            become carried ones, and the attribute be set: by `learn.carry`, before the next update,
-            with old log-probs; or, on ranks that only generate, by `Rollouts.carried`.
+            become carried ones, and the attribute be set: by `checks.carry`, before the next
+            update, with old log-probs; or, on ranks that only generate, by `Rollouts.carried`.
         environment: the episodes' environment.
         samples: takes some responses of each step as text; None (the default): none.
         counts_drafts: whether the metrics have the acceptance of draft tokens; False by default.

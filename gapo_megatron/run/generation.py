@@ -44,7 +44,7 @@ class Generation(Protocol):
         """
 
     def carry(self, step: int) -> None:
-        """Keep old log-probs of responses that are still unfinished (`learn.carry`)."""
+        """Keep old log-probs of responses that are still unfinished (`learn.checks.carry`)."""
 
     def bring_tokens(self, batch: Batch) -> Batch:
         """Fetch this rank's share of the tokens of the planned batch that was collected last."""

@@ -18,7 +18,7 @@ from gapo_megatron.checkpoint import State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.exchange import GroupChannel
-from gapo_megatron.learn import rounding
+from gapo_megatron.learn.checks import rounding
 from gapo_megatron.learn.plan import plan_step, rounding_share
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch

@@ -27,9 +27,9 @@ from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.learn.checks.range_check import check_range
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.plan import plan_scoring
-from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize

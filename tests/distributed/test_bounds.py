@@ -11,9 +11,9 @@ import torch
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as step_module
+from gapo_megatron.learn.checks import bounds as bounds_module
 from gapo_megatron.objective import PolicyLoss, make_batch
 from gapo_megatron.policy import destroy
 from gapo_megatron.rollouts import Rollouts

@@ -21,7 +21,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.compat import cpu
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import step as learn_module
-from gapo_megatron.learn.carry import carry
+from gapo_megatron.learn.checks.carry import carry
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import learn

@@ -644,7 +644,7 @@ def test_what_has_been_open_longest_is_taken_first() -> None:
 
 
 def carried_over(one: Episode) -> Episode:
-    """Like `learn.carry`; a token's version is the token itself."""
+    """Like `learn.checks.carry`; a token's version is the token itself."""
     if not len(one.token_ids):
         return one
     return replace(one, carried_log_probs=one.log_probs, carried_versions=one.token_ids)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,59 +26,35 @@ _WARNS_ABOVE = _LARGEST / 4
 """Largest output without a warning: training and other prompts change activations."""
 
 
-class _Place(NamedTuple):
-    """A module of a decoder layer; sorts in the order of execution."""
-
-    layer: int
-    """Layer from 0, over all pipeline stages; the number of layers for the final norm."""
-    order: int
-    """Number of the module within the layer, in the order in which outputs are complete."""
-    module: str
-
-    def __str__(self) -> str:
-        return f"layer {self.layer}, {self.module}"
-
-
-class _Watch:
-    """Keeps the largest outputs of modules, on the device."""
-
-    def __init__(self) -> None:
-        self.largest: dict[tuple[int, str], Tensor] = {}
-
-    def note(self, layer: int, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Forward hook of a module; does not wait for the device."""
-        parts = output if isinstance(output, tuple | list) else (output,)
-        for part in parts:
-            if isinstance(part, Tensor) and part.dtype == torch.float16 and part.numel():
-                new = part.detach().abs().amax()  # NaN if any element is NaN
-                old = self.largest.get((layer, name))
-                self.largest[layer, name] = new if old is None else torch.maximum(old, new)
-
-    def read(self) -> list[tuple[_Place, float]]:
-        """Modules in the order of execution, with their largest outputs. Waits for the device."""
-        if not self.largest:
-            return []
-        values = torch.stack([*self.largest.values()]).tolist()
-        places = [_Place(layer, i, name) for i, (layer, name) in enumerate(self.largest)]
-        return sorted(zip(places, values, strict=True))
+Place = tuple[int, int, str]
+"""Layer from 0 over all pipeline stages (their number for the final norm), number of the module in
+the order in which outputs are complete, and its name: sorts in the order of execution."""
 
 
 @contextlib.contextmanager
-def _watching(policy: Policy) -> Iterator[_Watch]:
-    """Watch the modules of this rank's decoder layers, and the final norm."""
-    watch, hooks = _Watch(), []
-    num_layers = policy.hf_config.num_hidden_layers
+def _watching(policy: Policy) -> Iterator[dict[tuple[int, str], Tensor]]:
+    """Largest outputs of this rank's modules, by layer and name: kept on the device, in order."""
+    largest: dict[tuple[int, str], Tensor] = {}
+
+    def note(layer: int, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        for part in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(part, Tensor) and part.dtype == torch.float16 and part.numel():
+                new = part.detach().abs().amax()  # NaN if any element is NaN
+                old = largest.get((layer, name))
+                largest[layer, name] = new if old is None else torch.maximum(old, new)
+
+    hooks, num_layers = [], policy.hf_config.num_hidden_layers
     layers = layers_of_stages(policy.parallel, num_layers)[policy.groups.pp_rank]
     for stage, numbers in zip(policy.stages, layers, strict=True):
         for number, layer in zip(numbers, stage.decoder.layers, strict=True):
             for name, module in layer.named_modules():
-                note = partial(watch.note, number, name or "sum of its residual connections")
-                hooks.append(module.register_forward_hook(note))
+                named = partial(note, number, name or "sum of its residual connections")
+                hooks.append(module.register_forward_hook(named))
         if stage.post_process:
-            note = partial(watch.note, num_layers, "final norm")
-            hooks.append(stage.decoder.final_layernorm.register_forward_hook(note))
+            named = partial(note, num_layers, "final norm")
+            hooks.append(stage.decoder.final_layernorm.register_forward_hook(named))
     try:
-        yield watch
+        yield largest
     finally:
         for hook in hooks:
             hook.remove()
@@ -102,12 +78,16 @@ def check_range(policy: Policy, probe: Rollouts, *, of: str = "training prompts"
         DivergenceError: every output is finite, but a log-prob is not; on every rank.
     """
     error = ""
-    with _watching(policy) as watch:
+    with _watching(policy) as outputs:
         try:
             score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
         except DivergenceError as found_there:  # raised only on ranks of the last stage
             error = str(found_there)
-    values = watch.read()
+    values: list[tuple[Place, float]] = []
+    if outputs:
+        read = torch.stack([*outputs.values()]).tolist()  # waits for the device
+        places = [(layer, i, name) for i, (layer, name) in enumerate(outputs)]
+        values = sorted(zip(places, read, strict=True))
     found = (
         next((place for place, value in values if not math.isfinite(value)), None),
         max(((value, place) for place, value in values), default=None),
@@ -120,8 +100,8 @@ def check_range(policy: Policy, probe: Rollouts, *, of: str = "training prompts"
     )
     if overflows:
         raise ConfigError(
-            f"model.precision ('fp16'): {min(overflows)}: its output exceeds the range of fp16 "
-            f"({_LARGEST:.0f}) for {of}; set it to 'bf16' or 'fp32'"
+            f"model.precision ('fp16'): {_shown(min(overflows))}: its output exceeds the range of "
+            f"fp16 ({_LARGEST:.0f}) for {of}; set it to 'bf16' or 'fp32'"
         )
     if errors:
         raise DivergenceError(errors[0])
@@ -130,7 +110,11 @@ def check_range(policy: Policy, probe: Rollouts, *, of: str = "training prompts"
         logger.warning(
             "model.precision ('fp16'): outputs of %s reach %.0f, more than a quarter of the range "
             "(%.0f); training or other prompts may exceed it ('bf16' and 'fp32' reach further)",
-            place,
+            _shown(place),
             value,
             _LARGEST,
         )
+
+
+def _shown(place: Place) -> str:
+    return f"layer {place[0]}, {place[2]}"

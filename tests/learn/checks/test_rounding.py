@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import BatchConfig, Config
-from gapo_megatron.learn import rounding
+from gapo_megatron.learn.checks import rounding
+from gapo_megatron.learn.checks.rounding import Scores, measure
 from gapo_megatron.learn.plan import plan_step, rounding_share
-from gapo_megatron.learn.rounding import Scores, measure
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact

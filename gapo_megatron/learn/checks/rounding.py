@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from gapo_megatron.config import MetricsConfig, ObjectiveConfig, RolloutConfig
 from gapo_megatron.config.methods import Method
+from gapo_megatron.learn.checks.routes import StepRoutes
 from gapo_megatron.learn.loss import may_differ
-from gapo_megatron.learn.routes import StepRoutes
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
 from gapo_megatron.policy import Policy
@@ -133,6 +132,7 @@ def measure(
     Raises:
         DivergenceError: a log-prob is not finite.
     """
+    assert batch.plan is not None
     has_routes = routes is not None and routes.has(_ROUTES)
     after = Scores.of(policy, batch, routes)
     method, group_size = objective.resolve(), batch.rollouts_per_prompt
@@ -154,13 +154,19 @@ def measure(
             metrics["experts/ratio_by_routes"] = moved
         routes.forget(_ROUTES)
     if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
-        metrics |= _changed_decisions(decided, changed)
+        name = "numerics/clip_decisions_changed"
+        shares = zip(decided, changed, strict=True)
+        metrics |= {f"{name}/c{c}": part / whole for c, (whole, part) in enumerate(shares) if whole}
+        if total := sum(decided):
+            metrics[name] = sum(changed) / total
     # Otherwise the engine's log-probs are not those of the policy at the start of the step.
     has_older_weights = rollout.max_staleness > 0 or batch.has_carried
     if has_older_weights or rollout.top_p != 1:
         metrics = {name: one for name, one in metrics.items() if "engine" not in name}
     if policy.groups.rank == 0:
-        _log(metrics, policy.precision, method, may_clip=_may_clip(batch, objective))
+        has_moved = len(batch.plan.minibatches) > 1 or batch.has_scored
+        may_clip = may_differ(objective, has_moved=has_moved) and method.stops_gradients
+        _log(metrics, policy.precision, method, may_clip=may_clip)
     return metrics
 
 
@@ -256,26 +262,6 @@ def _summarize(sums: dict[str, float], method: Method) -> dict[str, float]:
     return metrics
 
 
-def _changed_decisions(decided: Iterable[float], changed: Iterable[float]) -> dict[str, float]:
-    """Share of the ratios with A != 0 whose clipping changes, over all and by c."""
-    decided, changed = [*decided], [*changed]
-    shares = {
-        f"numerics/clip_decisions_changed/c{c}": part / whole
-        for c, (whole, part) in enumerate(zip(decided, changed, strict=True))
-        if whole
-    }
-    if total := sum(decided):
-        shares["numerics/clip_decisions_changed"] = sum(changed) / total
-    return shares
-
-
-def _may_clip(batch: Batch, objective: ObjectiveConfig) -> bool:
-    """Whether the method clips ratios that may differ from 1."""
-    assert batch.plan is not None
-    has_moved = len(batch.plan.minibatches) > 1 or batch.has_scored
-    return may_differ(objective, has_moved=has_moved) and objective.resolve().stops_gradients
-
-
 def _log(metrics: dict[str, float], precision: str, method: Method, *, may_clip: bool) -> None:
     correlation = metrics.get("numerics/ratio_correlation")
     changed = metrics.get("numerics/clip_decisions_changed")
@@ -290,13 +276,11 @@ def _log(metrics: dict[str, float], precision: str, method: Method, *, may_clip:
             f"; it changed {changed:.1%} of the clip's decisions (eps_low {method.eps_low:g}, "
             f"eps_high_max {method.eps_high_max:g})"
         )
-    if correlation is None or correlation >= LEAST_CORRELATION or not may_clip:
-        logger.info("%s", text)
-        return
-    logger.warning(
-        "%s. Below a correlation of %g the clip decides largely on rounding: %s, or widen "
-        "objective.eps_low and objective.eps_high_max (docs/numerics.md)",
-        text,
-        LEAST_CORRELATION,
-        _REMEDIES[precision],
-    )
+    is_low = correlation is not None and correlation < LEAST_CORRELATION and may_clip
+    if is_low:
+        text += (
+            f". Below a correlation of {LEAST_CORRELATION:g} the clip decides largely on rounding: "
+            f"{_REMEDIES[precision]}, or widen objective.eps_low and objective.eps_high_max "
+            "(docs/numerics.md)"
+        )
+    logger.log(logging.WARNING if is_low else logging.INFO, "%s", text)

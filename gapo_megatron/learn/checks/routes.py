@@ -198,38 +198,32 @@ class StepRoutes:
     def _follower(
         self, microbatch: Microbatch, known: Known, *, share: str | None, load: bool
     ) -> ChooseExperts:
-        replayed = None if self._replayed == "none" else replayer(known.routes, known.is_known)
+        follow = Known({}) if self._replayed == "none" else known
+        replayed = replayer(follow.routes, follow.is_known)
         if share is None:
-            return replayed or _own_choice
-        is_token = own_tokens(self._policy, microbatch)
+            return replayed
+        groups, is_token = self._policy.groups, ~microbatch.is_padding[0]
+        if self._policy.stages[0].config.sequence_parallel:  # a router has its rank's share
+            is_token = is_token.chunk(groups.tp_size)[groups.tp_rank]
+        is_compared = is_token if known.is_known is None else is_token & known.is_known
+        first = self._num_experts + 2 * _SHARES.index(share)
         counted: set[int] = set()
 
         def choose(layer: int, own: Tensor) -> Tensor:
-            chosen = own if replayed is None else replayed(layer, own)
-            if layer not in counted:  # not again where the layer is recomputed
-                counted.add(layer)
+            chosen = replayed(layer, own)
+            if layer not in counted and self._counts is not None:
+                counted.add(layer)  # not again where the layer is recomputed
+                counts = self._counts[layer]
                 if load:
-                    self._count_load(layer, chosen, is_token)
+                    tokens = is_token.long().repeat_interleave(chosen.shape[1])
+                    counts.scatter_add_(0, chosen.flatten(), tokens)
                 if layer in known.routes:
-                    is_compared = is_token if known.is_known is None else is_token * known.is_known
                     is_same = (own == known.routes[layer]).all(dim=1)
-                    self._count_same(layer, is_compared, is_same, share)
+                    counts[first] += is_compared.sum()
+                    counts[first + 1] += (is_compared & is_same).sum()
             return chosen
 
         return choose
-
-    # --- counts: nothing is read from the device --------------------------------------------------
-
-    def _count_load(self, layer: int, chosen: Tensor, is_token: Tensor) -> None:
-        assert self._counts is not None
-        tokens = is_token.repeat_interleave(chosen.shape[1])
-        self._counts[layer].scatter_add_(0, chosen.flatten(), tokens)
-
-    def _count_same(self, layer: int, is_compared: Tensor, is_same: Tensor, share: str) -> None:
-        assert self._counts is not None
-        first = self._num_experts + 2 * _SHARES.index(share)
-        self._counts[layer, first] += is_compared.sum()
-        self._counts[layer, first + 1] += (is_compared * is_same).sum()
 
 
 def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch) -> Known:
@@ -245,16 +239,23 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
     """
     groups, layers = policy.groups, layers_with_experts(policy.stages)
     num_layers, multiple = policy.hf_config.num_hidden_layers, num_chunks(groups.cp_size)
-    num_experts_per_token = geometry_of(policy.hf_config).experts_per_token
+    geometry = geometry_of(policy.hf_config)
     # All tokens, packed as `batching.pack` packs them.
     num_tokens = microbatch.tokens.shape[1] * groups.cp_size
-    packed = np.zeros((num_tokens, num_layers, num_experts_per_token), np.uint8)
+    packed = np.zeros((num_tokens, num_layers, geometry.experts_per_token), np.uint8)
     is_known, edges = np.zeros(num_tokens, np.bool_), [0]
     fed_lengths = rollouts.num_fed_tokens[list(microbatch.indices)].tolist()
     for i, fed in zip(microbatch.indices, fed_lengths, strict=True):
         start, routes = edges[-1], rollouts.routes_of(i)
         if routes is not None:
-            _check_routes(policy, routes, i)
+            wanted, largest = num_layers * geometry.experts_per_token, routes.max(initial=0)
+            if routes.shape[1] != wanted or largest >= geometry.num_experts:
+                raise RolloutError(
+                    f"sequence {i}: the engine's routes have {routes.shape[1]} experts a token, up "
+                    f"to {largest}; objective.routing_replay ('rollout') needs {wanted} "
+                    f"({num_layers} layers x {geometry.experts_per_token}), below "
+                    f"{geometry.num_experts}"
+                )
             end = start + min(len(routes), fed)
             packed[start:end].reshape(end - start, -1)[:] = routes[: end - start]
             is_known[start:end] = True
@@ -274,17 +275,6 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
     on_device, known = to_device([own, is_known], policy.device)
     on_device.copy_(on_device.sort(dim=2).values)  # in place: both are views of one buffer
     return Known(dict(zip(layers, on_device, strict=True)), known)
-
-
-def _check_routes(policy: Policy, routes: np.ndarray, i: int) -> None:
-    geometry, num_layers = geometry_of(policy.hf_config), policy.hf_config.num_hidden_layers
-    wanted, largest = num_layers * geometry.experts_per_token, routes.max(initial=0)
-    if routes.shape[1] != wanted or largest >= geometry.num_experts:
-        raise RolloutError(
-            f"sequence {i}: the engine's routes have {routes.shape[1]} experts a token, up to "
-            f"{largest}; objective.routing_replay ('rollout') needs {wanted} ({num_layers} layers "
-            f"x {geometry.experts_per_token}), below {geometry.num_experts}"
-        )
 
 
 def following_engine(
@@ -323,14 +313,6 @@ def replayer(routes: Routes, is_known: Tensor | None = None) -> ChooseExperts:
     return replay
 
 
-def own_tokens(policy: Policy, microbatch: Microbatch) -> Tensor:
-    """[tokens of a router on this rank] int64: 1 for a token, 0 for padding."""
-    groups, is_token = policy.groups, ~microbatch.is_padding[0]
-    if policy.stages[0].config.sequence_parallel:  # a router has its rank's share
-        is_token = is_token.chunk(groups.tp_size)[groups.tp_rank]
-    return is_token.long()
-
-
 def summarize(counts: Tensor) -> dict[str, float]:
     """Metrics of the layers with experts.
 
@@ -351,7 +333,3 @@ def summarize(counts: Tensor) -> dict[str, float]:
             metrics[f"experts/{name}_share"] = int(same.sum()) / int(compared.sum())
             metrics[f"experts/{name}_share_min"] = float((same.double() / compared).min())
     return metrics
-
-
-def _own_choice(_: int, own: Tensor) -> Tensor:
-    return own

@@ -20,12 +20,11 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.errors import CheckpointError, RolloutError
 from gapo_megatron.exchange import GroupChannel
-from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import step as learn_module
-from gapo_megatron.learn.carry import carry
-from gapo_megatron.learn.plan import plan_scoring
-from gapo_megatron.learn.rounding import Scores, measure
-from gapo_megatron.learn.routes import (
+from gapo_megatron.learn.checks import bounds as bounds_module
+from gapo_megatron.learn.checks.carry import carry
+from gapo_megatron.learn.checks.rounding import Scores, measure
+from gapo_megatron.learn.checks.routes import (
     Recorded,
     Routes,
     StepRoutes,
@@ -34,6 +33,7 @@ from gapo_megatron.learn.routes import (
     replayer,
     summarize,
 )
+from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import Progress

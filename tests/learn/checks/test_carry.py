@@ -22,7 +22,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.exchange import GroupChannel, deal_tokens
 from gapo_megatron.io.run_folder import mark_finished
-from gapo_megatron.learn import carry as carry_module
+from gapo_megatron.learn.checks import carry as carry_module
 from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
@@ -123,7 +123,7 @@ def policy(folder: Path) -> Iterator[Policy]:
 def carry(
     policy: Policy, groups: list[Group], config: Config, *, policy_version: int
 ) -> list[Group]:
-    """`learn.carry` of groups whose tokens are spread over all ranks; gathered on each."""
+    """`learn.checks.carry` of groups whose tokens are spread over all ranks; gathered on each."""
     world_size, channel = dist.get_world_size(), GroupChannel(dist.group.WORLD)
     rollouts = to_rollouts(groups, policy_version=policy_version)
     held = spread(rollouts, np.arange(len(rollouts)) % world_size)

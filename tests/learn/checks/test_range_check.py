@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn import range_check
-from gapo_megatron.learn.range_check import check_range
+from gapo_megatron.learn.checks import range_check
+from gapo_megatron.learn.checks.range_check import check_range
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.rollouts import Rollouts

@@ -50,7 +50,8 @@ from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import update
 from gapo_megatron.ops.plan.deep_dry_run import allocated_bytes
 from gapo_megatron.policy import Policy, initialize
-from gapo_megatron.rollout.adapter_sync import Merged, Sending, update_adapter
+from gapo_megatron.policy.low_rank import merge
+from gapo_megatron.rollout.adapter_sync import Sending, update_adapter
 from gapo_megatron.rollout.engine import Needs
 from gapo_megatron.rollout.generate import generate
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -226,8 +227,9 @@ def log_probs_of(
     with Sending(policy, "merged").weights() as weights:
         rounded = {name: weight.float() for name, weight in weights}
     found["rounded"] = exact_log_probs(model, rounded, rollouts)
-    exact = Merged(base.items(), policy.iterate_factors(), scale=policy.adapter.scale)
-    found["exact"] = exact_log_probs(model, dict(exact.tensors()), rollouts)
+    for module, a, b in policy.adapter.whole_factors(policy.stages):
+        base[f"{module}.weight"] = merge(base[f"{module}.weight"], a, b, scale=policy.adapter.scale)
+    found["exact"] = exact_log_probs(model, base, rollouts)
     return {way: [one.tolist() for one in arrays] for way, arrays in found.items()}, rounding
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from gapo_megatron.models.lora import FactorRules, rules_of
 from gapo_megatron.policy.export import Exported
+from gapo_megatron.policy.low_rank import merge
 from gapo_megatron.types import Factors
 from tests.transfer_setup import exported_of, rule_of
 
@@ -114,24 +115,15 @@ class FakePolicy:
     num_weights_sent: int = 0
     made_room: list[str] = field(default_factory=list)
 
-    def iterate_factors(self) -> Iterator[Factors]:
-        assert isinstance(self.adapter, FakeAdapter)
-        yield from self.adapter.whole_factors(self.stages)
-
-    def factor_shards(self) -> dict[str, Tensor]:
-        assert isinstance(self.adapter, FakeAdapter)
-        return self.adapter.factor_shards(self.stages)
-
-    def merge_rounding(self) -> float:
-        assert isinstance(self.adapter, FakeAdapter)
-        return self.adapter.merge_rounding(self.stages)
-
     def iterate_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        assert not getattr(self.adapter, "is_on", False), "rounded sums instead of the base"
         self.num_weights_sent += 1
-        tied = self.model.config.tie_word_embeddings
+        tied, merged = self.model.config.tie_word_embeddings, {}
+        if isinstance(self.adapter, FakeAdapter) and self.adapter.is_on:
+            merged = {f"{name}.weight": (a, b) for name, a, b in self.adapter.factors}
         for name, tensor in self.model.state_dict().items():
-            if not (tied and name == "lm_head.weight"):
+            if name in merged:
+                yield name, merge(tensor, *merged[name], scale=self.adapter.scale)
+            elif not (tied and name == "lm_head.weight"):
                 yield name, tensor.clone()
 
     def make_room(self) -> None:

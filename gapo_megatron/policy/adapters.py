@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from gapo_megatron.policy.export import Exported
+from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.types import Factors
-
-if TYPE_CHECKING:
-    from gapo_megatron.policy.export import Exported
-    from gapo_megatron.policy.model import PolicyModel
 
 
 class Adapter(Protocol):

@@ -23,7 +23,6 @@ from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.models.rules import Place, Rule, Shape, find_rule, shard_size
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 
@@ -49,7 +48,7 @@ def find_locations(
     layers: Sequence[Sequence[int]],
     groups: ParallelGroups,
     *,
-    adapter: Adapter = FULL_WEIGHTS,
+    base_name: Callable[[str], str | None] = str,
 ) -> dict[str, Location]:
     """Find the architecture's parameters on this rank, by the rules' names with global numbers.
 
@@ -59,16 +58,16 @@ def find_locations(
         stages: this rank's virtual stages.
         layers: global numbers of each stage's layers.
         groups: this rank's parallel groups.
-        adapter: attached to the stages; its own parameters are left out.
+        base_name: a parameter's name without an adapter; None: its own (`Adapter.base_name`).
     """
     locations, rules = {}, stages[0].rules
     num_experts = max((rule.num_experts or 0 for rule in rules), default=0)
     first_expert = groups.ep_rank * (num_experts // groups.ep_size)
     for stage, numbers in zip(stages, layers, strict=True):
         for name, parameter in stage.named_weights():
-            if (base_name := adapter.base_name(name)) is None:
+            if (found := base_name(name)) is None:
                 continue
-            rule, place = find_rule(rules, base_name, numbers=numbers)
+            rule, place = find_rule(rules, found, numbers=numbers)
             if place.expert is not None:
                 place = place._replace(expert=place.expert + first_expert)
             locations[rule.megatron_name(place)] = Location(stage, name, parameter)

@@ -32,7 +32,13 @@ from gapo_megatron.policy.export import (
     find_locations,
     whole_parameters,
 )
-from gapo_megatron.policy.low_rank import LowRank, Parallel
+from gapo_megatron.policy.low_rank import (
+    LowRank,
+    Parallel,
+    merge,
+    merge_squares,
+    relative_rounding,
+)
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 
@@ -189,7 +195,9 @@ class Lora:
     def merge(self, stage: nn.Module, name: str, weight: Tensor) -> Tensor:
         """W + scale * B A, computed in float32 or more and rounded once; W if switched off."""
         low_rank = _bound(stage).by_weight.get(name)
-        return low_rank.merged_into(weight) if low_rank is not None and self._is_on else weight
+        if low_rank is None or not self._is_on:
+            return weight
+        return merge(weight, low_rank.lora_a, low_rank.lora_b, scale=self.scale)
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -241,10 +249,10 @@ class Lora:
             pairs = zip(bound.by_weight.items(), bound.weight_rules(), strict=True)
             for (name, low_rank), rule in pairs:
                 if self._is_first_holder(rule):  # the others have the same shard
-                    squares += low_rank.merge_squares(stage.get_parameter(name))
+                    weight, a, b = stage.get_parameter(name), low_rank.lora_a, low_rank.lora_b
+                    squares += merge_squares(weight, a, b, scale=self.scale)
         dist.all_reduce(squares)
-        update, rounding = squares.tolist()
-        return (rounding / update) ** 0.5 if update else 0.0
+        return relative_rounding(squares)
 
     def _is_first_holder(self, weight: Rule) -> bool:
         """Whether this rank is the first of those with its shard of an adapted weight."""

@@ -104,33 +104,43 @@ class LowRank(nn.Module):
             return reduce_scatter_to_sequence_parallel_region(z, group=group)
         return reduce_from_tensor_model_parallel_region(z, group=group)
 
-    @torch.no_grad()
-    def merged_into(self, weight: Tensor) -> Tensor:
-        """This rank's shard of W + scale * B A, of the weight's dtype, rounded once.
 
-        Args:
-            weight: the shard of W, 16 to 64 bits.
-        """
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        a, b = self.lora_a.to(wide), self.lora_b.to(wide)
-        with float32_products(weight.device):  # also within a sync, where the precision is vLLM's
-            return torch.addmm(weight.to(wide), b, a, alpha=self.scale).to(weight.dtype)
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """W + scale * B A, of the weight's dtype, rounded once.
 
-    @torch.no_grad()
-    def merge_squares(self, weight: Tensor) -> Tensor:
-        """Sums of squares over this rank's shard: of the update, and of what rounding changes.
+    Args:
+        weight: W [out, in], 16 to 64 bits, whole or a shard.
+        a: A [r, in] of the same part.
+        b: B [out, r] of the same part.
+        scale: factor of B A.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    a, b = a.to(weight.device, wide), b.to(weight.device, wide)
+    with float32_products(weight.device):  # also within a sync, where the precision is vLLM's
+        return torch.addmm(weight.to(wide), b, a, alpha=scale).to(weight.dtype)
 
-        Args:
-            weight: the shard of W.
 
-        Returns:
-            [2] float64 on the weight's device: sum (scale * B A) ** 2, and the sum of the squared
-            differences of `merged_into` from the exact W + scale * B A.
-        """
-        # Wide enough that the sum's own rounding is small beside that of the result.
-        wide = torch.float32 if weight.dtype.itemsize == 2 else torch.float64
-        with float32_products(weight.device):
-            update = self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))
-        lost = self.merged_into(weight).to(wide) - (weight.to(wide) + update)
-        sums = [one.square().sum(dtype=torch.float64) for one in (update, lost)]
-        return torch.stack(sums)
+@torch.no_grad()
+def merge_squares(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Sums of squares over a weight: of the update, and of what rounding in `merge` changes.
+
+    Returns:
+        [2] float64 on the weight's device: sum (scale * B A) ** 2, and the sum of the squared
+        differences of `merge` from the exact W + scale * B A.
+    """
+    # Wide enough that the sum's own rounding is small beside that of the result.
+    wide = torch.float32 if weight.dtype.itemsize == 2 else torch.float64
+    with float32_products(weight.device):
+        update = scale * (b.to(weight.device, wide) @ a.to(weight.device, wide))
+    lost = merge(weight, a, b, scale=scale).to(wide) - (weight.to(wide) + update)
+    return torch.stack([one.square().sum(dtype=torch.float64) for one in (update, lost)])
+
+
+def relative_rounding(squares: Tensor) -> float:
+    """Size of the rounding errors relative to the update's, from sums of `merge_squares`.
+
+    At 1 the rounding is as large as the update; 0 without an update.
+    """
+    update, rounding = squares.tolist()
+    return float((rounding / update) ** 0.5) if update else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ from gapo_megatron.logprob import Resolved
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import fp8_multiple
 from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_megatron
-from gapo_megatron.policy.adapters import Adapter, LowRankAdapter
+from gapo_megatron.policy.adapters import Adapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.digest import weights_sha256
@@ -52,7 +52,7 @@ from gapo_megatron.policy.precision import check_fp8, choose_head
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.policy.reference import Reference
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.types import Factors, Microbatch
+from gapo_megatron.types import Microbatch
 
 
 class Policy:
@@ -113,7 +113,7 @@ class Policy:
         self.exported.check(groups)
         self.adapter = adapter
         layers = self.exported.layers[groups.pp_rank]
-        self._locations = find_locations(self.stages, layers, groups, adapter=adapter)
+        self._locations = find_locations(self.stages, layers, groups, base_name=adapter.base_name)
         self._parameters = {name: location.parameter for name, location in self._locations.items()}
         weights = [weight for stage in self.stages for weight in stage.parameters()]
         self._has_base = adapter.switched_off() is not None
@@ -301,24 +301,6 @@ class Policy:
         self._weight_offload.to_device()
         stage, own_name, parameter = self._locations[name]
         return self.adapter.merge(stage, own_name, parameter.detach())
-
-    def iterate_factors(self) -> Iterator[Factors]:
-        """Yield an adapter's whole factors: `LowRankAdapter.whole_factors`. Collective."""
-        yield from self._low_rank().whole_factors(self.stages)
-
-    def factor_shards(self) -> Mapping[str, Tensor]:
-        """This rank's shards of an adapter's factors: `LowRankAdapter.factor_shards`."""
-        return self._low_rank().factor_shards(self.stages)
-
-    def merge_rounding(self) -> float:
-        """Rounding of an adapter's merged weights: `LowRankAdapter.merge_rounding`. Collective."""
-        return self._low_rank().merge_rounding(self.stages)
-
-    def _low_rank(self) -> LowRankAdapter:
-        """The adapter, its factors on the device."""
-        self._weight_offload.to_device()
-        assert isinstance(self.adapter, LowRankAdapter)
-        return self.adapter
 
     def base_sha256(self) -> str | None:
         """Digest of an adapter's frozen base, the same in every layout; None if there is none.

@@ -47,8 +47,8 @@ def sync(
         The largest difference of log-probs at temperature 1, and the rounding of merged weights;
         the same on every rank.
 
-    Collectives: those of `score_probe`, then of `Policy.iterate_hf_weights`, of an adapter's
-    `whole_factors`, or of both; a gather of the differences.
+    Collectives: those of `score_probe` and `Sending`, then those of `Policy.iterate_hf_weights` if
+    weights are sent; a gather of the differences.
 
     Raises:
         WeightSyncError: tensors or log-probs do not agree, or not all were taken; on every rank.

@@ -181,7 +181,7 @@ class GenerationRanks:
                 self.bridge.mail.post(f"probe/{number}", pack_probe(probe, log_probs))
             sending = Sending(self.policy, unpack(self._wait(f"ready/{number}")))
             if sending.brings_weights:
-                self.bridge.send_shards(self.policy.exported, sending.weight_shards())
+                self.bridge.send_shards(self.policy.exported, sending.weight_shard)
             if sending.brings_factors:
                 self.bridge.send_shards(*sending.factor_shards())
             check = WeightCheck(**unpack(self._wait(f"answer/{number}")))

@@ -128,7 +128,9 @@ def lora_of(policy: Policy) -> Lora:
 
 def factors(policy: Policy) -> Factors:
     """Copies of all factors. Collective."""
-    return {name: (a.clone(), b.clone()) for name, a, b in policy.iterate_factors()}
+    return {
+        name: (a.clone(), b.clone()) for name, a, b in policy.adapter.whole_factors(policy.stages)
+    }
 
 
 @torch.no_grad()
@@ -191,7 +193,11 @@ def train(kind: str, name: str, hf_dir: Path, run_dir: Path, before: Path) -> Re
     config = lora_config(hf_dir, kind, parallel=parallel, model=settings)
     policy, batch = load_policy(config), BATCHES[kind]
     randomise(policy)
-    groups, start, rounding = policy.groups, factors(policy), policy.merge_rounding()
+    groups, start, rounding = (
+        policy.groups,
+        factors(policy),
+        policy.adapter.merge_rounding(policy.stages),
+    )
     microbatches = [policy.pack(batch, indices) for indices in shares[groups.dp_rank]]
     losses, norms, equal = [], [], True
     with recorded_gradients(policy) as seen:

@@ -16,7 +16,8 @@ from gapo_megatron.models.lora import factors_of, in_pairs, rules_of
 from gapo_megatron.models.rules import split_all
 from gapo_megatron.policy import destroy
 from gapo_megatron.policy.export import exported_by
-from gapo_megatron.rollout.adapter_sync import Merged, Sending
+from gapo_megatron.policy.low_rank import merge_squares, relative_rounding
+from gapo_megatron.rollout.adapter_sync import Sending
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.process_group import World
 from tests.dist import run_sides
@@ -134,15 +135,19 @@ def send_adapters(world: World, root: Path, folder: Path) -> list[Any]:
         adapter = lora_of(policy)
         both = Sending(policy, "merged"), Sending(policy, "base")
         for sending in both:
-            bridge.send_shards(policy.exported, sending.weight_shards())
+            bridge.send_shards(policy.exported, sending.weight_shard)
         bridge.send_shards(*both[1].factor_shards())
         held = [*policy.iterate_hf_weights()]
         with adapter.switched_off():
             base = [(name, tensor.clone()) for name, tensor in policy.iterate_hf_weights()]
-            exact = Merged(base, policy.iterate_factors(), scale=adapter.scale)
-            assert len([*exact.tensors()]) == len(base)
-        torch.save([held, base, [*policy.iterate_factors()]], folder / f"{name}-sent{rank}")
-        reports.append((name, both[0].rounding, both[1].rounding, exact.rounding))
+        factors, by_name = [*adapter.whole_factors(policy.stages)], dict(base)
+        squares = sum(
+            merge_squares(by_name[f"{module}.weight"], a, b, scale=adapter.scale)
+            for module, a, b in factors
+        )
+        torch.save([held, base, factors], folder / f"{name}-sent{rank}")
+        exact = relative_rounding(squares)
+        reports.append((name, both[0].rounding, both[1].rounding, exact))
         destroy()
     return reports
 

@@ -137,8 +137,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
             adapter=adapter,
             exported=exported_of([rule_of("layer.weight", (2, 2))], num_ranks=1),
             shard=lambda name: torch.ones(2, 2),
-            factor_shards=lambda: cast(Any, adapter).factor_shards(()),
-            merge_rounding=lambda: cast(Any, adapter).merge_rounding(()),
+            stages=(),
         )
         return GenerationRanks(
             config=config,

@@ -18,7 +18,7 @@ from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.convert.directions import Options, check_file_digests, find_source
 from gapo_megatron.policy.digest import combined, tensor_sha256
-from gapo_megatron.rollout.adapter_sync import Merged
+from gapo_megatron.policy.low_rank import merge, merge_squares, relative_rounding
 from gapo_megatron.types import Factors
 
 Kind = Literal["peft", "merged"]
@@ -84,20 +84,26 @@ def convert_adapter(
         checks["round trip"] = _compare(output_dir, adapter)
         return AdapterResult(output_dir, checks)
     base, digests = HfFolder(base_dir), dict[str, str]()
+    factors = {f"{module}.weight": (a, b) for module, a, b in adapter.factors()}
+    squares = torch.zeros(2, dtype=torch.float64)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         buffers = hf_shapes([rule for rule in rules if rule.is_buffer])
         for name in hf_shapes(rules):
             weight = base.read(name).to(torch.float32 if name in buffers else adapter.dtype)
             digests[name] = tensor_sha256(weight)
+            if pair := factors.get(name):
+                squares.add_(merge_squares(weight, *pair, scale=settings.scale))
+                weight = merge(weight, *pair, scale=settings.scale)
             yield name, weight
         # Before the output is complete: an error here leaves none.
         _check_base(base_dir, combined(digests), adapter.base_sha256)
 
-    merged = Merged(weights(), adapter.factors(), scale=settings.scale)
-    write_hf(merged.tensors(), source_dir=base_dir, output_dir=output_dir, made_by=_MADE_BY)
+    write_hf(weights(), source_dir=base_dir, output_dir=output_dir, made_by=_MADE_BY)
     checks["base"] = f"{base_dir} has the SHA-256 of the run's base"
-    checks["rounding"] = f"{merged.rounding:.3g} of the adapter's own size (Frobenius norms)"
+    checks["rounding"] = (
+        f"{relative_rounding(squares):.3g} of the adapter's own size (Frobenius norms)"
+    )
     return AdapterResult(output_dir, checks)
 
 

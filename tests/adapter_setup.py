@@ -126,6 +126,8 @@ class FakePolicy:
             elif not (tied and name == "lm_head.weight"):
                 yield name, tensor.clone()
 
+    def begin_pass(self) -> None: ...
+
     def make_room(self) -> None:
         self.made_room.append("gradients")
 

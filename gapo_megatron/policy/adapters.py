@@ -73,7 +73,8 @@ class LowRankAdapter(Protocol):
     def whole_factors(self, stages: Sequence[PolicyModel]) -> Iterator[Factors]:
         """Yield the whole factors of every adapted layer, unrounded, on every rank.
 
-        They may share memory with the policy. Collective.
+        They may share memory with the policy, whose weights must be on the device
+        (`Policy.begin_pass`). Collective.
         """
 
     def factor_shards(self, stages: Sequence[PolicyModel]) -> Mapping[str, Tensor]:

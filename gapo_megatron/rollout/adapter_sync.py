@@ -60,7 +60,7 @@ class Sending:
         """Begin a sync.
 
         Args:
-            policy: unchanged; its weights are on the device, as after a pass.
+            policy: unchanged; offloaded weights return to the device (`Policy.begin_pass`).
             needs: of the engine, the same on every rank; ignored without an adapter.
             keeps_factors: copy the factors to the host now, because the policy's memory will be
                 freed while they are needed.
@@ -75,6 +75,7 @@ class Sending:
         self.rounding: float | None = None
         self.scale = None if adapter is None else adapter.scale
         self._kept: list[Factors] | None = None
+        policy.begin_pass()
         if adapter is not None and not self.brings_factors:
             self.rounding = adapter.merge_rounding(policy.stages)
         elif keeps_factors and adapter is not None:

@@ -128,6 +128,7 @@ def lora_of(policy: Policy) -> Lora:
 
 def factors(policy: Policy) -> Factors:
     """Copies of all factors. Collective."""
+    policy.begin_pass()
     return {
         name: (a.clone(), b.clone()) for name, a, b in policy.adapter.whole_factors(policy.stages)
     }

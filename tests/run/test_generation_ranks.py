@@ -138,6 +138,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
             exported=exported_of([rule_of("layer.weight", (2, 2))], num_ranks=1),
             shard=lambda name: torch.ones(2, 2),
             stages=(),
+            begin_pass=lambda: None,
         )
         return GenerationRanks(
             config=config,

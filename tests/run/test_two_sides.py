@@ -155,6 +155,7 @@ def order(
                 exported=exported_of([rule_of("w", (3,))], num_ranks=world.world_size),
                 shard=lambda name: torch.ones(3),
                 stages=(),
+                begin_pass=lambda: None,
                 adapter=adapter,
             ),
         ),

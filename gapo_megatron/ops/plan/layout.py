@@ -276,8 +276,8 @@ def fp8_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> lis
 def exact_copy_bytes(rules: Sequence[Rule], config: Config, layout: Layout) -> list[int]:
     """Bytes of the second model that measures rounding (`policy.exact`), on a rank of each stage.
 
-    Four bytes a weight. 0 where nothing is measured (`checks.rounding.is_due`), as in fp32 on a GPU;
-    also without an adapter, because the gradients, whose memory is free then, take as much.
+    Four bytes a weight. 0 where nothing is measured (`checks.rounding.is_due`), as in fp32 on a
+    GPU; also without an adapter, because the gradients, whose memory is free then, take as much.
     """
     is_quadratic = config.model.precision == "fp32" or layout.cp_size > 1
     is_behind = config.objective.old_log_probs == "rollout" and config.rollout.max_staleness > 0

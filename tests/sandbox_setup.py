@@ -80,8 +80,8 @@ def running_server(
     home: Path, *options: str, num_programs: int, host: str = "127.0.0.1"
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server with its secret in a home folder: its process, and `reward.sandbox` for it."""
-    command = [sys.executable, str(ROOT / "tools/serve_sandboxes.py"), "--host", host, *options]
-    command += ["--port", "0", "--num-programs", str(num_programs)]
+    command = [sys.executable, str(ROOT / "tools/serve_sandboxes.py"), "--host", host]
+    command += ["--port", "0", "--num-programs", str(num_programs), *options]
     environment = os.environ | {"HOME": str(home)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout

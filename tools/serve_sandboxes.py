@@ -1,9 +1,9 @@
 """Run programs for verifiers on other machines, each in bubblewrap on this machine.
 
 For compute nodes whose kernel allows no user namespaces. Start this here and leave it running; set
-reward.sandbox = "tcp://THIS_MACHINE:PORT" in the run's config. Both machines need the same file
-~/.config/gapo_megatron/sandbox-secret, which the first start writes; with a shared home folder
-nothing has to be copied. See docs/sandbox.md.
+reward.sandbox = "https://THIS_MACHINE:PORT" in the run's config. Both machines need the same file
+~/.config/gapo_megatron/sandbox.pem, which the first start writes; with a shared home folder nothing
+has to be copied. See docs/sandbox.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 from rich.console import Console
@@ -23,19 +24,17 @@ from rich.logging import RichHandler
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.code.server import Server
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, SandboxError
 from gapo_megatron.rewards.sandbox.check import check_sandbox
-from gapo_megatron.rewards.sandbox.server import Server
-from gapo_megatron.rewards.sandbox.service import make_secret
+from gapo_megatron.rewards.sandbox.secret import make_secret
 
 console = Console(stderr=True, markup=False)
 
 
 def main() -> int:
-    """0 never (it serves until it is ended), 1 no address or no secret, 2 no isolation here."""
+    """1 no address or no secret, 2 no isolation here."""
     arguments = _parse()
-    # Ending this process ends every sandbox: there is nothing to tidy up.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, what it starts would have no end
     logging.basicConfig(format="%(message)s", handlers=[RichHandler(console=console)])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -62,13 +61,18 @@ def main() -> int:
         return 1
     name = socket.getfqdn() if arguments.host in ("0.0.0.0", "::") else arguments.host
     name = f"[{name}]" if ":" in name else name
-    print(f"tcp://{name}:{server.port}", flush=True)  # for a script
+    print(f"https://{name}:{server.port}", flush=True)  # for a script
     console.print(
         f"serving {arguments.num_programs} programs at a time; in the run's config:\n"
-        f'  reward.sandbox = "tcp://{name}:{server.port}"\nCtrl-C ends it',
+        f'  reward.sandbox = "https://{name}:{server.port}"\nCtrl-C ends it',
         highlight=False,
     )
-    server.serve()
+    # Ending this process ends every sandbox: there is nothing to tidy up, or to wait for.
+    serving = threading.Thread(target=server.serve)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    serving.start()
+    serving.join()
+    return 1
 
 
 def _parse() -> argparse.Namespace:
@@ -78,8 +82,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--host",
         default="0.0.0.0",
-        help="address to listen on (default: all of this machine). Traffic is authenticated, but "
-        "not encrypted; the secret is never sent",
+        help="address to listen on (default: all of this machine)",
     )
     parser.add_argument(
         "--num-programs",

@@ -50,7 +50,7 @@ from gapo_megatron.config.types import (
     Tokens,
     Workers,
 )
-from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
+from gapo_megatron.isolation import REMOTE, SYSTEM_PYTHON, split_setting
 from gapo_megatron.user_code import is_code
 
 CONFIG_NAME = "config.toml"
@@ -306,8 +306,9 @@ class RewardConfig(VerifierConfig):
     max_unknown_steps: Annotated[int, Field(ge=1), HOW] = 3
     """See `max_unknown_share`."""
     sandbox: Annotated[Text, HOW] = "bubblewrap"
-    """Where the model's programs run: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT`
-    (a service on another machine), or `unsafe`: with your own rights (docs/sandbox.md)."""
+    """Where the model's programs run: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `https://HOST:PORT`
+    (a service on another machine), `sandboxfusion:http://HOST:PORT`, or `unsafe`: with your own
+    rights (docs/sandbox.md)."""
     python: Annotated[PathText, HOW] = SYSTEM_PYTHON
     """Python that runs the model's programs; with Apptainer, a path inside the image. A service
     has its own. Programs see only this interpreter and its libraries."""
@@ -318,10 +319,10 @@ class RewardConfig(VerifierConfig):
             kind, _ = split_setting(self.sandbox)
         except ValueError as error:
             raise ValueError(f"sandbox {error}") from None
-        if kind == "service" and self.python != SYSTEM_PYTHON:
+        if kind in REMOTE and self.python != SYSTEM_PYTHON:
             raise ValueError(
                 f"python ({self.python!r}) does not go with sandbox ({self.sandbox!r}): a service "
-                "has its own (--python)"
+                "has its own"
             )
         return self
 

@@ -166,8 +166,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--sandbox",
         metavar="KIND",
         help="where the model's programs run: bubblewrap, apptainer:/PATH/OF/IMAGE, "
-        "tcp://HOST:PORT (a service), or unsafe: with your own rights (default: bubblewrap; for "
-        "--problems with --config, as that says)",
+        "https://HOST:PORT (a service), sandboxfusion:http://HOST:PORT, or unsafe: with your own "
+        "rights (default: bubblewrap; for --problems with --config, as that says)",
     )
 
 

@@ -1,7 +1,6 @@
 """Message authentication: codes that only a holder of the secret can compute.
 
-Callers must prevent replays: the sandbox's connections number their lines
-(`rewards/sandbox/seal.py`), and a run's messages have names that are used once (`run/mailbox.py`).
+Callers must prevent replays: a run's messages have names that are used once (`run/mailbox.py`).
 """
 
 from __future__ import annotations

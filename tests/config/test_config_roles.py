@@ -80,8 +80,8 @@ def config(**sections: object) -> Config:
 def test_another_sandbox_is_no_other_work() -> None:
     """For a branch, a study and a report alike; a resume logs it."""
     before = config().model_dump(mode="json")
-    here = config(reward={"sandbox": "tcp://judge:7000"})
-    assert changes(before, here) == {"reward.sandbox": ("bubblewrap", "tcp://judge:7000")}
+    here = config(reward={"sandbox": "https://judge:7000"})
+    assert changes(before, here) == {"reward.sandbox": ("bubblewrap", "https://judge:7000")}
     assert changed_work(before, here) == {}
     assert broken_rules(before, here) == []
 

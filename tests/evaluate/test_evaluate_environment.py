@@ -104,9 +104,9 @@ def test_first_calls_that_fail_are_counted(tmp_path: Path, tokenizer, fail, figu
 
 def test_the_sandbox_is_the_configs_unless_the_command_has_another(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    path.write_text("[reward]\nkind = 'code'\nsandbox = 'tcp://there:7420'\n")
+    path.write_text("[reward]\nkind = 'code'\nsandbox = 'https://there:7420'\n")
     usual = RewardConfig(kind="math")
-    assert judge_of(usual, None, path).sandbox == "tcp://there:7420"
+    assert judge_of(usual, None, path).sandbox == "https://there:7420"
     assert judge_of(usual, None, path, sandbox="unsafe").sandbox == "unsafe"
     with pytest.raises(ConfigError, match=mentions("--sandbox", "'jail'", "--config")):
         judge_of(usual, None, path, sandbox="jail")

@@ -324,11 +324,11 @@ def test_a_clip_that_cannot_act_is_said(
 
 
 def test_the_sandbox_is_said() -> None:
-    reward = {"kind": "code", "sandbox": "tcp://127.0.0.1:1"}
+    reward = {"kind": "code", "sandbox": "https://127.0.0.1:1"}
     text = text_of(make_config(reward=reward))
-    assert re.search(r"sandbox of programs\W+tcp://127.0.0.1:1\W", text)
+    assert re.search(r"sandbox of programs\W+https://127.0.0.1:1\W", text)
     found = why_not_run(make_config(reward=reward))
-    assert any("reward.sandbox ('tcp://127.0.0.1:1'): programs cannot be" in one for one in found)
+    assert any("reward.sandbox ('https://127.0.0.1:1'): programs cannot be" in one for one in found)
     assert "sandbox of programs" not in text_of(make_config())
 
 

@@ -185,7 +185,7 @@ def test_signals_of_the_job_do_not_reach_programs():
             for member in tree:
                 os.kill(member, number)
         os.kill(tree[-1], signal.SIGKILL)  # what alone ends it, and with it the program
-        assert box.receive() == {"stdout": "-9\n", "failure": ""}
+        assert box.receive() == {"stdout": "-9\n", "stderr": "", "failure": ""}
 
 
 def test_the_check_tries_the_walls():
@@ -411,8 +411,10 @@ def test_the_pool_judges_programs_beside_one_that_hangs():
         ("bubblewrap", "bubblewrap", ""),
         ("unsafe", "unsafe", ""),
         ("apptainer:/images/python.sif", "apptainer", "/images/python.sif"),
-        ("tcp://judge-1:7420", "service", "judge-1:7420"),
-        ("tcp://[::1]:7420", "service", "[::1]:7420"),
+        ("https://judge-1:7420", "service", "https://judge-1:7420"),
+        ("https://[::1]:7420", "service", "https://[::1]:7420"),
+        ("sandboxfusion:http://fusion", "sandboxfusion", "http://fusion"),
+        ("sandboxfusion:https://f:80/a/b/", "sandboxfusion", "https://f:80/a/b"),
     ],
 )
 def test_one_setting_names_the_sandbox_and_its_place(setting, kind, place):
@@ -422,17 +424,20 @@ def test_one_setting_names_the_sandbox_and_its_place(setting, kind, place):
 
 @pytest.mark.parametrize(
     "setting",
-    ["", "bwrap", "apptainer", "apptainer:python.sif", "tcp://judge", "tcp://:7420", "tcp:7420",
-     "tcp://judge:x", "tcp://judge:99999", "tcp://judge:7420/x", "http://judge:7420"],
+    ["", "bwrap", "apptainer", "apptainer:python.sif", "https://judge", "https://:7420",
+     "https:7420", "https://judge:x", "https://judge:99999", "https://judge:7420/x",
+     "http://judge:7420", "sandboxfusion:", "sandboxfusion:judge:80",
+     "sandboxfusion:http://judge:0", "sandboxfusion:ftp://judge", "sandboxfusion:http://a@judge"],
 )  # fmt: skip
 def test_a_sandbox_of_no_known_form_is_refused(setting):
     with pytest.raises(ValidationError, match="sandbox"):
         RewardConfig(kind="code", sandbox=setting)
 
 
-def test_a_service_has_its_own_interpreter():
-    with pytest.raises(ValidationError, match=r"python.*/x.*sandbox.*tcp:"):
-        RewardConfig(kind="code", sandbox="tcp://judge:7420", python="/x")
+@pytest.mark.parametrize("sandbox", ["https://judge:7420", "sandboxfusion:http://judge"])
+def test_a_service_has_its_own_interpreter(sandbox):
+    with pytest.raises(ValidationError, match=rf"python.*/x.*sandbox.*{sandbox}"):
+        RewardConfig(kind="code", sandbox=sandbox, python="/x")
 
 
 def test_a_process_that_becomes_readable_while_it_is_asked_does_not_hide(

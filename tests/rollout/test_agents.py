@@ -28,8 +28,9 @@ import torch.distributed as dist
 
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io import connections
 from gapo_megatron.rollout import environments
-from gapo_megatron.rollout.agents import Session, connections
+from gapo_megatron.rollout.agents import Session
 from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.agents.live import AgentError

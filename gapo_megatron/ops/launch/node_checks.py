@@ -34,6 +34,7 @@ MIN_FREE_GIB = 10.0
 """Default of the free disk space that a run needs."""
 PACKAGES = (
     "antlr4",
+    "httpx",
     "langdetect",
     "latex2sympy2_extended",
     "math_verify",

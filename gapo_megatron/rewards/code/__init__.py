@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from gapo_megatron.errors import shown
 from gapo_megatron.rewards.code.compare import TOLERANCE, same_text, same_value
 from gapo_megatron.rewards.code.forms import (
     AssertTests,
@@ -25,18 +27,25 @@ from gapo_megatron.rewards.code.forms import (
 )
 from gapo_megatron.rewards.code.program import blocks_of, program_of
 from gapo_megatron.rewards.sandbox import (
+    START_TIMEOUT_S,
     SYSTEM_PYTHON,
     Limits,
     ProgramError,
     Sandbox,
     SandboxError,
+    run_once,
+    split_setting,
     start_sandbox,
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.inside.values import encode
+from gapo_megatron.rewards.sandbox.remote import MAX_OUTPUT_BYTES, post
 from gapo_megatron.types import Outcome, Verdict
 
 DEFAULT_LIMITS = Limits()
+
+TESTS: dict[str, type[Tests]] = {one.__name__: one for one in (TextTests, CallTests, AssertTests)}
+"""Forms of tests, by the name that a request to the service gives."""
 
 _MESSAGE_VALUES = 1000
 """Values that a reply may have beyond the expected number: a slightly longer one is just wrong."""
@@ -113,23 +122,31 @@ def run_tests(
     limits: Limits = DEFAULT_LIMITS,
     sandbox: str = "bubblewrap",
     python: str = SYSTEM_PYTHON,
+    hangup: int | None = None,
 ) -> Verdict:
-    """Say whether a program passes its tests; see `verify`."""
+    """Say whether a program passes its tests; see `verify` and `start_sandbox`."""
+    kind, _ = split_setting(sandbox)
     try:
+        if kind == "service":
+            return _ask_service(program, tests, limits=limits, sandbox=sandbox)
         with ExitStack() as stack:
 
-            def start(limits: Limits = limits, *, is_second: bool = False) -> Sandbox:
+            def start(limits: Limits = limits) -> Sandbox:
                 return stack.enter_context(
-                    start_sandbox(limits, sandbox=sandbox, python=python, is_second=is_second)
+                    start_sandbox(limits, sandbox=sandbox, python=python, hangup=hangup)
                 )
 
+            if kind == "sandboxfusion":
+                _check_outputs(tests)
             if isinstance(tests, TextTests):
                 return _run_texts(program, tests, start())
             if isinstance(tests, CallTests):
                 return _run_calls(program, tests, start())
+            if kind == "sandboxfusion":
+                return _run_together(program, tests, start())
             # Asserts have a time limit of their own, within the time that the pool allows.
             brief = dataclasses.replace(limits, total_s=min(limits.total_s, MAX_ASSERTS_S))
-            return _run_asserts(program, tests, start(), asserts=start(brief, is_second=True))
+            return _run_asserts(program, tests, start(), asserts=start(brief))
     except ProgramError as error:
         return _wrong(f"the program {error}")
     except RecursionError:
@@ -144,14 +161,7 @@ def run_program(program: str, *, timeout_s: int, sandbox: str, python: str) -> t
     Raises:
         SandboxError: the sandbox failed.
     """
-    limits = _limits_of(timeout_s)
-    try:
-        with start_sandbox(limits, sandbox=sandbox, python=python) as box:
-            box.send({"program": program, "prelude": ""})
-            reply = box.ask({"stdin": ""})
-    except ProgramError as error:
-        return "", str(error)
-    return str(reply["stdout"]), str(reply["failure"] or "")
+    return run_once(program, limits=_limits_of(timeout_s), sandbox=sandbox, python=python)
 
 
 def check_programs(*, timeout_s: int, sandbox: str, python: str) -> None:
@@ -231,6 +241,41 @@ def _run_asserts(program: str, tests: AssertTests, box: Sandbox, *, asserts: San
         # Their result does not depend on the program.
         return Verdict(Outcome.UNKNOWN, f"the tests do not call the program: {failure or 'passed'}")
     return Verdict(Outcome.CORRECT) if failure is None else _wrong(failure)
+
+
+def _ask_service(program: str, tests: Tests, *, limits: Limits, sandbox: str) -> Verdict:
+    """Let a service of ours judge the program (`server`)."""
+    body = {
+        "program": program,
+        "kind": type(tests).__name__,
+        "tests": {field.name: getattr(tests, field.name) for field in dataclasses.fields(tests)},
+        "limits": dataclasses.asdict(limits),
+    }
+    timeout_s = limits.total_s + MAX_ASSERTS_S + 2 * START_TIMEOUT_S
+    answer = post(sandbox, "/verdict", body, timeout_s=timeout_s)
+    try:
+        return Verdict(Outcome(answer["outcome"]), str(answer["reason"]))
+    except (TypeError, KeyError, ValueError):
+        raise SandboxError(f"the service of {sandbox} answered {shown(answer)}") from None
+
+
+def _check_outputs(tests: Tests) -> None:
+    """Refuse tests whose right answers SandboxFusion would cut. SandboxError: which."""
+    outputs = () if isinstance(tests, AssertTests) else tests.outputs
+    for number, output in enumerate(outputs, 1):
+        if len(json.dumps(output)) > MAX_OUTPUT_BYTES:
+            raise SandboxError(
+                f"test {number} expects more than SandboxFusion returns ({MAX_OUTPUT_BYTES} bytes)"
+            )
+
+
+def _run_together(program: str, tests: AssertTests, box: Sandbox) -> Verdict:
+    """Run the asserts in the process of the program, which may forge their result."""
+    if not names_of(tests):
+        return Verdict(Outcome.UNKNOWN, "the tests do not call the program")
+    box.send({"program": program, "prelude": tests.prelude})
+    failure = box.ask({"check": dataclasses.asdict(tests)})["failure"]
+    return _wrong(f"the program {failure}") if failure else Verdict(Outcome.CORRECT)
 
 
 def _wrong(reason: str) -> Verdict:

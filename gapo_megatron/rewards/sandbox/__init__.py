@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gapo_megatron.isolation import SYSTEM_PYTHON, Kind, split_setting
+from gapo_megatron.isolation import REMOTE, SYSTEM_PYTHON, Kind, split_setting
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
     Limits,
@@ -11,41 +11,60 @@ from gapo_megatron.rewards.sandbox.base import (
     SandboxError,
 )
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
-from gapo_megatron.rewards.sandbox.service import QUEUE_TIMEOUT_S, ServiceSandbox
+from gapo_megatron.rewards.sandbox.remote import QUEUE_TIMEOUT_S, RemoteSandbox
 
 
-def start_sandbox(limits: Limits, *, sandbox: str, python: str, is_second: bool = False) -> Sandbox:
+def start_sandbox(
+    limits: Limits, *, sandbox: str, python: str, hangup: int | None = None
+) -> Sandbox:
     """Start a sandbox, to be used in this thread. The first message waits until it is ready.
 
     Args:
         limits: limits of the program.
         sandbox: `reward.sandbox` of the config.
         python: interpreter of the programs; a service has its own.
-        is_second: whether the same program already has a sandbox. It waits for this one, so a
-            service must not make this one queue behind other programs.
+        hangup: see `ProcessSandbox`.
 
     Raises:
         SandboxError: the sandbox does not start; the first message may raise it too.
     """
     kind, place = split_setting(sandbox)
-    if kind == "service":
-        return ServiceSandbox(limits, address=place, is_second=is_second)
-    return ProcessSandbox(limits, kind=kind, python=python, image=place)
+    if kind in REMOTE:
+        return RemoteSandbox(limits, sandbox=sandbox)
+    return ProcessSandbox(limits, kind=kind, python=python, image=place, hangup=hangup)
+
+
+def run_once(program: str, *, limits: Limits, sandbox: str, python: str) -> tuple[str, str]:
+    """Run a program without input; returns its standard output, and how it failed (or "").
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    try:
+        with start_sandbox(limits, sandbox=sandbox, python=python) as box:
+            box.send({"program": program, "prelude": ""})
+            reply = box.ask({"stdin": ""})
+    except ProgramError as error:
+        return "", str(error)
+    return str(reply["stdout"]), str(reply["failure"] or "")
 
 
 def start_timeout_s(sandbox: str) -> float:
     """Most wall-clock seconds for the two sandboxes of a program to start, including a queue."""
-    queue_s = QUEUE_TIMEOUT_S if split_setting(sandbox)[0] == "service" else 0.0
+    queue_s = QUEUE_TIMEOUT_S if split_setting(sandbox)[0] in REMOTE else 0.0
     return queue_s + 2 * START_TIMEOUT_S
 
 
 __all__ = [
+    "REMOTE",
+    "START_TIMEOUT_S",
     "SYSTEM_PYTHON",
     "Kind",
     "Limits",
     "ProgramError",
     "Sandbox",
     "SandboxError",
+    "run_once",
     "split_setting",
     "start_sandbox",
     "start_timeout_s",

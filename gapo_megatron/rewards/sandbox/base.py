@@ -46,7 +46,7 @@ class Limits:
 
     def line_bytes(self) -> int:
         """The longest line that a sandbox may write; JSON needs up to six bytes per byte."""
-        return 6 * self.output_mib * 2**20 + 2**16
+        return 6 * (self.output_mib * 2**20 + 2**16) + 2**16
 
     def max_values(self) -> int:
         """Most values that a reply of `output_mib` can hold, at two bytes of JSON each."""

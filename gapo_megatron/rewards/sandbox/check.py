@@ -6,14 +6,14 @@ import dataclasses
 import json
 import warnings
 
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rewards.sandbox import (
+    REMOTE,
     Kind,
     Limits,
-    ProgramError,
     SandboxError,
+    run_once,
     split_setting,
-    start_sandbox,
 )
 
 _PROBE = """
@@ -76,8 +76,9 @@ _NEEDS: dict[Kind, str] = {
     "unprivileged user namespaces",
     "apptainer": "This needs Linux 5.14 or later, Apptainer 1.1 or later, unprivileged user "
     "namespaces, and an image with Python and /usr/bin/env",
-    "service": "This needs tools/serve_sandboxes.py running on that machine, and its secret on "
-    "this one",
+    "service": "This needs tools/serve_sandboxes.py running on that machine, and its file "
+    "~/.config/gapo_megatron/sandbox.pem on this one",
+    "sandboxfusion": "This needs a SandboxFusion whose /run_code runs Python",
     "unsafe": "This needs a Python interpreter",
 }
 
@@ -86,7 +87,8 @@ def check_sandbox(*, sandbox: str, python: str, limits: Limits) -> None:
     """Start a sandbox and test its isolation from inside.
 
     Args:
-        sandbox: `reward.sandbox` of the config; `unsafe` only warns.
+        sandbox: `reward.sandbox` of the config; `unsafe` only warns, and of SandboxFusion it is
+            only tested that it runs programs.
         python: `reward.python` of the config.
         limits: limits of the programs.
 
@@ -100,25 +102,34 @@ def check_sandbox(*, sandbox: str, python: str, limits: Limits) -> None:
             "They can read, change and delete all your files and use the network.",
             stacklevel=2,
         )
+    if kind == "sandboxfusion":
+        warnings.warn(
+            f"reward.sandbox ({sandbox!r}): programs are isolated as that service isolates them, "
+            "and can forge the verdict of asserts (docs/sandbox.md)",
+            stacklevel=2,
+        )
     asked = limits  # a service may refuse more
-    if kind != "service":  # more time, for a busy machine
+    if kind not in REMOTE:  # more time, for a busy machine
         asked = dataclasses.replace(limits, cpu_s=20, wall_s=60, total_s=max(60, limits.total_s))
     try:
-        with start_sandbox(asked, sandbox=sandbox, python=python) as box:
-            box.send({"program": _probe(kind, limits), "prelude": ""})
-            reply = box.ask({"stdin": ""})
-    except (SandboxError, ProgramError) as error:
+        output, failure = run_once(
+            _probe(kind, limits), limits=asked, sandbox=sandbox, python=python
+        )
+    except SandboxError as error:
         raise ConfigError(_explain(sandbox, python, str(error))) from None
-    if reply["failure"]:
-        raise ConfigError(_explain(sandbox, python, f"a program {reply['failure']}"))
-    failed = json.loads(reply["stdout"])
+    if failure:
+        raise ConfigError(_explain(sandbox, python, f"a program {failure}"))
+    try:
+        failed = "; ".join(json.loads(output))
+    except (ValueError, TypeError):
+        failed = f"a program printed {shown(output[:40])}"
     if failed:
-        raise ConfigError(_explain(sandbox, python, "; ".join(failed)))
+        raise ConfigError(_explain(sandbox, python, failed))
 
 
 def _probe(kind: Kind, limits: Limits) -> str:
-    if kind == "unsafe":
-        return "print([])"  # without isolation the probe would change the machine
+    if kind in ("unsafe", "sandboxfusion"):
+        return "print([])"  # the probe could change a machine without isolation
     probe = _PROBE.replace("FILES_CAN_BE_READ", _FILES_CAN_BE_READ[kind])
     for name, value in dataclasses.asdict(limits).items():
         probe = probe.replace(name.upper(), str(value))
@@ -128,7 +139,7 @@ def _probe(kind: Kind, limits: Limits) -> str:
 def _explain(sandbox: str, python: str, reason: str) -> str:
     kind, _ = split_setting(sandbox)
     settings, place = f"reward.sandbox ({sandbox!r})", "by the service"
-    if kind != "service":
+    if kind not in REMOTE:
         settings, place = f"{settings}, reward.python ({python!r})", "on this machine"
     return (
         f"{settings}: programs cannot be isolated {place}: {reason}. {_NEEDS[kind]}; "

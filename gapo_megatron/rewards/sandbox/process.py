@@ -45,7 +45,7 @@ class ProcessSandbox(Sandbox):
         kind: Kind,
         python: str,
         image: str = "",
-        client: int | None = None,
+        hangup: int | None = None,
     ) -> None:
         """Start the process; the first line waits until it is ready.
 
@@ -54,13 +54,13 @@ class ProcessSandbox(Sandbox):
             kind: `unsafe` is the bare interpreter.
             python: interpreter of the programs, inside the image if there is one.
             image: image for `apptainer`.
-            client: socket of a client; when it hangs up, the sandbox gives up.
+            hangup: descriptor that becomes readable when nobody waits for the program any more.
 
         Raises:
             SandboxError: it does not start; the first line may raise it too.
         """
         self._limits = limits
-        self._client = client
+        self._hangup = hangup
         self._received = bytearray()
         self._left_s: float = START_TIMEOUT_S
         """Seconds left for all tests of the program, as counted by its meter."""
@@ -165,13 +165,13 @@ class ProcessSandbox(Sandbox):
         """Wait for the sandbox; return what is left of `left_s`, the seconds of one test."""
         poll = select.poll()
         poll.register(number, event)
-        if self._client is not None:
-            poll.register(self._client, select.POLLRDHUP)
+        if self._hangup is not None:
+            poll.register(self._hangup, select.POLLIN)
         while True:
             start = time.monotonic()
             happened = dict(poll.poll(1000 * self._meter.next_look_s))
             self._meter.wait(time.monotonic() - start)
-            if self._client in happened:
+            if self._hangup in happened:
                 raise SandboxError("the client has disconnected")
             if happened:
                 return left_s

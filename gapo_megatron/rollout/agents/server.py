@@ -61,9 +61,9 @@ class Server:
     def _serve(self) -> None:
         import uvicorn
 
-        from gapo_megatron.rollout.agents.connections import Strangers, protocol_of
+        from gapo_megatron.io.connections import Strangers, protocol_of
 
-        self._strangers = Strangers()
+        self._strangers = Strangers("the agents' server without a session's key")
         config = uvicorn.Config(
             self._app(),
             log_config=None,

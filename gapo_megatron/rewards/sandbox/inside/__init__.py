@@ -4,7 +4,7 @@ It imports only the standard library, because the interpreter need not be the tr
 JSON come in on standard input, and replies go out on standard output:
 
     {"program": TEXT, "prelude": TEXT}   once: the program for the next lines
-    {"stdin": TEXT}                      runs it in a new process -> {"stdout", "failure": TEXT}
+    {"stdin": TEXT}                      runs it in a new process -> {"stdout", "stderr", "failure"}
     {"calls": true}                      starts one process, which reads all further lines:
     {"function": [NAME, ...], "args": [...], "kwargs": {...}} -> {"value": V} or {"error": TEXT}
     {"check": {"code", "prelude", "entry_point"}}     runs asserts, in a sandbox of their own

@@ -97,7 +97,7 @@ def confine(limits: dict[str, int], *, cpu_s: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, SIGNALS_LEFT_TO_JUDGE)
 
 
-def _load(program: dict[str, str], name: str) -> dict[str, Any]:
+def load(program: dict[str, str], name: str) -> dict[str, Any]:
     """Run the program as a module."""
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -117,7 +117,7 @@ def become_program(program: dict[str, str], files: list[FileIO], limits: dict[st
         file.close()
     os.closerange(3, 1024)
     confine(limits, cpu_s=limits["cpu_s"])
-    _load(program, "__main__")
+    load(program, "__main__")
 
 
 def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int]) -> NoReturn:
@@ -129,13 +129,18 @@ def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int
         try:
             _limit_call(limits["cpu_s"])
             if namespace is None:
-                namespace = _load(program, "program")
-            function = _find(request["function"], namespace)
-            args = [decode(value) for value in request["args"]]
-            kwargs = {name: decode(value) for name, value in request["kwargs"].items()}
-            channel.send({"value": encode(function(*args, **kwargs))})
+                namespace = load(program, "program")
+            channel.send({"value": call(request, namespace)})
         except BaseException as error:  # such as SystemExit
             channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def call(request: dict[str, Any], namespace: dict[str, Any]) -> Any:
+    """Call a function of the program; return its encoded value."""
+    function = _find(request["function"], namespace)
+    args = [decode(value) for value in request["args"]]
+    kwargs = {name: decode(value) for name, value in request["kwargs"].items()}
+    return encode(function(*args, **kwargs))
 
 
 def _limit_call(cpu_s: int) -> None:

@@ -29,7 +29,8 @@ WATCH_INTERVAL_S = 0.05
 MAX_FILES = 10_000
 MAX_MAPPINGS = 20_000
 MAX_SOCKETS = 128
-MAX_STDERR_BYTES = 4096
+MAX_STDERR_BYTES = 2**16
+MAX_LAST_LINE_BYTES = 4096
 FOLDER = os.getcwd()
 DEVICES = frozenset(os.listdir("/dev"))
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # prctl(2)
@@ -76,7 +77,8 @@ def main() -> Callable[[], None]:
             if pid == 0:
                 return lambda: become_program(program, files, limits)
             failure = _watch(pid, channel, limits, cpu_s=limits["cpu_s"])
-            channel.send({"stdout": _text(files[1]), "failure": failure and _why(failure, files)})
+            reply = {"stdout": _text(files[1]), "stderr": _text(files[2], MAX_STDERR_BYTES)}
+            channel.send(reply | {"failure": failure and _why(failure, files)})
         else:
             pid = os.fork()
             if pid == 0 and "check" in message:
@@ -255,15 +257,15 @@ def _clean() -> None:
                 os.unlink(entry.path)
 
 
-def _text(file: FileIO) -> str:
+def _text(file: FileIO, most: int = -1) -> str:
     file.seek(0)
-    return file.read().decode("utf-8", "replace")
+    return file.read(most).decode("utf-8", "replace")
 
 
 def _why(failure: str, files: list[FileIO]) -> str:
     """The failure, with the last line on the program's standard error."""
     end = files[2].seek(0, os.SEEK_END)
-    files[2].seek(max(0, end - MAX_STDERR_BYTES))
+    files[2].seek(max(0, end - MAX_LAST_LINE_BYTES))
     lines = files[2].read().decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{failure}: {last}" if last else failure

@@ -1,4 +1,4 @@
-"""Connections of the agents' server: those without a session's key are few, and end soon."""
+"""Connections to a server of ours: those that have not authenticated are few, and end soon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Strangers:
     Used in the event loop's thread alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        """Start without connections; `where` says in messages what they are connected to."""
+        self._where = where
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = min(_MOST, files // 4) if files != resource.RLIM_INFINITY else _MOST
         self._waiting: dict[Any, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
@@ -56,8 +58,8 @@ class Strangers:
         transport.abort()
         self._say(
             "closed",
-            f"connections to the agents' server without a session's key are closed: after {_WAIT_S}"
-            f" s, or the oldest of more than {self._most}. A port scan?",
+            f"connections to {self._where} are closed: after {_WAIT_S} s, or the oldest of more "
+            f"than {self._most}. A port scan?",
         )
 
     def on_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:

@@ -14,12 +14,7 @@ from typing import Any
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_capability
-from gapo_megatron.ops.plan.activations import (
-    Kernels,
-    head_bytes,
-    kept_activations,
-    working_bytes,
-)
+from gapo_megatron.ops.plan.activations import Kernels, head_bytes, kept_activations, working_bytes
 from gapo_megatron.ops.plan.engine import (
     engine_bytes,
     holds_one_sequence,

@@ -12,12 +12,7 @@ from typing import Any
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.config.counts import check_world_size, num_generation_ranks
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.models.checks import (
-    check_engine_heads,
-    check_replay,
-    check_shapes,
-    num_experts,
-)
+from gapo_megatron.models.checks import check_engine_heads, check_replay, check_shapes, num_experts
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model

@@ -11,12 +11,7 @@ import torch
 
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
-from gapo_megatron.ops.plan.activations import (
-    Kernels,
-    block_shape,
-    kept_activations,
-    num_in_flight,
-)
+from gapo_megatron.ops.plan.activations import Kernels, block_shape, kept_activations, num_in_flight
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import HOST_SHARE, find_refusal, memory

@@ -7,12 +7,7 @@ import pytest
 
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
-from tests.scaling_setup import (
-    Pass,
-    draw_lengths,
-    schedule_of,
-    training,
-)
+from tests.scaling_setup import Pass, draw_lengths, schedule_of, training
 
 
 def stage_s(one: Training, *, backward: bool, rank: int = 0) -> float:

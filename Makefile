@@ -94,7 +94,8 @@ study: ## Run the miniature study (studies/miniature) on this CPU, two runs at a
 	$(PY) tools/submit.py studies/miniature/runs.toml --local --parallel 2
 	$(PY) tools/submit.py studies/miniature/branch.toml --local --parallel 2
 	$(PY) tools/report.py runs/studies/miniature runs/studies/miniature_branch --first gapo \
-		--output runs/studies/report --archive runs/studies/report/data
+		--output runs/studies/report
+	$(PY) -m studies.archive runs/studies/miniature runs/studies/miniature_branch --output runs/studies/report/data
 
 test-studies: ## Run the tests of studies/, which no run needs
 	@tools/setup_env.sh dev

@@ -196,7 +196,7 @@ def test_the_table_compares_the_first_and_the_last_evaluation(demo, tmp_path):
     assert "12.5 -> 87.5" in text
     assert "50.0 -> 100.0" in text
     assert "level_0" in text
-    assert (folder / "report.png").exists()
+    assert (folder / "report" / "report.html").exists()
     assert all(len(line) <= 80 for line in text.splitlines() if "│" in line)
 
 

@@ -1,7 +1,7 @@
 """Train a small model with GAPO on this CPU: task, warm start, reinforcement learning, report.
 
 Each seed, layout and method has a folder of its own (runs/demo, runs/demo_seed1, ...) with metrics,
-checkpoints, report.png and the trained Hugging Face folder; those of a seed share task and warm
+checkpoints, report and the trained Hugging Face folder; those of a seed share task and warm
 start. A stopped demo continues where it stopped; delete its folder to start over.
 """
 
@@ -317,20 +317,19 @@ def _report(config: Config) -> None:
             style="bold" if level is None else None,
         )
     console.print(table)
-    picture = _draw([folder], folder / "report.png")
-    _say(f"picture: {picture}\nmodel:   {folder / 'hf'} (Hugging Face folder)")
+    page = _write_report([folder], folder / "report")
+    _say(f"report: {page}\nmodel:  {folder / 'hf'} (Hugging Face folder)")
 
 
-def _draw(folders: Sequence[Path], output: Path) -> Path:
-    from gapo_megatron.ops.report import (
-        write_picture,  # seconds that the command line need not wait
-    )
+def _write_report(folders: Sequence[Path], output: Path) -> Path:
+    # matplotlib and torch: seconds that the command line need not wait.
+    from gapo_megatron.ops.report import write_report
 
-    return write_picture(folders, output)
+    return write_report(folders, output).page
 
 
 def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
-    """Print each seed's accuracy and the interval of the gain over seeds; draw one picture."""
+    """Print each seed's accuracy and the interval of the gain over seeds; write one report."""
     from gapo_megatron.evaluate.statistics import mean_interval
 
     table = Table(title="pass@1 in % on held-out problems, by seed")
@@ -346,11 +345,11 @@ def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
         )
     table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
     console.print(table)
-    _say(f"picture: {_draw(folders, folders[0] / 'report_seeds.png')}")
+    _say(f"report: {_write_report(folders, folders[0] / 'report_seeds')}")
 
 
 def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
-    """Print the commands that draw all figures, and that train another method to compare with."""
+    """Print the commands that train another method and compare both."""
     trained = load_config(arguments.config, arguments.overrides).objective.method
     other = "gspo_asym" if trained == "gapo" else "gapo"
     others = [one for one in arguments.overrides if not one.startswith((METHOD, OUTPUT))]
@@ -371,8 +370,7 @@ def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
         f"too (it takes as long as {trained} did), then draw both in one report:"
     )
     _say(
-        f"\nTo draw every figure of {trained}:\n  {_command('report', *map(str, folders))}\n\n"
-        f"{textwrap.fill(why, console.width)}\n"
+        f"\n{textwrap.fill(why, console.width)}\n"
         f"  {_command('demo', *_options(arguments), *others)}\n  {both}"
     )
 

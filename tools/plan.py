@@ -37,7 +37,8 @@ the model. Exit codes: 0 done; 1 nothing fits, or wrong input; 2 usage.
 """
 _MEASURE = """\
 all runs of a scaling study; figures go to runs/studies/scaling_qwen/scaling:
-  .venv/bin/python tools/plan.py measure runs/studies/scaling_qwen --gpu h200
+  .venv/bin/python tools/plan.py measure runs/studies/scaling_qwen --gpu h200 \\
+    --mean-prompt-tokens 150
 only two of its runs:
   .venv/bin/python tools/plan.py measure --gpu h200 --output two_runs \\
     runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
@@ -86,27 +87,26 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.io.whole_table import print_whole
-    from gapo_megatron.ops.report.measured import read_measured
-    from gapo_megatron.ops.report.scaling import read_runs, scaling_rows, scaling_tables
-    from gapo_megatron.ops.report.scaling_figures import check_scaling, write_scaling
+    from gapo_megatron.ops.report.scaling import (
+        claim_folder,
+        read_runs,
+        scaling_rows,
+        scaling_tables,
+        write_scaling,
+    )
 
     folder = arguments.output or arguments.runs[0] / "scaling"
-    check_scaling(folder)
     gpu = CPU if arguments.gpu == CPU_NAME else find_gpu(arguments.gpu)
-    prompt = arguments.mean_prompt_tokens
-    found, left_out = read_runs(
-        arguments.runs,
-        lambda folder, name: read_measured(folder, mean_prompt_tokens=prompt, name=name),
-    )
+    found, left_out = read_runs(arguments.runs, mean_prompt_tokens=arguments.mean_prompt_tokens)
+    claim_folder(folder)
     rows = scaling_rows(found, gpu=gpu)
     for table in scaling_tables(rows, gpu=gpu):
         print_whole(console, table)
     for line in left_out:
         console.print(line, highlight=False, soft_wrap=True)
-    for exhibit, paths in write_scaling(found, rows, gpu=gpu, folder=folder):
-        console.print("\n" + " ".join([exhibit.aid, *exhibit.notes]), highlight=False)
-        for path in paths:
-            console.print(f"  {path}", highlight=False, soft_wrap=True)
+    console.print("Figure and data:")
+    for path in write_scaling(found, rows, gpu=gpu, folder=folder):
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -168,7 +168,7 @@ def _measure_parser() -> argparse.ArgumentParser:
     add("--gpu", required=True, help=f"the device of the runs: {', '.join(GPUS)} or cpu")
     shown = "folder for the figures (default: RUN/scaling; required for several RUNs)"
     add("--output", type=Path, metavar="DIR", help=shown)
-    add("--mean-prompt-tokens", type=float, metavar="N", help="default: counted in the data")
+    add("--mean-prompt-tokens", type=float, metavar="N", help="needed for MFU")
     return parser
 
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
@@ -26,10 +25,8 @@ EXAMPLES = """\
 one run:                    .venv/bin/python tools/report.py runs/demo
 a study, gapo vs. the rest: .venv/bin/python tools/report.py runs/studies/demo --first gapo
 two methods, elsewhere:     .venv/bin/python tools/report.py runs/a runs/b --output /tmp/a_and_b
-keep the data:              .venv/bin/python tools/report.py runs/a --archive a_data
-draw them again:            .venv/bin/python tools/report.py a_data
 
-The page needs no network. docs/report.md explains each figure.
+The page needs no network. docs/metrics.md explains each figure.
 Exit codes: 0 done; 1 a folder has no run or a damaged one; 2 wrong arguments.
 """
 
@@ -43,23 +40,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     from gapo_megatron.ops.report.report import some
 
     errors = Console(stderr=True, markup=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
-        with Progress(
-            *columns, console=errors, transient=True, disable=not errors.is_terminal
-        ) as progress:
-            task = progress.add_task("looking for runs")
-
-            def show(part: str, done: int, total: int) -> None:
-                progress.update(task, description=part, completed=done, total=total)
-
-            report = write_report(
-                arguments.runs,
-                arguments.output,
-                first=arguments.first,
-                archive_dir=arguments.archive,
-                on_part=show,
-            )
+        report = write_report(arguments.runs, arguments.output, first=arguments.first)
     except GapoError as error:
         errors.print(f"error: {error}", highlight=False, soft_wrap=True)
         return 1
@@ -95,12 +77,6 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "--first",
         metavar="METHOD",
         help="compare this method with each other one (default: the first RUN's)",
-    )
-    parser.add_argument(
-        "--archive",
-        type=Path,
-        metavar="DIR",
-        help="also save the figures' data there, as CSV; such a DIR can be given as a RUN",
     )
     arguments = parser.parse_args(command_line)
     if arguments.output is None:

@@ -1,6 +1,6 @@
 """Verdicts on the paper's claims in the miniature study: in table.md.
 
-    python studies/miniature/claims.py runs/studies/report/data
+    python -m studies.miniature.claims runs/studies/report/data
 
 Most claims are differences that the paper says are positive. The 95 % Student-t interval, paired by
 seed, decides: above zero, "reproduced"; below, "not reproduced"; else "not resolvable" at
@@ -19,12 +19,14 @@ from pathlib import Path
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.evaluate.statistics import has_spread, mean_interval, stars, welch_p_value
 from gapo_megatron.ops.report.arms import Arm, Comparison
-from gapo_megatron.ops.report.clipping import CLIPPED, DEVIATION, DRIFT
-from gapo_megatron.ops.report.intervention import correlation_since
+from gapo_megatron.ops.report.figures import DEVIATION
 from gapo_megatron.ops.report.runs import Run
-from gapo_megatron.ops.report.series import last_half
+from gapo_megatron.ops.report.series import per_c
+from studies.archive import StudyRun, read_archive
+from studies.miniature.intervention import CLIPPED, correlation_since
 
-LOST = "clip_gradient_mass_lost"
+DRIFT = "correct/ratio_abs_deviation"
+LOST = "correct/clip_gradient_mass_lost"
 SEQUENCE = ("gspo", "gspo_asym", "f_gspo")
 TOKEN = ("grpo", "f_grpo", "dr_grpo")
 SCARCE, ABUNDANT = (1, 2), (6, 7)
@@ -86,7 +88,7 @@ class Finding:
 class Study:
     """Arms of an archive; all runs must have the same number of steps."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[StudyRun]) -> None:
         self.num_steps = max(run.num_steps for run in runs)
         for run in runs:
             if run.num_steps != self.num_steps:
@@ -217,6 +219,17 @@ def _by_c(arm: Arm, name: str, chosen: Sequence[int], num_steps: int) -> BySeed:
     return {seed: 100 * sum(one[c] for c in chosen) / len(chosen) for seed, one in found.items()}
 
 
+def last_half(run: Run, name: str, *, num_steps: int) -> dict[int, float]:
+    """Mean by c over the last half of `num_steps` steps; every correct rollout counts the same."""
+    found = {}
+    for c, (values, weights) in per_c(run, name).items():
+        late = [step for step in values if num_steps - num_steps // 2 <= step < num_steps]
+        total = sum(weights[step] for step in late)
+        if total > 0:
+            found[c] = sum(weights[step] * values[step] for step in late) / total
+    return found
+
+
 def _correlation(arm: Arm, begin: int) -> BySeed:
     """Pearson r over the steps from `begin` on."""
     found = {run.seed: correlation_since(run, begin) for run in arm.runs}
@@ -254,7 +267,7 @@ def _passes(claim: str, ours: Arm, theirs: Arm, step: int, k: int = 1) -> Findin
     return _compared(claim, what, _pass_at(ours, step, k), _pass_at(theirs, step, k))
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[StudyRun]) -> str:
     """The table as Markdown; README.md cites rows by their number."""
     rows = enumerate(findings(Study(runs)), start=1)
     lines = [
@@ -267,7 +280,6 @@ def table(runs: Sequence[Run]) -> str:
 
 if __name__ == "__main__":
     from gapo_megatron.errors import DataError
-    from gapo_megatron.ops.report.archive import read_archive
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

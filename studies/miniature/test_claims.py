@@ -6,14 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gapo_megatron.ops.launch.study import read_study
-from gapo_megatron.ops.report.archive import read_archive, write_archive
-from gapo_megatron.ops.report.runs import read_run
+from studies.archive import read_archive, read_study_run, write_archive
 from studies.miniature import claims
 from tests.messages import mentions
-from tests.report_setup import NUM_STEPS, write_run
+from tests.report_setup import NUM_STEPS, deviation, num_sequences, write_run
 
 HERE = Path(__file__).parent
 ARMS: list[tuple[str, int, float]] = [
@@ -110,7 +110,7 @@ def worlds(tmp_path_factory):
     for holds in (True, False):
         root = tmp_path_factory.mktemp("study")
         folders = write_world(root, holds=holds)
-        write_archive([read_run(folder) for folder in folders], root / "archive")
+        write_archive([read_study_run(folder) for folder in folders], root / "archive")
         found[holds] = read_archive(root / "archive")
     return found
 
@@ -188,13 +188,13 @@ def test_a_run_that_is_not_finished_is_named(tmp_path):
     whole = write_run(tmp_path / "whole", seed=0)
     cut = write_run(tmp_path / "cut", seed=1, num_steps=30)
     with pytest.raises(SystemExit, match=r"\bcut\b.*\b30\b.*\b40\b"):
-        claims.Study([read_run(whole), read_run(cut)])
+        claims.Study([read_study_run(whole), read_study_run(cut)])
 
 
 def test_two_arms_that_no_claim_tells_apart_are_named(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "optimizer.learning_rate=1e-3")]
     with pytest.raises(SystemExit, match=mentions("gapo", "learning_rate", "eps_high_max")):
-        claims.Study([read_run(folder) for folder in folders])
+        claims.Study([read_study_run(folder) for folder in folders])
 
 
 def test_the_repository_has_these_arms():
@@ -239,3 +239,14 @@ def test_the_document_says_what_the_data_say():
     assert sorted(shown) == sorted(path.stem for path in HERE.glob("*.png"))
     size = sum(path.stat().st_size for path in (HERE / "data").iterdir())
     assert size < 2_000_000
+
+
+def test_the_last_half_counts_every_rollout_the_same(tmp_path):
+    run = read_study_run(write_run(tmp_path / "run"))
+    for num_steps, late in ((40, range(20, 40)), (21, range(11, 21))):
+        found = claims.last_half(run, "correct/ratio_deviation", num_steps=num_steps)
+        assert sorted(found) == list(range(1, 8))
+        for c, mean in found.items():
+            values = [deviation(c, 8, 0, step) for step in late]
+            weights = [num_sequences(c, step) for step in late]
+            assert mean == pytest.approx(np.average(values, weights=weights))

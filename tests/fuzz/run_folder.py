@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from gapo_megatron.config import Config
-from gapo_megatron.evaluate.counts import write_counts
+from gapo_megatron.evaluate.counts import read_counts, write_counts
 from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
 from gapo_megatron.io.sample_files import read_samples, read_timelines
@@ -108,7 +108,7 @@ def _read_report(folder: Path) -> dict[str, Any]:
         "timings.jsonl": read.timings,
         "samples.jsonl": read_samples(run),
         "timelines.jsonl": read_timelines(run),
-        "step_00000000.json": read.solve_rates,
+        "step_00000000.json": read_counts(run / "evaluations/step_00000000.json"),
         "branch.json": text and parse_branch(text, where="branch.json"),
         "failure_0.json": repr(Evidence(run / "attempts/7.0").diagnose()),
     }

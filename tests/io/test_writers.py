@@ -23,7 +23,7 @@ from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.ops.launch.prepare import check_before_nodes
 from gapo_megatron.ops.prepare.journal import Journal
 from gapo_megatron.ops.report.report import MAKERS, write_report
-from gapo_megatron.ops.report.scaling_figures import check_scaling
+from gapo_megatron.ops.report.scaling import claim_folder
 from tests.messages import mentions
 from tests.report_setup import write_run
 
@@ -53,12 +53,8 @@ def report(folder: Path, run: Path) -> None:
     write_report([run], folder)
 
 
-def archive(folder: Path, run: Path) -> None:
-    write_report([run], run.with_name("report"), archive_dir=folder)
-
-
 def scaling(folder: Path, _: Path) -> None:
-    check_scaling(folder)
+    claim_folder(folder)
 
 
 def start_of_a_run(folder: Path, _: Path) -> None:
@@ -106,8 +102,7 @@ def journal(folder: Path, _: Path) -> None:
 
 WRITERS = {
     report: ["report.html", "figures/step_time.png", "figures/summary.tex"],
-    archive: ["metrics.csv", "runs.csv"],
-    scaling: ["throughput.png", "throughput.csv", "step_split.pdf"],
+    scaling: ["throughput.png", "throughput.csv"],
     start_of_a_run: [
         "config.toml",
         "metrics.jsonl",
@@ -172,7 +167,7 @@ def test_other_files_in_the_folder_of_a_report_stay(run: Path, tmp_path: Path) -
         (folder / name).write_text("theirs\n")
     before = state_of(folder)
     for _ in range(2):
-        write_report([run], folder, archive_dir=tmp_path / "data")
+        write_report([run], folder)
         after = state_of(folder)
         assert {name: after[name] for name in before} == before
     assert (folder / "figures" / "step_time.png").exists()
@@ -182,15 +177,6 @@ def test_a_report_that_was_killed_may_be_written_again(run: Path, tmp_path: Path
     write_report([run], tmp_path)
     (tmp_path / "report.html").unlink()
     write_report([run], tmp_path)
-
-
-def test_an_archive_is_not_written_over_itself(run: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    write_report([run], tmp_path / "report", archive_dir=data)
-    before = state_of(data)
-    with pytest.raises(ConfigError, match=mentions("--archive", data)):
-        write_report([data], tmp_path / "report", archive_dir=data)
-    assert state_of(data) == before
 
 
 def test_a_run_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:

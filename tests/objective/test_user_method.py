@@ -20,7 +20,6 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.ops.dry_run import why_not_run
-from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.runs import read_run
 from tests.configs import config_of
@@ -258,8 +257,6 @@ def test_reading_what_a_run_recorded_executes_nothing(folder: Path, recorded: Pa
     run = read_run(recorded)
     assert run.config.objective.preset == find_method(f"{folder}/mine.py:MINE")
     assert run.config.rollout.engine == "some_engines.mine:build"
-    write_archive([run], folder / "archive")
-    assert read_archive(folder / "archive")[0].method == run.method
 
 
 def test_a_run_config_that_names_other_code_is_refused_unexecuted(recorded: Path) -> None:

@@ -6,25 +6,19 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.methods import Method
-from gapo_megatron.config.roles import is_input, role_of
+from gapo_megatron.config.roles import role_of
 from gapo_megatron.errors import DataError
-from gapo_megatron.io.files import file_sha256, real
 from gapo_megatron.ops.report.runs import Run
 
 K = "batch.rollouts_per_prompt"
-CLIP = "objective.eps_high_max"
 SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")
 _METHOD = "objective.method"
 _REPLAY = "objective.routing_replay"
-_ABLATED = (K, CLIP, *SIZES)
-"""Settings that ablations vary; prompts change with k where the number of rollouts is fixed."""
 _LONGEST_VALUE, _LONGEST_LABEL = 40, 80
-_MOST_COMPARED = 2**30
-"""Bytes of files that are compared; larger ones are the same if their paths are."""
 
 Settings = dict[str, Hashable]
 """`section.key` -> value."""
@@ -68,14 +62,12 @@ class Comparison:
             first: label of the arm that is compared with every other; None: the first run's.
 
         Raises:
-            DataError: two runs of an arm have the same seed; more than one run may be the one that
-                a branch left; no curve is called `first`.
+            DataError: two runs of an arm have the same seed; no arm is called `first`.
         """
-        of_runs = _by_content([settings_of(run) for run in runs])
+        of_runs = [settings_of(run) for run in runs]
         members: dict[tuple[tuple[str, Hashable], ...], list[Run]] = {}
         for run, settings in zip(runs, of_runs, strict=True):
             members.setdefault(tuple(settings.items()), []).append(run)
-            _left(run, runs)  # refuse an ambiguous branch before any figure is drawn
         labels = _labels([dict(key) for key in members], of_runs)
         arms = [
             Arm(label, sorted(alike, key=lambda run: run.seed), dict(key))
@@ -92,61 +84,19 @@ class Comparison:
         arms.sort(
             key=lambda a: (origins.index(_origin(a.settings)), len(_unusual(a.settings, of_runs)))
         )
-        found = cls(arms)
-        if first is None:
-            return found
-        known = [arm.label for arm in found.curves]
-        if first not in known:
+        known = [arm.label for arm in arms]
+        if first is not None and first not in known:
             raise DataError(f"no method is called {first!r} here; known: {', '.join(known)}")
-        origin = _origin(next(arm for arm in arms if arm.label == first).settings)
-        return cls(sorted(arms, key=lambda a: (_origin(a.settings) != origin, a.label != first)))
+        return cls(sorted(arms, key=lambda arm: arm.label != (first or known[0])))
 
     @property
-    def changes(self) -> dict[str, dict[int, str]]:
-        """Arms of the curves that were resumed with other settings.
-
-        Arm's label -> first step with the new settings -> their names and values.
-        """
-        found: dict[str, dict[int, str]] = {}
-        for arm in self.curves:
-            by_step: dict[int, dict[str, None]] = {}
-            for one in (one for run in arm.runs for one in run.changes):
-                names = by_step.setdefault(one["step"], {})
-                for key, (was, now) in one["changes"].items():
-                    names[f"{_part(key, now)} (was {was})"] = None
-            if by_step:
-                found[arm.label] = {step: ", ".join(by_step[step]) for step in sorted(by_step)}
-        return found
-
-    @property
-    def curves(self) -> list[Arm]:
-        """Arms of the figures over training: the usual one of those that differ in k or clip alone.
-
-        All of them if that leaves a single curve; never a branch whose parent arm is here.
-        """
-        whole = [arm for arm in self.arms if self.parent(arm) is None]
-        usual = [arms[0] for arms in _alike(whole)]
-        return usual if len(usual) > 1 else whole
+    def runs(self) -> list[Run]:
+        return [run for arm in self.arms for run in arm.runs]
 
     @property
     def first(self) -> Arm:
         """The arm that is compared with every other."""
-        return self.curves[0]
-
-    def over(self, *keys: str) -> list[list[Arm]]:
-        """Groups of arms that differ in `keys` alone, the usual arm first."""
-        fixed = [key for key in _ABLATED if key not in keys]
-        found = []
-        for arms in _alike(self.arms):
-            usual = arms[0].settings
-            found.append([a for a in arms if all(a.settings[key] == usual[key] for key in fixed)])
-        return found
-
-    def parent(self, arm: Arm) -> Arm | None:
-        """The arm whose runs a branch left, seed by seed; None: no branch, or it is not here."""
-        runs = [run for one in self.arms for run in one.runs]
-        left = [_left(run, runs) for run in arm.runs]
-        return next((other for other in self.arms if all(one in other.runs for one in left)), None)
+        return self.arms[0]
 
 
 def learned_settings(config: Config) -> Settings:
@@ -184,77 +134,20 @@ def settings_of(run: Run) -> Settings:
     return dict(sorted(settings.items()))
 
 
-def _left(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The one of `runs` that a branch left; None: no branch, or it is not among them.
-
-    Found by its folder, else by the folder's name: studies move, and archives hold names alone.
-    """
-    if run.branch is None:
-        return None
-    path = Path(run.branch["run"])
-    whole = real(path)
-    # Other branches of the same run may have its name.
-    others = [
-        one
-        for one in runs
-        if one.seed == run.seed and (one.branch is None or one.branch["run"] != run.branch["run"])
-    ]
-    exact = [one for one in others if one.folder == whole]
-    found = exact or [one for one in others if one.folder.name == path.name]
-    if len(found) > 1:
-        raise DataError(
-            f"{run.folder} branched from {path}, which is not here; "
-            f"{' and '.join(str(one.folder) for one in found)} have its name: leave out all but "
-            "the right one"
-        )
-    return found[0] if found else None
-
-
-def _by_content(of_runs: Sequence[Settings]) -> list[Settings]:
-    """The settings with one path for all files, or model folders, that hold the same."""
-    found = [dict(settings) for settings in of_runs]
-    for key in {key for settings in found for key in settings if is_input(key)}:
-        first: dict[Hashable, Hashable] = {}
-        paths = dict.fromkeys(settings[key] for settings in found if key in settings)
-        if len(paths) > 1:
-            paths = {path: first.setdefault(_content(str(path)), path) for path in paths}
-            for settings in found:
-                if key in settings:
-                    settings[key] = paths[settings[key]]
-    return found
-
-
-def _content(path: str) -> Hashable:
-    """Digests of a file, or of a folder's model; the path where they cannot be had."""
-    root = Path(path)
-    files = [root]
-    if root.is_dir():
-        files = sorted([root / "config.json", *root.glob("*.safetensors")])
-    try:
-        if sum(file.stat().st_size for file in files) > _MOST_COMPARED:
-            return path
-        return tuple(file_sha256(file) for file in files)
-    except OSError:
-        return path
-
-
 def _labels(arms: Sequence[Settings], runs: Sequence[Settings]) -> list[str]:
-    """The method and its unusual settings, k first; batch sizes beside k only if needed.
+    """The method and its unusual settings, k first; different, and short enough for a legend.
 
-    Different, and short enough for a legend.
+    Prompts follow from k where the number of rollouts is fixed: beside k they are named if needed.
     """
     whole, short = [], []
     for settings in arms:
         keys = sorted(_unusual(settings, runs), key=lambda key: (key != K, key))
-        goes_with_k = SIZES if K in keys else ()
         parts = {key: _part(key, settings.get(key)) for key in keys}
+        kept = [part for key, part in parts.items() if K not in keys or key not in SIZES]
         whole.append(" ".join([_origin(settings), *parts.values()]))
-        kept = [part for key, part in parts.items() if key not in goes_with_k]
         short.append(" ".join([_origin(settings), *kept]))
-    labels = [
-        one if short.count(one) == 1 else other for one, other in zip(short, whole, strict=True)
-    ]
-    labels = [_capped(label, _LONGEST_LABEL) for label in labels]
+    named = (b if short.count(a) > 1 else a for a, b in zip(short, whole, strict=True))
+    labels = [_capped(label, _LONGEST_LABEL) for label in named]
     numbers = [labels[:place].count(label) + 1 for place, label in enumerate(labels)]
     return [f"{one} ({n})" if n > 1 else one for one, n in zip(labels, numbers, strict=True)]
 
@@ -305,12 +198,3 @@ def _unusual(settings: Settings, runs: Sequence[Settings]) -> list[str]:
         if settings.get(key) != usual:
             found.append(key)
     return found
-
-
-def _alike(arms: Sequence[Arm]) -> list[list[Arm]]:
-    """Groups of arms that differ in ablated settings alone, in order."""
-    alike: dict[Hashable, list[Arm]] = {}
-    for arm in arms:
-        rest = tuple(pair for pair in arm.settings.items() if pair[0] not in _ABLATED)
-        alike.setdefault(rest, []).append(arm)
-    return list(alike.values())

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron import rewards
-from gapo_megatron.config import CONFIG_NAME, Config, DataConfig, RewardConfig, load_recorded
-from gapo_megatron.config.rules import input_paths
-from gapo_megatron.data.messages import bind_template
-from gapo_megatron.data.schema import read_training_prompts
-from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
+from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import STAGES, SidesTime, StepTime
 from gapo_megatron.ops.plan.workload import Workload, spread_of
 
+STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
+"""Stages of a step that a scaling study tells apart."""
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
 _SIDE = "generation/rollout_s"
 """Metric of a step whose batch came from generation ranks, which timed it."""
@@ -50,40 +45,47 @@ class Measured:
     name: str
     shape: Shape
     config: Config
-    layout: Layout
-    workload: Workload
-    stages: StepTime
+    num_training: int
+    """Ranks that train."""
+    num_generation: int
+    """Ranks that only generate; 0: colocated."""
+    workload: Workload | None
+    """None: the mean prompt length is unknown."""
+    stages: dict[str, float]
+    """Seconds of each of `STAGES`: medians; of a sync that not every step has, the mean."""
     step_s: float
     """Seconds of a step without evaluation, checkpoints and noise-floor measurements; a median."""
     other_s: float
     """Seconds of a step that belong to no stage: putting vLLM to sleep, the batching plan, the
-    rest. A median of its own, so not exactly the difference of the other medians."""
+    rest. A median of its own, so not exactly the difference of the other medians. 0 where training
+    and generation overlap (`rollout.max_staleness` > 0)."""
     num_prompts: float
     """Prompts of a step, including those that dynamic sampling replaced; a mean."""
     tokens_per_s: float
     """Response tokens per second of a step, as `perf/tokens_per_s` counts them; a median."""
 
+    @property
+    def num_ranks(self) -> int:
+        return self.num_training + self.num_generation
 
-def read_measured(
-    run_dir: str | Path, *, mean_prompt_tokens: float | None = None, name: str = ""
-) -> Measured:
+
+def read_measured(folder: Path, *, mean_prompt_tokens: float | None, name: str) -> Measured:
     """Read the measured steps of a run's newest start that has any.
 
     If all steps of that start are warm-up (`_WARM_UP_STEPS`), an earlier start on as many ranks is
     used.
 
     Args:
-        run_dir: folder with config.toml, metrics.jsonl and timings.jsonl.
-        mean_prompt_tokens: mean prompt length, which no metric holds; None: counted in the data.
-        name: name for tables; empty: the folder's name.
+        folder: has config.toml, metrics.jsonl and timings.jsonl.
+        mean_prompt_tokens: mean prompt length, which no metric holds; None: no workload.
+        name: name for tables.
 
     Raises:
         ConfigError: files or the model's config.json are missing; no step was timed; the number of
-            ranks is unknown, or the config's layout does not divide it.
+            ranks is unknown, or a parallel size does not divide it.
         DataError: a line of metrics or timings is damaged.
     """
     # The newest start with timed steps, without its warm-up.
-    folder = Path(run_dir)
     for needed in (CONFIG_NAME, METRICS_NAME, TIMINGS_NAME):
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder} has no {needed}: it is not the folder of a trained run")
@@ -103,37 +105,40 @@ def read_measured(
     if not ranks:
         raise ConfigError(f"{folder}: number of ranks unknown: {TIMINGS_NAME} has no {_WORLD_SIZE}")
     apart = int(max(row.get(_GENERATION_RANKS, 0) for row in (started, *timings)))
-    prompt = _mean_prompt_tokens(config) if mean_prompt_tokens is None else mean_prompt_tokens
     rows = [metrics[int(row["step"])] for row in timings]
     _check_numbers(folder / METRICS_NAME, rows)
     _check_numbers(folder / TIMINGS_NAME, timings)
-    tokens = [row["perf/tokens_per_s"] * row["time/step_s"] for row in timings]
-    steps_s = [_whole_step_s(row) for row in timings]
-    shape = Shape.of(_model_of(folder, config))
-
     try:
-        layout = Layout.of(config, world_size=ranks - apart, num_generation=apart)
-        workload = _workload(config, rows, prompt)
+        check_world_size(config.parallel, ranks - apart)
+        workload = None
+        if mean_prompt_tokens is not None:
+            workload = _workload(config, rows, mean_prompt_tokens)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
+
+    # Their times.
+    tokens = [row["perf/tokens_per_s"] * row["time/step_s"] for row in timings]
+    steps_s = [_whole_step_s(row) for row in timings]
+    by_step = [_stages(row) for row in timings]
+    overlaps = apart > 0 and config.rollout.max_staleness > 0
+    stages = {stage: statistics.median(one[stage] for one in by_step) for stage in STAGES}
+    if apart and config.rollout.max_staleness > 1:  # not every step has a sync
+        stages["sync"] = statistics.fmean(one["sync"] for one in by_step)
+    others_s = [w - sum(one.values()) for w, one in zip(steps_s, by_step, strict=True)]
     return Measured(
-        name=name or folder.name,
-        shape=shape,
+        name=name,
+        shape=Shape.of(_model_of(folder, config)),
         config=config,
-        layout=layout,
+        num_training=ranks - apart,
+        num_generation=apart,
         workload=workload,
-        stages=_stages(timings, config),
+        stages=stages,
         step_s=statistics.median(steps_s),
-        other_s=statistics.median(
-            whole - _stages([row], config).total_s
-            for whole, row in zip(steps_s, timings, strict=True)
-        ),
+        other_s=0.0 if overlaps else statistics.median(others_s),
         num_prompts=statistics.fmean(
             config.batch.rollout_prompts / (1 - row.get(_REPLACED, 0.0)) for row in rows
         ),
-        tokens_per_s=statistics.median(
-            num / whole for num, whole in zip(tokens, steps_s, strict=True)
-        ),
+        tokens_per_s=statistics.median(n / s for n, s in zip(tokens, steps_s, strict=True)),
     )
 
 
@@ -169,26 +174,14 @@ def _is_timed(row: _Row) -> bool:
     return has_generation and all(key in row for key in _TIMED)
 
 
-def _stages(rows: Sequence[_Row], config: Config) -> StepTime:
-    """Medians by stage, so that a step which the machine slowed down does not count.
+def _stages(row: _Row) -> dict[str, float]:
+    """Seconds of a step by stage.
 
-    A sync that not every step has is a mean. It is the generation side's: the trainer's clock also
-    includes the wait for an unfinished batch.
+    With generation ranks, generation, verdicts and sync are by their clock: the trainer's also
+    counts the wait for an unfinished batch.
     """
-    times = {
-        f"{stage}_s": statistics.median(_stage_s(row, stage) for row in rows) for stage in STAGES
-    }
-    if not any(_SIDE in row for row in rows):
-        return StepTime(**times)
-    most = config.rollout.max_staleness
-    if most > 1:
-        times["sync_s"] = statistics.fmean(_stage_s(row, "sync") for row in rows)
-    return SidesTime(**times, max_staleness=most)
-
-
-def _stage_s(row: _Row, stage: str) -> float:
     names = _TIMING_OF_SIDE if _SIDE in row else _TIMING_OF
-    return row.get(names[stage], 0.0)
+    return {stage: row.get(names[stage], 0.0) for stage in STAGES}
 
 
 def _whole_step_s(row: _Row) -> float:
@@ -228,38 +221,3 @@ def _model_of(folder: Path, config: Config) -> Any:
     raise ConfigError(
         f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
     )
-
-
-def _mean_prompt_tokens(config: Config) -> float:
-    """Mean prompt length of the training problems in tokens, read as the run reads them.
-
-    Raises:
-        ConfigError: the data or the tokenizer does not exist.
-    """
-    paths = input_paths(config)
-    problems = [name for name in paths if name.startswith(("data.train_path", "data.source."))]
-    for field in (*problems, "model.hf_dir"):
-        path = paths[field]
-        if path and not Path(path).exists():
-            raise ConfigError(
-                f"{field} ({path}) does not exist, so the prompt lengths cannot be read: pass "
-                "--mean-prompt-tokens, or start this in the folder where the run was started"
-            )
-    return _mean_length(
-        config.data.model_dump_json(), config.reward.model_dump_json(), config.model.hf_dir
-    )
-
-
-@functools.cache  # runs of a study share a data set of many problems
-def _mean_length(data: str, reward: str, hf_dir: str) -> float:
-    judged_by = RewardConfig.model_validate_json(reward)
-    section = DataConfig.model_validate_json(data)
-    tokenizer = load_tokenizer(hf_dir)
-    bind_template(tokenizer, section, date=section.template_date)
-    prompts = read_training_prompts(
-        section,
-        tokenizer=tokenizer,
-        reward=judged_by,
-        columns=rewards.row_columns(judged_by),
-    )
-    return statistics.fmean(len(prompt.token_ids) for prompt in prompts)

@@ -1,8 +1,7 @@
-"""Content of run folders: config, metrics, timings, evaluations; also of runs still training."""
+"""Content of run folders: config, metrics and timings; also of runs still training."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,17 +11,13 @@ from typing import Any
 from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import DataError
-from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.io.documents import open_file, parse_json, read_text
 from gapo_megatron.io.files import naming, real
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.io.run_folder import BRANCH_NAME, find_runs, read_changes
-from gapo_megatron.ops.launch.freeze import frozen_code
 
 Values = dict[int, float]
 """Step -> value, in step order."""
-Rates = dict[str, float]
-"""Problem -> share of its samples that are correct; NaN where no verdict is known."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +32,6 @@ class Run:
     """Metric -> its finite values."""
     timings: list[dict[str, float]]
     """A row per step (`time/step_s`, ...), and one per start (`startup/<part>_s`)."""
-    solve_rates: dict[int, Rates]
-    """Step of an evaluation -> solve rates, in step order."""
-    code: tuple[str, ...] = ()
-    """Versions of the code it was started with (`frozen_code`), each once; empty if unknown."""
-    bin_steps: int = 1
-    """Steps per value: a value stands for its step and those before it. Archives have bins."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Settings changed when it was resumed (`run_folder.read_changes`)."""
 
@@ -125,7 +114,7 @@ def read_run(folder: Path) -> Run:
 
     Raises:
         DataError: names the file: no config, a line that is not a JSON object of numbers with a
-            step, metrics of another k than the config's, a damaged branch, evaluation or code.json.
+            step, metrics of another k than the config's, a damaged branch.
         ConfigError: its config is not valid.
     """
     path = folder / CONFIG_NAME
@@ -144,9 +133,7 @@ def read_run(folder: Path) -> Run:
         branch=_branch(folder / BRANCH_NAME),
         metrics=metrics,
         timings=read_rows(folder / TIMINGS_NAME),
-        solve_rates=_solve_rates(folder / "evaluations"),
         changes=read_changes(folder),
-        code=_code(folder / "code"),
     )
     # A run restarted with another k would mix two meanings of c.
     numbers = [int(key.rpartition("c")[2]) for key in run.keys(r"per_c/groups/c\d+")]
@@ -185,24 +172,3 @@ def parse_branch(text: str, *, where: str) -> dict[str, Any]:
             "`changes` (setting: [there, here])"
         )
     return branch
-
-
-def _solve_rates(folder: Path) -> dict[int, Rates]:
-    named = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in folder.glob("step_*.json"))
-    found: dict[int, Rates] = {}
-    for step, path in sorted((int(match[1]), path) for match, path in named if match):
-        found[step] = {}
-        for entry in read_counts(path):
-            number = entry["num_samples"]
-            found[step][str(entry["id"])] = entry["num_correct"] / number if number else math.nan
-    return found
-
-
-def _code(folder: Path) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for path in sorted(folder.glob("*/code.json")):
-        try:
-            found[frozen_code(path.parent)] = None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not a record of the code's version: {error!r}") from None
-    return tuple(found)

@@ -1,9 +1,8 @@
-"""Tables of a scaling study: tokens/s, MFU, efficiency and the seconds of a step, run by run."""
+"""A scaling study: tokens/s, MFU, efficiency and the seconds of a step, in tables and a figure."""
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -12,29 +11,37 @@ from rich.table import Table
 
 from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.hf.folder import claim
 from gapo_megatron.ops.launch.status import read_statuses
 from gapo_megatron.ops.plan.flops import step_flops
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
-from gapo_megatron.ops.plan.tables import pipeline_ranks
-from gapo_megatron.ops.plan.times import STAGES
 from gapo_megatron.ops.report.arms import SIZES, learned_settings
-from gapo_megatron.ops.report.measured import Measured
+from gapo_megatron.ops.report.measured import STAGES, Measured, read_measured
 from gapo_megatron.ops.report.runs import find_trained
-from gapo_megatron.ops.report.series import Row
+from gapo_megatron.ops.report.series import Row, distinct, select
+from gapo_megatron.ops.report.style import (
+    KINDS,
+    Exhibit,
+    arm_style,
+    column,
+    legend_below,
+    outer_names,
+    panels,
+    style,
+    wrapped,
+)
 
-_NAME_LETTERS = 20
-"""Smallest width of the column with a run's name."""
+FIGURE_NAME = "throughput"
 
 
 def read_runs(
-    folders: Sequence[Path], read: Callable[[Path, str], Measured]
+    folders: Sequence[Path], *, mean_prompt_tokens: float | None
 ) -> tuple[list[Measured], list[str]]:
     """Read runs, and leave out those that cannot be read.
 
     Args:
         folders: run folders, or folders of run folders.
-        read: reads a run's folder; its second argument is the name to give it, or "" for the
-            folder's own.
+        mean_prompt_tokens: see `read_measured`.
 
     Returns:
         Measured runs, sorted by model (smaller first), response limit, prompts, GPUs and layout;
@@ -50,7 +57,8 @@ def read_runs(
     found = []
     for folder in ready:
         try:
-            found.append(read(folder, str(folder) if names.count(folder.name) > 1 else ""))
+            name = str(folder) if names.count(folder.name) > 1 else folder.name
+            found.append(read_measured(folder, mean_prompt_tokens=mean_prompt_tokens, name=name))
         except GapoError as error:
             reasons[folder] = str(error)
     statuses = read_statuses(list(reasons))
@@ -66,11 +74,43 @@ def read_runs(
             model_name(one),
             one.config.rollout.max_response_tokens,
             one.config.batch.rollout_prompts,
-            one.layout.num_ranks,
+            one.num_ranks,
             layout_items(one),
         )
     )
     return found, left_out
+
+
+def model_name(one: Measured) -> str:
+    """Name of the model's folder."""
+    return Path(one.config.model.hf_dir).name
+
+
+def unit_names(gpu: Gpu) -> tuple[str, str]:
+    """Name of a rank's device, singular and plural."""
+    return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
+
+
+def layout_items(one: Measured, *, with_data_parallel: bool = True) -> list[str]:
+    """Parallel sizes above 1, generation ranks, recomputation: `TP 2 SP`, `PP 4 x 2`; `uncut`."""
+    config, parallel = one.config, one.config.parallel
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    vpp_size = parallel.virtual_pipeline_model_parallel_size
+    dp_size = one.num_training // (parallel.ranks_per_layer * pp_size)
+    items = {
+        f"TP {tp_size}" + " SP" * parallel.sequence_parallel: tp_size > 1,
+        f"PP {pp_size}" + f" x {vpp_size}" * (vpp_size > 1): pp_size > 1,
+        f"CP {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
+        f"EP {parallel.expert_model_parallel_size}": parallel.expert_model_parallel_size > 1,
+        f"DP {dp_size}": with_data_parallel and dp_size > 1,
+        f"vLLM TP {config.rollout.tensor_parallel_size}": config.rollout.tensor_parallel_size > 1,
+        f"{one.num_generation} generate": one.num_generation > 0,
+        f"recompute {config.model.recompute}": config.model.recompute != "none",
+    }
+    return [item for item, is_shown in items.items() if is_shown] or ["uncut"]
+
+
+# -- rows and tables -------------------------------------------------------------------------------
 
 
 def scaling_rows(runs: Sequence[Measured], *, gpu: Gpu) -> list[Row]:
@@ -82,19 +122,95 @@ def scaling_rows(runs: Sequence[Measured], *, gpu: Gpu) -> list[Row]:
         weak         = t1 / t, among runs with the same sequences per GPU and the same updates
 
     t1 is the fastest step on the fewest GPUs, n1, over all layouts; runs that differ in the seed
-    alone count by their median. No efficiency if all runs have the same number of GPUs, and no MFU
-    on a CPU, whose peak is measured instead of taken from a data sheet.
+    alone count by their median. No efficiency if all runs have the same number of GPUs. No MFU
+    without a mean prompt length, nor on a CPU, which has no data sheet's peak.
 
     Args:
         runs: measured steps of the runs.
         gpu: the device that they ran on.
     """
-    strong = _relative(runs, same_batch, cost=lambda one: one.step_s * one.layout.num_ranks)
+    strong = _relative(runs, same_batch, cost=lambda one: one.step_s * one.num_ranks)
     weak = _relative(runs, same_share, cost=lambda one: one.step_s)
     return [
         _row(one, gpu) | {"strong_efficiency": s, "weak_efficiency": w}
         for one, s, w in zip(runs, strong, weak, strict=True)
     ]
+
+
+def _row(one: Measured, gpu: Gpu) -> Row:
+    """A run's row without the efficiencies, which compare it with others."""
+    config, number = one.config, one.num_ranks
+    mfu = update_mfu = None
+    if one.workload is not None and gpu.name != CPU_NAME:
+        flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
+        peak = number * gpu.flops(config.model.precision)
+        mfu = flops.total / (one.step_s * peak)
+        if update_s := one.stages["update"]:  # 0 if no group had A != 0
+            update_mfu = flops.update / (update_s * peak)
+    return {
+        "run": one.name,
+        "model": model_name(one),
+        "gpus": number,
+        "layout": " ".join(layout_items(one)),
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "rollout_prompts": config.batch.rollout_prompts,
+        "max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
+        "tokens_per_gpu_s": one.tokens_per_s / number,
+        "mfu": mfu,
+        "update_mfu": update_mfu,
+        **{f"{stage}_s": one.stages[stage] for stage in STAGES},
+        "other_s": one.other_s,
+        "step_s": one.step_s,
+    }
+
+
+def _relative(
+    runs: Sequence[Measured],
+    alike: Callable[[Measured], Hashable],
+    *,
+    cost: Callable[[Measured], float],
+) -> list[float | None]:
+    """For each run, the least cost on the fewest GPUs, among runs that are alike, over its own."""
+    groups: dict[Hashable, list[Measured]] = {}
+    keys = [alike(one) for one in runs]
+    for key, one in zip(keys, runs, strict=True):
+        groups.setdefault(key, []).append(one)
+    found: list[float | None] = []
+    for key, one in zip(keys, runs, strict=True):
+        counts = {other.num_ranks for other in groups[key]}
+        costs: dict[Hashable, list[float]] = {}
+        for other in groups[key]:
+            if other.num_ranks == min(counts):
+                costs.setdefault(same_way(other), []).append(cost(other))
+        least = min(map(statistics.median, costs.values()))
+        found.append(least / cost(one) if len(counts) > 1 else None)
+    return found
+
+
+def same_batch(one: Measured) -> Hashable:
+    """Key of runs that learn the same, in whatever layout."""
+    return tuple(sorted(learned_settings(one.config).items()))
+
+
+def same_share(one: Measured) -> Hashable:
+    """Key of runs whose batch grows with the GPUs; otherwise as `same_batch`."""
+    settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
+    batch = one.config.batch
+    return (*sorted(settings), batch.rollout_prompts / one.num_ranks, batch.num_minibatches)
+
+
+def same_way(one: Measured) -> Hashable:
+    """Key of runs that compute in the same way, on any number of data-parallel ranks.
+
+    It leaves out the batch's sizes (`same_batch`, `same_share`) and what no step depends on.
+    """
+    settings = {
+        name: value
+        for name, value in flat(one.config).items()
+        if role_of(name).step and name not in SIZES
+    }
+    # Paths inside the run's folder make no difference.
+    return json.dumps(settings).replace(one.config.run.output_dir, "")
 
 
 def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
@@ -116,17 +232,17 @@ def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
         "strong_efficiency": ("strong", ".0%"),
         "weak_efficiency": ("weak", ".0%"),
     }
-    split = {f"{stage}_s": (stage.replace("_", " "), ".3g") for stage in (*STAGES, "other")}
+    split = {f"{stage}_s": (stage.replace("_", " "), ".3g") for stage in (*STAGES, "other", "step")}
     return [
         _table(rows, reached, title=f"Measured on {gpu.name}"),
-        _table(rows, split | {"step_s": ("step", ".3g")}, title="Seconds of a step"),
+        _table(rows, split, title="Seconds of a step"),
     ]
 
 
 def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: str) -> Table:
     """Make a table; `columns`: key -> heading and format. Numbers are not wrapped."""
     table = Table(title=title, title_justify="left")
-    table.add_column("run", overflow="fold", min_width=_NAME_LETTERS)
+    table.add_column("run", overflow="fold", min_width=20)
     shown = [key for key in columns if any(row[key] is not None for row in rows)]
     for key in shown:
         heading, form = columns[key]
@@ -140,115 +256,81 @@ def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: s
     return table
 
 
-def _row(one: Measured, gpu: Gpu) -> Row:
-    """A run's row without the efficiencies, which compare it with others."""
-    config, number = one.config, one.layout.num_ranks
-    flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
-    peak = math.nan if gpu.name == CPU_NAME else number * gpu.flops(config.model.precision)
-    update_s = one.stages.update_s or math.nan  # 0 if no group had A != 0
-    values = {
-        "tokens_per_gpu_s": one.tokens_per_s / number,
-        "mfu": flops.total / (one.step_s * peak),
-        "update_mfu": flops.update / (update_s * peak),
-        **{f"{stage}_s": one.stages.seconds(stage) for stage in STAGES},
-        "other_s": one.other_s,
-        "step_s": one.step_s,
-    }
-    return {
-        "run": one.name,
-        "model": model_name(one),
-        "gpus": number,
-        "layout": " ".join(layout_items(one)),
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "rollout_prompts": config.batch.rollout_prompts,
-        "max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
-        **{key: value if math.isfinite(value) else None for key, value in values.items()},
-    }
+# -- the figure ------------------------------------------------------------------------------------
 
 
-def _relative(
-    runs: Sequence[Measured],
-    alike: Callable[[Measured], Hashable],
-    *,
-    cost: Callable[[Measured], float],
-) -> list[float | None]:
-    """For each run, the least cost on the fewest GPUs, among runs that are alike, over its own."""
-    groups: dict[Hashable, list[Measured]] = {}
-    keys = [alike(one) for one in runs]
-    for key, one in zip(keys, runs, strict=True):
-        groups.setdefault(key, []).append(one)
-    found: list[float | None] = []
-    for key, one in zip(keys, runs, strict=True):
-        counts = {other.layout.num_ranks for other in groups[key]}
-        costs: dict[Hashable, list[float]] = {}
-        for other in groups[key]:
-            if other.layout.num_ranks == min(counts):
-                costs.setdefault(_all_but_seed(other), []).append(cost(other))
-        least = min(map(statistics.median, costs.values()))
-        found.append(least / cost(one) if len(counts) > 1 else None)
-    return found
+def write_scaling(
+    runs: Sequence[Measured], rows: Sequence[Row], *, gpu: Gpu, folder: Path
+) -> list[Path]:
+    """Write `throughput` as PNG, PDF and CSV (all of `rows`); errors as `claim_folder`."""
+    claim_folder(folder)
+    with style():
+        return throughput(runs, rows, gpu).write(folder / FIGURE_NAME)
 
 
-def model_name(one: Measured) -> str:
-    """Name of the model's folder."""
-    return Path(one.config.model.hf_dir).name
+def claim_folder(folder: Path) -> None:
+    """Make the folder; refuse to overwrite files that `write_scaling` did not write.
 
-
-def unit_names(gpu: Gpu) -> tuple[str, str]:
-    """Name of a rank's device, singular and plural."""
-    return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
-
-
-def same_batch(one: Measured) -> Hashable:
-    """Key of runs that learn the same, in whatever layout."""
-    return tuple(sorted(learned_settings(one.config).items()))
-
-
-def same_share(one: Measured) -> Hashable:
-    """Key of runs whose batch grows with the GPUs; otherwise as `same_batch`."""
-    settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
-    batch = one.config.batch
-    return (*sorted(settings), batch.rollout_prompts / one.layout.num_ranks, batch.num_minibatches)
-
-
-def _all_but_seed(one: Measured) -> Hashable:
-    """Key of runs on the same number of GPUs that differ in the seed alone."""
-    settings = one.config.model_dump_json(exclude={"run"})
-    return settings.replace(one.config.run.output_dir, "")  # paths in the run's own folder
-
-
-def same_way(one: Measured) -> Hashable:
-    """Key of runs that compute in the same way, on any number of data-parallel ranks.
-
-    It leaves out the batch's sizes (`same_batch`, `same_share`) and what no step depends on.
+    Raises:
+        ConfigError: names the folder and what is in the way.
     """
-    settings = {
-        name: value
-        for name, value in flat(one.config).items()
-        if role_of(name).step and name not in SIZES
-    }
-    # Paths inside the run's folder make no difference.
-    return json.dumps(settings).replace(one.config.run.output_dir, "")
+    claim(folder, [f"{FIGURE_NAME}{kind}" for kind in KINDS], field="--output", made_by="scaling")
 
 
-def layout_items(one: Measured, *, with_data_parallel: bool = True) -> list[str]:
-    """Parallel sizes above 1 and options that change speed: `TP 2 SP`, `PP 4 x 2`, `offload`."""
-    layout, config = one.layout, one.config
-    tp = f"TP {layout.tp_size}" + (" SP" if layout.sequence_parallel else "")
-    items = {tp: layout.tp_size, f"PP {pipeline_ranks(layout)}": layout.pp_size}
-    items |= {f"CP {layout.cp_size}": layout.cp_size, f"EP {layout.ep_size}": layout.ep_size}
-    items |= {f"DP {layout.dp_size}": layout.dp_size if with_data_parallel else 1}
-    items |= {f"vLLM TP {layout.rollout_tp_size}": layout.rollout_tp_size}
-    parts = [item for item, size in items.items() if size > 1]
-    if layout.num_generation:
-        parts.append(f"{layout.num_generation} generate, staleness {config.rollout.max_staleness}")
-    others = {
-        f"recompute {layout.recompute}": layout.recompute != "none",
-        "overlap": config.parallel.overlap_grad_reduce,
-        "offload": config.optimizer.offload == "optimizer",
-        "offload all": config.optimizer.offload == "all",
-        f"fp8 {config.model.fp8_recipe}": config.model.precision == "fp8",
-        f"vLLM {config.rollout.quantization}": config.rollout.quantization != "",
-    }
-    parts += [item for item, has_it in others.items() if has_it]
-    return parts or ["uncut"]
+def throughput(runs: Sequence[Measured], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
+    """Tokens/s per GPU over GPUs: a panel per model and response limit, a line per `lines`."""
+    unit, units = unit_names(gpu)
+    drawn = lines(runs, rows, unit=unit)
+    titles = distinct(drawn, "title")
+    labels = distinct(drawn, "label")
+    counts = sorted({row["gpus"] for row in rows})
+    figure, axes = panels(len(titles), row_inches=1.7, share_y=False)
+    for axis, title in zip(axes, titles, strict=True):
+        for line in select(drawn, title=title):
+            x, y = column(line["rows"], "gpus"), column(line["rows"], "tokens_per_gpu_s")
+            axis.plot(x, y, label=line["label"], **arm_style(labels.index(line["label"])))
+        axis.set(title=wrapped(title), xlabel=units, ylabel=f"tokens/s/{unit}", xscale="log")
+        axis.set_xticks(counts, [f"{count:,}" for count in counts])
+        axis.minorticks_off()
+        axis.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
+        axis.set_ylim(0, 1.08 * axis.dataLim.y1)
+    outer_names(axes, share_y=False)
+    legend_below(figure, *axes)
+    return Exhibit(
+        aid=f"Throughput per {unit}, which stays constant under perfect scaling.",
+        rows=list(rows),
+        figure=figure,
+    )
+
+
+def lines(runs: Sequence[Measured], rows: Sequence[Row], *, unit: str) -> list[Row]:
+    """Title of the panel, label and rows of each line.
+
+    A line joins runs of one layout with the same batch, or with the same batch per GPU, that
+    compute in the same way; a run on neither is a line of its own.
+    """
+    groups: dict[Hashable, Row] = {}
+    for one, row in zip(runs, rows, strict=True):
+        title = f"{row['model']}, {row['max_response_tokens']:,} tokens"
+        cut = " ".join(layout_items(one, with_data_parallel=False))
+        prompts = one.config.batch.rollout_prompts
+        for is_batch, key, label in (
+            (True, same_batch(one), f"{prompts:,} prompts, {cut}"),
+            (False, same_share(one), f"{prompts / one.num_ranks:g} prompts a {unit}, {cut}"),
+        ):
+            line: Row = {"title": title, "label": label, "is_batch": is_batch, "rows": []}
+            groups.setdefault((key, same_way(one)), line)["rows"].append(row)
+    found = [line for line in groups.values() if len({row["gpus"] for row in line["rows"]}) > 1]
+    joined = [id(row) for line in found for row in line["rows"]]
+    found += [
+        line
+        for line in groups.values()
+        if line["is_batch"] and not any(id(row) in joined for row in line["rows"])
+    ]
+    for line in found:
+        line["rows"].sort(key=lambda row: row["gpus"])
+    names = [(line["title"], line["label"]) for line in found]
+    for line, name in zip(found, names, strict=True):
+        if names.count(name) > 1:  # they differ in a setting that the label does not show
+            line["label"] += f" ({line['rows'][0]['run']})"
+    return found

@@ -18,8 +18,6 @@ MAX_WINDOW = 200
 
 Row = dict[str, Any]
 """One data point of a figure, as in its CSV: text, numbers, None for no value."""
-SEED = "seed "
-"""Prefix of the columns that hold one seed's values."""
 
 
 class NoData(Exception):
@@ -37,24 +35,12 @@ def distinct(rows: Sequence[Row], key: str) -> list[str]:
 
 
 def window_of(runs: Sequence[Run]) -> int:
-    """Steps in a smoothing window, the same for all runs; whole bins if a run is archived."""
-    window = max(1, min(MAX_WINDOW, round(max(run.num_steps for run in runs) * WINDOW_SHARE)))
-    bin_steps = max(run.bin_steps for run in runs)
-    return -(-window // bin_steps) * bin_steps
-
-
-def window_text(window: int) -> str:
-    """Describe a point of a smoothed curve."""
-    return "one step" if window == 1 else f"the mean of {window} steps, its own and those before it"
+    """Steps in a smoothing window, the same for all runs."""
+    return max(1, min(MAX_WINDOW, round(max(run.num_steps for run in runs) * WINDOW_SHARE)))
 
 
 def windowed(
-    values: Values,
-    steps: Sequence[int],
-    window: int,
-    *,
-    weights: Values | None = None,
-    bin_steps: int = 1,
+    values: Values, steps: Sequence[int], window: int, *, weights: Values | None = None
 ) -> Values:
     """Mean over the last `window` steps, for each of `steps` with a full window behind it.
 
@@ -63,10 +49,7 @@ def windowed(
         steps: the run's steps, ascending. (A mean over fewer steps would scatter at the start.)
         window: number of steps, not of values.
         weights: weights of the values; None: equal. No mean where they add up to 0.
-        bin_steps: steps per value (`Run.bin_steps`). A last bin that is not full, because the
-            run was cut off, gets no point.
     """
-    begin = steps[0] - bin_steps + 1 if steps else 0
     known = np.array(list(values), dtype=np.int64)
     weight = np.array([1.0 if weights is None else weights[step] for step in values])
     sums = np.concatenate([[0.0], np.cumsum(weight * np.array(list(values.values())))])
@@ -76,9 +59,7 @@ def windowed(
     return {
         step: float((sums[end] - sums[start]) / (totals[end] - totals[start]))
         for step, start, end in zip(steps, first, last, strict=True)
-        if step - begin >= window - 1
-        and (step + 1) % bin_steps == 0
-        and totals[end] > totals[start]
+        if step - steps[0] >= window - 1 and totals[end] > totals[start]
     }
 
 
@@ -91,21 +72,17 @@ def interval(values: Sequence[float]) -> Row:
 
 
 def curve_rows(
-    arms: Sequence[Arm], values: Callable[[Run], Values], *, what: str = "", **more: str | int
+    arms: Sequence[Arm], values: Callable[[Run], Values], **more: str | int
 ) -> list[Row]:
     """Mean over an arm's seeds with its 95 % Student-t interval, at the steps all seeds have.
 
     Args:
         arms: arms of the figure.
         values: returns the values of one run.
-        what: the values' name; an empty result is then an error.
         more: further columns of every row.
 
     Returns:
         Rows of arm, `more`, step, mean, low, high, seeds; low and high None for a single seed.
-
-    Raises:
-        NoData: no arm has values; names `what`.
     """
     rows: list[Row] = []
     for arm in arms:
@@ -113,13 +90,11 @@ def curve_rows(
         for step in sorted(set.intersection(*map(set, by_run))):
             row: Row = {"arm": arm.label, **more, "step": step}
             rows.append(row | interval([one[step] for one in by_run]))
-    if what and not rows:
-        raise NoData(f"no run has {what}")
     return rows
 
 
 def rollout_weights(run: Run, name: str, c: int) -> Values:
-    """Weights of `per_c/correct/{name}/c{c}`: numbers of rollouts; for `*_tokens`, of their tokens.
+    """Weights of `per_c/{name}/c{c}`, of correct rollouts: their number; for `*_tokens`, tokens.
 
     Numbers of tokens are numbers of rollouts times their mean length. They are exact but for groups
     with an unknown verdict whose other rollouts are all correct: these count in the mean length.
@@ -132,32 +107,16 @@ def rollout_weights(run: Run, name: str, c: int) -> Values:
 
 
 def per_c(run: Run, name: str) -> dict[int, tuple[Values, Values]]:
-    """Values of `per_c/correct/{name}` by c, and their `rollout_weights`."""
-    prefix = f"per_c/correct/{name}/c"
+    """Values of `per_c/{name}` by c, and their `rollout_weights` (1 for metrics of groups)."""
+    prefix = f"per_c/{name}/c"
     found = {}
     for key in run.keys(prefix + r"\d+"):
-        c = int(key.removeprefix(prefix))
-        values, weights = run.series(key), rollout_weights(run, name, c)
+        c, values = int(key.removeprefix(prefix)), run.series(key)
+        is_of_rollouts = name.startswith("correct/")
+        weights = rollout_weights(run, name, c) if is_of_rollouts else dict.fromkeys(values, 1.0)
         if not values.keys() <= weights.keys():
             raise NoData(f"{run.folder.name} has no per_c/correct/sequences or response_length")
         found[c] = (values, weights)
-    return found
-
-
-def last_half(run: Run, name: str, *, num_steps: int) -> dict[int, float]:
-    """Mean by c over the last half of `num_steps` steps; every correct rollout counts the same.
-
-    Args:
-        run: has trained at least this many steps.
-        name: name of the metric per c.
-        num_steps: steps that all runs to be compared have.
-    """
-    found = {}
-    for c, (values, weights) in per_c(run, name).items():
-        late = [step for step in values if num_steps - num_steps // 2 <= step < num_steps]
-        total = sum(weights[step] for step in late)
-        if total > 0:
-            found[c] = sum(weights[step] * values[step] for step in late) / total
     return found
 
 
@@ -173,12 +132,9 @@ def final(arm: Arm, key: str) -> tuple[int, list[float]] | None:
 def pass_keys(arms: Sequence[Arm]) -> list[str]:
     """`eval/pass@1`, and pass@k for the largest k that all runs with evaluations have.
 
-    Raises:
-        NoData: no such k.
+    Empty without evaluations, or if they have no k in common.
     """
     by_run = [set(run.keys(r"eval/pass@\d+")) for arm in arms for run in arm.runs]
     common = set.intersection(*filter(None, by_run)) if any(by_run) else set()
-    if not common:
-        raise NoData("no run has evaluations, or they have no k of pass@k in common")
     ordered = sorted(common, key=lambda key: int(key.rpartition("@")[2]))
-    return list(dict.fromkeys([ordered[0], ordered[-1]]))
+    return list(dict.fromkeys([*ordered[:1], *ordered[-1:]]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,27 +15,24 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.textpath import TextPath
+from matplotlib.ticker import MaxNLocator
 
 from gapo_megatron.evaluate.table import Table
-from gapo_megatron.io.documents import open_file
-from gapo_megatron.io.files import naming
-from gapo_megatron.ops.report.series import SEED, Row
+from gapo_megatron.ops.report.series import Row
 
 COLUMN_INCHES = 3.3
+COLUMN_LETTERS = 60
+"""Letters of `MIN_POINTS` in a line of a column."""
 NUM_COLUMNS = 2
 """Panels in a row of a figure."""
-MOST_POINTS = 300
-"""Most points drawn of a line; the CSV has all."""
 MIN_POINTS = 7.0
-"""Smallest font size, in points at the printed size."""
+"""Font size, in points at the printed size."""
 DPI = 300
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette for all kinds of colour vision, without its yellow (too light here)."""
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
 
 _SETTINGS = {
     "font.size": MIN_POINTS,
@@ -45,7 +42,6 @@ _SETTINGS = {
     "ytick.labelsize": MIN_POINTS,
     "legend.fontsize": MIN_POINTS,
     "legend.frameon": False,
-    "legend.handlelength": 2.4,
     "legend.borderaxespad": 0.2,
     "axes.linewidth": 0.6,
     "axes.grid": True,
@@ -70,7 +66,6 @@ _METADATA = {"png": {}, "pdf": {"CreationDate": None}}
 """Metadata by kind of file: no dates, so that the same figure is the same file."""
 KINDS = (".csv", *(f".{kind}" for kind in _METADATA), ".tex")
 """Endings of the files that `Exhibit.write` writes."""
-_OVER_STEPS = "over steps of"
 
 
 @dataclass(frozen=True)
@@ -106,16 +101,6 @@ class Exhibit:
         return paths
 
 
-def csv_names(path: Path) -> set[str]:
-    """Column names of a CSV file, ours or not; empty if the file does not exist."""
-    with naming(path):
-        try:
-            with open_file(path) as file:
-                return set(file.readline(2**16).decode(errors="replace").strip().split(","))
-        except FileNotFoundError:
-            return set()
-
-
 @contextmanager
 def style() -> Iterator[None]:
     """Apply the settings of all figures; draw and save inside."""
@@ -124,14 +109,10 @@ def style() -> Iterator[None]:
 
 
 def panels(
-    number: int,
-    *,
-    num_columns: int = NUM_COLUMNS,
-    row_inches: float = 1.45,
-    share_y: bool = True,
+    number: int, *, row_inches: float = 1.45, share_y: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """Make a column-wide figure of `number` panels, `num_columns` in a row, that share x."""
-    num_columns = min(number, num_columns)
+    """Make a column-wide figure of `number` panels, `NUM_COLUMNS` in a row, that share x."""
+    num_columns = min(number, NUM_COLUMNS)
     num_rows = -(-number // num_columns)
     figure = Figure(figsize=(COLUMN_INCHES, row_inches * num_rows))
     grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=share_y)
@@ -141,50 +122,22 @@ def panels(
     return figure, axes[:number]
 
 
-def outer_names(
-    axes: Sequence[Axes], *, num_columns: int = NUM_COLUMNS, share_y: bool = True
-) -> None:
+def outer_names(axes: Sequence[Axes], *, share_y: bool = True) -> None:
     """Keep x labels and ticks in the lowest panels only and, with a shared y, y's in the left."""
     for place, axis in enumerate(axes):
-        is_lowest = place + num_columns >= len(axes)
+        is_lowest = place + NUM_COLUMNS >= len(axes)
         axis.tick_params(labelbottom=is_lowest)
         if not is_lowest:
             axis.set_xlabel("")
-        if share_y and place % num_columns:
+        if share_y and place % NUM_COLUMNS:
             axis.tick_params(labelleft=False)
             axis.set_ylabel("")
 
 
-def same_range(axes: Sequence[Axes]) -> None:
-    """Give panels that do not share y the same y range; empty panels do not widen it."""
-    ranges = [axis.get_ylim() for axis in axes if axis.has_data()]
-    for axis in axes if ranges else ():
-        axis.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
-
-
-def over_steps(axis: Axes, arms: Iterable[str]) -> None:
-    """Label x as training steps, and record the panel's arms (by label) for `mark_changes`."""
-    axis.set(xlabel="step", gid="\n".join([_OVER_STEPS, *arms]))
-
-
-def mark_changes(figure: Figure, changes: Mapping[str, Iterable[int]]) -> set[str]:
-    """Draw a dashed line where an arm's settings change, in its panels over steps.
-
-    Args:
-        figure: panels over steps were set up by `over_steps`.
-        changes: arm's label -> first steps with other settings.
-
-    Returns:
-        The arms whose changes are drawn.
-    """
-    drawn = set()
-    for axis in figure.axes:
-        kind, *arms = (axis.get_gid() or "").split("\n")
-        shown = changes.keys() & arms if kind == _OVER_STEPS else set()
-        for step in {step for arm in shown for step in changes[arm]}:
-            axis.axvline(step - 0.5, color="0.3", linewidth=0.8, linestyle="--", zorder=3)
-        drawn |= shown
-    return drawn
+def over_steps(axis: Axes, *, ylabel: str) -> None:
+    """Label the axes of a panel over training steps, with whole steps as ticks."""
+    axis.set(xlabel="step", ylabel=ylabel)
+    axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
 def arm_style(place: int) -> dict[str, Any]:
@@ -196,20 +149,14 @@ def arm_style(place: int) -> dict[str, Any]:
     }
 
 
-def c_colour(c: int, lowest: int, highest: int) -> Any:
-    """Colour of c: dark for `lowest` to light for `highest`, in greyscale too."""
-    return colormaps["viridis"](0.9 * (c - lowest) / max(highest - lowest, 1))
+def c_colour(c: int, k: int) -> Any:
+    """Colour of c: dark for 0 to light for k, in greyscale too."""
+    return colormaps["viridis"](0.9 * c / k)
 
 
 def column(rows: Sequence[Row], key: str) -> np.ndarray:
     """Values of one key, [rows] float64; NaN for None."""
     return np.array([np.nan if row[key] is None else row[key] for row in rows], dtype=np.float64)
-
-
-def thinned(rows: Sequence[Row]) -> Sequence[Row]:
-    """Every n-th row and the last: about as many as `MOST_POINTS`."""
-    every = -(-len(rows) // MOST_POINTS)
-    return [*rows[:-1:every], *rows[-1:]] if every > 1 else rows
 
 
 def draw_band(
@@ -218,47 +165,25 @@ def draw_band(
     *,
     label: str,
     limits: tuple[float, float],
-    scale: float = 1.0,
-    points: bool = False,
+    scale: float,
     **look: Any,
 ) -> None:
     """Draw the mean over step as a line and, for several seeds, its interval as a band.
 
     Args:
         axis: the panel.
-        rows: rows with step, mean, low, high; optional columns `SEED*` hold single seeds.
+        rows: rows with step, mean, low, high.
         label: label in the legend.
         limits: smallest and largest possible value; intervals are cut off there.
         scale: factor for all values.
-        points: draw markers, and single seeds as thin lines.
         look: see `arm_style`.
     """
-    rows = thinned(rows)
     steps = column(rows, "step")
-    for key in (key for key in rows[0] if points and key.startswith(SEED)):
-        axis.plot(steps, scale * column(rows, key), color=look["color"], linewidth=0.4, alpha=0.8)
-    look |= {"markevery": max(1, len(rows) // 8)} if points else {"marker": ""}
-    axis.plot(steps, scale * column(rows, "mean"), label=label, **look)
+    every = max(1, len(rows) // 8)
+    axis.plot(steps, scale * column(rows, "mean"), label=label, markevery=every, **look)
     low, high = (scale * np.clip(column(rows, key), *limits) for key in ("low", "high"))
     if not np.isnan(low).all():
         axis.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
-
-
-def draw_bars(
-    axis: Axes,
-    x: np.ndarray,
-    rows: Sequence[Row],
-    *,
-    limits: tuple[float, float],
-    capsize: float,
-    **look: Any,
-) -> None:
-    """Draw means in percent at `x` with their intervals, cut off at `limits`, as error bars."""
-    means = 100 * column(rows, "mean")
-    low, high = (100 * np.clip(column(rows, key), *limits) for key in ("low", "high"))
-    axis.errorbar(
-        x, means, yerr=[means - low, high - means], elinewidth=0.8, capsize=capsize, **look
-    )
 
 
 def wrapped(label: str) -> str:
@@ -279,21 +204,15 @@ def legend_below(figure: Figure, *axes: Axes, title: str = "", handle_length: fl
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    labels = list(entries)
-    em_inches = MIN_POINTS / 72
-    # As many columns as the widest label, its handle and the gaps leave room for.
-    every = [line for label in labels for line in label.splitlines()]
-    text = max(TextPath((0, 0), line, size=MIN_POINTS).get_extents().width for line in every)
-    column_inches = text / 72 + em_inches * (handle_length + 1.5)
-    num_columns = max(1, min(int(COLUMN_INCHES / column_inches), len(labels)))
-    # matplotlib fills the columns as `array_split` does; the longest sets the height.
-    columns = np.array_split(labels, num_columns)
-    num_lines = max(sum(1 + label.count("\n") for label in some) for some in columns)
-    num_lines += title != ""
-    figure.set_figheight(figure.get_figheight() + 1.45 * em_inches * num_lines + 0.05)
+    widest = max(len(line) for label in entries for line in label.splitlines())
+    fitting = int(COLUMN_LETTERS / (widest + 2 * handle_length + 3))
+    num_columns = max(1, min(fitting, len(entries)))
+    tallest = max(1 + label.count("\n") for label in entries)
+    num_lines = -(-len(entries) // num_columns) * tallest + (title != "")
+    figure.set_figheight(figure.get_figheight() + 1.45 * num_lines * MIN_POINTS / 72 + 0.05)
     figure.legend(
         list(entries.values()),
-        labels,
+        list(entries),
         loc="outside lower center",
         ncols=num_columns,
         columnspacing=1.0,

@@ -154,7 +154,7 @@ def test_the_demo_runs_calls_the_tool_and_learns_nothing_from_its_results(tmp_pa
     )
     assert done.returncode == 0, done.stdout[-6000:]
     assert "digits_5" in done.stdout  # the table
-    (folder,) = (path.parent for path in (tmp_path / "runs").glob("*/report.png"))
+    (folder,) = (path.parents[1] for path in (tmp_path / "runs").glob("*/report/report.html"))
     assert (folder / "hf/model.safetensors").exists()
     tokenizer = load_tokenizer(folder / "hf")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

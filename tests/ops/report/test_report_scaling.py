@@ -13,13 +13,18 @@ import pytest
 
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.report.measured import read_measured
-from gapo_megatron.ops.report.scaling import layout_items, scaling_rows, scaling_tables
-from gapo_megatron.ops.report.scaling_figures import lines, throughput, write_scaling
+from gapo_megatron.ops.report.scaling import (
+    layout_items,
+    lines,
+    scaling_rows,
+    scaling_tables,
+    throughput,
+)
 from gapo_megatron.ops.report.style import style
 from tests.hf.test_convert_models import CONFIGS
 from tests.messages import mentions
 from tests.ops.report.test_measured import SMALL, a_step, write_run
-from tests.scaling_setup import config, layout, write_model
+from tests.scaling_setup import config, write_model
 from tools import plan as tool
 
 H200 = GPUS["h200"]
@@ -51,10 +56,14 @@ def runs(folder, *, model=SMALL):
     return ["one", "strong", "strong_tp", "weak", "longer"]
 
 
+def read(folder):
+    return read_measured(folder, mean_prompt_tokens=100.0, name=folder.name)
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
-    return [read_measured(folder / name, mean_prompt_tokens=100.0) for name in runs(folder)]
+    return [read(folder / name) for name in runs(folder)]
 
 
 def and_run(study, folder, *, rows=None, ranks=8, **sections):
@@ -62,7 +71,7 @@ def and_run(study, folder, *, rows=None, ranks=8, **sections):
     sections["model"] = {"precision": "bf16"} | sections.get("model", {})
     hf_dir = study[0].config.model.hf_dir
     write_run(folder, rows=rows or [a_step()] * 4, hf_dir=hf_dir, ranks=ranks, **sections)
-    return [*study, read_measured(folder, mean_prompt_tokens=100.0)]
+    return [*study, read(folder)]
 
 
 def rows_of(study, gpu=H200):
@@ -141,15 +150,15 @@ def test_the_quickest_of_the_fewest_is_what_others_are_measured_by(study, tmp_pa
     assert rows["method"]["strong_efficiency"] is None
 
 
-def test_a_cpu_has_no_mfu(study, tmp_path):
-    rows = scaling_rows(study, gpu=CPU)
-    assert {row["mfu"] for row in rows} == {row["update_mfu"] for row in rows} == {None}
-    table, split = scaling_tables(rows, gpu=CPU)
-    assert [str(column.header) for column in split.columns][-2:] == ["other", "step"]
-    headings = [str(column.header) for column in table.columns]
-    assert "MFU" not in headings
-    assert "tokens/s/process" in headings
-    write_scaling(study, rows, gpu=CPU, folder=tmp_path)
+def test_there_is_no_mfu_on_a_cpu_nor_without_the_length_of_prompts(study, tmp_path):
+    unknown = [replace(one, workload=None) for one in study]
+    for runs, gpu, unit in ((study, CPU, "process"), (unknown, H200, "GPU")):
+        rows = scaling_rows(runs, gpu=gpu)
+        assert {row["mfu"] for row in rows} == {row["update_mfu"] for row in rows} == {None}
+        table, split = scaling_tables(rows, gpu=gpu)
+        assert [str(column.header) for column in split.columns][-2:] == ["other", "step"]
+        headings = [str(column.header) for column in table.columns]
+        assert "MFU" not in headings and f"tokens/s/{unit}" in headings
 
 
 def test_an_over_sampled_run_is_measured_too(study, tmp_path):
@@ -162,105 +171,69 @@ def test_an_over_sampled_run_is_measured_too(study, tmp_path):
 # -- figures --------------------------------------------------------------------------------------
 
 
+def lines_of(study):
+    """Runs of each line, by its label."""
+    found = lines(study, scaling_rows(study, gpu=H200), unit="GPU")
+    return {line["label"]: [row["run"] for row in line["rows"]] for line in found}
+
+
 def test_lines_are_batches_and_layouts(study):
-    rows = scaling_rows(study, gpu=H200)
-    found = [(line.label, [row["run"] for row in line.rows]) for line in lines_of(study, rows)]
-    assert found == [
-        ("256 prompts, uncut", ["one", "strong"]),
-        ("32 prompts a GPU, uncut", ["one", "weak"]),
-        ("256 prompts, TP 2", ["strong_tp"]),
-        ("256 prompts, uncut", ["longer"]),  # in a panel of its own
-    ]
-
-
-def lines_of(study, rows):
-    return lines(study, rows, unit="GPU")
-
-
-def test_the_same_line_of_another_method_is_called_by_its_run(study, tmp_path):
-    all_of_them = and_run(study, tmp_path / "gspo", objective={"method": "gspo"})
-    rows = scaling_rows(all_of_them, gpu=H200)
-    labels = [line.label for line in lines_of(all_of_them, rows)]
-    assert "256 prompts, uncut (gspo)" in labels
-
-
-def test_other_micro_batches_are_another_line(study, tmp_path):
-    """They are a difference that no size of the layout shows."""
-    sections = {"batch": {"max_tokens_per_microbatch": 8192}}
-    all_of_them = and_run(study, tmp_path / "small", rows=[a_step(0.5)] * 4, ranks=16, **sections)
-    rows = scaling_rows(all_of_them, gpu=H200)
-    found = [[row["run"] for row in line.rows] for line in lines_of(all_of_them, rows)]
-    assert ["one", "strong"] in found
-    assert ["small"] in found
-
-
-def test_what_is_ideal_is_what_the_table_measures_by(study, tmp_path):
-    """The quickest layout on the fewest GPUs, not the line's own first."""
-    all_of_them = and_run(study, tmp_path / "slow", rows=[a_step(1.5)] * 4, parallel=TP2)
-    rows = scaling_rows(all_of_them, gpu=H200)
-    with style():
-        axis = throughput(all_of_them, rows, H200).figure.axes[0]
-    dotted = [line.get_ydata() for line in axis.lines if line.get_linestyle() == ":"]
-    best = 256 * 8 * 600 / (8.0 + OTHERS_S) / 8
-    assert len(dotted) == 3  # both layouts' strong lines, and the weak one
-    for heights in dotted:
-        assert list(heights) == pytest.approx([best, best])
-
-
-# Of how a run computes: what a layout shows of it, if anything.
-WAYS = {
-    "overlap": ({"parallel": {"overlap_grad_reduce": True}}, "overlap"),
-    "offload": ({"optimizer": {"offload": "optimizer"}}, "offload"),
-    "offload all": ({"optimizer": {"offload": "all"}}, "offload all"),
-    "memory": ({"rollout": {"memory_fraction": 0.7}}, ""),
-    "eager": ({"rollout": {"enforce_eager": True}}, ""),
-    "head": ({"model": {"head": "torch"}}, ""),
-    "ends": ({"model": {"recompute": "full"}}, "recompute full"),
-}
-
-
-def test_lines_join_what_computes_in_the_same_way_alone(study, tmp_path):
-    """Each on eight and on sixteen GPUs; seeds, checkpoints and timeouts make no line."""
-    for ranks in (8, 16):
-        for name, (sections, _) in WAYS.items():
-            sections = sections | {
-                "model": {"precision": "bf16"} | sections.get("model", {}),
-                "parallel": {"timeout_s": 1800 + ranks} | sections.get("parallel", {}),
-                "checkpoint": {"every_steps": ranks},
-                "run": {"output_dir": f"runs/on_{ranks}", "num_steps": ranks, "seed": ranks},
-            }
-            write_run(
-                tmp_path / f"{name}_{ranks}",
-                rows=[a_step(8 / ranks)] * 4,
-                hf_dir=study[0].config.model.hf_dir,
-                ranks=ranks,
-                **sections,
-            )
-    more = [read_measured(path, mean_prompt_tokens=100.0) for path in sorted(tmp_path.iterdir())]
-    rows = scaling_rows([*study, *more], gpu=H200)
-    found = {
-        frozenset(row["run"] for row in line.rows): line.label
-        for line in lines_of([*study, *more], rows)
+    """Seeds, checkpoints and timeouts make no line; what computes in another way does."""
+    ours = [one for one in study if one.name != "longer"]
+    assert lines_of(ours) == {
+        "256 prompts, uncut": ["one", "strong"],
+        "32 prompts a GPU, uncut": ["one", "weak"],
+        "256 prompts, TP 2": ["strong_tp"],
     }
-    for name, (_, shown) in WAYS.items():
-        label = found[frozenset({f"{name}_8", f"{name}_16"})]
-        assert label == f"256 prompts, {shown}" if shown else label.endswith(f"({name}_8)")
-    # One of several that are called alike is called by its run, too.
-    assert found[frozenset({"one", "strong"})] == "256 prompts, uncut (one)"
+    with style():
+        figure = throughput(study, scaling_rows(study, gpu=H200), H200).figure
+    panels = {" ".join(axis.get_title().split()): axis for axis in figure.axes}
+    assert panels.keys() == {"Qwen2.5-1.5B, 3,092 tokens", "Qwen2.5-1.5B, 6,000 tokens"}
+    drawn = panels["Qwen2.5-1.5B, 3,092 tokens"].get_lines()[0]
+    assert list(drawn.get_xdata()) == [8, 16]
+    best = 256 * 8 * 600 / (8.0 + OTHERS_S) / 8
+    assert drawn.get_ydata()[0] == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("sections", "label"),
+    [
+        ({"model": {"recompute": "full"}}, "256 prompts, recompute full"),
+        ({"rollout": {"memory_fraction": 0.7}}, "256 prompts, uncut (on_8)"),
+        ({"optimizer": {"offload": "all"}}, "256 prompts, uncut (on_8)"),
+        ({"batch": {"max_tokens_per_microbatch": 8192}}, "256 prompts, uncut (on_8)"),
+        ({"objective": {"method": "gspo"}}, "256 prompts, uncut (on_8)"),
+    ],
+)
+def test_lines_join_what_computes_in_the_same_way_alone(study, tmp_path, sections, label):
+    study = [one for one in study if one.name != "longer"]  # whose line has a label of theirs
+    for ranks in (8, 16):
+        more = sections | {
+            "parallel": {"timeout_s": 1800 + ranks},
+            "checkpoint": {"every_steps": ranks},
+            "run": {"output_dir": f"runs/on_{ranks}", "num_steps": ranks, "seed": ranks},
+        }
+        study = and_run(study, tmp_path / f"on_{ranks}", ranks=ranks, **more)
+    found = lines_of(study)
+    assert found[label] == ["on_8", "on_16"]
+    assert ["one", "strong"] in found.values()
 
 
 def test_layouts_are_told_apart():
-    def shown(sections=None, **cut):
-        one = SimpleNamespace(layout=layout(**cut), config=config(**sections or {}))
-        return " ".join(layout_items(one))
+    def shown(sections, **ranks):
+        ranks = {"num_generation": 0} | ranks
+        return " ".join(layout_items(SimpleNamespace(config=config(**sections), **ranks)))
 
-    assert shown({"model": {"precision": "fp8"}}, dp=2) == "DP 2 fp8 tensorwise"
-    assert shown({"rollout": {"quantization": "fp8"}}, tp=2, dp=1) == "TP 2 SP vLLM fp8"
-
-    assert shown(pp=4, dp=2, vpp=2, first=3) == "PP 4 x 2, unequal DP 2"
-    assert shown(pp=2, cp=2, dp=1, rollout_tp=4, recompute="full") == (
-        "PP 2 CP 2 vLLM TP 4 recompute full"
-    )
+    assert shown({}, num_training=1) == "uncut"
+    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert shown({"parallel": tensor}, num_training=4) == "TP 2 SP DP 2"
+    pipeline = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+    assert shown({"parallel": pipeline}, num_training=8) == "PP 4 x 2 DP 2"
+    more = {"parallel": {"context_parallel_size": 2}, "model": {"recompute": "full"}}
+    more |= {"rollout": {"tensor_parallel_size": 4, "generation_ranks": 4, "max_staleness": 1}}
+    more |= {"objective": {"importance_weight_max": 2.0}}
+    found = shown(more, num_training=2, num_generation=4)
+    assert found == "CP 2 vLLM TP 4 4 generate recompute full"
 
 
 # -- tools/plan.py --------------------------------------------------------------------------------
@@ -271,8 +244,8 @@ def measure(*words: object) -> int:
     return tool.main([*command, *map(str, words)])
 
 
-def data_of(folder: Path, name: str = "throughput") -> list[dict[str, str]]:
-    with (folder / f"{name}.csv").open() as file:
+def data_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "throughput.csv").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -283,18 +256,13 @@ def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"\bMeasured\b.*\bh200\b", said)
     assert re.search(r"\bnot measured\b.*\bwaiting \(queued\)", said)
-    assert re.search(r"\bThroughput\b.*\bGPU\b", said)
     folder = tmp_path / "study" / "scaling"
-    assert {path.name for path in folder.iterdir()} == {
-        f"{name}.{kind}" for name in ("throughput", "step_split") for kind in ("csv", "pdf", "png")
-    }
+    for kind in ("csv", "pdf", "png"):
+        assert (folder / f"throughput.{kind}").stat().st_size > 0
     rows = {row["run"]: row for row in data_of(folder)}
     assert rows.keys() == {"one", "strong", "strong_tp", "weak", "longer"}
     assert rows["weak"]["strong_efficiency"] == ""
     assert float(rows["one"]["generation_s"]) == 8.0
-    split = [row for row in data_of(folder, "step_split") if row["run"] == "one"]
-    assert sum(float(row["seconds"]) for row in split) == pytest.approx(8.0 + OTHERS_S)
-    assert sum(float(row["share"]) for row in split) == pytest.approx(1.0)
     # Again: what was written is no run.
     assert measure(tmp_path / "study") == 0
 

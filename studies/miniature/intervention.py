@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,8 +12,8 @@ from matplotlib.axes import Axes
 from gapo_megatron.evaluate.statistics import has_spread, paired_difference
 from gapo_megatron.objective.diagnostics import advantage_correlation
 from gapo_megatron.ops.report.arms import Arm, Comparison
-from gapo_megatron.ops.report.clipping import CLIPPED, DEVIATION
-from gapo_megatron.ops.report.runs import Run, Values
+from gapo_megatron.ops.report.figures import DEVIATION
+from gapo_megatron.ops.report.runs import Values
 from gapo_megatron.ops.report.series import (
     MAX_WINDOW,
     NoData,
@@ -32,16 +33,17 @@ from gapo_megatron.ops.report.style import (
     outer_names,
     over_steps,
     panels,
-    thinned,
 )
+from studies.archive import StudyRun
 
+CLIPPED = "correct/clip_fraction_sequences"
 MOST_MARKED = 30
 """A line with this many points or more has no markers."""
 
 
 def intervention(comparison: Comparison) -> Exhibit:
     """Every branch and the runs it left, from the branch point on; differences paired by seed."""
-    pairs = [(arm, parent) for arm in comparison.arms if (parent := comparison.parent(arm))]
+    pairs = [(arm, parent) for arm in comparison.arms if (parent := find_parent(arm, comparison))]
     if not pairs:
         raise NoData("no run is a branch of another one (checkpoint.branch_from)")
     rows: list[Row] = []
@@ -72,19 +74,26 @@ def intervention(comparison: Comparison) -> Exhibit:
     )
 
 
-def _quantities(branch: Arm, parent: Arm) -> dict[str, Callable[[Run, int], Values]]:
-    """Name of a panel -> values of a run from the branch point on."""
-    try:
-        keys = pass_keys([branch, parent])
-    except NoData:
-        keys = []
+def find_parent(branch: Arm, comparison: Comparison) -> Arm | None:
+    """The arm whose runs a branch left, by the names of their folders; None: no branch."""
+    left = {(run.seed, Path(run.branch["run"]).name) for run in branch.runs if run.branch}
+    for arm in comparison.arms:
+        names = {(run.seed, run.folder.name) for run in arm.runs if run.branch is None}
+        if left and left <= names:
+            return arm
+    return None
 
-    def evaluated(run: Run, begin: int, *, key: str) -> Values:
+
+def _quantities(branch: Arm, parent: Arm) -> dict[str, Callable[[StudyRun, int], Values]]:
+    """Name of a panel -> values of a run from the branch point on."""
+    keys = pass_keys([branch, parent])
+
+    def evaluated(run: StudyRun, begin: int, *, key: str) -> Values:
         return {step: value for step, value in run.series(key).items() if step >= begin}
 
-    def reward(run: Run, begin: int) -> Values:
+    def reward(run: StudyRun, begin: int) -> Values:
         values = {step: run.series("reward/mean")[step] for step in _trained(run, begin)}
-        return windowed(values, list(values), window_of([run]), bin_steps=run.bin_steps)
+        return windowed(values, list(values), window_of([run]))
 
     half = branch.k // 2
     return {
@@ -96,13 +105,13 @@ def _quantities(branch: Arm, parent: Arm) -> dict[str, Callable[[Run, int], Valu
     }
 
 
-def _trained(run: Run, begin: int) -> list[int]:
+def _trained(run: StudyRun, begin: int) -> list[int]:
     """Steps from `begin` on; an archived run's bin must lie after it as a whole."""
     return [step for step in run.series("reward/mean") if step - run.bin_steps + 1 >= begin]
 
 
 def _rows(
-    branch: Arm, parent: Arm, quantity: str, values: Callable[[Run, int], Values]
+    branch: Arm, parent: Arm, quantity: str, values: Callable[[StudyRun, int], Values]
 ) -> list[Row]:
     """Both means and the paired difference, at the steps that all seeds have."""
     assert branch.runs[0].branch is not None
@@ -132,7 +141,7 @@ def _rows(
     return rows
 
 
-def _clipped(run: Run, begin: int, *, low: int, high: int) -> Values:
+def _clipped(run: StudyRun, begin: int, *, low: int, high: int) -> Values:
     """Clip fraction of correct rollouts with low <= c <= high."""
     steps, sums = _sums(run, CLIPPED, begin)
     within = [pair for c, pair in sums.items() if low <= c <= high]
@@ -142,13 +151,13 @@ def _clipped(run: Run, begin: int, *, low: int, high: int) -> Values:
     return {step: values[i] / weights[i] for i, step in enumerate(steps) if weights[i] > 0}
 
 
-def correlation_since(run: Run, begin: int) -> Values:
+def correlation_since(run: StudyRun, begin: int) -> Values:
     """Pearson r over c of correct rollouts' mean deviation and mean advantage since `begin`.
 
     As in training, there is no r below three values of c, or where either is the same for all c.
     """
     steps, deviations = _sums(run, DEVIATION, begin)
-    _, advantages = _sums(run, "advantage", begin)
+    _, advantages = _sums(run, "correct/advantage", begin)
     both = [c for c in deviations if c in advantages]
     found = {}
     for i, step in enumerate(steps):
@@ -159,12 +168,12 @@ def correlation_since(run: Run, begin: int) -> Values:
     return found
 
 
-def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndarray]]:
+def _sums(run: StudyRun, name: str, begin: int) -> tuple[list[int], dict[int, np.ndarray]]:
     """Sums over the last `MAX_WINDOW` steps from `begin` on; every rollout counts the same.
 
     Returns:
         Steps, without the first ones (`window_of`), which rest on few rollouts; by c, [2, steps]
-        float64: number of correct rollouts, sum of `per_c/correct/{name}` over them.
+        float64: number of correct rollouts, sum of `per_c/{name}` over them.
     """
     steps = np.array(_trained(run, begin), dtype=np.int64)
     first = np.searchsorted(steps, steps - MAX_WINDOW, side="right")
@@ -181,8 +190,7 @@ def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndar
 def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
     """Draw parents and branches of one quantity; `lines`: all labels, which decide the looks."""
     scale = _scale(rows[0])
-    over_steps(axis, {row[side] for row in rows for side in ("parent", "branch")})
-    axis.set_ylabel(rows[0]["quantity"])
+    over_steps(axis, ylabel=rows[0]["quantity"])
     drawn = set()
     for branch in distinct(rows, "branch"):
         chosen = select(rows, branch=branch)
@@ -191,10 +199,10 @@ def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
             if label in drawn:
                 continue  # several branches left the same run
             drawn.add(label)
-            shown, look = thinned(chosen), arm_style(lines.index(label))
-            look["marker"] = look["marker"] if len(shown) < MOST_MARKED else ""
-            means = scale * column(shown, f"{side} mean")
-            axis.plot(column(shown, "step"), means, label=label, **look)
+            look = arm_style(lines.index(label))
+            look["marker"] = look["marker"] if len(chosen) < MOST_MARKED else ""
+            means = scale * column(chosen, f"{side} mean")
+            axis.plot(column(chosen, "step"), means, label=label, **look)
         last = chosen[-1]
         if last["low"] is not None:  # the difference's interval, around the branch's last mean
             mean = scale * last["branch mean"]

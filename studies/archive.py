@@ -1,4 +1,8 @@
-"""Archives: runs as a few small CSV files, from which a report can be drawn again.
+"""Archives: runs as a few small CSV files, from which a study's figures can be drawn again.
+
+    python -m studies.archive RUN... --output DIR
+
+RUN is a run folder or a folder of runs. DIR then holds:
 
 runs.csv          a row per run: name, code, config and branch (JSON)
 metrics.csv       a row per run and bin of steps, named by its last step: what figures show
@@ -8,20 +12,23 @@ solve_rates.csv   a row per run and evaluation, a column per problem: solve rate
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from gapo_megatron.config import Config, check_recorded
-from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.files import check_overwritable, real
+from gapo_megatron.errors import DataError, GapoError
+from gapo_megatron.evaluate.counts import read_counts
+from gapo_megatron.hf.folder import claim
 from gapo_megatron.io.run_folder import parse_changes
-from gapo_megatron.ops.report.runs import Run, Values, parse_branch
+from gapo_megatron.ops.launch.freeze import frozen_code
+from gapo_megatron.ops.report.runs import Run, Values, find_trained, parse_branch, read_run
 from gapo_megatron.ops.report.series import Row, rollout_weights
-from gapo_megatron.ops.report.style import csv_names
 
 RUNS_NAME = "runs.csv"
 METRICS_NAME = "metrics.csv"
@@ -46,31 +53,41 @@ _KEPT = "|".join(
 )
 
 
-def is_archive(folder: Path) -> bool:
-    """Whether the folder holds an archive."""
-    return (folder / RUNS_NAME).exists()
+Rates = dict[str, float]
+"""Problem -> share of its samples that are correct; NaN where no verdict is known."""
 
 
-def check_archive(folder: Path, archives: Sequence[Path]) -> None:
-    """Refuse to write an archive over other files, or over one of `archives`, which are read.
+@dataclass(frozen=True)
+class StudyRun(Run):
+    """A run with what studies alone look at."""
 
-    Raises:
-        ConfigError: names the folder and what is in the way.
-    """
-    for archive in archives:
-        if real(archive) == real(folder):
-            raise ConfigError(
-                f"--archive ({folder}) is one of the archives read: name another folder"
-            )
-    is_ours = {"run", "config", "branch"} <= csv_names(folder / RUNS_NAME)
-    names = (RUNS_NAME, METRICS_NAME, TIMINGS_NAME, SOLVE_RATES_NAME)
-    check_overwritable(folder, names, field="--archive", is_ours=is_ours)
+    solve_rates: dict[int, Rates] = field(default_factory=dict)
+    """Step of an evaluation -> solve rates, in step order."""
+    code: tuple[str, ...] = ()
+    """Versions of the code it was started with (`frozen_code`), each once; empty if unknown."""
+    bin_steps: int = 1
+    """Steps per value: a value stands for its step and those before it. Archives have bins."""
+
+
+def read_study_run(folder: Path) -> StudyRun:
+    """Read a run's folder; errors as `read_run`."""
+    rates: dict[int, Rates] = {}
+    for path in sorted((folder / "evaluations").glob("step_*.json")):
+        rates[int(path.stem.removeprefix("step_"))] = {
+            str(one["id"]): one["num_correct"] / (one["num_samples"] or math.nan)
+            for one in read_counts(path)
+        }
+    code = dict.fromkeys(
+        frozen_code(path.parent) for path in sorted((folder / "code").glob("*/code.json"))
+    )
+    rates = dict(sorted(rates.items()))
+    return StudyRun(**vars(read_run(folder)), solve_rates=rates, code=tuple(code))
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
+def write_archive(runs: Sequence[StudyRun], folder: Path) -> None:
     """Write runs to `folder`.
 
     A bin holds what a longer window would make of its steps: the sum of numbers of sequences, the
@@ -81,11 +98,9 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
         runs: runs with different folder names.
         folder: made when missing.
 
-    Returns:
-        The files.
-
     Raises:
         DataError: two runs whose folders have the same name.
+        ConfigError: the folder holds files of these names that no earlier call wrote.
     """
     names = [run.folder.name for run in runs]
     for name in names:
@@ -97,7 +112,7 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
         TIMINGS_NAME: [row for run in runs for row in _timings(run)],
         SOLVE_RATES_NAME: [row for run in runs for row in _solve_rates(run)],
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, tables, field="--output", made_by="archive")
     for table, rows in tables.items():
         with (folder / table).open("w", encoding="utf-8", newline="") as file:
             columns = dict.fromkeys(key for row in rows for key in row)
@@ -110,10 +125,9 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
                         for key, value in row.items()
                     }
                 )
-    return [folder / table for table in tables]
 
 
-def _settings(run: Run) -> Row:
+def _settings(run: StudyRun) -> Row:
     """A run's settings, with defaults and the method's preset filled in."""
     objective, method = run.config.objective, asdict(run.method)
     # Only keys that a config may have: an infinite largest ratio means that the method has none.
@@ -177,7 +191,7 @@ def _timings(run: Run) -> Iterator[Row]:
         yield {"run": run.folder.name, "num_steps": len(rows), **means}
 
 
-def _solve_rates(run: Run) -> Iterator[Row]:
+def _solve_rates(run: StudyRun) -> Iterator[Row]:
     """Solve rates as numbers of correct samples, which are shorter; not whole without verdicts."""
     per = run.config.evaluation.samples_per_prompt
     for step, rates in run.solve_rates.items():
@@ -188,23 +202,22 @@ def _solve_rates(run: Run) -> Iterator[Row]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_archive(folder: Path) -> list[Run]:
+def read_archive(folder: Path) -> list[StudyRun]:
     """Read what `write_archive` wrote; the runs have values at the last step of each bin.
 
     Raises:
         DataError: names the file and line.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, StudyRun] = {}
     for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
         try:
             check_recorded(json.loads(row["config"]), source=f"run {row['run']}")
-            runs[row["run"]] = Run(
+            runs[row["run"]] = StudyRun(
                 folder=folder / row["run"],
                 config=Config.model_validate_json(row["config"]),
                 branch=parse_branch(row["branch"], where="branch") if row["branch"] else None,
                 metrics={},
                 timings=[],
-                solve_rates={},
                 code=tuple(row["commit"].split()),
                 bin_steps=BIN_STEPS,
                 changes=parse_changes(json.loads(row.get("changes") or "[]"), where="changes"),
@@ -233,7 +246,9 @@ def _read(path: Path) -> Iterator[dict[str, str]]:
         raise DataError(f"{path}: cannot read the file: {error.strerror}") from None
 
 
-def _numbers(path: Path, runs: Mapping[str, Run]) -> Iterator[tuple[int, Run, dict[str, float]]]:
+def _numbers(
+    path: Path, runs: Mapping[str, StudyRun]
+) -> Iterator[tuple[int, StudyRun, dict[str, float]]]:
     """Line number, run and numbers of each row; empty fields are left out."""
     for number, row in enumerate(_read(path), start=2):
         name = row.pop("run", "")
@@ -249,3 +264,22 @@ def _step(path: Path, number: int, values: dict[str, float]) -> int:
     if "step" not in values:
         raise DataError(f"{path}:{number}: no step")
     return int(values.pop("step"))
+
+
+def main() -> None:
+    """Write an archive of runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    arguments = parser.parse_args()
+    folders, _ = find_trained(arguments.runs)
+    write_archive([read_study_run(folder) for folder in folders], arguments.output)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except GapoError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -10,13 +10,12 @@ from scipy import stats
 
 from gapo_megatron.config import load_config
 from gapo_megatron.ops.report.arms import Comparison
-from gapo_megatron.ops.report.clipping import CLIPPED
-from gapo_megatron.ops.report.intervention import intervention
-from gapo_megatron.ops.report.runs import Run
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import style
+from studies.archive import StudyRun
+from studies.miniature.intervention import CLIPPED, intervention
 
-CONFIG = Path(__file__).parents[3] / "configs" / "demo.toml"
+CONFIG = Path(__file__).parents[2] / "configs" / "demo.toml"
 K, BEGIN, END = 8, 10, 40
 CHANGES = {"objective.method": ["gspo_asym", "gapo"]}
 
@@ -41,7 +40,7 @@ def make_run(name, *, method, seed, begin=0, left=None):
     for k in (1, 8):
         metrics[f"eval/pass@{k}"] = {s: float(random.random()) for s in range(begin, END + 1, 10)}
     branch = left and {"run": f"/elsewhere/{left}", "step": begin, "changes": CHANGES}
-    return Run(Path("/runs") / name, load_config(CONFIG, given), branch, metrics, [], {})
+    return StudyRun(Path("/runs") / name, load_config(CONFIG, given), branch, metrics, [])
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +72,15 @@ def since(run, name, step):
     for c in range(1, K):
         weights = run.series(f"per_c/correct/sequences/c{c}")
         steps = [one for one in weights if BEGIN <= one <= step]
-        values = run.series(f"per_c/correct/{name}/c{c}")
+        values = run.series(f"per_c/{name}/c{c}")
         found[c] = ([values[one] for one in steps], [weights[one] for one in steps])
     return found
 
 
 def correlation(run, step):
-    means = [np.average(v, weights=w) for v, w in since(run, "ratio_deviation", step).values()]
+    means = [
+        np.average(v, weights=w) for v, w in since(run, "correct/ratio_deviation", step).values()
+    ]
     return np.corrcoef(means, [1 - c / K for c in range(1, K)])[0, 1]
 
 

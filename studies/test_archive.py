@@ -12,22 +12,14 @@ import pytest
 
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import DataError
-from gapo_megatron.ops.report import report, write_report
-from gapo_megatron.ops.report.archive import BIN_STEPS, read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
-from gapo_megatron.ops.report.intervention import correlation_since
-from gapo_megatron.ops.report.learning import reward_rows
-from gapo_megatron.ops.report.outcomes import summary
-from gapo_megatron.ops.report.runs import find_trained, read_run
+from gapo_megatron.ops.report.figures import deviation_per_c, over_training
+from studies.archive import BIN_STEPS, read_archive, read_study_run, write_archive
+from studies.miniature.intervention import correlation_since
 from tests.messages import mentions
 from tests.report_setup import clipped_tokens, length, write_run
 
 STEPS = {"num_steps": 100, "wanted": 100}  # curves are means over 10 of them: two bins
-
-PLACES = {
-    *("arm", "first", "other", "method", "methods", "metric", "quantity", "stage", "seeds"),
-    *("step", "c", "problem"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -41,38 +33,29 @@ def study(tmp_path_factory):
     return root
 
 
-def rows_of(path):
-    """By the words and places of a row, its numbers."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        tuple(row[key] for key in row if key in PLACES): {
-            key: float(value) for key, value in row.items() if key not in PLACES and value
-        }
-        for row in rows
-    }
-
-
-def test_every_figure_is_drawn_from_it_again(study, tmp_path):
-    archive = tmp_path / "archive"
-    first = write_report([study], tmp_path / "first", archive_dir=archive)
-    again = write_report([archive], tmp_path / "again")
-    assert again.left_out == first.left_out
-    drawn = sorted(path.name for path in (tmp_path / "first/figures").iterdir())
-    assert sorted(path.name for path in (tmp_path / "again/figures").iterdir()) == drawn
-    for path in (tmp_path / "first/figures").glob("*.csv"):
-        before, after = rows_of(path), rows_of(tmp_path / "again/figures" / path.name)
-        assert 0 < len(after) <= len(before)
-        for place, numbers in after.items():  # of the steps that a bin ends with
-            # Two seeds' interval is 13 times as wide as their difference, of five digits of 0.04.
-            assert numbers == pytest.approx(before[place], rel=2e-3, abs=5e-6), (path.name, place)
+def test_figures_are_drawn_from_it_again(study, tmp_path):
+    """At the end of bins, for which two seeds' interval is 13 times their difference's rounding."""
+    runs = [read_study_run(study / f"gapo-{seed}") for seed in (0, 1)]
+    write_archive(runs, tmp_path)
+    for make in (over_training, deviation_per_c):
+        before, after = (
+            {
+                (row.get("quantity"), row.get("c"), row["step"]): row
+                for row in make(Comparison.of(found)).rows
+            }
+            for found in (runs, read_archive(tmp_path))
+        )
+        assert 0 < len(after) < len(before)
+        for place, row in after.items():
+            for key in ("mean", "low", "high"):
+                assert row[key] == pytest.approx(before[place][key], rel=2e-3, abs=5e-6)
 
 
 def test_bins_weigh_as_longer_windows_do(study, tmp_path):
     """Sums of sequences, means per sequence or token, over steps; the last bin may be short."""
-    write_archive([read_run(study / "wide")], tmp_path)
+    write_archive([read_study_run(study / "wide")], tmp_path)
     (found,) = read_archive(tmp_path)
-    run = read_run(study / "wide")
+    run = read_study_run(study / "wide")
     assert found.num_steps == run.num_steps == 33
     assert list(found.series("reward/mean")) == [4, 9, 14, 19, 24, 29, 32]
     weights, values = "per_c/correct/sequences/c3", "per_c/correct/ratio_deviation/c3"
@@ -91,34 +74,13 @@ def test_bins_weigh_as_longer_windows_do(study, tmp_path):
 
 def of_archive(folder, archive):
     """A run as an archive gives it back."""
-    write_archive([read_run(folder)], archive)
+    write_archive([read_study_run(folder)], archive)
     return read_archive(archive)[0]
 
 
 def rows_in(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_windows_are_whole_bins_and_start_with_the_run(study, tmp_path):
-    """Of 100 steps a tenth are two bins, the first of which ends the curve's first point."""
-    whole = read_run(study / "gapo-1")
-    by_step = {row["step"]: row for row in reward_rows(Comparison.of([whole]).arms)[0]}
-    comparison = Comparison.of([of_archive(study / "gapo-1", tmp_path / "whole")])
-    rows, window = reward_rows(comparison.arms)
-    assert window == 10
-    assert [row["step"] for row in rows] == list(range(9, 100, BIN_STEPS))
-    for row in rows:
-        assert row["mean"] == pytest.approx(by_step[row["step"]]["mean"], rel=1e-4)
-    # Of 33 steps a tenth are three; the last three are no bin.
-    cut = of_archive(study / "wide", tmp_path / "cut")
-    rows, window = reward_rows(Comparison.of([cut]).arms)
-    assert window == 5
-    assert [row["step"] for row in rows] == list(range(4, 30, BIN_STEPS))
-    values = read_run(study / "wide").series("reward/mean")
-    for row in rows:
-        mean = sum(values[row["step"] - i] for i in range(BIN_STEPS)) / BIN_STEPS
-        assert row["mean"] == pytest.approx(mean, rel=1e-4)
 
 
 def test_a_bin_that_holds_steps_before_a_branch_point_does_not_count(study, tmp_path):
@@ -132,7 +94,7 @@ def test_a_bin_that_holds_steps_before_a_branch_point_does_not_count(study, tmp_
 
 def test_settings_stay_what_they_were(study, tmp_path, monkeypatch):
     """Whatever presets and defaults are later."""
-    run = read_run(study / "gapo-0")
+    run = read_study_run(study / "gapo-0")
     write_archive([run], tmp_path)
     written = json.loads(rows_in(tmp_path / "runs.csv")[0]["config"])
     expected = run.config.model_dump(mode="json")
@@ -151,7 +113,7 @@ def test_a_number_that_a_method_lacks_is_no_setting_of_its_archive(tmp_path, met
     """The config would refuse it."""
     preset = METHODS[method]
     widths = [f"objective.{key}={getattr(preset, key)}" for key in ("eps_low", "eps_high_max")]
-    run = read_run(write_run(tmp_path / "run", *widths, method=method))
+    run = read_study_run(write_run(tmp_path / "run", *widths, method=method))
     write_archive([run], tmp_path / "archive")
     assert read_archive(tmp_path / "archive")[0].method == preset
 
@@ -162,55 +124,31 @@ def test_no_more_is_kept_than_figures_need(study, tmp_path):
     (first, *_) = rows_in(tmp_path / "solve_rates.csv")
     per = run.config.evaluation.samples_per_prompt
     assert first["per"] == str(per)
-    whole = read_run(study / "gapo-0")
+    whole = read_study_run(study / "gapo-0")
     expected = {key: str(round(per * rate)) for key, rate in whole.solve_rates[0].items()}
     assert {key: first[key] for key in expected} == expected
     assert run.solve_rates == whole.solve_rates
 
 
-def freeze_code(folder, name, commit, *, changes=False, text=""):
-    """As a job leaves it."""
-    package = folder / "code" / name / "gapo_megatron"
-    package.mkdir(parents=True)
-    (package / "a.py").write_text(text)
-    origin = {"commit": commit, "has_local_changes": changes}
-    (package.parent / "code.json").write_text(json.dumps(origin))
-
-
-def test_the_page_says_where_runs_of_a_method_had_other_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MAKERS", {"Summary": summary})  # the figures say nothing of it
-    a, b = "a" * 40, "b" * 40
-    folders = {name: tmp_path / name for name in ("x0", "x1", "y0", "y1", "z0")}
-    for number, (name, folder) in enumerate(folders.items()):
-        write_run(folder, method={"x": "gapo", "y": "gspo", "z": "grpo"}[name[0]], seed=number)
-    freeze_code(folders["x0"], "1", a)
-    freeze_code(folders["x1"], "1", a)
-    freeze_code(folders["x1"], "2", b)
-    freeze_code(folders["y0"], "1", None, changes=None, text="y0")
-    freeze_code(folders["z0"], "1", a, changes=True, text="z0")
-    archive, output = tmp_path / "archive", tmp_path / "report"
-    live = write_report(list(folders.values()), output, archive_dir=archive).page.read_text()
-    note = f"gapo (x0: {a[:12]}; x1: {a[:12]} and {b[:12]})"
-    assert note in live
-    again = write_report([archive], tmp_path / "again").page.read_text()
-    assert note in again
-    kept = {run.folder.name: run.code for run in read_archive(archive)}
-    assert (kept["y1"], len(kept["y0"]), len(kept["z0"])) == ((), 1, 1)
-    assert kept["z0"][0].startswith(f"{a[:12]}+")
-    (folders["x0"] / "code/1/code.json").write_text("[]")
-    with pytest.raises(DataError, match=mentions(folders["x0"] / "code/1/code.json")):
-        read_run(folders["x0"])
+def test_versions_of_the_code_are_kept(tmp_path):
+    folder = write_run(tmp_path / "run")
+    for number, commit in enumerate("aab"):
+        package = folder / "code" / str(number) / "gapo_megatron"
+        package.mkdir(parents=True)
+        origin = {"commit": commit * 40, "has_local_changes": False}
+        (package.parent / "code.json").write_text(json.dumps(origin))
+    assert of_archive(folder, tmp_path / "archive").code == ("a" * 12, "b" * 12)
 
 
 def test_problems_without_a_verdict_stay_so(study, tmp_path):
-    run = read_run(study / "wide")
+    run = read_study_run(study / "wide")
     run.solve_rates[0]["p1"] = math.nan
     write_archive([run], tmp_path)
     assert math.isnan(read_archive(tmp_path)[0].solve_rates[0]["p1"])
 
 
 def test_names_tell_runs_apart(study, tmp_path):
-    run = read_run(study / "wide")
+    run = read_study_run(study / "wide")
     with pytest.raises(DataError, match=mentions("two", "wide")):
         write_archive([run, run], tmp_path)
 
@@ -225,7 +163,7 @@ def test_names_tell_runs_apart(study, tmp_path):
     ],
 )
 def test_damage_is_named(study, tmp_path, name, old, new, words):
-    write_archive([read_run(study / "wide")], tmp_path)
+    write_archive([read_study_run(study / "wide")], tmp_path)
     path = tmp_path / name
     text = path.read_text()
     assert old in text
@@ -235,7 +173,7 @@ def test_damage_is_named(study, tmp_path, name, old, new, words):
 
 
 def test_a_missing_file_is_named(study, tmp_path):
-    write_archive([read_run(find_trained([study])[0][0])], tmp_path)
+    write_archive([read_study_run(study / "wide")], tmp_path)
     (tmp_path / "timings.csv").unlink()
     with pytest.raises(DataError, match=mentions(tmp_path / "timings.csv")):
         read_archive(tmp_path)
@@ -244,7 +182,7 @@ def test_a_missing_file_is_named(study, tmp_path):
 def test_an_archive_executes_nothing(study, tmp_path):
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     named = f"{tmp_path}/own.py:METHOD"
-    run = read_run(study / "wide")
+    run = read_study_run(study / "wide")
     write_archive([run], tmp_path / "archive")
     rows = tmp_path / "archive" / "runs.csv"
     assert rows.read_text().count('""method"":""gapo""') == 1

@@ -162,17 +162,17 @@ def test_a_long_run_is_shown_from_its_first_step_to_its_last(
 def test_a_report_without_samples_has_no_such_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     SampleLog(run).append(samples_of(0))
-    archive = tmp_path / "archive"
-    page = write_report([run], tmp_path / "out", archive_dir=archive).page
+    page = write_report([run], tmp_path / "out").page
     assert page.with_name("samples.html").exists()
     (run / "samples.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=mentions(run / "samples.jsonl", "samples.jsonl:1")):
         write_report([run], tmp_path / "out")
-    write_report([archive], tmp_path / "out")
+    (run / "samples.jsonl").unlink()
+    write_report([run], tmp_path / "out")
     assert "samples.html" not in page.read_text()
     assert not page.with_name("samples.html").exists()
     other = tmp_path / "other"
     other.mkdir()
     (other / "samples.html").write_text("mine")
     with pytest.raises(ConfigError, match=mentions("--output", "samples.html")):
-        write_report([archive], other)
+        write_report([run], other)

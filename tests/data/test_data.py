@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from gapo_megatron.data import schema
-from gapo_megatron.data.schema import encode_prompt, read_jsonl
+from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.ops.prepare import demo_task as arithmetic
-from gapo_megatron.rewards import exact
-from gapo_megatron.types import Outcome, Prompt
+from gapo_megatron.types import Prompt
 from tests.messages import mentions
 from tests.problem_files import read_problems
 
@@ -231,16 +229,6 @@ def test_a_prompt_of_megabytes_is_refused_untokenised(tmp_path, tokenizer, monke
     assert len(_read(path, tokenizer, max_prompt_tokens=400_000)[1].token_ids) == 400_000
 
 
-def test_the_vocabulary_is_measured_once(tokenizer, monkeypatch):
-    real, asked = type(tokenizer).get_vocab, []
-    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: asked.append(1) or real(self))
-    schema._longest_token.cache_clear()
-    for _ in range(3):
-        with pytest.raises(DataError, match=mentions("tokens")):
-            encode_prompt("1" * 10**6, tokenizer, chat_template=False, max_tokens=5)
-    assert len(asked) == 1
-
-
 def test_a_line_that_is_not_utf8_is_named(tmp_path, tokenizer):
     path = tmp_path / "p.jsonl"
     path.write_bytes(json.dumps(_row()).encode() + b'\n{"id": "\xff"}\n')
@@ -339,26 +327,6 @@ def test_every_epoch_holds_every_problem_once_in_another_order():
     assert epochs[0] != _ids(PromptSource(_prompts(12), seed=2).next_batch(12))
 
 
-def test_no_batch_across_an_epoch_edge_repeats_a_problem():
-    source = PromptSource(_prompts(10), seed=0)
-    batches = [_ids(source.next_batch(7)) for _ in range(40)]
-    assert all(len(set(batch)) == 7 for batch in batches)
-    # 280 draws are 28 whole epochs: every problem came up equally often.
-    drawn = [i for batch in batches for i in batch]
-    assert {drawn.count(i) for i in range(10)} == {28}
-
-
-@pytest.mark.parametrize("taken", [0, 1, 2, 3, 5])
-def test_resume_continues_exactly(taken):
-    source = PromptSource(_prompts(10), seed=3)
-    for _ in range(taken):
-        source.next_batch(7)
-    state = json.loads(json.dumps(source.state_dict()))
-    resumed = PromptSource(_prompts(10), seed=3)
-    resumed.load_state_dict(state)
-    assert [resumed.next_batch(7) for _ in range(9)] == [source.next_batch(7) for _ in range(9)]
-
-
 def test_resume_with_other_problems_is_an_error():
     state = PromptSource(_prompts(10), seed=0).state_dict()
     with pytest.raises(CheckpointError, match=mentions("data.train_path", 11, "run.output_dir")):
@@ -370,11 +338,6 @@ def test_resume_with_problems_that_there_are_not_is_an_error(remaining):
     source = PromptSource(_prompts(10), seed=0)
     with pytest.raises(CheckpointError, match=mentions("remaining", remaining[-1], "10 problems")):
         source.load_state_dict(source.state_dict() | {"remaining": remaining})
-
-
-def test_a_batch_larger_than_the_dataset_is_an_error():
-    with pytest.raises(ConfigError, match=mentions(4, "3 problems")):
-        PromptSource(_prompts(3), seed=0).next_batch(4)
 
 
 def test_generated_task_is_reproducible_and_holds_problems_out(task, tmp_path):
@@ -402,11 +365,6 @@ def test_generated_answers_are_right_and_graded(task):
     assert {levels.count(level) for level in levels} == {100}
 
 
-def test_asking_for_more_problems_than_there_are_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=mentions(800, "2 additions", 729)):
-        arithmetic.write_task(tmp_path, seed=0, num_eval=0, num_train=3200, num_supervised=0)
-
-
 def test_hugging_face_tokenizer_is_the_sentencepiece_model(task, hf_dir, tokenizer):
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(hf_dir / "tokenizer.model"))
     rows = [row for _, row in read_jsonl(task / "supervised.jsonl", keys=("prompt", "response"))]
@@ -419,34 +377,6 @@ def test_hugging_face_tokenizer_is_the_sentencepiece_model(task, hf_dir, tokeniz
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, len(pieces))
 
 
-def test_initial_model_is_small_and_seeded(hf_dir, tokenizer, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(hf_dir)
-    assert 0.5e6 < model.num_parameters() < 3e6
-    assert model.config.vocab_size == len(tokenizer)
-    arithmetic.write_initial_model(tokenizer, tmp_path, seed=0)
-    weights = "model.safetensors"
-    assert (tmp_path / weights).read_bytes() == (hf_dir / weights).read_bytes()
-
-
 def test_worked_examples_slip_as_often_as_they_say():
     assert arithmetic.Chain((3, 8, 5, 9)).worked([0, 0, 0]) == "11>16>25"
     assert arithmetic.Chain((3, 8, 5, 9)).worked([0, -1, 0]) == "11>15>24"
-
-
-def test_worked_examples_are_right_as_often_as_the_slips_allow(tmp_path):
-    arithmetic.write_task(tmp_path, seed=1, num_eval=0, num_train=0, num_supervised=8000)
-    rows = [
-        row for _, row in read_jsonl(tmp_path / "supervised.jsonl", keys=("prompt", "response"))
-    ]
-    keep = 1 - arithmetic.SLIP_RATE
-    for additions in (2, 3):
-        chains = [row for row in rows if row["prompt"].count("+") == additions]
-        right = 0
-        for row in chains:
-            answer = str(sum(map(int, row["prompt"].removesuffix("=").split("+"))))
-            right += exact.verify(row["response"], answer).outcome is Outcome.CORRECT
-        # No slip at all, or two that cancel: C(n, 2) pairs, of opposite sign half of the time.
-        pairs = additions * (additions - 1) / 2
-        share = keep**additions + pairs * arithmetic.SLIP_RATE**2 / 2 * keep ** (additions - 2)
-        # Standard error of a share of 2000 is 0.011 at the most; four of them.
-        assert right / len(chains) == pytest.approx(share, abs=0.044)

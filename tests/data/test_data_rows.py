@@ -74,21 +74,6 @@ def test_a_row_without_end_is_not_read_whole(tmp_path, monkeypatch, suffix):
         tracemalloc.stop()
 
 
-def test_a_parquet_file_is_read_a_few_rows_at_a_time_and_only_its_columns(tmp_path, monkeypatch):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    asked = []
-    real = parquet.ParquetFile.iter_batches
-
-    def spy(self, batch_size, *, columns, **options):
-        asked.append((batch_size, columns))
-        return real(self, batch_size, columns=columns, **options)
-
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spy)
-    path = put(tmp_path / "a.parquet", [{"problem": "p", "solutions": ["long"]}])
-    assert read(path, columns=("problem",)) == [(1, {"problem": "p"})]
-    assert asked == [(rows_module.PARQUET_ROWS, ["problem"])]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [

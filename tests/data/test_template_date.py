@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,9 +204,3 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     path.write_text("yesterday")
     with pytest.raises(ConfigError, match=mentions(path, "yesterday")):
         template_date.freeze_date(tmp_path)
-
-
-def test_a_fifo_in_place_of_the_date_is_named(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / template_date.DATE_NAME)
-    with pytest.raises(ConfigError, match=mentions(tmp_path / template_date.DATE_NAME)):
-        template_date.read_date(tmp_path)

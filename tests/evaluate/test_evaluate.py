@@ -25,7 +25,6 @@ from tests.acting import acting_of
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, says
 from tests.two_turn import Draws, state_of_generators
-from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -150,24 +149,6 @@ def test_a_rank_judges_its_part_of_what_its_engine_made(pool, tokenizer):
     replicas = LoneReplicas(world_size=2, size=2)  # and nobody else gathers with it
     engine = ScriptedEngine(says(tokenizer, RESPONSES), replicas=replicas)
     assert evaluate(engine, PROMPTS, **settings(pool, tokenizer))["eval/pass@1"] == 0.75
-
-
-def test_a_response_is_judged_while_the_next_is_generated(pool, tokenizer):
-    num_judged = []
-
-    def wait_for_its_verdict() -> None:
-        def is_judged() -> bool:
-            pool.poll()
-            return not pool._open
-
-        wait_until(is_judged, "its verdict")
-        num_judged.append(len(pool._verdicts))
-
-    script = says(tokenizer, RESPONSES)
-    afterwards = evaluate(ScriptedEngine(script), PROMPTS, **settings(pool, tokenizer))
-    engine = ScriptedEngine(script, num_places=1, before_step=wait_for_its_verdict)
-    assert evaluate(engine, PROMPTS, **settings(pool, tokenizer)) == afterwards
-    assert num_judged == [number for number in range(12) for _ in range(2)]
 
 
 def test_evaluation_meets_the_environment_of_training(pool, tokenizer):

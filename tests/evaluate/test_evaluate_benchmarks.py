@@ -300,14 +300,6 @@ def test_settings_that_are_damaged_are_named(tmp_path, text) -> None:
         keep_settings(tmp_path / "settings.json", {"temperature": 1.0})
 
 
-def test_samples_of_other_settings_do_not_mix(tmp_path) -> None:
-    path = tmp_path / "settings.json"
-    keep_settings(path, {"temperature": 1.0, "num_samples": 4})
-    keep_settings(path, {"temperature": 1.0, "num_samples": 4})
-    with pytest.raises(ConfigError, match=mentions(tmp_path, "temperature", 1.0, 0.6, "--output")):
-        keep_settings(path, {"temperature": 0.6, "num_samples": 4})
-
-
 def test_figures_leave_unknown_verdicts_out() -> None:
     result = measure(
         [

@@ -113,17 +113,6 @@ def test_the_sandbox_is_the_configs_unless_the_command_has_another(tmp_path: Pat
     assert judge_of(usual, "code", None, sandbox=None).sandbox == "bubblewrap"
 
 
-def test_the_sandbox_that_judged_is_kept(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text("[reward]\nkind = 'code'\nsandbox = 'unsafe'\n")
-    options = ("--problems", "a.jsonl", "--config", config)
-    given = parse("--model", "m", "--output", tmp_path, *options)
-    judge = judge_of(RewardConfig(kind="math"), None, config, sandbox=given.sandbox)
-    task = SimpleNamespace(name="mine", reward=judge, remaining=lambda *_: ["a"])
-    tool._remaining(given, [task], EnvironmentConfig())
-    assert json.loads((tmp_path / "mine/judge.json").read_text())["sandbox"] == "unsafe"
-
-
 def test_samples_belong_to_the_verifiers_file_that_judged_them(tmp_path: Path) -> None:
     file, config = tmp_path / "mine.py", tmp_path / "config.toml"
     config.write_text(f"[reward]\nkind = '{file}:verify'\n")
@@ -182,6 +171,9 @@ def test_a_config_whose_prompts_or_environment_the_command_does_not_use_is_said(
     def said(*options: str, acts: EnvironmentConfig = tools) -> list[str]:
         return hints(parse(*base, *options), acts, has_template=True)
 
+    for options, is_said in (((), True), (("--chat-template",), False)):
+        given = parse("--model", "m", "--output", "o", *options)
+        assert bool(hints(given, tools, has_template=True)) == is_said
     path.write_text("[environment]\nkind = 'tools'\n")
     assert ["--chat-template" in one for one in said()] == [True]  # no [data] to go by
     path.write_text(

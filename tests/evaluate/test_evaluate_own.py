@@ -37,7 +37,6 @@ from tests.evaluate.test_evaluate_tool import arguments, parse, root  # noqa: F4
 from tests.messages import mentions
 from tests.programs import Program
 from tests.scripted_engine import ScriptedEngine, says
-from tests.two_turn import Draws, state_of_generators
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "evaluation.md"
 SAMPLING = Sampling(num_samples=2, temperature=1.0, top_p=1.0, max_response_tokens=16)
@@ -482,19 +481,3 @@ def test_the_tool_evaluates_in_an_environment(root: Path, with_columns: Path) ->
     assert 0 < sum(one.num_errors for one in samples) <= 6
     (table,) = re.findall(r"^digits +(\d\.\d+) +(\d\.\d+) +(\d+\.\d+)$", text, re.MULTILINE)
     assert float(table[1]) == pytest.approx(found.environment["calls"], abs=0.006)
-
-
-def test_an_environments_draws_leave_the_random_generators_alone(tmp_path, tokenizer) -> None:
-    before = state_of_generators()
-    (one,) = chosen(problems(tmp_path))
-    turns = Turns(tokenizer, (), eos_token_ids=(tokenizer.eos_token_id,))
-    changes = Acting(
-        Draws(tokenizer.encode("3", add_special_tokens=False)),
-        EnvironmentConfig(kind="tests.two_turn:Draws"),
-        turns,
-        max_response_tokens=16,
-        vocab_size=len(tokenizer),
-    )
-    output = evaluated(one, tokenizer, tmp_path / "out", says_always="3", acting=changes)
-    assert read_results(output).benchmarks["held_out"][0].environment["calls"] == 2
-    assert state_of_generators() == before

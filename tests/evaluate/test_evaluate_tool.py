@@ -23,7 +23,6 @@ from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.chosen import date_of_run
-from gapo_megatron.evaluate.hints import hints
 from gapo_megatron.evaluate.options import named_as_options
 from gapo_megatron.evaluate.options import parse as parse_options
 from gapo_megatron.evaluate.paper import Sampling, read_settings
@@ -226,20 +225,6 @@ def test_samples_of_two_models_do_not_mix(tmp_path) -> None:
         (tmp_path / name).write_text("another")
         with pytest.raises(ConfigError, match=mentions("model_sha256", "--output")):
             tool._keep_settings(arguments, sampling, {}, ONE_TURN)
-
-
-@pytest.mark.parametrize(
-    ("template", "options", "warns"),
-    [
-        ("{{ messages }}", [], True),
-        ("{{ messages }}", ["--chat-template"], False),
-        (None, [], False),
-    ],
-)
-def test_a_template_that_is_not_used_is_said(template, options, warns) -> None:
-    arguments = parse("--model", "m", "--output", "o", *options)
-    found = hints(arguments, ONE_TURN, has_template=bool(template))
-    assert ["--chat-template" in one for one in found] == [True] * warns
 
 
 def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> None:

@@ -430,19 +430,6 @@ def test_a_request_that_fails_for_any_reason_is_answered(monkeypatch: pytest.Mon
     assert [one.final_text for one in episodes] == ["84"] * 4
 
 
-def test_agents_reach_the_address_where_a_proxy_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    agents = Agents(TOKENIZER, functools.partial(once))
-    acting = acting_of(agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000)
-    engine = ScriptedEngine(says("84"))
-    calls = acting.calls("step_0", engine.replicas)
-    groups = generate(engine, [begin(agents, PROMPTS[0])], SETTINGS, calls=calls)
-    assert groups is not None and not any(one.failure for one in groups[0])
-
-
 @pytest.mark.parametrize(
     ("given", "outside"),
     [
@@ -554,19 +541,6 @@ def test_broken_agents_are_unknown_and_harm_no_other() -> None:
     assert (table["num_sampled_tokens"] == 0).sum() == 3 * 3
 
 
-def test_a_client_that_gives_up_is_the_reason() -> None:
-    before = agent_threads()
-
-    def solve(session: Session) -> None:
-        client = client_of(session).with_options(timeout=1, max_retries=0)
-        client.chat.completions.create(model=session.model, messages=[QUESTION])
-
-    engine = ScriptedEngine(says("84"))
-    engine.before_step = lambda: wait_until(lambda: agent_threads() <= before, "the agents' end")
-    episodes, _ = run(solve, says(), prompts=PROMPTS[:1], engine=engine)
-    assert all("timed out" in one.failure for one in episodes)
-
-
 # --- the life of a session ------------------------------------------------------------------------
 
 
@@ -595,43 +569,6 @@ def test_no_session_is_left_by_a_response_that_is_cut_off() -> None:
         assert agents.judge(episodes[0])[1] == "84"
     wait_until(lambda: agent_threads() <= before, "the agents' end")
     assert len(errors) == 3 * 12 and all("has ended" in str(one) for one in errors)
-
-
-def test_no_session_is_left_by_a_generation_that_is_aborted() -> None:
-    before = agent_threads()
-    agents = Agents(TOKENIZER, functools.partial(calculates))
-    acting = acting_of(agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000)
-    for step in range(2):
-        engine = ScriptedEngine(says(f"Let me see. {CALL}", "84"))
-        calls = acting.calls(f"step_{step}", engine.replicas)
-        hooks = Hooks(should_abort=lambda _, engine=engine: engine.num_steps > 40)
-        prompts = [begin(agents, one) for one in PROMPTS]
-        assert generate(engine, prompts, SETTINGS, calls=calls, hooks=hooks) is None
-        wait_until(lambda: agent_threads() <= before, "the agents' end")
-        wait_until(lambda: not agents._live and not agents._server._sessions, "the sessions' end")
-
-
-def test_an_agent_that_is_given_up_keeps_its_place_until_it_ends() -> None:
-    released = threading.Event()
-
-    def solve(session: Session) -> None:
-        once(session)
-        assert released.wait(HANG_S)
-
-    agents = Agents(TOKENIZER, functools.partial(solve))
-    acting = acting_of(
-        agents, eos_token_ids=[EOS], run=in_thread, max_concurrent=3, call_timeout_s=5,
-        max_response_tokens=2000,
-    )  # fmt: skip
-    engine = ScriptedEngine(says("84"))
-    calls = acting.calls("step_0", engine.replicas)
-    groups = generate(engine, [begin(agents, one) for one in PROMPTS], SETTINGS, calls=calls)
-    failures = [one.failure for group in groups or [] for one in group]
-    assert all("environment.call_timeout_s (5)" in one for one in failures)
-    assert sum(one.is_running for one in acting.running) == 3 and not agents._live
-    released.set()
-    wait_until(lambda: not any(one.is_running for one in acting.running), "the calls' end")
-    assert not agents._live
 
 
 def test_a_late_agent_leaves_the_session_of_a_later_generation() -> None:
@@ -771,6 +708,7 @@ def test_a_stop_within_agents_tools_makes_nothing_unknown(tmp_path: Path) -> Non
     stopped.set()
     wait_until(lambda: agent_threads() <= before, "the agents' end")
     wait_until(lambda: not any(one.is_running for one in acting.running), "the calls' end")
+    assert not agents._live and not agents._server._sessions
     records = (tmp_path / JOURNAL_FOLDER / "step_3_0.jsonl").read_text().splitlines()
     read = (json.loads(one.partition(" ")[2]) for one in records)
     replies = [one for one in read if "call" in one]

@@ -50,25 +50,3 @@ def test_a_stream_is_the_same_turn() -> None:
     for one in episodes:
         num_tokens = len(one.prompt.token_ids) + len(one.token_ids)
         assert (one.failure, one.final_text) == ("", f"It is 84 {num_tokens}")
-
-
-def test_the_key_may_be_in_the_header_x_api_key() -> None:
-    def solve(session: Session) -> str:
-        def ask(key: str) -> str:
-            client = openai.OpenAI(
-                base_url=session.base_url, api_key="EMPTY", default_headers={"X-API-Key": key}
-            )
-            answer = client.chat.completions.create(model=session.model, messages=messages)
-            return str(answer.choices[0].message.content)
-
-        messages: list[Any] = [{"role": "user", "content": "12 * 7"}]
-        for wrong in ("", "EMPTY", session.api_key[:-1]):
-            try:
-                ask(wrong)
-                return "answered"
-            except openai.AuthenticationError:
-                pass
-        return ask(session.api_key)
-
-    episodes, _ = run(solve, says("84"))
-    assert {(one.failure, one.final_text) for one in episodes} == {("", "84")}

@@ -118,27 +118,6 @@ def test_the_engine_decodes_while_calls_are_open() -> None:
     assert decoded.is_set()
 
 
-def test_at_most_so_many_calls_are_open() -> None:
-    """All wait until nothing is left to decode: then every episode has asked."""
-    lock, now, most = threading.Lock(), [0], [0]
-    is_idle = threading.Event()
-
-    def respond(episode: Episode) -> Any:
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        assert is_idle.wait(HANG_S)
-        with lock:
-            now[0] -= 1
-        return answer_of(episode)
-
-    calls = calls_of(respond, run=in_thread, max_concurrent=3, call_timeout_s=1000)
-    replies = calls.replies
-    calls.replies = lambda *, wait: (wait and is_idle.set(), replies(wait=wait))[1]  # type: ignore[method-assign]
-    assert generate(ScriptedEngine(draws), PROMPTS, SETTINGS, calls=calls) is not None
-    assert most == [3]
-
-
 # --- broken environments --------------------------------------------------------------------------
 
 

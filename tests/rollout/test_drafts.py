@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch.nn.utils.rnn import pad_sequence
 
-from gapo_megatron.compat import vllm, vllm_cpu, vllm_drafts
+from gapo_megatron.compat import vllm, vllm_cpu
 from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.requests import request_seed
@@ -363,18 +363,6 @@ def test_an_engine_starts_after_one_that_proposed_ngrams():
     pytest.importorskip("llvmlite.binding")
     vllm_cpu.allow_numba()
     vllm.current_platform.register_triton_kernel_overrides()  # as every worker does
-
-
-def test_values_of_requests_are_repeated_for_their_tokens():
-    """What vLLM's kernel for a CPU leaves undefined."""
-    temperatures, tokens = torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 2, 5], dtype=torch.int32)
-    vllm_drafts.repair_drafts_on_cpu()
-    found = vllm_drafts.rejection_sampler.expand_batch_to_tokens(
-        torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 3, 5], dtype=torch.int32), 5, 0, 1
-    )
-    assert found.tolist() == torch.tensor([0.7, 0.7, 1.0, 1.5, 1.5]).tolist()
-    found = vllm_drafts.rejection_sampler.expand_batch_to_tokens(temperatures, tokens, 5)
-    assert found.tolist() == torch.tensor([0.7, 0.7, 1.5, 1.5, 1.5]).tolist()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)

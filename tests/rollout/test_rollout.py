@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.models.rules import to_megatron
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.rollout import generate as generate_module
-from gapo_megatron.rollout.calls import in_thread
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.transport import in_place
@@ -51,7 +48,6 @@ from tests.rollout_setup import (
     weights,
 )
 from tests.two_turn import TwoTurn
-from tests.waiting import HANG_S
 
 
 @pytest.fixture(
@@ -114,12 +110,6 @@ def test_the_cache_is_as_large_as_the_config_says(built):
     width = hf_config.num_key_value_heads * geometry_of(hf_config).head_dim
     token_bytes = 2 * hf_config.num_hidden_layers * width * 4
     assert cache.num_gpu_blocks == num_bytes // (token_bytes * cache.block_size)
-
-
-def test_an_eager_engine_compiles_nothing(fresh):
-    torch.compiler.reset()  # forgets what other tests of this process have compiled
-    with torch.compiler.set_stance("fail_on_recompile"):
-        fresh.engine.score(Rollouts.of(*sequences(fresh.engine)))
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(fresh):
@@ -227,23 +217,6 @@ def test_what_is_interrupted_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) > 0.05
 
 
-def test_what_has_not_begun_is_open_without_a_token(fresh):
-    groups = generate(fresh.engine, make_prompts(3), num_groups=0)
-    assert tokens_of(groups) == [[[]] * 4] * 3
-    assert not any(r.finished or r.truncated for group in groups for r in group)
-    begun = {f"p{i}": group for i, group in enumerate(groups)}
-    again = generate(fresh.engine, make_prompts(3), begun=begun)
-    assert tokens_of(again) == tokens_of(generate(fresh.engine, make_prompts(3)))
-    # All that is wanted is there already: nothing is generated for the others.
-    done = generate(
-        fresh.engine,
-        make_prompts(5),
-        num_groups=3,
-        begun={f"p{i}": group for i, group in enumerate(again)},
-    )
-    assert tokens_of(done) == [*tokens_of(again), [[]] * 4, [[]] * 4]
-
-
 def test_goes_on_from_what_an_environment_says(fresh):
     """Log-probs are those of sampled tokens, given all tokens before."""
     prompts = make_prompts(4)
@@ -271,29 +244,6 @@ def test_goes_on_from_what_an_environment_says(fresh):
     assert num_spoken > 4
 
 
-def test_tokens_do_not_depend_on_how_fast_an_environment_answers(fresh):
-    """In any order, and also where the engine has run dry; every call is made once."""
-    prompts = make_prompts(4)
-    respond = TwoTurn((20, 21, 22)).respond
-    at_once = calls_of(respond, eos_token_ids=fresh.ends)
-    expected = tokens_of(generate(fresh.engine, prompts, calls=at_once, **LONG))
-    last = threading.Event()
-
-    def slowly(episode):
-        if episode.prompt.id == "p0":
-            assert last.wait(HANG_S)  # until nothing else is left to decode
-        time.sleep(random.uniform(0, 0.02))
-        return respond(episode)
-
-    calls = calls_of(slowly, eos_token_ids=fresh.ends, run=in_thread, call_timeout_s=1000)
-    replies = calls.replies
-    calls.replies = lambda *, wait: (wait and last.set(), replies(wait=wait))[1]
-    assert tokens_of(generate(fresh.engine, prompts, calls=calls, **LONG)) == expected
-    assert {place: one.num_calls for place, one in calls.counts.items()} == {
-        place: one.num_calls for place, one in at_once.counts.items()
-    }
-
-
 def test_stops_at_the_tokens_that_a_request_names(fresh):
     """The tokens before are those without it; the stop token stays, with its log-prob."""
     prompts = make_prompts(4)
@@ -317,7 +267,10 @@ def test_stops_at_the_tokens_that_a_request_names(fresh):
 
 
 def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
-    """By a clock that advances a second per decoding step."""
+    """Of more requests than places some wait: none is empty until the last has begun.
+
+    By a clock that advances a second per decoding step.
+    """
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     step = fresh.engine.llm.step
@@ -328,33 +281,11 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
 
     monkeypatch.setattr(generate_module, "time", clock)
     monkeypatch.setattr(fresh.engine.llm, "step", step_for_a_second)
-
-    def occupy(occupancy: Occupancy, num_prompts: int) -> list[int]:
-        """Lengths of the responses, in the order of the requests."""
-        groups = generate(
-            fresh.engine,
-            make_prompts(num_prompts),
-            occupancy=occupancy,
-            should_abort=lambda seconds: False,
-        )
-        return [len(tokens) for group in tokens_of(groups) for tokens in group]
-
-    occupancy = Occupancy()
-    lengths = occupy(occupancy, 16)
-    # All begin at once: a response takes one of 64 places for as many seconds as it has tokens.
-    assert occupancy.capacity_s == max(lengths)
-    assert occupancy.taken_s == pytest.approx(sum(lengths) / 64)
-    assert occupancy.idle_share == pytest.approx(1 - sum(lengths) / 64 / max(lengths))
-    # A further call of the step has fewer requests, and as many places.
-    more = occupy(occupancy, 2)
-    assert occupancy.capacity_s == max(lengths) + max(more)
-    assert occupancy.taken_s == pytest.approx((sum(lengths) + sum(more)) / 64)
-
-    # Of more requests than there are places some wait: none is empty until the last has begun.
     monkeypatch.setattr(fresh.engine.llm.engine_core.engine_core.scheduler, LIMIT, 10)
     occupancy = Occupancy()
-    assert occupy(occupancy, 16) == lengths
-    waiting, running, taken = list(lengths), [], []
+    hooks = {"occupancy": occupancy, "should_abort": lambda seconds: False}
+    groups = generate(fresh.engine, make_prompts(16), **hooks)
+    waiting, running, taken = [len(one) for group in tokens_of(groups) for one in group], [], []
     while waiting or running:
         while waiting and len(running) < 10:
             running.append(waiting.pop(0))

@@ -129,16 +129,6 @@ def test_the_bound_of_a_sync_goes_by_what_rounds(
         assert verify_bound(*sections, hf_config, torch.device(device)) == bound
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
-    config, hf_config = make_config(tmp_path), LlamaConfig(**SIZES)
-    formats = [
-        engine_args(config, hf_config, torch.device(device), load_weights=load).load_format
-        for load in (False, True)
-    ]
-    assert formats == ["dummy", "auto"]
-
-
 def test_weights_from_a_quantized_folder_come_as_floats(tmp_path, monkeypatch):
     """vLLM makes layers for them, whatever config.json says (engines: `test_architectures.py`)."""
     save_model(tmp_path, "deepseek_v3", num_hidden_layers=2)

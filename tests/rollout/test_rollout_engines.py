@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 import gapo_megatron
 from gapo_megatron.checkpoint.open_groups import from_content, to_content
 from gapo_megatron.errors import RolloutError, WeightSyncError
-from gapo_megatron.rollout.engine import Completion, Engine, Request
+from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.generate import generate
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
@@ -24,7 +24,6 @@ from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode, Prompt
 from tests.acting import calls_of
 from tests.messages import mentions
-from tests.scripted_engine import ScriptedEngine
 from tests.transformers_engine import TransformersEngine, on_disk
 from tests.two_turn import TwoTurn
 
@@ -84,17 +83,6 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
     with pytest.raises(WeightSyncError, match="norm"):
         engine.update_weights(tensors.items(), policy_version=5)
     assert engine.policy_version == -1
-
-
-def test_both_are_engines(model: LlamaForCausalLM) -> None:
-    """For mypy, which checks this file, and as an example."""
-    engines: list[Engine] = [
-        ScriptedEngine(lambda request: [5, EOS]),
-        TransformersEngine(model, eos_token_id=EOS),
-    ]
-    for engine in engines:
-        groups = generate(engine, [Prompt("0", (3,), "")], replace(SETTINGS, num_samples=1))
-        assert groups is not None and len(groups[0]) == 1
 
 
 def test_what_drives_an_engine_knows_none_by_name() -> None:

@@ -18,7 +18,7 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError, RewardError, RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.generate import Hooks, generate
-from gapo_megatron.rollout.progress import Heartbeat, Occupancy
+from gapo_megatron.rollout.progress import Heartbeat
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.types import Episode, Prompt
@@ -337,18 +337,6 @@ def test_an_episode_goes_on_wherever_it_was_interrupted(num_steps: int) -> None:
         assert one.response_mask is not None and expected.response_mask is not None
         assert one.response_mask.tolist() == expected.response_mask.tolist()
         assert one.log_probs.tolist() == expected.log_probs.tolist()
-
-
-def test_a_request_that_goes_on_does_not_make_the_engine_full() -> None:
-    occupancy = Occupancy()
-    hooks = Hooks(should_abort=lambda elapsed_s: False, occupancy=occupancy)
-    shares: list[float] = []
-    share_taken = occupancy.share_taken
-    occupancy.share_taken = lambda *counts: shares.append(share_taken(*counts)) or shares[-1]  # type: ignore[method-assign, func-returns-value]
-    engine = ScriptedEngine(in_two_turns)
-    generate(engine, PROMPTS[:1], SETTINGS, calls=calls_of(TwoTurn(GIVEN).respond), hooks=hooks)
-    # Three steps of the first turn; in the second the four end one after another.
-    assert shares == [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
 def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:

@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from transformers import (
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
-from gapo_megatron.errors import RolloutError, WeightSyncError
+from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollouts import Rollouts
@@ -23,7 +18,6 @@ from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout_setup import (
     LONG,
-    SIZES,
     TOLERANCE,
     build_engine,
     generate,
@@ -32,7 +26,6 @@ from tests.rollout_setup import (
     make_model,
     make_prompts,
     perturb,
-    sequences,
     tokens_of,
     trainer_log_probs,
     vllm_environment,
@@ -142,49 +135,3 @@ def test_two_ranks(tmp_path, tp_size, shares):
         names = result["shared_memory"]
         assert len(names) == (2 if tp_size == 2 and result["shares_memory"] else 0)
         assert all(re.match(r"gapo_megatron-[0-9a-f]{32}-tp:\d+-0-1_[01]$", name) for name in names)
-
-
-def sync_experts(folder: str) -> tuple[list[float], dict[str, bool]]:
-    os.environ.update(vllm_environment(0, 1))
-    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(**sizes, head_dim=32, norm_topk_prob=True, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(f"{folder}/0")
-    engine = build_engine(make_config(Path(folder, "0")), load_weights=False)
-    with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
-        sequences(engine)
-    in_place(engine, load_file(f"{folder}/0/model.safetensors").items(), policy_version=0)
-    prompt_ids, response_ids = sequences(engine)
-    differences = []
-    for version in (1, 2):
-        perturb(model, seed=version)
-        model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
-        tensors = load_file(f"{folder}/{version}/model.safetensors")
-        in_place(engine, tensors.items(), policy_version=version)
-        expected = trainer_log_probs(model, prompt_ids, response_ids)
-        check = verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
-        differences.append(check.max_abs_diff)
-    found = {}
-    for name in tensors:
-        if experts := re.fullmatch(r"(.*\.experts\.)(\d)(\..*)", name):
-            before, number, behind = experts.groups()
-            neighbour = f"{before}{(int(number) + 1) % config.num_experts}{behind}"
-            damaged = tensors | {name: tensors[neighbour]}
-            in_place(engine, damaged.items(), policy_version=3)
-            try:
-                verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
-                found[name] = False
-            except WeightSyncError:
-                found[name] = True
-    return differences, found
-
-
-@pytest.mark.system
-def test_synced_experts_are_the_ones_generated_with(tmp_path):
-    """Experts are packed for the CPU's kernel when the engine is built, and by every sync."""
-    ((differences, found),) = run_distributed(sync_experts, 1, str(tmp_path))
-    assert len(differences) == 2
-    assert all(0.0 < difference < TOLERANCE for difference in differences)
-    # One matrix of one expert in the place of another's, in turn: two layers, four experts.
-    assert len(found) == 2 * 4 * 3 and all(found.values()), found

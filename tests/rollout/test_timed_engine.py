@@ -12,7 +12,6 @@ import pytest
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.rollout.engine import Request
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.acting import one_turn_inputs
@@ -24,60 +23,10 @@ LENGTHS = Lengths(median=100, spread=0.7)
 LIMIT, NUM_ENGINES, NUM_STEPS = 300, 4, 6
 
 
-def request(name: str, *, seed: int = 0, given: int = 0, max_tokens: int = LIMIT) -> Request:
-    tokens = np.zeros(given, np.int32)
-    return Request(name, (1, 2), tokens, max_tokens, seed, temperature=1.0, top_p=1.0)
-
-
 def make_engine(costs: Costs, **changes: object) -> tuple[TimedEngine, CountedPace]:
     pace = CountedPace()
     settings = {"replicas": LoneReplicas(), "max_sequence_tokens": 1000} | changes
     return TimedEngine(LENGTHS, costs, pace, **settings), pace
-
-
-def test_lengths_are_log_normal_whatever_their_seeds_come_from() -> None:
-    lengths = [LENGTHS.left(request(f"p{i}/0", seed=i)) for i in range(4000)]
-    logs = np.log(lengths)
-    assert np.median(lengths) == pytest.approx(100, rel=0.05)
-    assert logs.std() == pytest.approx(0.7, rel=0.05)
-    assert lengths[:50] == [LENGTHS.left(request(f"p{i}/0", seed=i)) for i in range(50)]
-    of_one = np.log([LENGTHS.left(request("p/0", seed=i)) for i in range(4000)])
-    assert of_one.std() == pytest.approx(0.7 * 0.5**0.5, rel=0.05)  # half is the problem's
-
-
-def test_resumed_responses_are_as_long_as_those_never_interrupted() -> None:
-    whole = [LENGTHS.left(request(f"p{i}/0", seed=i)) for i in range(4000)]
-    resumed = [
-        length if length <= 120 else 120 + LENGTHS.left(request(f"p{i}/0", seed=-i - 1, given=120))
-        for i, length in enumerate(whole)
-    ]
-    assert resumed != whole
-    for share in (0.5, 0.8, 0.95):
-        assert np.quantile(resumed, share) == pytest.approx(np.quantile(whole, share), rel=0.06)
-
-
-def test_the_time_is_that_of_the_steps_and_of_what_is_given() -> None:
-    steps: list[tuple[int, float]] = []
-
-    def step_s(count: int, mean_tokens: float) -> float:
-        steps.append((count, mean_tokens))
-        return 1.0
-
-    engine, pace = make_engine(Costs(step_s, prefill_token_s=0.25, weights_s=50.0), num_places=2)
-    engine.add(request("a/0", max_tokens=1))
-    engine.add(request("b/0", max_tokens=3, given=4))
-    engine.add(request("c/0", max_tokens=5))
-    assert [one.name for one in engine.poll()] == ["a/0"]
-    assert engine.num_requests() == (1, 1)
-    ended = [one for _ in range(2) for one in engine.poll()]
-    assert [(one.name, len(one.token_ids), one.reason) for one in ended] == [("b/0", 3, "length")]
-    (left,) = engine.abort()
-    assert (left.name, len(left.token_ids), left.reason) == ("c/0", 2, "abort")
-    # Prompts of 2, 4 tokens given to b; c takes the place of a.
-    assert steps == [(2, 4.0), (2, 4.5), (2, 5.5)]
-    assert pace.seconds == 3 * 1.0 + 0.25 * (2 + 6 + 2)
-    engine.update_weights((), policy_version=3)
-    assert (engine.policy_version, pace.seconds) == (3, 5.5 + 50)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.final_answer import special_tokens
 from gapo_megatron.rollout import environments
-from gapo_megatron.rollout.call_metrics import num_turns
 from gapo_megatron.rollout.environments import tools as tools_module
 from gapo_megatron.rollout.environments.tools import Tools, calculate, find_calls
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -164,11 +163,6 @@ def test_a_result_has_no_special_tokens() -> None:
     assert tokenizer.decode(answer) == "<tool_response>a\nuser b</tool_response>"
 
 
-def test_an_argument_that_is_null_is_no_missing_tool() -> None:
-    said = said_to(Tools(TOKENIZER), call("calculator", expression=None))
-    assert said == "<tool_response>error: expression must be a text</tool_response>"
-
-
 def test_results_are_rendered_as_the_prompts_are() -> None:
     """By `data.chat_template_kwargs`, unless the settings say otherwise."""
     tokenizer = tokenizer_of("qwen2_5")
@@ -200,15 +194,6 @@ def test_calls_are_other_calls_with_other_variables(kind: str) -> None:
     inputs = one_turn_inputs(source, TOKENIZER)
     rollouter = build_rollouter(config, inputs, ScriptedEngine(lambda _: []), pool)
     assert rollouter._acting.template_variables == variables
-
-
-def test_a_chat_gets_its_results_as_messages() -> None:
-    tokenizer = tokenizer_of("qwen2_5")
-    turn = episode_of(call("calculator", expression="12*7"), tokenizer=tokenizer)
-    answer = Tools(tokenizer).respond(turn)
-    assert answer is not None
-    text = tokenizer.decode(list(answer))
-    assert text.endswith("<|im_start|>assistant\n") and "\n84\n" in text
 
 
 def test_results_are_plain_text_where_prompts_are() -> None:
@@ -293,8 +278,3 @@ def test_metrics_count_turns_calls_and_errors_by_c() -> None:
     }
     assert expected.items() <= sampled.metrics.items()
     assert {"perf/environment_s", "perf/environment_s/c1"} <= stopwatch.notes.keys()
-
-
-def test_turns_are_runs_of_sampled_tokens() -> None:
-    assert num_turns(episode_of("a", "b", "c")) == 3
-    assert num_turns(Episode(Prompt("0", (5,), ""), 0, np.array([5]), np.zeros(1))) == 1

@@ -227,13 +227,6 @@ def _engine_over_ranks(folder: Path, **settings: str) -> RolloutEngine:
     return build_engine(make_config(folder / "0", tensor_parallel_size=size, **settings))  # type: ignore[arg-type]
 
 
-def _hash_of(bits: int) -> int:
-    """Murmur3's fmix32 in Python integers."""
-    bits = (bits ^ bits >> 16) * 0x85EBCA6B % 2**32
-    bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
-    return bits ^ bits >> 16
-
-
 def test_no_two_values_have_the_same_hash() -> None:
     every = torch.arange(2**16).to(torch.int16)
     halves = every.view(torch.float16)
@@ -243,11 +236,6 @@ def test_no_two_values_have_the_same_hash() -> None:
     for values in (every.view(torch.bfloat16), halves[~halves.isnan()], singles):
         found = hashes(values)
         assert len(found.unique()) == len(values)
-        some = [0, 1, 7, *range(2, len(values), 5000)]
-        bits = values.float().view(torch.int32)[some]
-        assert [one % 2**32 for one in found[some].tolist()] == [
-            _hash_of(one % 2**32) for one in bits.tolist()
-        ]
     assert hashes(torch.zeros(3)).tolist() == [0, 0, 0]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from itertools import count
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from gapo_megatron.compat.vllm import launched_as_this_world
-from gapo_megatron.run import process_group, processes
+from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.process_group import World
 from tests.dist import run_sides
@@ -69,28 +67,6 @@ def test_without_generation_ranks_all_are_one_side() -> None:
 def _bridge(world: World) -> Bridge:
     assert world.bridge is not None
     return world.bridge
-
-
-def _mail(world: World) -> list[object]:
-    bridge = _bridge(world)
-    seen: list[object] = [bridge.mail.look("order")]
-    bridge.messages.barrier()
-    if int(os.environ["RANK"]) == 0:
-        bridge.mail.post("order", b"\x00\xff")
-        bridge.mail.post("empty", b"")
-    bridge.messages.barrier()
-    seen += [bridge.mail.look("order"), bridge.mail.look("empty")]
-    bridge.messages.barrier()
-    if int(os.environ["RANK"]) == 2:
-        bridge.mail.post("answer", b"another")
-        bridge.mail.erase("empty")
-        bridge.mail.erase("never there")
-    bridge.messages.barrier()
-    return [*seen, bridge.mail.look("answer"), bridge.mail.look("empty")]
-
-
-def test_the_mailbox_is_one_for_both_sides() -> None:
-    assert run_sides(_mail, 2, 1) == [[None, b"\x00\xff", b"", b"another", None]] * 3
 
 
 def _messages(world: World) -> list[list[int]]:
@@ -169,17 +145,3 @@ def _leave(world: World) -> int:
 def test_a_rank_that_has_left_asks_nothing_of_the_store() -> None:
     """At the second start of a finished run, rank 0 must not exit early with the store."""
     assert run_sides(_leave, 1, 1) == [1, 1]
-
-
-def test_generation_ranks_have_names_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines, record = [], logging.makeLogRecord({"msg": "x"})
-    monkeypatch.setattr(
-        process_group.logging,
-        "basicConfig",
-        lambda *, handlers, **_: lines.append(handlers[0].format(record)),
-    )
-    process_group.configure_logging(1, 2)
-    process_group.configure_logging(0, 1, is_generation=True)
-    assert "[rank 1]" in lines[0] and "[generation 0]" in lines[1]

@@ -139,13 +139,6 @@ def whole(root: Path) -> str:
     return "whole"
 
 
-def test_slow_answers_change_nothing(root: Path, whole: str) -> None:
-    train(root, "slow", delay_s=0.02)
-    assert sorted(calls_of(root, "slow")) == sorted(calls_of(root, whole))
-    assert learned(root, "slow") == learned(root, whole)
-    assert not weights_differ(root, "slow", whole)
-
-
 def test_a_kill_within_a_call_makes_no_call_twice(root: Path, whole: str) -> None:
     """Its episode is unknown; the answers before it are replayed.
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
 from gapo_megatron.run.generation_ranks import GenerationRanks
-from gapo_megatron.run.orders import STOP, Order, pack, pack_probe, unpack_probe
+from gapo_megatron.run.orders import STOP, Order, pack
 from tests.adapter_setup import FakeAdapter
 from tests.configs import config_of
 from tests.transfer_setup import exported_of, rule_of
@@ -247,11 +246,6 @@ def test_the_mailbox_does_not_grow_from_step_to_step(begin: Any, max_staleness: 
     assert max(sizes[20:]) <= max(sizes[:20])
 
 
-def test_metrics_of_an_on_policy_run_say_nothing_of_versions(begin: Any) -> None:
-    _, generation = begin_at_0(begin, max_staleness=0)
-    assert generation.collect(0).metrics == {"from": 0}
-
-
 def test_an_evaluation_is_of_the_weights_that_were_sent_last(begin: Any) -> None:
     _, generation = begin_at_0(begin, max_staleness=1)
     assert generation.evaluate(0) == {"eval/version": 0}
@@ -287,19 +281,6 @@ def test_a_batch_is_there_once_the_weights_after_it_have_been_sent(begin: Any) -
     generation.collect(1)
     generation.sync(NO_PROBE, policy_version=2)
     assert not generation.has_batch(2)
-
-
-def test_a_probe_travels_exactly() -> None:
-    values = np.array([-0.1, -1e-7, -17.3], dtype=np.float32)
-    probe = Rollouts.of([np.array([1, 2], np.int32)], [np.array([3, 4, 5], np.int32)])
-    found, log_probs = unpack_probe(pack_probe(probe, [values]))
-    assert found.response_ids[0].tolist() == [3, 4, 5] and found.prompt_ids[0].tolist() == [1, 2]
-    assert log_probs[0].tobytes() == values.tobytes()
-
-
-def test_an_order_travels() -> None:
-    order = Order("begin", source_state={"epoch": 1}, dp_ranks=[0, 1], scorers=[0, 1])
-    assert Order.from_bytes(order.to_bytes()) == order
 
 
 def test_an_adapter_is_sent_as_the_engines_need_it(begin: Any) -> None:

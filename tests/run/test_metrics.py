@@ -93,22 +93,6 @@ def test_a_damaged_line_that_does_not_come_again_is_refused(tmp_path, damage):
     assert [line["step"] for line in lines(path)] == [0, 1, 2]
 
 
-def test_a_link_into_a_folder_that_is_gone_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone" / "metrics.jsonl")
-    with pytest.raises(MachineError, match=mentions("metrics.jsonl", "link", "gone")):
-        MetricsWriter(tmp_path, config=make_config())
-
-
-def test_a_damaged_line_behind_a_link_is_refused_too(tmp_path):
-    write_steps(tmp_path, range(3))
-    path = tmp_path / "metrics.jsonl"
-    elsewhere = path.rename(tmp_path / "data.jsonl")
-    path.symlink_to(elsewhere)
-    elsewhere.write_bytes(elsewhere.read_bytes().replace(b'{"step": 1,', b'{"step" 1,'))
-    with pytest.raises(DataError, match=re.escape(f"{path}:2")):
-        write_nothing(tmp_path, resume_step=3)
-
-
 def test_a_damaged_line_of_timings_is_dropped(tmp_path):
     write_steps(tmp_path, range(3))
     path = tmp_path / "timings.jsonl"
@@ -239,54 +223,6 @@ def test_a_step_without_verdicts_shows_no_reward(tmp_path, capsys):
     with MetricsWriter(tmp_path, config=config) as writer:
         writer.log(0, values | {"reward/unknown_share": 1.0}, STEP_TIMINGS)
     assert {"reward=-", "unknown=100%"} <= set(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("width", [None, 40, 80, 100, 120, 160])
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width, is_terminal):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if width is not None:
-        monkeypatch.setenv("COLUMNS", f"{width}")
-    if is_terminal:
-        look = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
-        monkeypatch.setattr(
-            console_table,
-            "Console",
-            lambda **_: Console(markup=False, file=sys.stdout, width=width, **look),
-        )
-    log_a_step(tmp_path)
-    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    # Nothing tells the width of a terminal: 80. A file has none.
-    room = width or (80 if is_terminal else sys.maxsize)
-    assert max(map(len, text.splitlines())) <= room
-    assert len(text.splitlines()) == 2 + is_terminal  # and the table's header
-    evaluated, *_, step = text.splitlines()
-    if room >= 80:
-        assert {"45.0%", "100.0%"} <= set(re.findall(r"\d+\.\d%", evaluated))
-        numbers = re.findall(r"(?<!\S)(?:\w+=)?(\S+)", step)
-        # Step, reward, unknown verdicts, clip fraction, seconds, time left.
-        assert numbers[:6] == ["5/10", "0.250", "2%", "12.5%", "10.0", "0:00:50"]
-    shown_stages = re.findall(r"rollout|update", step)
-    assert shown_stages == ["rollout", "update"] or room < 160 or not is_terminal
-    assert not re.search(r"=$|=\S*…", text)  # whole words alone
-
-
-@pytest.mark.parametrize(
-    ("step_s", "left"),
-    [
-        (71_999.8, "99:59:59"),
-        (72_000.0, "4d04h"),
-        (1_530 * 300 / 5, "5d07h"),  # the paper's run: 1,531 steps
-        (864_000.0, "50d00h"),
-    ],
-)
-def test_a_long_time_left_is_not_cut(tmp_path, monkeypatch, capsys, step_s, left):
-    look = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
-    console = Console(markup=False, file=sys.stdout, width=200, **look)
-    monkeypatch.setattr(console_table, "Console", lambda **_: console)
-    with MetricsWriter(tmp_path, config=make_config(), resume_step=4) as writer:
-        writer.log(4, STEP_METRICS, STEP_TIMINGS | {"time/step_s": step_s})  # five more
-    assert left in capsys.readouterr().out.split()
 
 
 def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys):

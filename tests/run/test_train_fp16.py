@@ -22,7 +22,6 @@ from tests.train_setup import (
     finish,
     interrupt,
     launched,
-    metrics_of,
     run,
     steps_of,
 )
@@ -78,20 +77,6 @@ def test_a_stop_between_overflows_of_one_step_repeats_the_run_bitwise(
     assert (stopped / "checkpoints/step_00000000_1").is_dir()
     run(root, "stopped", FP16, env=launched(second))
     assert_same_run(stopped, whole_run)
-
-
-def test_a_rank_that_only_generates_changes_nothing(root: Path, whole_run: Path) -> None:
-    run(root, "two_sides", FP16, "rollout.generation_ranks=1", ranks=2)
-    assert_same_run(root / "two_sides", whole_run)
-
-
-def test_partial_rollouts_keep_their_log_probs(root: Path) -> None:
-    partial = ("batch.oversampling=1.5", "batch.partial_rollouts=true", "evaluation.every_steps=0")
-    run(root, "partial", FP16, *partial)
-    lines = metrics_of(root / "partial")
-    assert lines[-1]["rollout/carried_token_share"] > 0
-    # Each token is compared at the weights that sampled it.
-    assert all(line["mismatch/mean_abs_log_prob_diff"] < 3e-3 for line in lines)
 
 
 def test_a_model_beyond_the_range_is_refused_before_its_first_step(root: Path) -> None:

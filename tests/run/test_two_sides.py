@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
@@ -331,29 +329,6 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
     everything = asked + also_asked
     assert {*names} < {*everything} and len(everything) == len({*everything}), "nothing twice"
     assert given_back == also == num_tokens + more_tokens - num_learned > 0
-
-
-def train_beside_a_stranger(world: World, folder: Path, name: str) -> Any:
-    """A foreign process writes a message to the store while the first batch is sampled."""
-    generation_side._LOOK_EVERY_S = 0.0
-    port = int(os.environ["MASTER_PORT"])
-
-    def forge(engine: ScriptedEngine) -> None:
-        stranger = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
-        stranger.set(f"gapo_megatron_mail/{name}", '{"is_aborted": true, "num_tokens": 0}')
-        if name != STOP:  # the true answer would replace it
-            threading.Event().wait()
-
-    return train(world, make_config(folder, max_staleness=1), until=1, before_decoding=forge)
-
-
-@pytest.mark.parametrize("name", [STOP, "answer/2"])
-def test_what_a_stranger_writes_ends_the_run_with_an_error_that_names_it(
-    tmp_path: Path, name: str
-) -> None:
-    """It must fail, not follow the forged `stop` and end as if asked to."""
-    with pytest.raises(AssertionError, match=rf"MachineError: message {name} "):
-        run_sides(train_beside_a_stranger, 1, 1, tmp_path, name)
 
 
 def run_disturbed(

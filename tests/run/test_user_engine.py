@@ -139,19 +139,6 @@ def test_ratios_to_vllm_with_merged_weights_are_refused_before_it_is_built(
         check_engine(asked, model.config, torch.device(device), world_size=1)
 
 
-def test_ratios_to_latent_attention_with_merged_weights_are_refused_before_it_is_built(
-    tmp_path: Path,
-) -> None:
-    save_model(tmp_path, "deepseek_v3")
-    asked = config_of(
-        {"model": {"hf_dir": str(tmp_path)}, "adapter": {"kind": "lora", "targets": ["proj"]}},
-        {"objective": {"old_log_probs": "rollout"}, "rollout": {"max_response_tokens": 100}},
-        {"data": {"max_prompt_tokens": 100}},
-    )
-    with pytest.raises(ConfigError, match=mentions("objective.old_log_probs", "latent attention")):
-        check_engine(asked, hf_config("deepseek_v3"), torch.device("cuda"), world_size=1)
-
-
 def test_sequences_beyond_yarns_positions_are_refused_before_it_is_built(tmp_path: Path) -> None:
     save_model(tmp_path, "deepseek_v3")
     asked = config_of(

@@ -5,7 +5,7 @@
     python benchmarks/tail.py --no-tail                  all responses have the mean length
 
 The package's own rollouts (`Rollouter`, `generate`, verdicts) run on engines that compute nothing
-and count as many seconds as the planner says that decoding takes (`tests/timed_engine.py`). Engines
+and count as many seconds as the planner says that decoding takes (`timed_engine.py`). Engines
 are threads of one process and nobody sleeps: the figures are those of the schedules alone, the same
 in every run. Training, sync and who waits for whom are arithmetic (`step_s`).
 
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 import numpy as np
 
+from benchmarks.timed_engine import Costs, CountedPace, Lengths, TimedEngine
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
@@ -43,7 +44,6 @@ from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.acting import one_turn_inputs
 from tests.scripted_engine import ThreadReplicas
-from tests.timed_engine import Costs, CountedPace, Lengths, TimedEngine
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS, NUM_PROMPTS, GROUP_SIZE = 8, 64, 8

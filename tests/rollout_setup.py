@@ -3,7 +3,7 @@
 import contextlib
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,14 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     return state
+
+
+def update_weights(
+    engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]], **settings: Any
+) -> None:
+    """Update an engine that may be asleep."""
+    engine.wake()
+    engine.update_weights(tensors, **settings)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from gapo_megatron.learn.score import score
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.adapter_sync import Sending, needs_of, update_adapter
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.transport import Transport, in_place
 from gapo_megatron.rollout.verify import WeightCheck, verify_weights
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Prompt
@@ -27,7 +26,6 @@ def sync(
     probe: Rollouts,
     *,
     policy_version: int,
-    transport: Transport = in_place,
 ) -> WeightCheck:
     """Send the engine the policy's weights and verify the log-probs of `probe`.
 
@@ -41,7 +39,6 @@ def sync(
         engine: asleep or awake; awake afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: number of steps that the weights have been trained for.
-        transport: sends whole weights to the engine; factors are on every rank already.
 
     Returns:
         The largest difference of log-probs at temperature 1, and the rounding of merged weights;
@@ -56,17 +53,16 @@ def sync(
     log_probs = score_probe(policy, probe, engine.replicas.gloo_group)
     sending = Sending(policy, needs_of(engine), keeps_factors=True)
     policy.make_room()
+    if not sending.brings_weights:
+        policy.make_room_of_weights()
+    engine.wake()
     if sending.brings_weights:
         with sending.weights() as weights:
-            transport(
-                engine,
+            engine.update_weights(
                 weights,
                 policy_version=policy_version,
                 on_received=policy.make_room_of_weights,
             )
-    else:
-        policy.make_room_of_weights()
-        engine.wake()
     if sending.brings_factors:
         update_adapter(
             engine, sending.factors(), scale=sending.scale, policy_version=policy_version

@@ -394,41 +394,6 @@ def test_the_command_line_asks_for_the_verifier(capsys) -> None:
 
 
 @pytest.mark.system
-def test_the_tool_evaluates_both(root: Path, own: Path) -> None:  # noqa: F811
-    """Real vLLM, on two ranks; figures recounted from the stored responses."""
-    folder = own.parent
-    path = folder / "digits.jsonl"
-    rows = [{"id": f"n/{i}", "prompt": f"0{i}", "answer": str(i % 10)} for i in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code = own.read_text().replace("+ BOXED", "").replace('kind="math"', 'kind="exact"')
-    own.write_text(code)
-    school = [{"language": "en", "question": "12", "grade": 1, "solutions": ["3", "4"]}]
-    (folder / "data/school/a.json").write_text(json.dumps(school))
-    output = folder / "out"
-    options = ("--output", output, "--data", folder / "data", "--benchmarks", f"{own}:SCHOOL")
-    program = Program(
-        "tools.evaluate",
-        *arguments(root, "--problems", path, "--kind", "exact", *options),
-        ranks=2,
-    )
-    text, _ = program.communicate()
-    assert program.returncode == 0, text[-6000:]
-    found = read_results(output).benchmarks
-    assert list(found) == ["digits", "school"]
-    right = {f"n/{i}": {str(i % 10)} for i in range(20)} | {"school-0": {"3", "4"}}
-    for name in found:
-        solved = read_samples(output / name / "seed_0")
-        assert found[name][0].counts == {
-            one.id: (
-                len(one.samples),
-                sum(sample.response.rpartition(">")[2] in right[one.id] for sample in one.samples),
-            )
-            for one in solved.values()
-        }
-    assert sum(correct for _, correct in found["digits"][0].counts.values()) > 0
-
-
-@pytest.mark.system
 def test_the_tool_evaluates_in_an_environment(root: Path, with_columns: Path) -> None:  # noqa: F811
     """Real vLLM on two ranks, and calls that take a moment or fail; a second start makes none."""
     folder, log = with_columns.parent, with_columns.parent / "log"

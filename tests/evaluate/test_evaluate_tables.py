@@ -154,20 +154,6 @@ def test_training_seeds_count_once_however_often_they_are_sampled() -> None:
     assert Method("m", twice).values("average", 1) == []
 
 
-def test_seeds_may_differ_by_benchmark() -> None:
-    values = {name: [seed_result(0.1, 0.2)] for name in SIX}
-    values["aime25"] = [seed_result(value, value) for value in GAPO]
-    tables = compare([Method("a", [results(values)]), Method("b", [results(values)])], {})
-    assert len(tables) == 3  # though the first column has one seed
-    assert tables[1].notes == ["Seeds by method: a: 1 or 3 sampling; b: 1 or 3 sampling."]
-    assert any("one seed" in note for note in tables[2].notes)
-    only = {"aime25": values["aime25"]}
-    tables = compare([Method("a", [results(values)]), Method("b", [results(only)])], {})
-    assert any("one seed" in note for note in tables[2].notes)
-    tables = compare([Method(name, [results(only)]) for name in "ab"], {})
-    assert len(tables[2].notes) == 1
-
-
 def test_an_evaluation_without_figures_is_refused() -> None:
     empty = Method("a", [results({})])
     for methods in ([empty], [method("b", GAPO), empty]):
@@ -356,12 +342,6 @@ def test_results_that_are_damaged_are_refused_by_field(tmp_path, old, new, named
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(DataError, match=mentions(path, *named)):
         read_results(path.parent)
-
-
-def test_results_that_are_no_file_are_refused(tmp_path) -> None:
-    os.mkfifo(tmp_path / RESULTS_FILE)
-    with pytest.raises(DataError, match=mentions(tmp_path / RESULTS_FILE, "regular file")):
-        read_results(tmp_path)
 
 
 def _folder(path: Path) -> Path:

@@ -82,14 +82,14 @@ def test_whoever_stops_early_leaves_no_adapter_switched_off(
     """Held by somebody, a generator that has stopped would otherwise never end."""
     policy, held = policy_of(trained, seed=0), []
 
-    def transport(engine: Any, weights: Any, **_: Any) -> None:
+    def stop_early(weights: Any, **_: Any) -> None:
         held.append(weights)
         next(weights)
 
     engine = FactorsEngine(other_model(), rank=4)
-    engine.needs = needs
+    engine.needs, engine.update_weights = needs, stop_early  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match=r"model\.layers"):
-        sync(policy, engine, probe(), policy_version=0, transport=transport)  # type: ignore[arg-type]
+        sync(policy, engine, probe(), policy_version=0)  # type: ignore[arg-type]
     assert policy.adapter.is_on
     with pytest.raises(ZeroDivisionError), Sending(policy, needs).weights() as sent:  # type: ignore[arg-type]
         held.append(sent)

@@ -16,7 +16,6 @@ from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.rollout.table import to_rollouts
-from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode
 from tests.draft_setup import write_draft
@@ -35,6 +34,7 @@ from tests.rollout_setup import (
     process_group,
     tokens_of,
     trainer_log_probs,
+    update_weights,
     weights,
 )
 
@@ -67,7 +67,7 @@ def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
     with process_group():
         engine = build_engine(make_config(folder, **rollout), load_weights=False)
         engine.wake()
-        in_place(engine, weights(model).items(), policy_version=0)
+        update_weights(engine, weights(model).items(), policy_version=0)
         groups = generate(engine, make_prompts(NUM_PROMPTS), num_samples=NUM_SAMPLES, seed=2)
         yield SimpleNamespace(
             engine=engine, model=model, initial=weights(model), kind=request.param, groups=groups
@@ -80,7 +80,7 @@ def fresh(built) -> SimpleNamespace:
     """The same, with the initial weights on both sides."""
     built.model.load_state_dict(built.initial)
     if built.engine.policy_version != 0:
-        in_place(built.engine, built.initial.items(), policy_version=0)
+        update_weights(built.engine, built.initial.items(), policy_version=0)
     return built
 
 
@@ -230,7 +230,7 @@ def test_placeholders_for_proposals_are_rejected(fresh):
     length = fresh.engine.llm.vllm_config.cache_config.block_size + 1
     (prompt,) = prompts = make_prompts(1, length=length)
     make_last_token_likely(fresh.model, prompt.token_ids)
-    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    update_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
     groups = generate(fresh.engine, prompts, num_samples=128, max_response_tokens=1)
     if fresh.kind == "ngram":  # the first of the group computes the prompt for the others
         most = fresh.engine.config.rollout.draft_tokens
@@ -279,7 +279,7 @@ def test_what_is_interrupted_goes_on_at_other_weights(fresh):
     assert any(len(groups[i][j].token_ids) for i, j in is_open)
     assert largest_difference(fresh.model, prompts, groups) < BOUND
     perturb(fresh.model, seed=3)
-    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    update_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
     rest = generate(fresh.engine, prompts, begun=begun, step=1, **LONG)
     assert all(one.finished for group in rest for one in group)
     for i, j in is_open:
@@ -297,7 +297,7 @@ def test_a_sync_is_verified_and_leaves_a_draft_as_it_is(fresh):
     perturb(fresh.model, seed=4)
     fresh.engine.sleep()
     fresh.engine.wake()
-    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    update_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
     after = draft_tensors(fresh.engine)
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {*before} - {"model.embed_tokens.weight"}  # the model's own embedding

@@ -18,7 +18,6 @@ from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.table import to_rollouts
-from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm import weights as weights_module
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
@@ -45,6 +44,7 @@ from tests.rollout_setup import (
     sequences,
     tokens_of,
     trainer_log_probs,
+    update_weights,
     weights,
 )
 from tests.two_turn import TwoTurn
@@ -94,7 +94,7 @@ def fresh(built) -> SimpleNamespace:
     """The same, with the initial weights on both sides."""
     built.model.load_state_dict(built.initial, strict=False)
     if built.engine.policy_version != 0:
-        in_place(built.engine, built.initial.items(), policy_version=0)
+        update_weights(built.engine, built.initial.items(), policy_version=0)
     return built
 
 
@@ -197,7 +197,7 @@ def test_what_is_interrupted_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) < TOLERANCE
 
     perturb(fresh.model, seed=4)
-    in_place(engine, weights(fresh.model).items(), policy_version=1)
+    update_weights(engine, weights(fresh.model).items(), policy_version=1)
     begun = {prompt.id: group for prompt, group in zip(prompts, before, strict=True)}
     new = [Prompt("new", (5, 6, 7), answer="")]
     *after, fresh_group = generate(engine, [*prompts, *new], step=1, begun=begun, **LONG)
@@ -388,7 +388,7 @@ def test_synced_weights_are_the_ones_generated_with(fresh):
         perturb(fresh.model, seed=version)
         stale = largest_difference(fresh.model, prompts, generate(fresh.engine, prompts))
         assert stale > 0.05
-        in_place(fresh.engine, weights(fresh.model).items(), policy_version=version)
+        update_weights(fresh.engine, weights(fresh.model).items(), policy_version=version)
         assert fresh.engine.policy_version == version
         groups = generate(fresh.engine, prompts)
         assert largest_difference(fresh.model, prompts, groups) < TOLERANCE
@@ -398,7 +398,7 @@ def test_weights_synced_from_megatron_names(fresh):
     rules = rules_for(fresh.engine.hf_config)
     perturb(fresh.model, seed=9)
     whole = to_megatron(rules, weights(fresh.model).items())
-    in_place(fresh.engine, to_hf(rules, whole), policy_version=1)
+    update_weights(fresh.engine, to_hf(rules, whole), policy_version=1)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
 
@@ -418,7 +418,7 @@ def test_a_corrupted_weight_is_found(fresh, name):
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
     corrupted = weights(fresh.model)
     corrupted[name][3] += 0.5
-    in_place(fresh.engine, corrupted.items(), policy_version=5)
+    update_weights(fresh.engine, corrupted.items(), policy_version=5)
     actual = fresh.engine.score(Rollouts.of(prompt_ids, response_ids))
     with pytest.raises(WeightSyncError, match=r"\bversion 5\b") as caught:
         verify_weights(fresh.engine, Rollouts.of(prompt_ids, response_ids), expected)
@@ -437,7 +437,7 @@ def test_a_layer_for_which_nothing_came_is_found(fresh, monkeypatch):
     tensors = weights(fresh.model)
     del tensors["model.layers.1.mlp.down_proj.weight"]
     with pytest.raises(WeightSyncError, match=mentions("model.layers.1.mlp")):
-        in_place(fresh.engine, tensors.items(), policy_version=5)
+        update_weights(fresh.engine, tensors.items(), policy_version=5)
 
 
 def test_a_value_that_is_not_finite_never_passes(fresh):
@@ -462,9 +462,9 @@ def test_a_sync_of_other_tensors_is_an_error_and_the_next_one_mends_it(fresh, ch
     tensors = weights(fresh.model)
     change(tensors)
     with pytest.raises(WeightSyncError, match=named):
-        in_place(fresh.engine, tensors.items(), policy_version=4)
+        update_weights(fresh.engine, tensors.items(), policy_version=4)
     assert fresh.engine.policy_version == -1
-    in_place(fresh.engine, weights(fresh.model).items(), policy_version=5)
+    update_weights(fresh.engine, weights(fresh.model).items(), policy_version=5)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
 
@@ -484,7 +484,7 @@ def test_a_sleeping_engine_wakes_by_a_sync(fresh):
         generate(fresh.engine, prompts)
     with pytest.raises(RolloutError, match=mentions("score", "sleeping")):
         fresh.engine.score(Rollouts.of([np.array([2])], [np.array([3])]))
-    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    update_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
     assert tokens_of(generate(fresh.engine, prompts)) == before
 
 
@@ -497,7 +497,7 @@ def test_what_was_received_may_go_before_the_cache_comes(fresh):
 
     fresh.engine.sleep()
     phase = fresh.engine.schedule
-    in_place(
+    update_weights(
         fresh.engine, tensors(), policy_version=1, on_received=lambda: seen.append(phase.phase)
     )
     assert seen == ["all are sent", Phase.RECEIVING]

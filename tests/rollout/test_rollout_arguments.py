@@ -15,7 +15,6 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.cpu_engine import CPU_HEAD_DIMS, is_cpu_build
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
 from tests.configs import config_of
@@ -226,24 +225,3 @@ def test_on_a_cpu_routes_of_the_engine_are_refused_as_vllm_does(tmp_path, moe):
     check_engine(config, moe, CPU, world_size=1, load_weights=True)  # it has no trainer
     with pytest.raises(ValueError, match="Model Runner V2"):
         make_args(config, moe, CPU).create_engine_config()
-
-
-@pytest.mark.parametrize(
-    ("rollout", "slots"),
-    [
-        ({}, None),
-        ({}, Slots(8, frozenset({"q_proj"}))),
-        ({"tensor_parallel_size": 2}, None),
-        ({"draft": "ngram"}, None),
-    ],
-)
-def test_vllm_returns_routes_with_our_other_arguments(tmp_path, moe, monkeypatch, rollout, slots):
-    """By its own rules, once Triton is there; no engine is built."""
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    config = config_with_routes(tmp_path, **rollout)
-    made = engine_args(config, moe, CPU, slots=slots).create_engine_config()
-    assert made.aux_output_config.enabled and made.cache_config.enable_prefix_caching
-    assert made.use_v2_model_runner
-    # Not for an evaluation, nor if nobody replays them.
-    assert not engine_args(config, moe, CPU, load_weights=True).enable_return_routed_experts
-    assert not make_args(make_config(tmp_path), moe, CPU).enable_return_routed_experts

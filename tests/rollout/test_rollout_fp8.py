@@ -28,7 +28,6 @@ from vllm._custom_ops import cpu_has_amx_fp8
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
 from gapo_megatron.config import Config
-from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed
@@ -40,6 +39,7 @@ from tests.rollout_setup import (
     make_config,
     make_prompts,
     perturb,
+    update_weights,
     vllm_environment,
     weights,
 )
@@ -129,10 +129,10 @@ def start_and_sync(folder: str, tp_size: int) -> list[tuple[float, float]]:
                 if "mlp.up_proj" in name:
                     parameter.mul_(factor)
         perturb(model, seed=version)
-        in_place(engine, in_bf16(weights(model)), policy_version=version)
+        update_weights(engine, in_bf16(weights(model)), policy_version=version)
         found.append(distances(model, engine))
     again = distance(model, engine)
-    in_place(engine, in_bf16(weights(model)), policy_version=2)
+    update_weights(engine, in_bf16(weights(model)), policy_version=2)
     assert distance(model, engine) == again  # the same weights, the same bits
     return found
 
@@ -153,7 +153,7 @@ def sync_experts(folder: str) -> list[tuple[float, float]]:
         perturb(model, seed=version)
         model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
         tensors = load_file(f"{folder}/{version}/model.safetensors")
-        in_place(engine, in_bf16(tensors), policy_version=version)
+        update_weights(engine, in_bf16(tensors), policy_version=version)
         found.append(distances(model, engine))
     return found
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.errors import WeightSyncError
-from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.cores import share_of_cores
@@ -28,6 +27,7 @@ from tests.rollout_setup import (
     perturb,
     tokens_of,
     trainer_log_probs,
+    update_weights,
     vllm_environment,
     weights,
 )
@@ -59,7 +59,7 @@ def two_ranks(folder: str, tp_size: int):
     again = tokens_of(generate(engine, prompts))
     model = make_model(False)
     perturb(model, seed=1)
-    in_place(engine, weights(model).items(), policy_version=1)
+    update_weights(engine, weights(model).items(), policy_version=1)
     tuned = generate(engine, mine)
     message = ""
     prompt_ids = [np.array(prompt.token_ids) for prompt in prompts]

@@ -142,18 +142,6 @@ class HesitantPool(InstantPool):
         return super().collect(numbers, may_end=may_end)
 
 
-class SilentPool(InstantPool):
-    """Cannot tell of responses of more than six tokens."""
-
-    def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
-        asked = [*items]
-        numbers = super().submit(asked)
-        for number, (problem, sample, *_) in zip(numbers, asked, strict=True):
-            if length_of(problem, int(sample)) > 6:
-                self.judged[number] = Verdict(Outcome.UNKNOWN, "too long")
-        return numbers
-
-
 ATTEMPT: Any = SimpleNamespace(patience=lambda _: lambda elapsed_s: False)
 
 
@@ -346,36 +334,6 @@ def test_sources_keep_their_shares_and_metrics(options: dict[str, Any]) -> None:
     # Dynamic sampling leaves out what teaches nothing, a third of either source.
     slack = 0.03 if "dynamic_sampling_rounds" in options else 0.01
     assert counts["a"] / 320 == pytest.approx(0.75, abs=slack), counts
-
-
-@pytest.mark.parametrize("truncated", ["judged", "unknown"])
-def test_truncated_responses_leave_their_groups_where_the_config_says_so(truncated: str) -> None:
-    config = make_config(
-        Path("unused"),
-        batch={"rollout_prompts": 12, "minibatch_prompts": 12},
-        rollout={"max_response_tokens": 6},
-        reward={"truncated": truncated},
-    )
-    source = PromptSource([Prompt(str(i), (i,), "") for i in range(12)], seed=0)
-    setup = Setup(config, source)
-    sampled = setup.collect(0)
-    table = sampled.table
-    long = np.array(
-        [
-            length_of(source.problems[problem].id, sample) > 6
-            for problem, sample in table[["problem", "sample"]]
-        ]
-    )
-    correct = (table["sample"] == 0) & (table["problem"] % 3 > 0)
-    assert (correct & long).any() and (~correct & long).any() and not long.all()
-    assert table["is_truncated"].tolist() == long.tolist()
-    leave = long if truncated == "unknown" else np.zeros_like(long)
-    assert table["outcome"].tolist() == np.where(leave, 2, correct).tolist()
-    assert sampled.metrics["rollout/truncated"] == long.mean()
-    assert sampled.metrics["reward/mean"] == correct[~leave].mean()
-    # What is left out says nothing of the verifier.
-    share = Setup(config, source, pool=SilentPool()).collect(0).metrics["reward/unknown_share"]
-    assert share == (0 if truncated == "unknown" else long.mean())
 
 
 def test_an_engine_is_full_while_requests_wait() -> None:

@@ -26,7 +26,6 @@ from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm_gpt_oss import SinkLoader
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.hf.weights import read_hf
-from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollouts import Rollouts
 from tests.distributed.conversion_setup import MOONLIGHT, save_model
@@ -40,6 +39,7 @@ from tests.rollout_setup import (
     perturb,
     process_group,
     trainer_log_probs,
+    update_weights,
 )
 
 SIZES: dict[str, Any] = {
@@ -78,7 +78,7 @@ def weights_of(built: SimpleNamespace) -> Weights:
 
 def sync(built: SimpleNamespace, *, version: int, tensors: Weights | None = None) -> None:
     """As `rollout.sync.sync`, with transformers for the policy."""
-    in_place(built.engine, (tensors or weights_of(built)).items(), policy_version=version)
+    update_weights(built.engine, (tensors or weights_of(built)).items(), policy_version=version)
     tokens = np.random.default_rng(0).integers(EOS + 1, 60, (3, 30)).astype(np.int32)
     probe = Rollouts.of(list(tokens[:, :4]), list(tokens[:, 4:]))
     expected = trainer_log_probs(built.model, tokens[:, :4], tokens[:, 4:])

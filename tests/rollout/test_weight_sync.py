@@ -1,9 +1,10 @@
-"""A weight sync with a second engine and a second transport: probe and verification."""
+"""A weight sync with a second engine: probe and verification."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ from transformers import AutoModelForCausalLM
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.policy import Policy, destroy
-from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
-from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import WeightCheck, verify_weights
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Prompt
@@ -85,13 +84,16 @@ def sync_with_a_second_engine(folder: Path, parallel: dict[str, int]) -> list[We
         assert data.untyped_storage().nbytes() == 0  # while the engine generates
     nothing = prompts_as_sequences(prompts(1, 1), 3)
     checks.append(sync(policy, engine, nothing, policy_version=8))
+    engine.update_weights = partial(damaged, engine.update_weights)  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match=r"\bversion 9\b"):
-        sync(policy, engine, probe, policy_version=9, transport=damaged)
+        sync(policy, engine, probe, policy_version=9)
     destroy()
     return checks
 
 
-def damaged(engine: Engine, weights: Iterable[tuple[str, Tensor]], **settings: Any) -> None:
+def damaged(
+    update_weights: Callable[..., None], weights: Iterable[tuple[str, Tensor]], **settings: Any
+) -> None:
     """A single element of a matrix, on the last rank only."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
 
@@ -102,7 +104,7 @@ def damaged(engine: Engine, weights: Iterable[tuple[str, Tensor]], **settings: A
                 tensor[0] += 10
             yield name, tensor
 
-    in_place(engine, tensors(), **settings)
+    update_weights(tensors(), **settings)
 
 
 def check(checks: Sequence[WeightCheck]) -> None:

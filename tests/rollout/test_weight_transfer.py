@@ -285,44 +285,27 @@ def test_every_copy_counts(stale: int) -> None:
         assert differing(sent, parts) == (modules if changed else [])
 
 
-_arrived: list[int] = []
-
-
-class _Tracked(Digests):
-    """Records its rank in `_arrived` when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[..., Digests], tuple[int, dict[str, int]]]:
-        return _arrive, (dist.get_rank(), dict(self))
-
-
-def _arrive(rank: int, values: dict[str, int]) -> Digests:
-    _arrived.append(rank)
-    return Digests(values)
-
-
-def _check_over_replicas(size: int, stale: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The error of this rank, and the ranks whose digests it received."""
+def _check_over_replicas(size: int, stale: tuple[int, ...]) -> str:
+    """The error of this rank."""
     replicas = Replicas.create(size, gloo_group=dist.group.WORLD)
-    sent, loaded = Digests(), _Tracked()
+    sent, loaded = Digests(), Digests()
     sent.note("model.norm.weight", torch.ones(4))
     loaded.note("model.norm.weight", torch.ones(4) * (1 + (replicas.rank in stale)))
     try:
         check_loaded(sent, loaded, replicas)
     except WeightSyncError as error:
-        return str(error), _arrived
-    return "", _arrived
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
     ("size", "stale", "named"),
     [(2, (), None), (2, (3,), 2), (2, (1, 2), 0), (1, (2,), 2), (4, (1,), 0)],
 )
-def test_an_engine_that_differs_ends_every_rank_and_digests_stay_in_a_replica(
+def test_an_engine_that_differs_ends_every_rank(
     size: int, stale: tuple[int, ...], named: int | None
 ) -> None:
-    for rank, (error, arrived) in enumerate(run_distributed(_check_over_replicas, 4, size, stale)):
-        first = rank // size * size
-        assert arrived == (list(range(first, first + size)) if size > 1 else [])
+    for error in run_distributed(_check_over_replicas, 4, size, stale):
         if named is None:
             assert error == ""
         else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import mmap
 import random
 import re
 from collections.abc import Sequence
@@ -21,7 +19,6 @@ from gapo_megatron.run.memory import (
     Growth,
     StepMemory,
     device_reader,
-    resident_bytes,
 )
 from tests.dist import run_distributed, single_rank
 from tests.messages import mentions
@@ -142,17 +139,3 @@ def test_a_device_that_fills_up_is_warned_of_once_a_growth(
         assert re.search(expected, message)
         assert warned([0.0] * 10 + [5.0] * 30) == []
         assert len(warned([0.5 * step for step in range(2 * WINDOW)])) == 2
-
-
-def test_a_leak_of_host_memory_is_found(caplog: pytest.LogCaptureFixture) -> None:
-    gc.collect()
-    memory, kept, before = StepMemory(CPU), [], resident_bytes()
-    with single_rank():
-        for _ in range(WINDOW):
-            # Pages of its own: what other tests have freed may be resident already.
-            kept.append(mmap.mmap(-1, 20 * 2**20))
-            kept[-1].write(b"x" * len(kept[-1]))
-            run_step(memory)
-    assert resident_bytes() - before > 0.9 * sum(map(len, kept))
-    (message,) = caplog.messages
-    assert re.search(mentions("memory/host_rss_gib", "debugging.md"), message)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from gapo_megatron.hf.adapter_folder import AdapterSettings, read_adapter
 from gapo_megatron.hf.manifest import read_manifest
 from tests import train_setup
 from tests.convert_tools_setup import to_hf
 from tests.messages import mentions
-from tests.programs import Program
 from tests.train_setup import (
-    arguments,
     assert_same_run,
-    finish,
     interrupt,
     launched,
     run,
@@ -111,23 +107,3 @@ def test_a_killed_run_goes_on_with_the_same_bits(root: Path, whole_run: Path) ->
     assert re.fullmatch("[0-9a-f]{64}", read_manifest(saved).base_sha256 or "")
     run(root, "killed", KL, env=launched(second))
     assert_same_run(killed, whole_run)
-
-
-def test_another_base_and_full_weights_are_refused(root: Path, whole_run: Path) -> None:
-    folder = shutil.copytree(root / "base", root / "other")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] += 1e-3
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    longer = ("run.num_steps=6", KL)
-    shutil.copytree(whole_run, root / "again")
-    command = arguments(root, "again", *longer, f"model.hf_dir={folder}")
-    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
-    assert re.search(mentions("model.hf_dir", str(folder), "SHA-256"), output)
-    full = ("adapter.kind=none", "adapter.rank=16", "adapter.alpha=32")
-    command = arguments(root, "again", *longer, *full)
-    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
-    assert re.search(mentions("adapter.kind ('none') was 'lora'"), output)
-    point = f"checkpoint.branch_from={whole_run}/checkpoints/step_4"
-    command = arguments(root, "branch", *longer, *full, point)
-    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
-    assert re.search(mentions("adapter.kind is 'lora' there and 'none' here"), output)

@@ -97,22 +97,3 @@ def test_a_run_learns_from_graded_rewards(root: Path) -> None:
     run(root, "graded", *settings)
     steps = steps_of(root / "graded")
     assert any(line["reward/mean"] * 32 % 1 for line in steps)  # not of zeros and ones
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (("reward.kind=absent.py:verify",), "absent.py"),
-        (("reward.kind=own.py",), "math, code"),
-        (("reward.graded=true",), "reward.graded"),
-        (("reward.correct_above=0.9",), "reward.correct_above"),
-        (("reward.settings={scale = 1}",), "reward: settings"),
-    ],
-)
-def test_refused_before_any_model_is_built(
-    tmp_path: Path, settings: tuple[str, ...], said: str
-) -> None:
-    (tmp_path / "config.toml").write_text(CONFIG.format(root=tmp_path))
-    program = Program("gapo_megatron.train", *arguments(tmp_path, "refused", *settings))
-    assert said in finish(program, exit_code=2)
-    assert not (tmp_path / "refused").exists()

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from gapo_megatron.config import load_config
-from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.train import train
 from tests import train_setup
-from tests.messages import mentions
 from tests.prepare_data_setup import put
-from tests.programs import Program
 from tests.train_setup import (
-    arguments,
     assert_same_run,
-    finish,
     interrupt,
     prepare,
     run,
@@ -90,27 +82,3 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> 
     num_left = {name: len(one["remaining"]) for name, one in position.items()}
     num_rows = len((root / "task/train.jsonl").read_text().splitlines())
     assert num_left == {"easy": -(-num_rows // 2) - 40, "late": num_rows // 2 - 8}
-
-
-def test_other_weights_or_problems_are_refused(root: Path, whole_run: Path) -> None:
-    def source(**late: object) -> str:
-        easy = {"name": "easy", "path": f"{root}/easy.parquet", "weight": 3.0}
-        tables = [easy, {"name": "late", "path": f"{root}/late.json", "first_step": 2, **late}]
-        shown = (", ".join(f"{key} = {json.dumps(one)}" for key, one in t.items()) for t in tables)
-        return f"data.source=[{', '.join(f'{{{one}}}' for one in shown)}]"
-
-    def resume(*overrides: str) -> None:
-        settings = [f"run.output_dir={whole_run}", "run.num_steps=8", *overrides]
-        train(load_config(root / "config.toml", settings))
-
-    with pytest.raises(ConfigError, match=mentions("data.source", "run.allow_changes")):
-        resume(source(weight=2.0))
-    rows = json.loads((root / "late.json").read_text())
-    moved = source(path=str(put(root / "moved" / "late.json", rows[:-1])))
-    command = arguments(root, "whole", "run.num_steps=8", moved)
-    output = finish(Program("gapo_megatron.train", *command, ranks=2), exit_code=1)
-    assert re.search(mentions("training problems", "data.source", "run.output_dir"), output)
-    put(root / "moved" / "late.json", rows[:4])
-    allowed = 'run.allow_changes=["data.source"]'
-    with pytest.raises(DataError, match=mentions("'late'", 8, "5", "moved/late.json", 4)):
-        resume(source(path=f"{root}/moved/late.json", weight=5.0), allowed)

@@ -133,36 +133,13 @@ REFERENCE = {"file": "tests.jsonl", "offset": 0, "length": 9}
     ("kind", "answer", "named"),
     [
         ("exact", REFERENCE, ["row"]),
-        ("math", REFERENCE, ["row"]),
-        ("instructions", REFERENCE, ["row"]),
         ("exact", "11>25", ["'>'"]),
         ("math", "\\frac{1", ["frac"]),
-        ("math", "$ $", ["read"]),
-        ("math", "</think>5", ["think"]),
         ("code", "25", ["object or list"]),
-        ("code", json.dumps({"inputs": ["1"]}), ["inputs"]),
         ("code", json.dumps(TESTS | {"fn_name": 3}), ["fn_name", "3"]),
         ("code", json.dumps({"file": "gone", "offset": 0, "length": 1}), ["gone"]),
-        ("code", "[" * 100_000, ["deep"]),
-        ("code", json.dumps({"test": "def check(f): f()", "entry_point": ""}), ["entry_point"]),
-        ("code", json.dumps({"test": "def check(f): f()", "entry_point": None}), ["entry_point"]),
         ("instructions", "no comma", ["instructions"]),
         ("instructions", '{"instructions": [{"id": "no:such"}]}', ["no:such"]),
-        (
-            "instructions",
-            '{"instructions": [{"id": "keywords:existence", "keywords": "abc"}]}',
-            ["keywords", "list"],
-        ),
-        *(
-            (
-                "instructions",
-                json.dumps(
-                    {"instructions": [{"id": "detectable_content:number_placeholders", **number}]}
-                ),
-                ["num_placeholders", "whole"],
-            )
-            for number in ({"num_placeholders": True}, {"num_placeholders": 100.5})
-        ),
     ],
 )
 def test_an_answer_that_no_verifier_could_judge_by_is_refused(

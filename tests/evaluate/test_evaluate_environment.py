@@ -195,32 +195,3 @@ def test_a_config_whose_prompts_or_environment_the_command_does_not_use_is_said(
     (hint,) = said("--environment", "tools")
     assert "--environment" in hint
     assert said("--problems", "a.jsonl", acts=alone) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--config", "c.toml"], ["--model"]),  # its [reward] judges no benchmark
-        (["--config", "no.toml"], ["--config", "no.toml", "cannot read"]),
-        (["--environment", "search.py:Search"], ["--environment", "'index'", "--config"]),
-    ],
-)
-def test_what_is_wrong_with_the_options_is_said_of_them(
-    root: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    named: list[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.toml").write_text("[environment]\nkind = 'tools'\n[reward]\nkind = 'maht'\n")
-    (tmp_path / "search.py").write_text(
-        "from gapo_megatron.rollout.environments.one_turn import OneTurn\n"
-        "class Search(OneTurn):\n"
-        "    def __init__(self, tokenizer, *, index):\n"
-        "        super().__init__(tokenizer)\n"
-    )
-    model = root / "model" if "--environment" in options else tmp_path / "none"
-    given = parse(*arguments(root, *options, "--model", model))
-    with pytest.raises(ConfigError, match=mentions(*named)):
-        tool._evaluate(given, {})

@@ -410,6 +410,41 @@ def test_exceptions_from_a_proxy_stay(
     assert [one for one in hosts if not urllib.request.proxy_bypass(one)] == outside
 
 
+def test_an_agent_behind_a_proxy_is_no_stranger() -> None:
+    def solve(session: Session) -> str:
+        headers = {"X-API-Key": session.api_key, "X-Forwarded-For": "192.0.2.1"}
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(session.base_url).netloc)
+        connection.request("GET", "/v1/models", headers=headers)
+        assert connection.getresponse().read()
+        strangers.append(len(agents._server._strangers))
+        connection.close()
+        return ask(session, [QUESTION]).content
+
+    agents, strangers = Agents(TOKENIZER, functools.partial(solve)), list[int]()
+    settings = replace(SETTINGS, num_samples=1)
+    run(solve, says("84"), agents=agents, prompts=PROMPTS[:1], settings=settings)
+    assert strangers == [0]
+
+
+def test_a_request_that_fails_for_any_reason_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Conversation.ask
+
+    def fails_at_first(conversation: Conversation, body: Any) -> list[int]:
+        if "fails" in str(body):
+            raise ZeroDivisionError("no such case")
+        return real(conversation, body)
+
+    monkeypatch.setattr(Conversation, "ask", fails_at_first)
+
+    def solve(session: Session) -> str:
+        with pytest.raises(openai.BadRequestError, match="no such case"):
+            ask(session, [{"role": "user", "content": "fails"}])
+        return ask(session, [QUESTION]).content
+
+    episodes, _ = run(solve, says("84"), prompts=PROMPTS[:1])
+    assert [one.final_text for one in episodes] == ["84"] * 4
+
+
 # --- broken agents --------------------------------------------------------------------------------
 
 

@@ -141,11 +141,17 @@ def test_a_response_that_leaves_its_group_says_why() -> None:
     rollout = config.rollout.model_copy(update={"max_response_tokens": 6})
     reward = config.reward.model_copy(update={"truncated": "unknown"})
     setup = setup_of(config.model_copy(update={"rollout": rollout, "reward": reward}))
-    samples = samples_of(setup)
+    sampled = setup.collect(2)
+    samples = sampled.samples
     long = [one for one in samples if length_of(one.problem, one.sample) > 6]
     assert long and {(one.verdict, one.reason) for one in long} == {("unknown", "truncated")}
     assert all(one.truncated == (one in long) for one in samples)
     assert all(one.reason == f"{one.problem}/{one.sample}" for one in samples if one not in long)
+    # What is left out says nothing of the verifier, and has no reward.
+    known = [one.verdict == "correct" for one in samples if one not in long]
+    assert sampled.metrics["reward/unknown_share"] == 0
+    assert sampled.metrics["reward/mean"] == sum(known) / len(known)
+    assert sampled.metrics["rollout/truncated"] == len(long) / len(samples)
 
 
 def test_a_step_without_signal_has_samples_to_show_anyway() -> None:

@@ -69,29 +69,6 @@ def _bridge(world: World) -> Bridge:
     return world.bridge
 
 
-def _messages(world: World) -> list[list[int]]:
-    """Every rank sends every other rank a buffer of a different length, all at once."""
-    bridge = _bridge(world)
-    rank, size = int(os.environ["RANK"]), bridge.num_training + bridge.num_generation
-    works, received = [], []
-    for other in range(size):
-        if other == rank:
-            continue
-        sent = torch.full((10 * rank + other,), rank, dtype=torch.uint8)
-        received.append(torch.empty(10 * other + rank, dtype=torch.uint8))
-        works.append(bridge.messages.send(sent, to=other, tag=7))
-        works.append(bridge.messages.receive(received[-1], source=other, tag=7))
-    for work in works:
-        work.wait()
-    return [one.tolist() for one in received]
-
-
-def test_messages_go_from_any_rank_to_any() -> None:
-    for rank, received in enumerate(run_sides(_messages, 2, 2)):
-        others = [other for other in range(4) if other != rank]
-        assert received == [[other] * (10 * other + rank) for other in others]
-
-
 def _weights(world: World) -> list[tuple[str, list[float]]]:
     bridge = _bridge(world)
     exported = exported_of([rule_of("a", (4,), tp_dim=0), rule_of("b", (2,))], num_ranks=2)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS
-from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.objective.ratio import MAX_LOG_RATIO
 from tests.objective.families.response import assert_found, compare, evaluate
 
@@ -55,10 +54,6 @@ def test_a_wrong_response_keeps_a_gradient_however_far_it_fell():
     result, gradient = evaluate(TOPR, -0.5, [0.01] * 60, [0.1] * 60)
     assert gradient.tolist() == pytest.approx([0.5 * math.exp(-MAX_LOG_RATIO)] * 60, rel=1e-11)
     assert result.clipped.tolist() == [False]
-
-
-def test_nothing_stops_gradients():
-    assert not FAMILIES["topr"].clip_stops_gradient
 
 
 def roll(log_probs, old_log_probs, advantage):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint.save import model_identity
-from gapo_megatron.errors import ConfigError, ConversionError, GapoError
+from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.config_check import check_config, compare_configs
 from gapo_megatron.hf.megatron_record import from_args, to_args
 from gapo_megatron.hf.weights import Entry
@@ -78,11 +77,9 @@ def test_a_right_config_passes(tmp_path, model_type):
     ("model_type", "changes", "said"),
     [
         ("qwen2", {"num_hidden_layers": 2}, "num_hidden_layers is 2, .* number 2 .model.layers.2."),
-        ("qwen2", {"num_hidden_layers": 5}, "num_hidden_layers is 5, .* number 2 .model.layers.2."),
         ("llama", {"hidden_size": 60}, r"hidden_size is 60, .*input_layernorm.* \[48\]"),
         ("qwen2", {"vocab_size": 64}, r"vocab_size is 64, .*embed_tokens.* \[61, 48\]"),
         ("qwen2", {"head_dim": None}, r"heads \(6\) x head_dim \(8\) is 48, .*q_proj.* \[60, 48\]"),
-        ("llama", {"num_attention_heads": 8}, r"num_attention_heads \(8\) .* is 80, .*q_proj"),
         ("mistral", {"num_key_value_heads": 3}, r"key_value_heads \(3\) .* is 30, .*k_proj"),
         ("qwen3", {"head_dim": 12}, r"head_dim is 12, but \S*0.self_attn.q_norm.weight .* \[10\]"),
         (
@@ -96,11 +93,6 @@ def test_a_right_config_passes(tmp_path, model_type):
             r"num_experts is 8, .*mlp.gate.weight .* \[4, 48\]",
         ),
         ("qwen3_moe", {"moe_intermediate_size": 64}, r"is 64, .*experts.0.gate_proj.* \[20, 48\]"),
-        (
-            "gpt_oss",
-            {"num_local_experts": 8},
-            r"num_local_experts is 8, .*mlp.router.weight .* \[4, 48\]",
-        ),
         (
             "gpt_oss",
             {"intermediate_size": 96},
@@ -120,12 +112,6 @@ def test_a_wrong_size_is_named(tmp_path, model_type, changes, said):
     root = write_config(tmp_path, CONFIGS[model_type], **changes)
     with pytest.raises(ConversionError, match=f"config.json contradicts the weights: .*{said}"):
         check_config(root, entries)
-
-
-def test_every_contradiction_is_listed(tmp_path):
-    root = write_config(tmp_path, CONFIGS["qwen2"], vocab_size=64, num_hidden_layers=2)
-    with pytest.raises(ConversionError, match=r"num_hidden_layers is 2, .*; vocab_size is 64"):
-        check_config(root, headers(CONFIGS["qwen2"]))
 
 
 def test_one_odd_tensor_is_no_wrong_config(tmp_path):
@@ -162,7 +148,6 @@ def test_quantized_weights_are_named(tmp_path):
     ("changes", "said"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen2ForCausalLM"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForCausalLM"),
         ({"model_type": None}, "names no model_type"),
         ({"model_type": "qwen9"}, "qwen9"),
         ({"hidden_size": "48"}, "hidden_size"),
@@ -172,13 +157,6 @@ def test_an_unusable_config_is_named(tmp_path, changes, said):
     root = write_config(tmp_path, CONFIGS["qwen2"], **changes)
     with pytest.raises(ConfigError, match=f"config.json.*{said}"):
         check_config(root, headers(CONFIGS["qwen2"]))
-
-
-def test_a_config_that_is_no_json_object_is_named(tmp_path):
-    for text in ("[]", "{", "{}"):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "config.json"))):
-            check_config(tmp_path, {})
 
 
 # --- rope ----------------------------------------------------------------------------------------
@@ -234,7 +212,6 @@ def replaced(**changes: Any) -> dict[str, Any]:
         ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, r"rope_type \('ntk'\) must be one of"),
         ({"rope_scaling": YARN}, r"rope_type \('yarn'\) .* llama"),
         ({"rope_scaling": {**YARN, "truncate": 0}}, r"truncate \(0\) must be true or false"),
-        ({"rope_scaling": {**YARN, "mscale": "1"}}, r"mscale \('1'\) must be a positive number"),
         ({"rope_theta": 1.0, "rope_scaling": YARN}, r"rope_theta \(1.0\) must be above 1"),
         (replaced(truncate=True), r"'llama3' does not have truncate"),
         ({"rope_parameters": {"full_attention": V5}}, "full_attention"),
@@ -242,14 +219,10 @@ def replaced(**changes: Any) -> dict[str, Any]:
         (without("rope_type"), "'default' does not have factor, low_freq_factor"),
         (replaced(low_freq_factor=4.0), r"low_freq_factor \(4.0\) must be below high_freq_factor"),
         (replaced(factor="8"), r"factor \('8'\) must be a positive number"),
-        (replaced(factor=True), r"factor \(True\) must be a positive number"),
         ({"rope_scaling": "llama3"}, r"rope_scaling \('llama3'\) must be a table"),
         ({"rope_theta": 0}, r"rope_theta \(0\) must be a positive number"),
         ({"rope_theta": 1e6, "partial_rotary_factor": 0.5}, r"partial_rotary_factor \(0.5\)"),
-        ({"rope_theta": 1e6, "partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\)"),
-        ({"rope_scaling": {"type": "longrope"}}, r"rope_type \('longrope'\) is not supported: "),
         ({"rope_scaling": {"type": "su"}}, r"rope_type \('su'\) is not supported: .* longrope"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_type \('linear'\) .* llama"),
     ],
 )
 def test_rope_that_would_be_guessed_is_refused(tmp_path, fields, said):
@@ -294,16 +267,13 @@ def test_another_spelling_is_no_difference(model_type, record):
             {"rope_theta": 5e5},
             "rope_type is 'default' there and 'llama3' here; factor is ",
         ),
-        ("llama", replaced(factor=8.0), "factor is 8.0 there and 32.0 here"),
         (
             "qwen2",
             V5,
             "rope_type is 'llama3' there and 'default' here; factor is 32.0 there and not",
         ),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0 there and 7.0 here"),
-        ("qwen3_moe", {"swiglu_limit": 7.0}, "swiglu_limit is 7.0 there and"),
         ("qwen2", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 there and 1e-06 here"),
-        ("qwen2", {"tie_word_embeddings": False}, "tie_word_embeddings is False there and True"),
         ("qwen2", {"num_hidden_layers": 2, "vocab_size": 64}, "layers is 2 .*; vocab_size is 64"),
         ("qwen2", {"model_type": "llama"}, "model_type is 'llama' there and 'qwen2' here"),
         ("qwen3_moe", {"norm_topk_prob": True}, "norm_topk_prob is True there and False here"),
@@ -316,26 +286,11 @@ def test_a_record_of_another_model_is_refused(model_type, record, said):
         compare_configs(CONFIGS[model_type], record)
 
 
-def test_what_a_config_leaves_to_be_derived_is_compared_too():
-    config = make_config("qwen2", head_dim=None, num_key_value_heads=None)
-    compare_configs(config, {"head_dim": 8, "num_key_value_heads": 6})
-    with pytest.raises(ConversionError, match="head_dim is 10 there and 8 here"):
-        compare_configs(config, {"head_dim": 10})
-
-
-def test_a_record_with_unusable_rope_names_its_side():
-    record = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn"}}
-    with pytest.raises(GapoError, match=r"^the Megatron folder: rope_type"):
-        compare_configs(CONFIGS["qwen2"], record)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"apply_layernorm_1p": True}, r"apply_layernorm_1p \(True\) .* must be False"),
-        ({"rotary_interleaved": True}, r"rotary_interleaved \(True\) .* must be False"),
         ({"rotary_seq_len_interpolation_factor": 4}, r"factor \(4\) .* must be None"),
-        ({"swiglu": False}, r"swiglu \(False\) .* must be True"),
         ({"swiglu": True, "activation_func_clamp_value": 7.0}, r"swiglu \(True\) .* must be False"),
         ({"softmax_type": "off-by-one"}, r"softmax_type \('off-by-one'\) .* 'learnable'"),
         ({"normalization": "LayerNorm"}, r"normalization \('LayerNorm'\) .* must be 'RMSNorm'"),
@@ -390,12 +345,6 @@ def test_arguments_say_which_layers_have_the_window(model_type, equal, other):
         compare_configs(config, from_args(args | {"window_attn_skip_freq": other}))
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
-def test_a_window_that_is_only_converted_is_not_in_arguments(model_type):
-    config = make_config(model_type, sliding_window=16, use_sliding_window=True)
-    compare_configs(config, from_args(vars(to_args(config))))
-
-
 def test_arguments_leave_out_a_rotary_base_beside_another():
     """They have one base; config.json beside them says both."""
     ropes = {
@@ -419,14 +368,6 @@ def test_a_period_of_windows_is_another_spelling_of_the_layers():
         assert model_identity(one) == model_identity(config)
         with pytest.raises(ConversionError, match="layer_types is "):
             compare_configs(one, {"sliding_window_pattern": 2})
-
-
-def test_arguments_say_how_experts_are_weighted():
-    config = CONFIGS["qwen3_moe"]
-    args = vars(to_args(config))
-    compare_configs(config, from_args(args))
-    with pytest.raises(ConversionError, match="norm_topk_prob is True there and False here"):
-        compare_configs(config, from_args(args | {"moe_router_pre_softmax": False}))
 
 
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -462,8 +403,16 @@ def test_arguments_say_how_positions_are_scaled(name: str) -> None:
         compare_configs(config, from_args(args | {of_kind: other}))
 
 
-@pytest.mark.parametrize(("name", "other"), [("gpt_oss", "vanilla"), ("glm4_moe", "learnable")])
-def test_arguments_say_whether_there_are_sinks(name: str, other: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("qwen3_moe", {"moe_router_pre_softmax": False}, "norm_topk_prob is True there and False"),
+        ("gpt_oss", {"softmax_type": "vanilla"}, "softmax_type is 'vanilla' there"),
+        ("glm4_moe", {"softmax_type": "learnable"}, "softmax_type is 'learnable' there"),
+    ],
+)
+def test_arguments_say_how_experts_and_attention_are_weighted(name, change, said):
     args = vars(to_args(CONFIGS[name]))
-    with pytest.raises(ConversionError, match=f"softmax_type is '{other}' there"):
-        compare_configs(CONFIGS[name], from_args(args | {"softmax_type": other}))
+    compare_configs(CONFIGS[name], from_args(args))
+    with pytest.raises(ConversionError, match=said):
+        compare_configs(CONFIGS[name], from_args(args | change))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.data.schema import encode_prompt
@@ -26,7 +23,6 @@ from gapo_megatron.hf import model_folder
 from gapo_megatron.hf.headers import read_header, read_headers
 from gapo_megatron.hf.model_folder import check_model_folder, end_tokens, non_weight_files
 from gapo_megatron.hf.weights import HfFolder, carry_over, read_hf
-from gapo_megatron.io.documents import open_file
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.ops.dry_run import print_dry_run
 from gapo_megatron.ops.plan.flops import Shape
@@ -118,20 +114,12 @@ ENTRIES: list[Callable[[Path], None]] = [train, warm_start, dry_run, convert]
 # --- config.json and generation_config.json ------------------------------------------------------
 
 NOT_OBJECTS = [
-    b"",
     b"{",
-    b"{}}",
     b"[]",
-    b"null",
-    b"1",
-    b'"text"',
     b'{"eos_token_id": NaN}',
     b'{"eos_token_id": 1, "eos_token_id": 2}',
     b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-    b'{"a": ' + b"9" * 5000 + b"}",
-    b'{"a": "\\ud800"}',
     b'{"a": "\xff"}',
-    b"\xef\xbb\xbf{}",
 ]
 
 
@@ -151,33 +139,6 @@ def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path, name: str) 
         check_model_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
-def test_a_link_to_nothing_is_not_taken_for_a_file_that_never_was(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    (folder / name).symlink_to(folder.parent / "blob")
-    with pytest.raises(ConfigError, match=mentions(folder / name)):
-        check_model_folder(folder)
-
-
-def test_what_could_not_be_copied_at_the_end_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes = folder / "notes.txt"
-    notes.write_text("")
-    (folder / "pytorch_model.bin").write_text("")
-
-    def denied(path: Path) -> BinaryIO:
-        if path in (notes, folder / "pytorch_model.bin"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open_file(path)
-
-    monkeypatch.setattr(model_folder, "open_file", denied)
-    with pytest.raises(ConfigError, match=mentions(notes, "Permission denied")):
-        check_model_folder(folder)
-    notes.unlink()
-    check_model_folder(folder)
-
-
 def test_what_nobody_reads_is_neither_looked_at_nor_carried(folder: Path) -> None:
     before = non_weight_files(folder)
     for name in ("pytorch_model.bin", "README.md"):
@@ -189,43 +150,6 @@ def test_what_nobody_reads_is_neither_looked_at_nor_carried(folder: Path) -> Non
     target.mkdir()
     carry_over(folder, target)
     assert {path.name for path in target.iterdir()} == {path.name for path in before}
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("tokenizer_config.json", {"model_max_length": -1}),
-        ("generation_config.json", {"bos_token_id": [1], "pad_token_id": VOCAB_SIZE}),
-        ("config.json", {"bos_token_id": VOCAB_SIZE}),
-    ],
-)
-def test_values_that_nothing_uses_are_nobodys_business(
-    folder: Path, name: str, fields: dict[str, Any]
-) -> None:
-    change(folder / name, **fields)
-    train(folder)
-    load_tokenizer(folder)
-    read_hf_config(str(folder))
-
-
-def test_merges_beside_a_whole_tokenizer_are_not_read(folder: Path) -> None:
-    (folder / "merges.txt").write_bytes(b"\xff")
-    train(folder)
-    load_tokenizer(folder)
-
-
-def test_metadata_of_null_are_none(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    content, before = path.read_bytes(), read_header(path)
-    path.write_bytes(with_header(content, header_of(content) | {"__metadata__": None}))
-    assert read_header(path).keys() == before.keys()
-    assert len(load_file(path)) == len(before)
-
-
-def test_an_id_beyond_the_vocabulary_has_a_cure(folder: Path) -> None:
-    change(folder / "added_tokens.json", **{"<pad>": VOCAB_SIZE})
-    with pytest.raises(ConfigError, match=mentions("added_tokens.json", VOCAB_SIZE, "take out")):
-        check_model_folder(folder)
 
 
 def test_a_folder_is_named_by_its_own_setting_and_once(folder: Path) -> None:
@@ -241,56 +165,22 @@ def test_a_folder_is_named_by_its_own_setting_and_once(folder: Path) -> None:
     assert str(caught.value).count(str(folder)) == 1
 
 
-def test_a_folder_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, seen = check_model_folder(folder), []
-    check = model_folder.check_tokenizer_files
-    monkeypatch.setattr(
-        model_folder, "check_tokenizer_files", lambda *given: seen.append(check(*given))
-    )
-    load_tokenizer(folder, facts=facts)
-    assert seen == []
-    load_tokenizer(folder)
-    assert seen == [None]
-
-
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_what_is_not_the_folders_fault_stays_what_it_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    def fail(*_: object, **__: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(error):
-        load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
-    ("field", "value", "shown"),
+    ("name", "field", "value", "shown"),
     [
-        ("eos_token_id", VOCAB_SIZE, VOCAB_SIZE),
-        ("eos_token_id", [1, 10**30], 10**30),
-        ("eos_token_id", -1, -1),
-        ("eos_token_id", "1", "'1'"),
-        ("eos_token_id", True, "True"),
-        ("eos_token_id", 1.0, "1.0"),
-        ("eos_token_id", {"a": 1}, "{'a': 1}"),
-        ("eos_token_id", [[1]], "[1]"),
+        ("config.json", "eos_token_id", VOCAB_SIZE, VOCAB_SIZE),
+        ("config.json", "pad_token_id", -2, -2),
+        ("generation_config.json", "eos_token_id", [1, 10**30], 10**30),
+        ("config.json", "eos_token_id", "1", "'1'"),
+        ("config.json", "eos_token_id", True, "True"),
+        ("config.json", "eos_token_id", [[1]], "[1]"),
     ],
 )
 def test_tokens_that_the_model_does_not_have(
     folder: Path, name: str, field: str, value: Any, shown: Any
 ) -> None:
     change(folder / name, **{field: value})
-    with pytest.raises(ConfigError, match=mentions(folder / name, field, shown, VOCAB_SIZE)):
-        check_model_folder(folder)
-
-
-@pytest.mark.parametrize("value", [-2, VOCAB_SIZE])
-def test_padding_that_the_embedding_has_no_place_for(folder: Path, value: int) -> None:
-    change(folder / "config.json", pad_token_id=value)
-    with pytest.raises(ConfigError, match=mentions("config.json", "pad_token_id", value)):
+    with pytest.raises(ConfigError, match=mentions(folder / name, field, shown)):
         check_model_folder(folder)
 
 
@@ -299,9 +189,7 @@ def test_padding_that_the_embedding_has_no_place_for(folder: Path, value: int) -
     [
         ("max_new_tokens", "x"),
         ("max_new_tokens", 0),
-        ("max_new_tokens", True),
         ("cache_implementation", 3),
-        ("watermarking_config", 3),
         ("compile_config", []),
     ],
 )
@@ -321,7 +209,7 @@ def test_how_to_generate_is_tried_by_the_library_too(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["is_encoder_decoder", "add_cross_attention"])
-@pytest.mark.parametrize("value", [True, "x", None])
+@pytest.mark.parametrize("value", [True, None])
 def test_a_model_that_is_no_decoder_alone(folder: Path, field: str, value: Any) -> None:
     change(folder / "config.json", **{field: False})
     check_model_folder(folder)
@@ -344,31 +232,15 @@ def test_a_template_is_no_book(folder: Path, name: str) -> None:
         check_model_folder(folder)
 
 
-def test_end_tokens_are_of_both_files(folder: Path) -> None:
-    change(folder / "generation_config.json", eos_token_id=[3, 2], pad_token_id=-1)
-    check_model_folder(folder)
-    assert end_tokens(folder, VOCAB_SIZE) == {
-        "generation_config.json": (3, 2),
-        "config.json": (1,),
-    }
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"architectures": None}, ["architectures"]),
         ({"architectures": 7}, ["architectures", 7]),
-        ({"architectures": {"Qwen2ForCausalLM": 1}}, ["architectures", "Qwen2ForCausalLM"]),
-        ({"architectures": ["Qwen2ForCausalLM", 7]}, ["architectures", 7]),
         ({"dtype": "float33"}, ["dtype", "float33", "bfloat16"]),
-        ({"dtype": 16}, ["dtype", 16]),
         ({"torch_dtype": {"a": "float32"}}, ["torch_dtype", "float32"]),
         ({"vocab_size": 0}, ["vocab_size (0)"]),
-        ({"hidden_size": -32}, ["hidden_size (-32)"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers (1000000000)"]),
-        ({"vocab_size": 2**40}, [f"vocab_size ({2**40})"]),
-        ({"max_position_embeddings": 10**30}, [f"max_position_embeddings ({10**30})"]),
-        ({"num_experts": 10**9}, ["num_experts (1000000000)"]),
         ({"num_experts": "8"}, ['num_experts ("8")']),
         ({"head_dim": 15}, ["head_dim (15)", "even"]),
         ({"rms_norm_eps": 1e300}, ["rms_norm_eps (1e+300)"]),
@@ -413,38 +285,24 @@ _CONFIG, _MAP, _MAIN = "tokenizer_config.json", "special_tokens_map.json", "toke
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        *((_CONFIG, field, 5) for field in ("eos_token", "pad_token", "unk_token", "bos_token")),
-        (_CONFIG, "eos_token", ["</s>"]),
+        *((_CONFIG, field, 5) for field in ("eos_token", "unk_token")),
         (_CONFIG, "eos_token", {"content": 5}),
-        (_CONFIG, "eos_token", {"content": "</s>", "lstrip": "no"}),
         (_CONFIG, "additional_special_tokens", "</s>"),
-        (_CONFIG, "additional_special_tokens", [5]),
         (_CONFIG, "extra_special_tokens", 5),
-        (_CONFIG, "added_tokens_decoder", []),
         (_CONFIG, "added_tokens_decoder", {"x": {"content": "x"}}),
         (_CONFIG, "added_tokens_decoder", {str(VOCAB_SIZE): {"content": "x"}}),
-        (_CONFIG, "added_tokens_decoder", {"3": "x"}),
         (_CONFIG, "add_bos_token", "false"),
-        (_CONFIG, "add_prefix_space", 1),
         (_CONFIG, "tokenizer_class", 5),
-        (_CONFIG, "tokenizer_class", ["Qwen2Tokenizer"]),
-        (_CONFIG, "chat_template", 5),
         (_CONFIG, "chat_template", [{"name": "default"}]),
         (_CONFIG, "fast_tokenizer_files", ["../tokenizer.4.0.0.json"]),
-        (_MAP, "eos_token", 5),
         (_MAP, "pad_token", {"content": None}),
-        (_MAIN, "added_tokens", {}),
         (_MAIN, "added_tokens", [{"id": "0", "content": "<pad>"}]),
         (_MAIN, "added_tokens", [{"id": VOCAB_SIZE, "content": "<pad>"}]),
-        (_MAIN, "added_tokens", [{"id": 0}]),
         (_MAIN, "model", []),
         (_MAIN, "model.vocab", {"a": VOCAB_SIZE}),
-        (_MAIN, "model.vocab", {"a": "0"}),
-        (_MAIN, "model.vocab", {"a": True}),
         (_MAIN, "model.vocab", {"a": 3, "b": 3}),
         (_MAIN, "model.vocab", [["a", 0.0]] * (VOCAB_SIZE + 1)),
         ("added_tokens.json", "<pad>", VOCAB_SIZE),
-        ("added_tokens.json", "<pad>", [0]),
     ],
 )
 def test_wrong_types_in_a_tokenizers_files(folder: Path, name: str, field: str, value: Any) -> None:
@@ -462,15 +320,8 @@ def test_wrong_types_in_a_tokenizers_files(folder: Path, name: str, field: str, 
     ("name", "fields"),
     [
         (_MAIN, {"normalizer": 5}),
-        (_MAIN, {"normalizer": {"type": "none"}}),
-        (_MAIN, {"post_processor": {"type": "TemplateProcessing"}}),
-        (_MAIN, {"decoder": []}),
-        (_MAIN, {"padding": 5}),
         (_MAIN, {"model": {"type": "BPE", "vocab": {"</s>": 1}, "merges": 5}}),
-        (_MAIN, {"model": {"type": "none", "vocab": {"</s>": 1}}}),
         (_CONFIG, {"padding_side": "up"}),
-        (_CONFIG, {"get_vocab": True}),
-        (_CONFIG, {"init_inputs": 5}),
         (_CONFIG, {"tokenizer_class": "Trainer"}),
         # A token that transformers adds to the vocabulary, behind the model's.
         (_CONFIG, {"extra_special_tokens": [f"<{number}>" for number in range(VOCAB_SIZE)]}),
@@ -484,7 +335,7 @@ def test_what_only_the_library_can_tell_is_our_error(
         load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("template", ["{{", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"])
+@pytest.mark.parametrize("template", ["{{", "{{ 1 / 0 }}"])
 def test_a_template_that_fails_is_our_error(folder: Path, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
@@ -500,7 +351,7 @@ def rewrite(folder: Path, name: str, tensor: torch.Tensor) -> None:
     save_file(load_file(file) | {name: tensor}, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("look", ENTRIES)
 def test_weights_that_are_no_numbers_of_their_own_are_refused(
     folder: Path, look: Callable[[Path], None], dtype: torch.dtype
@@ -508,17 +359,6 @@ def test_weights_that_are_no_numbers_of_their_own_are_refused(
     rewrite(folder, "model.norm.weight", torch.ones(32).to(dtype))
     with pytest.raises(GapoError, match=mentions("model.norm.weight", "model.safetensors")):
         look(folder)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
-    weight = torch.ones(32)
-    weight[-1] = value
-    rewrite(folder, "model.norm.weight", weight)
-    named = mentions("model.norm.weight", folder / "model.safetensors", f"holds {value}")
-    with pytest.raises(ConversionError, match=named):
-        list(read_hf(folder))
-    assert not HfFolder(folder).read("model.norm.weight").isfinite().all()  # a copy is a copy
 
 
 def test_a_missing_or_misshapen_tensor_is_named_by_the_header(folder: Path) -> None:
@@ -547,31 +387,18 @@ def with_header(content: bytes, header: dict[str, Any] | bytes) -> bytes:
     "damage",
     [
         {"dtype": "F99"},
-        {"dtype": 5},
         {"dtype": {"F32": None}},  # which the library takes
-        {"shape": None},
         {"shape": [-32]},
-        {"shape": [32.0]},
-        {"shape": [True]},
-        {"shape": [33]},
         {"shape": [2**62, 2**62]},
-        {"data_offsets": [0]},
         {"data_offsets": [0, 2**70]},
-        {"data_offsets": [-128, 0]},
         {"data_offsets": [0, 128]},  # where another tensor is
-        {"data_offsets": "0-128"},
         {"more": 1},
         lambda content: content[:-1],
-        lambda content: content + b"\0",
         lambda content: content[:4],
-        lambda content: b"",
         lambda content: b"\xff" * 8 + content[8:],
         lambda content: with_header(content, b"[]"),
-        lambda content: with_header(content, b"{"),
         lambda content: with_header(content, b" " + json.dumps(header_of(content)).encode()),
         lambda content: with_header(content, header_of(content) | {"__metadata__": {"a": 1}}),
-        lambda content: with_header(content, header_of(content) | {"__metadata__": []}),
-        lambda content: with_header(content, header_of(content) | {"another": []}),
         lambda content: with_header(
             content, header_of(content) | {"another": ["F32", [0], [0, 0]]}
         ),
@@ -599,8 +426,7 @@ def test_a_damaged_safetensors_file(
 @pytest.mark.parametrize(
     "file",
     [
-        *("../other.safetensors", "/other.safetensors", "x/../model.safetensors", "", "."),
-        *("..", "weights.bin", "./model.safetensors", "a\0.safetensors", 5, None, ["a"]),
+        *("../other.safetensors", "/other.safetensors", "..", "weights.bin", "a\0.safetensors", 5),
     ],
 )
 def test_an_index_names_files_of_the_folder_alone(folder: Path, file: Any) -> None:
@@ -658,16 +484,11 @@ def test_code_of_a_folder_is_neither_run_nor_asked_about(
     with pytest.raises(GapoError, match=mentions(hostile / "config.json", named)):
         look(hostile)
     assert not (hostile.parent / "trace").exists()
-
-
-@pytest.mark.parametrize("look", [*ENTRIES, load_tokenizer])
-def test_code_of_a_tokenizer_is_neither_run_nor_asked_about(
-    hostile: Path, look: Callable[[Path], object]
-) -> None:
-    change(hostile / "config.json", auto_map=None)
-    with pytest.raises(GapoError, match=mentions(hostile / _CONFIG, "auto_map")):
-        look(hostile)
-    assert not (hostile.parent / "trace").exists()
+    if look is not read_hf_config:  # which reads no tokenizer
+        change(hostile / "config.json", auto_map=None, model_type="qwen2")
+        with pytest.raises(GapoError, match=mentions(hostile / _CONFIG, "auto_map")):
+            look(hostile)
+        assert not (hostile.parent / "trace").exists()
 
 
 def test_code_that_a_megatron_folder_brings_is_not_run(hostile: Path, whole: Path) -> None:
@@ -687,20 +508,21 @@ def test_a_class_that_loads_more_than_a_tokenizer_is_refused(hostile: Path, chos
     assert not (hostile.parent / "trace").exists()
 
 
-def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
-    loaders = re.compile(r"from_pretrained|get_tokenizer|\w*EngineArgs|LLM")
-    calls = []
-    for room in ("gapo_megatron", "tools", "benchmarks", "slurm"):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.Call):
-                    continue
-                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-                if not loaders.fullmatch(name):
-                    continue
-                given = {word.arg: word.value for word in node.keywords}
-                says = given.get("trust_remote_code")
-                said = isinstance(says, ast.Constant) and says.value is False
-                calls.append((f"{path.relative_to(ROOT)}:{node.lineno}", said))
-    assert [where for where, said in calls if not said] == []
-    assert len(calls) >= 5
+def test_end_tokens_are_of_both_files(folder: Path) -> None:
+    change(folder / "generation_config.json", eos_token_id=[3, 2], pad_token_id=-1)
+    check_model_folder(folder)
+    assert end_tokens(folder, VOCAB_SIZE) == {
+        "generation_config.json": (3, 2),
+        "config.json": (1,),
+    }
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    weight = torch.ones(32)
+    weight[-1] = value
+    rewrite(folder, "model.norm.weight", weight)
+    named = mentions("model.norm.weight", folder / "model.safetensors", f"holds {value}")
+    with pytest.raises(ConversionError, match=named):
+        list(read_hf(folder))
+    assert not HfFolder(folder).read("model.norm.weight").isfinite().all()  # a copy is a copy

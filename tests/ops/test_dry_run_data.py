@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Sequence
@@ -96,12 +95,9 @@ LATIN = TEXT.replace("\\u00e9", "\u00e9").encode("latin-1")
     [
         ("t.jsonl", TEXT.encode("utf-16"), ("t.jsonl:1", "UTF-8")),
         ("t.jsonl", LATIN, ("t.jsonl:9", "UTF-8")),
-        ("t.json", LATIN, ("t.json", "UTF-8")),
         ("t.csv", b"id,prompt,answer\na,1+2=,3\n", ("t.csv:1",)),
-        ("t.jsonl.gz", gzip.compress(TEXT.encode()), ("t.jsonl.gz:1", "UTF-8")),
         ("t.jsonl", (TEXT + TEXT).encode(), ("t.jsonl:10", "id '0'", "line 1")),
         ("t.jsonl", TEXT.replace(', "answer": "3"}\n', "}\n", 1).encode(), ("t.jsonl:1", "answer")),
-        ("t.jsonl", TEXT.encode()[:150], ("t.jsonl:4", "JSON")),
         ("t.jsonl", "".join(TEXT.splitlines(True)[:3]).encode(), ("rollout_prompts (4)", "3")),
         ("t.jsonl", None, ("data.train_path", "t.jsonl", "folder")),
     ],
@@ -175,12 +171,6 @@ def test_what_an_environment_makes_the_response_is_no_warning(make: Any) -> None
     seen = look(make(ROWS, **own))
     assert not seen.errors and not seen.warnings
     assert any("KeyError" in note for note in seen.notes)
-
-
-@pytest.mark.parametrize("answer", ["3", "$3$", "\\boxed{3}"])
-def test_the_mathematical_verifier_accepts_its_reference_answers(make: Any, answer: str) -> None:
-    seen = look(make([{**row, "answer": answer} for row in ROWS], reward={"kind": "math"}))
-    assert not seen.errors and not seen.warnings
 
 
 def test_what_was_found_comes_first_and_ends_with_its_exit_code(

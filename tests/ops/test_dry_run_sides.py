@@ -48,13 +48,6 @@ def test_both_sides_are_said() -> None:
     assert "vLLM replicas" not in rows and "on-policy" in rows["schedule"]
 
 
-def test_a_colocated_run_has_no_sides() -> None:
-    rows = rows_of(text_of(make_config(), world_size=16, ranks_per_node=8))
-    assert rows["processes"] == "16 = tensor 1 x pipeline 1 x data 16"
-    assert rows["vLLM replicas"] == "16, each with 1 process(es) and 2 prompts"
-    assert not {"training side", "generation side", "schedule"} & set(rows)
-
-
 def test_ranks_of_a_node_are_the_launchers_else_slurms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,13 +90,6 @@ def test_a_layout_must_divide_its_own_side(
     rollout = {"generation_nodes": 1} | sections.pop("rollout", {})
     with pytest.raises(ConfigError, match=mentions(*names)):
         text_of(make_config(rollout=rollout, **sections), world_size=32)
-
-
-def test_engines_need_not_divide_the_ranks_that_train() -> None:
-    config = make_config(rollout={"generation_ranks": 4, "tensor_parallel_size": 4})
-    assert "4 of 7" not in text_of(config, world_size=7)
-    with pytest.raises(ConfigError, match=mentions("rollout.tensor_parallel_size", 4, 7)):
-        text_of(make_config(rollout={"tensor_parallel_size": 4}), world_size=7)
 
 
 def test_a_rank_that_trains_is_built_among_those_that_train(tmp_path: Path) -> None:

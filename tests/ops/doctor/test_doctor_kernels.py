@@ -92,13 +92,6 @@ def test_the_doctor_names_what_an_update_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_precision_that_cannot_be_had() -> None:
-    (update,) = look(precision="fp8").values()
-    assert (update.name, update.status) == ("one update", "fail")
-    assert re.search(mentions("model.precision ('fp8')", "GPU"), update.detail)
-
-
-@pytest.mark.system
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_an_apex_that_megatron_core_would_take_by_itself_stays_out(
     tmp_path: Path, with_kernels: bool
@@ -107,13 +100,6 @@ def test_an_apex_that_megatron_core_would_take_by_itself_stays_out(
     install_nvidia_apex(tmp_path, with_kernels=with_kernels)
     optimizer = look(path_with(tmp_path))["optimizer"]
     assert (optimizer.status, optimizer.detail) == ("ok", "torch.optim.adamw.AdamW")
-
-
-@pytest.mark.system
-def test_an_optimizer_that_cannot_be_had() -> None:
-    (update,) = by_name(ask(policy_code(implementation="apex"), dict(os.environ))).values()
-    assert (update.name, update.status) == ("one update", "fail")
-    assert re.search(mentions("optimizer.implementation", "'apex'", "GPU"), update.detail)
 
 
 def test_an_engine_that_cannot_load_its_libraries_ends_training(tmp_path: Path) -> None:

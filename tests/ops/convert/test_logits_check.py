@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.convert.logits_check import LogitsReport, compare_logits, obstacle
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.convert_tools_setup import save_model_with_tokenizer, set_field
@@ -89,11 +89,6 @@ def swap_query_and_key(tensors: dict[str, Tensor]) -> None:
     q[:size], k[:size] = k[:size].clone(), q[:size].clone()
 
 
-def swap_gate_and_up(tensors: dict[str, Tensor]) -> None:
-    gate, up = (f"model.layers.1.mlp.{x}_proj.weight" for x in ("gate", "up"))
-    tensors[gate], tensors[up] = tensors[up], tensors[gate]
-
-
 def lose_a_norm(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.input_layernorm.weight"].fill_(1.0)
 
@@ -102,7 +97,7 @@ def put_nan(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"][3] = torch.nan
 
 
-@pytest.mark.parametrize("damage", [swap_query_and_key, swap_gate_and_up, lose_a_norm, put_nan])
+@pytest.mark.parametrize("damage", [swap_query_and_key, lose_a_norm, put_nan])
 def test_wrong_weights_do_not_agree(
     damage: Any, folders: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -116,19 +111,6 @@ def test_wrong_weights_do_not_agree(
     assert not report.max_difference < 50 * 1e-4 * report.scale  # far beyond the bound
 
 
-def test_bfloat16_is_compared_in_float32(
-    folders: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
-    hf_dir, _ = folders["qwen2"]
-    (tmp_path / "hf").mkdir()
-    tensors = {n: t.bfloat16() for n, t in load_file(hf_dir / "model.safetensors").items()}
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((hf_dir / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    report = compare_logits(tmp_path / "hf", save_megatron(tmp_path / "hf", tmp_path / "megatron"))
-    assert report.max_difference < 1e-5 * report.scale
-
-
 @pytest.mark.parametrize(
     ("difference", "scale", "agrees"),
     [
@@ -137,7 +119,6 @@ def test_bfloat16_is_compared_in_float32(
         (0.0, 0.0, True),
         (1e-9, 0.0, False),
         (math.inf, math.inf, False),
-        (0.0, math.inf, False),
         (0.0, math.nan, False),
     ],
 )
@@ -154,12 +135,6 @@ def test_a_tokenizer_of_another_vocabulary_is_an_error(
     set_field(tmp_path / "config.json", vocab_size=40)
     with pytest.raises(ConfigError, match=mentions(tmp_path, "tokenizer", "config.json", 40)):
         compare_logits(tmp_path, folders["qwen2"][1])
-
-
-def test_another_model_is_an_error(folders: dict[str, tuple[Path, Path]]) -> None:
-    with pytest.raises(ConversionError, match=str(folders["llama"][1])):
-        compare_logits(folders["qwen2"][0], folders["llama"][1])
-    assert not dist.is_initialized()
 
 
 def test_what_cannot_be_compared_is_said(

@@ -65,17 +65,6 @@ def test_no_combination_of_subject_and_constraint_is_in_both_splits(tmp_path):
     assert {row["level"] for row in rows["train"]} == set(LEVELS)
 
 
-def test_a_seed_writes_the_same_task_and_another_one_another(tmp_path):
-    first, again, other = (_written(tmp_path / str(n), seed=n // 2) for n in range(3))
-    assert first == again
-    assert first != other
-
-
-def test_more_than_there_are_cannot_be_held_out(tmp_path):
-    with pytest.raises(ValueError, match=mentions("96", "'no_comma'")):
-        _written(tmp_path, num_eval=4 * 96)
-
-
 # --- the model -----------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from gapo_megatron.rewards import exact
 from gapo_megatron.rollout.environments.tools import Tools
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Outcome, Prompt
-from tests.messages import mentions
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = Product((47, 86))
@@ -82,26 +81,6 @@ def test_the_warm_start_teaches_what_the_environment_reads(
     assert exact.verify(*tools.judge(asked)).outcome is Outcome.WRONG
 
 
-def test_constant_parts_of_a_call_are_a_token_each(tokenizer: PreTrainedTokenizerBase) -> None:
-    for row in ROWS:
-        for text in (row["prompt"], row["response"]):
-            assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=True) == text
-    call = json.dumps({"name": "calculator", "arguments": {"expression": "47*86"}})
-    assert ROWS[0]["response"] == f"<tool_call>{call}</tool_call>"
-    assert len(encode(tokenizer, ROWS[0]["response"])) == len("47*86") + 4
-    characters = ["<pad>", "</s>", "<unk>", *"0123456789*="]
-    assert len(tokenizer) == len(characters) + 6
-
-
-def test_a_broken_call_gets_tokens_of_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The text of an error has characters that the vocabulary lacks."""
-    tools = Tools(tokenizer)
-    for turn in ("<tool_call>47*86</tool_call>", ROWS[0]["response"].replace("47*86", "47*=")):
-        result = tools.respond(episode_of(tokenizer, turn))
-        assert result is not None and max(result) < len(tokenizer)
-        assert tokenizer.unk_token_id not in result
-
-
 def test_the_task_is_reproducible_and_holds_problems_out(tmp_path: Path) -> None:
     rows: dict[str, list[Any]] = {}
     for folder in ("one", "other"):
@@ -124,11 +103,6 @@ def test_the_task_is_reproducible_and_holds_problems_out(tmp_path: Path) -> None
         one, other = row["prompt"].removesuffix("=").split("*")
         assert int(row["answer"]) == int(one) * int(other)
         assert row["level"] == f"digits_{len(one)}" == f"digits_{len(other)}"
-
-
-def test_asking_for_more_problems_than_there_are_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=mentions(9000, "2 digits", 8100)):
-        demo_tools.write_task(tmp_path, seed=0, num_eval=0, num_train=36000, num_supervised=0)
 
 
 _RESULT = re.compile("(?<=</tool_call>)<tool_response>.*?</tool_response>")

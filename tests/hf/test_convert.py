@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.models.rules import Place, checked, find_rule, hf_shapes, to_megatron
+from gapo_megatron.models.rules import checked, find_rule, hf_shapes, to_megatron
 from gapo_megatron.models.tables import ARCHITECTURES, rules_for
 from tests.convert_setup import assert_equal, make_config, make_model, to_hf, written_weights
 from tests.messages import mentions
@@ -88,14 +88,6 @@ def test_vocabulary_is_padded_with_zeros():
     assert last.sum(1).tolist() == [48.0] * 13 + [0.0] * 3
 
 
-def test_tied_output_layer_is_filled_on_import_and_left_out_on_export():
-    config = make_config("qwen2", tie_word_embeddings=True)
-    rules, tensors = rules_for(config), random_tensors(config)
-    whole = dict(to_megatron(rules, tensors.items()))
-    assert torch.equal(whole["output_layer.weight"], tensors["model.embed_tokens.weight"])
-    assert "lm_head.weight" not in dict(to_hf(rules, whole.items()))
-
-
 def test_what_the_config_determines_may_be_stored_too():
     config = make_config("llama", tie_word_embeddings=True)
     rules, expected = rules_for(config), random_tensors(config)
@@ -123,38 +115,15 @@ def test_a_tied_output_layer_of_its_own_is_refused(is_first):
 FC1 = "decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"
 
 
-def test_a_rule_applies_once_in_the_model_or_per_layer_or_per_expert():
-    rules = rules_for(make_config("qwen3_moe"))
-    number = {rule.megatron: len(rule.places) for rule in rules}
-    assert number["embedding.word_embeddings.weight"] == 1
-    assert number["decoder.layers.{layer}.mlp.router.weight"] == 3
-    rule, place = find_rule(rules, FC1)
-    assert place == Place(2, 3)
-    assert len(rule.places) == 3 * 4
-    assert rule.places[:5] == [Place(0, 0), Place(0, 1), Place(0, 2), Place(0, 3), Place(1, 0)]
-    experts = "model.layers.2.mlp.experts.3"
-    assert rule.hf_names(place) == (f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight")
-    assert all(rule.reaches(place) for rule in rules for place in rule.places)
-    assert not rule.reaches(Place(3, 0))
-    assert not rule.reaches(Place(0, 4))
-
-
 @pytest.mark.parametrize(
     ("model_type", "te_name", "name"),
     [
         ("qwen2", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        ("llama", "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        ("qwen3_moe", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         ("qwen3_moe", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
         (
             "qwen3_moe",
             "mlp.experts.linear_fc1.weight3",
             "mlp.experts.local_experts.3.linear_fc1.weight",
-        ),
-        (
-            "qwen3_moe",
-            "mlp.experts.linear_fc2.weight0",
-            "mlp.experts.local_experts.0.linear_fc2.weight",
         ),
     ],
 )
@@ -167,13 +136,9 @@ def test_transformer_engine_names(model_type, te_name, name):
     ("model_type", "name"),
     [
         ("qwen2", "decoder.layers.3.input_layernorm.weight"),
-        ("qwen2", "decoder.layers.0.mlp.router.weight"),
-        ("qwen2", "decoder.layers.0.self_attention.q_layernorm.weight"),
         ("llama", "decoder.layers.0.self_attention.linear_qkv.bias"),
         ("qwen3_moe", FC1.replace("experts.3", "experts.4")),
         ("qwen3_moe", "decoder.layers.2.mlp.experts.linear_fc1.weight4"),
-        ("qwen3_moe", "decoder.layers.2.mlp.linear_fc1.weight"),
-        ("qwen3_moe", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
     ],
 )
 def test_unknown_megatron_parameter_is_named(model_type, name):
@@ -191,7 +156,6 @@ UP_PROJ = "model.layers.2.mlp.experts.3.up_proj.weight"
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda w: w.pop(K_PROJ), ("missing", K_PROJ)),
         (lambda w: w.pop(UP_PROJ), ("missing", UP_PROJ)),
         (lambda w: w.update(extra=torch.zeros(1)), ("extra has", "config.json")),
         (
@@ -233,14 +197,6 @@ def test_missing_misshapen_and_repeated_megatron_parameters_are_named():
         list(to_hf(rules, whole.items()))
 
 
-def test_tensors_of_one_parameter_have_one_dtype():
-    config = make_config("qwen2")
-    tensors = random_tensors(config)
-    tensors[K_PROJ] = tensors[K_PROJ].bfloat16()  # joined, it would come back as float32
-    with pytest.raises(ConversionError, match=mentions(K_PROJ, torch.bfloat16)):
-        list(to_megatron(rules_for(config), tensors.items()))
-
-
 def test_shards_of_wrong_shape_or_number_are_named():
     rule, _ = find_rule(rules_for(make_config("llama")), "decoder.layers.0.mlp.linear_fc2.weight")
     with pytest.raises(ConversionError, match=mentions("rank 1", "[48, 31]", "[48, 32]")):
@@ -253,23 +209,14 @@ def test_shards_of_wrong_shape_or_number_are_named():
     ("model_type", "changes", "named"),
     [
         ("llama", {"attention_bias": True}, ("attention_bias", True)),
-        ("llama", {"mlp_bias": True}, ("mlp_bias", True)),
-        ("qwen3", {"attention_bias": True}, ("attention_bias", True)),
         ("qwen3_moe", {"mlp_only_layers": [0]}, ("mlp_only_layers", [0])),
         ("qwen3_moe", {"decoder_sparse_step": 2}, ("decoder_sparse_step", 2)),
         ("qwen2", {"num_key_value_heads": 4}, ("num_key_value_heads (4)", "num_attention_heads")),
         ("mistral", {"quantization_config": {"bits": 4}}, ("quantization_config", 4)),
         ("seed_oss", {"attention_out_bias": True}, ("attention_out_bias", True)),
-        ("olmo2", {"attention_bias": True}, ("attention_bias", True)),
-        ("gemma3_text", {"attention_bias": True}, ("attention_bias", True)),
         ("gemma3_text", {"sliding_window": None}, ("sliding_window (null)", "sliding_attention")),
     ],
 )
 def test_settings_without_a_table_are_config_errors(model_type, changes, named):
     with pytest.raises(ConfigError, match=mentions(*named)):
         rules_for(make_config(model_type, **changes))
-
-
-def test_unsupported_architectures_are_config_errors():
-    with pytest.raises(ConfigError, match=mentions("model_type", "bert", "qwen2")):
-        rules_for(PretrainedConfig(model_type="bert"))

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.folder import (
     adopt,
-    check_replaceable,
     claim,
     is_marked,
     mark,
@@ -93,15 +91,6 @@ def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path, monkeypatch):
         write_hf(weights.items(), source_dir=output, output_dir=tmp_path / "next", made_by="test")
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    def denied(_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", denied)
-    with pytest.raises(ConfigError, match=mentions("model.hf_dir", tmp_path)):
-        check_replaceable(tmp_path, field="model.hf_dir", is_ours=True)
-
-
 def test_a_result_is_known_where_it_was_moved_and_by_its_own_command_alone(tmp_path):
     weights, source, output = save(tmp_path), tmp_path / "source", tmp_path / "out"
     write_hf(weights.items(), source_dir=source, output_dir=output, made_by="train")
@@ -120,25 +109,18 @@ def test_files_of_a_folder_are_claimed_and_not_the_folder(tmp_path):
         claim(folder, [name], field="--output", made_by=made_by)
         (folder / name).write_text("")
 
-    (tmp_path / "task").mkdir()
+    for name in ("task", "model"):
+        (tmp_path / name).mkdir()
     (tmp_path / "task" / "mine").write_text("")
     for _ in range(2):  # neither forgets its files over the other's
         take("table", "evaluate")
         take("page", "report")
     with pytest.raises(ConfigError, match=mentions("--output", tmp_path / "task", "mine")):
         take("mine", "another")
+    mark(tmp_path / "model", made_by="train", made_at=tmp_path / "model")
+    with pytest.raises(ConfigError, match=mentions("--output", tmp_path / "model", "train")):
+        take("table", "evaluate", tmp_path / "model")
     assert not any(is_marked(tmp_path / "task", made_by=one) for one in ("evaluate", "report"))
-
-
-def test_no_file_is_written_into_a_folder_that_another_command_may_replace(tmp_path):
-    model, copy = tmp_path / "hf", tmp_path / "copy"
-    model.mkdir()
-    mark(model, made_by="train", made_at=model)
-    with pytest.raises(ConfigError, match=mentions("--output", model, "train")):
-        claim(model, ["table"], field="--output", made_by="evaluate")
-    assert is_marked(model, made_by="train") and len(list(model.iterdir())) == 1
-    shutil.copytree(model, copy)  # anybody's
-    claim(copy, ["table"], field="--output", made_by="evaluate")
 
 
 def test_a_copy_of_hard_links_is_adopted_and_the_original_stays_marked(tmp_path):
@@ -150,13 +132,6 @@ def test_a_copy_of_hard_links_is_adopted_and_the_original_stays_marked(tmp_path)
     assert adopt(copy, made_by="train", made_at=model)
     assert is_marked(copy, made_by="train")
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
-
-
-def test_dtype_of_the_written_folder(tmp_path):
-    tensors = ((name, tensor.bfloat16()) for name, tensor in save(tmp_path).items())
-    write_hf(tensors, source_dir=tmp_path / "source", output_dir=tmp_path / "out", made_by="test")
-    assert {tensor.dtype for _, tensor in read_hf(tmp_path / "out")} == {torch.bfloat16}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_failed_write_leaves_the_old_folder_as_it_was(tmp_path):
@@ -187,22 +162,12 @@ def test_other_ranks_read_the_tensors_and_write_nothing(tmp_path):
     [
         (lambda d: shutil.rmtree(d), "does not exist"),
         (lambda d: (d / "config.json").unlink(), r"no config\.json"),
-        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
         (lambda d: (d / "model.safetensors").unlink(), r"neither model\.safetensors nor"),
-        (lambda d: (d / "model.safetensors").write_bytes(b"123"), "not a whole safetensors file"),
         (
             lambda d: (d / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"a": "model-1.safetensors"}}'
             ),
             r"missing files: model-1\.safetensors",
-        ),
-        (
-            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": [1]}}'),
-            r"index\.json: a is in \[1\]",
-        ),
-        (
-            lambda d: (d / "model.safetensors.index.json").write_text("[]"),
-            r"index\.json holds \[\], not a table",
         ),
     ],
 )
@@ -212,25 +177,6 @@ def test_incomplete_model_folder_is_named_before_any_tensor_is_read(tmp_path, da
     with pytest.raises(ConfigError, match=named) as caught:
         read_hf(tmp_path / "source")
     assert str(tmp_path / "source") in str(caught.value)
-
-
-def test_index_that_disagrees_with_its_file_is_an_error(tmp_path):
-    save(tmp_path)
-    source = tmp_path / "source"
-    files = dict(find_files(source), **{"model.extra.weight": "model.safetensors"})
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(ConversionError, match=r"model\.extra\.weight"):
-        HfFolder(source)
-
-
-def test_entries_describe_what_is_read(tmp_path):
-    weights = save(tmp_path)
-    folder = HfFolder(tmp_path / "source")
-    assert {name: (e.shape, e.dtype, e.file) for name, e in folder.entries.items()} == {
-        name: (tuple(tensor.shape), tensor.dtype, "model.safetensors")
-        for name, tensor in weights.items()
-    }
-    assert_equal(weights, load_file(tmp_path / "source" / "model.safetensors"))
 
 
 def test_a_folder_that_holds_two_models_is_refused(tmp_path):
@@ -264,19 +210,6 @@ def test_a_disk_that_is_too_small_is_named_before_a_tensor_is_copied(tmp_path):
     with pytest.raises(ConfigError, match=r"GB free; 1\.41e\+05 GB are needed"):
         write_hf(
             [("model.embed_tokens.weight", embedding)],
-            source_dir=tmp_path / "source",
-            output_dir=tmp_path / "out",
-            made_by="test",
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_link_to_a_tokenizer_that_is_not_there_is_not_passed_over(tmp_path):
-    weights = save(tmp_path)
-    (tmp_path / "source" / "tokenizer.json").symlink_to(tmp_path / "blob")
-    with pytest.raises(FileNotFoundError, match=r"source/tokenizer\.json"):
-        write_hf(
-            weights.items(),
             source_dir=tmp_path / "source",
             output_dir=tmp_path / "out",
             made_by="test",

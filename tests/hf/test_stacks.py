@@ -140,15 +140,6 @@ def without_scales(stored: dict[str, Tensor]) -> None:
     del stored[f"{EXPERTS}.down_proj_scales"]
 
 
-def without_blocks(stored: dict[str, Tensor]) -> None:
-    del stored[f"{EXPERTS}.down_proj_blocks"]
-
-
-def with_longer_blocks(stored: dict[str, Tensor]) -> None:
-    name = f"{EXPERTS}.down_proj_scales"
-    stored[name] = stored[name][..., :1].clone()
-
-
 def with_fewer_experts(stored: dict[str, Tensor]) -> None:
     for part in ("blocks", "scales"):
         name = f"{EXPERTS}.down_proj_{part}"
@@ -159,10 +150,6 @@ def with_one_expert_twice(stored: dict[str, Tensor]) -> None:
     stored[f"{EXPERTS}.2.down_proj"] = torch.zeros(96, 64, dtype=torch.bfloat16)
 
 
-def with_a_stack_twice(stored: dict[str, Tensor]) -> None:
-    stored[f"{EXPERTS}.down_proj"] = torch.zeros(4, 96, 64, dtype=torch.bfloat16)
-
-
 def with_any_number_of_experts(stored: dict[str, Tensor]) -> None:
     stored[f"{EXPERTS}.down_proj_bias"] = torch.zeros(2**40, 0, dtype=torch.bfloat16)
 
@@ -171,11 +158,8 @@ def with_any_number_of_experts(stored: dict[str, Tensor]) -> None:
     ("damage", "named"),
     [
         (without_scales, "down_proj_blocks"),
-        (without_blocks, "down_proj_scales"),
-        (with_longer_blocks, "down_proj_blocks"),
         (with_fewer_experts, "experts.3.down_proj"),
         (with_one_expert_twice, "twice"),
-        (with_a_stack_twice, "twice"),
         (with_any_number_of_experts, "down_proj_bias"),
     ],
 )

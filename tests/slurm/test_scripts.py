@@ -156,25 +156,6 @@ def test_ranks_have_what_the_launcher_and_the_site_set_whatever_sbatch_passes_on
             assert secret.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.system
-def test_nodes_that_leave_none_to_train_start_nothing(launch: Launch) -> None:
-    """Of two nodes, one of them spare, one cannot generate."""
-    job = launch.submit("finish", GENERATION_NODES="1", NUM_NODES="1")
-    assert launch.cluster.wait(job, "FAILED")["ExitCode"] == "2:0"
-    assert "GENERATION_NODES (1)" in launch.log(job)
-    assert launch.attempts() == []
-
-
-@pytest.mark.system
-def test_a_finished_run_stays_finished(launch: Launch) -> None:
-    job = launch.submit("finish")
-    launch.cluster.wait(job, "COMPLETED")
-    launch.cluster.run("scontrol", "requeue", job)
-    until(lambda: launch.cluster.job(job)["Restarts"] == "1", "a restart")
-    launch.cluster.wait(job, "COMPLETED")
-    assert launch.attempts() == [f"{job}.0"]
-
-
 def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     job = launch.submit("wait")
     launch.until_at_work(f"{job}.0")

@@ -105,10 +105,6 @@ class Training:
         env = {"GAPO_ATTEMPT": self.attempt, "SLURM_PROCID": str(rank)}
         return min(self.cluster.processes(r"\S*python\S* -m gapo_megatron.train", **env))
 
-    def launch_log(self, attempt: str = "") -> str:
-        """What srun said."""
-        return (self.attempt_dir(attempt) / "launch.log").read_text()
-
     def steps(self, attempt: str) -> list[int]:
         """Steps, from 0, that an attempt finished."""
         shown = re.findall(r"^step=(\d+)/\d+ reward=", self.rank_log(0, attempt), re.MULTILINE)

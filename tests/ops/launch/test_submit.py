@@ -69,46 +69,6 @@ def test_scripts_are_these(
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_the_frozen_code_is_that_of_the_arrays_task(tmp_path: Path) -> None:
-    """The script's own lines, run by bash: the paths have a blank in them."""
-    setup = ARRAY.scripts()[0].split("# setup\n")[1].split("# command")[0]
-    show = 'echo "$PYTHONPATH|$PYTHONSAFEPATH|$PYTHON"'
-    for task, env in ((0, {}), (2, {"SLURM_ARRAY_TASK_ID": "2", "PYTHON": "another"})):
-        done = subprocess.run(
-            ["bash", "-c", setup + show], env=env, capture_output=True, text=True, check=True
-        )
-        python = env.get("PYTHON", sys.executable)
-        assert done.stdout == f"{ARRAY.codes[task]}|1|{python}\n"
-
-
-def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
-    study = write_study(tmp_path, num_runs=3, num_steps=5, tasks=4)
-    before = {*tmp_path.rglob("*"), tmp_path / "python", tmp_path / "trainer.py"}
-    done = submit(tmp_path, str(study), "--dry-run", "--parallel=2", "--account=physics")
-    assert (done.returncode, done.stderr) == (0, "")
-    codes = re.findall(r"^  (\S+)$", done.stdout, re.MULTILINE)
-    assert [str(Path(code).parents[1].relative_to(tmp_path)) for code in codes] == [
-        "runs/seed_0",
-        "runs/seed_1",
-        "runs/seed_2",
-    ]
-    expected = Submission(
-        name="study",
-        folder=tmp_path / "runs" / "submitit",
-        codes=[Path(code) for code in codes],
-        resources=Resources(
-            tasks_per_node=4, gpus_per_node=0, cpus_per_task=1, exclusive=False, account="physics"
-        ),
-        parallel=2,
-        chain=1,
-    )
-    assert done.stdout == expected.scripts()[0]
-    asked = submit(tmp_path, str(study), "--parallel=2", "--account=physics", DRY_RUN="1")
-    shown = [re.sub(r"submitted-\S+", "", one.stdout) for one in (done, asked)]  # when
-    assert shown[0] == shown[1]
-    assert set(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,10 +77,7 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
             ["study.toml", "parallel.tensor_model_parallel_size=3", "--dry-run"],
             "world size (2)",
         ),
-        (["study.toml", "--nodes=0"], "nodes (0)"),
-        (["study.toml", "--chain=0"], "--chain (0)"),
         (["study.toml", "--chain=1000000000"], "--chain (1000000000)"),
-        (["study.toml", "run.seed=1\nnum_steps=2"], "run.seed"),
         (["study.toml", "--parallel=0"], "--parallel (0)"),
         (["study.toml", "--local", "--nodes=2"], "nodes (2)"),
         (["study.toml", "--local", "--chain=2"], "--chain (2)"),
@@ -135,7 +92,6 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
         ),
         (["study.toml"], "sbatch"),
         (["--status=runs"], "--status runs"),
-        ([], "--status"),
         (["study.toml", "--status=runs"], "--status"),
     ],
 )
@@ -339,22 +295,6 @@ def test_so_do(tmp_path: Path, how: str) -> None:
     assert result_of_the_job(tmp_path) == ("success", "stopped")
 
 
-def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
-    write_study(tmp_path, num_runs=2, num_steps=100_000)  # an hour and more
-    run_dir = tmp_path / "runs" / "seed_0"
-    with in_a_terminal(tmp_path, "study.toml", "--local", EVENTS="0:deaf") as (process, terminal):
-        wait_until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
-        terminal.type(b"\x03")
-        wait_until((run_dir / "attempts" / "latest" / "stop").exists, "a request to stop")
-        goes_on = run_dir / "checkpoints" / f"step_{len(steps_of(run_dir)) + 20:08d}"
-        wait_until(goes_on.exists, "steps after that request")
-        assert process.poll() is None
-        terminal.type(b"\x03")
-        assert process.wait(timeout=HANG_S) == 1
-    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
-    assert states(tmp_path) == {"seed_0": "failed", "seed_1": "queued"}
-
-
 def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
     """Killed is submitit's process, which started launch.sh: the ranks end with it."""
     write_study(tmp_path, num_runs=1, num_steps=100_000)  # an hour and more
@@ -366,22 +306,6 @@ def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
         os.kill(int(task), signal.SIGKILL)
         assert process.wait(timeout=HANG_S) == 1
     wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
-
-
-@pytest.mark.system
-def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
-    write_study(tmp_path, num_runs=2, num_steps=20)
-    hold = tmp_path / "hold"
-    hold.touch()
-    with in_a_terminal(tmp_path, "study.toml", "--local", HOLD=str(hold)) as (process, _):
-        wait_until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
-        process.kill()
-        process.wait()
-        assert states(tmp_path) == {"seed_0": "running", "seed_1": "queued"}
-        hold.unlink()
-        wait_until((tmp_path / "runs/seed_0/finished.json").exists, "the end of the run")
-    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
-    assert states(tmp_path) == {"seed_0": "finished", "seed_1": "queued"}
 
 
 def test_what_a_job_begins_and_ends_with_loads_in_a_blink() -> None:

@@ -22,15 +22,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from gapo_megatron.config.methods import Method
 from gapo_megatron.device.flags import Flags
-from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.errors import ConfigError, DivergenceError, shown
 from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.families import Family, LossInputs, LossResult, find_family
+from gapo_megatron.objective.families.base import CLIP
+from gapo_megatron.objective.families.clipped import clipped_loss
 from gapo_megatron.objective.off_policy_mask import is_off_policy
 from gapo_megatron.objective.ratio import bound
 
@@ -202,13 +205,10 @@ def _evaluate(tokens: LossInputs) -> LossResult:
 
     Sequences that the off-policy mask drops have no loss, and count as clipped.
     """
-    family, method = find_family(tokens.method), tokens.method
-    sums, given = family(tokens)
-    if sums.shape != tokens.advantages.shape:
-        raise ConfigError(
-            f"family of objective.method ({method.family!r}): the loss has shape "
-            f"{tuple(sums.shape)}; it must be [B], {tuple(tokens.advantages.shape)}"
-        )
+    method, has_rows = tokens.method, len(tokens.log_probs) > 0
+    # Without rows every family's loss is 0, and user code may take a maximum of nothing.
+    family = find_family(method) if has_rows else clipped_loss
+    sums, given = _checked(family(tokens), tokens)
     metrics = {name: value.detach() for name, value in given.items()}
     with torch.no_grad():
         metrics["ratio"] = ratio = tokens.ratio()
@@ -223,6 +223,38 @@ def _evaluate(tokens: LossInputs) -> LossResult:
         sums = torch.where(is_kept, sums, 0)
         metrics["clipped"] = clipped | ~kept
         metrics["gradient_mass_kept"] = torch.where(kept, metrics["gradient_mass_kept"], 0)
+    return sums, metrics
+
+
+def _checked(result: Any, tokens: LossInputs) -> LossResult:
+    """What a family has returned. ConfigError: it is not what `LossResult` says."""
+    where = f"family of objective.method ({tokens.method.family!r})"
+    match result:
+        case torch.Tensor() as sums, dict() as metrics:
+            pass
+        case _:
+            kind = type(result).__name__
+            raise ConfigError(f"{where} returned a {kind}; it must return (tensor, dict)")
+    if sums.shape != tokens.advantages.shape:
+        raise ConfigError(
+            f"{where}: the loss has shape {tuple(sums.shape)}; it must be [B], "
+            f"{tuple(tokens.advantages.shape)}"
+        )
+    learns = torch.is_grad_enabled() and tokens.log_probs.requires_grad
+    if learns and not sums.requires_grad:
+        raise ConfigError(f"{where}: the loss has no gradient; it must depend on log_probs")
+    shape = tuple((tokens.sequence_ids if tokens.per_token else tokens.advantages).shape)
+    for name, value in metrics.items():
+        if not isinstance(value, torch.Tensor) or name == "ratio":
+            raise ConfigError(
+                f"{where}: metric {name!r} ({shown(value)}) must be a tensor, and not be 'ratio'"
+            )
+        is_bool = value.dtype == torch.bool
+        if name in CLIP and (tuple(value.shape) != shape or is_bool != (name == "clipped")):
+            raise ConfigError(
+                f"{where}: {name} is {value.dtype} {tuple(value.shape)}; it must be "
+                f"{'bool' if name == 'clipped' else 'float'}, shaped like the ratio, {shape}"
+            )
     return sums, metrics
 
 

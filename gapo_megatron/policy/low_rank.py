@@ -115,7 +115,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
         b: B [out, r] of the same part.
         scale: factor of B A.
     """
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = torch.float32 if weight.itemsize < 4 else torch.float64
     a, b = a.to(weight.device, wide), b.to(weight.device, wide)
     with float32_products(weight.device):  # also within a sync, where the precision is vLLM's
         return torch.addmm(weight.to(wide), b, a, alpha=scale).to(weight.dtype)

@@ -17,8 +17,9 @@ from gapo_megatron.config import Config, ObjectiveConfig, load_config, load_reco
 from gapo_megatron.config.roles import changed_work, changes
 from gapo_megatron.config.user_method import find_method
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.objective import METHODS
+from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.objective.families import find_family
+from gapo_megatron.objective.losses import PolicyLoss
 from gapo_megatron.ops.dry_run import why_not_run
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.runs import read_run
@@ -204,6 +205,53 @@ def test_a_family_that_is_none_is_refused_before_a_model_is_built(folder: Path) 
     with pytest.raises(ConfigError, match=named):
         find_family(loaded.objective.resolve())
     assert any(re.search(named, reason) for reason in why_not_run(loaded))
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ("sums", ("(tensor, dict)", "Tensor")),
+        ("(sums, None)", ("(tensor, dict)", "tuple")),
+        ("(sums[:1], {})", ("[B]", "(1,)", "(2,)")),
+        ("(sums.detach(), {'clipped': one > 2})", ("no gradient", "log_probs")),
+        ("(sums, {'x': 1.5})", ("'x'", "1.5", "tensor")),
+        ("(sums, {'ratio': one})", ("'ratio'",)),
+        ("(sums, {'clipped': one})", ("clipped", "float64", "bool")),
+        ("(sums, {'clipped': one[:1] > 2})", ("clipped", "(1,)", "(2,)")),
+        ("(sums, {'clipped': one > 2, 'gradient_mass': one.sum()})", ("gradient_mass", "()")),
+    ],
+)
+def test_what_a_family_must_return_is_checked(folder: Path, returned: str, named) -> None:
+    path = folder / "bad.py"
+    path.write_text(
+        "from gapo_megatron.config.methods import Method\n"
+        "def loss(tokens):\n    one = tokens.ratio()\n    sums = tokens.sum_losses(one)\n"
+        f"    return {returned}\nM = Method({NUMBERS.replace('token', 'sequence')}, "
+        f"family='{path}:loss')\n"
+    )
+    method = config(f"{path}:M").objective.resolve()
+    with pytest.raises(ConfigError, match=mentions("family", f"{path}:loss", *named)):
+        evaluate(method, 3)
+
+
+def test_a_family_is_not_asked_about_micro_batches_without_tokens(folder: Path) -> None:
+    method = config(f"{folder}/mine.py:MINE").objective.resolve()
+    assert evaluate(method, 0).loss.item() == 0 and not evaluate(method, 0).metrics
+    assert evaluate(method, 3).metrics.keys() == {"largest"}
+
+
+def evaluate(method, num_tokens: int) -> PolicyLoss:
+    """The loss of two responses of so many tokens; of none of both."""
+    return policy_loss(
+        torch.zeros(2 * num_tokens, requires_grad=True),
+        torch.zeros(2 * num_tokens),
+        sequence_ids=torch.arange(2).repeat_interleave(num_tokens),
+        advantages=torch.tensor([0.5, -0.5])[: 2 * num_tokens],
+        num_correct=torch.tensor([1, 1])[: 2 * num_tokens],
+        group_size=2,
+        num_tokens_global=6,
+        method=method,
+    )
 
 
 def test_a_changed_file_changes_what_is_learned_and_is_said(folder: Path) -> None:

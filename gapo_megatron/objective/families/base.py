@@ -87,6 +87,9 @@ class LossInputs:
         return losses if self.method.ratio == "product" else self.counts * losses
 
 
+CLIP = ("clipped", "gradient_mass", "gradient_mass_kept")
+"""Metrics of the clip."""
+
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Loss of each sequence, [B] float64 with autograd: summed over its tokens, without denominators.
 
@@ -97,7 +100,8 @@ Then metrics. Three describe the clip, shaped like `ratio` and detached; each is
     gradient_mass_kept  the same with the clip. Missing: 0 where clipped, else `gradient_mass`; the
                         loss's own gradient if `clipped` is missing, too
 
-Tensors under any other name are logged as `method/NAME`, the mean of their elements over the step.
+Tensors of any other name but `ratio` are logged as `method/NAME`, the mean of their elements over
+the step. A micro-batch without tokens asks no family.
 """
 
 Family = Callable[[LossInputs], LossResult]

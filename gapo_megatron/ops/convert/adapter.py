@@ -92,11 +92,13 @@ def convert_adapter(
         for name in hf_shapes(rules):
             weight = base.read(name).to(torch.float32 if name in buffers else adapter.dtype)
             digests[name] = tensor_sha256(weight)
-            if pair := factors.get(name):
+            if pair := factors.pop(name, None):
                 squares.add_(merge_squares(weight, *pair, scale=settings.scale))
                 weight = merge(weight, *pair, scale=settings.scale)
             yield name, weight
         # Before the output is complete: an error here leaves none.
+        if factors:
+            raise ConversionError(f"the adapter has factors without a weight: {sorted(factors)}")
         _check_base(base_dir, combined(digests), adapter.base_sha256)
 
     write_hf(weights(), source_dir=base_dir, output_dir=output_dir, made_by=_MADE_BY)

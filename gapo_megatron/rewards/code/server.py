@@ -42,7 +42,7 @@ from gapo_megatron.rewards.sandbox.remote import QUEUE_TIMEOUT_S
 from gapo_megatron.rewards.sandbox.secret import USER, read_secret
 
 BODY_TIMEOUT_S = 60.0
-"""Time for a client to send its request, once it has a place."""
+"""Most time between two parts of a request, once it has a place."""
 
 MAX_REQUEST_BYTES = 2**30
 """A program with all its tests."""
@@ -109,7 +109,7 @@ class Server:
 
         asyncio.run(serve())
 
-    async def _answer(self, work: Callable[[bytes, int], Any], request: Request) -> Response:
+    async def _answer(self, work: Callable[[bytearray, int], Any], request: Request) -> Response:
         """Answer a request with what `work` makes of its body, in a thread of its own."""
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._login):
             headers = {"www-authenticate": f'Basic realm="{USER}"'}
@@ -121,7 +121,7 @@ class Server:
             reason = f"no place for {QUEUE_TIMEOUT_S:g} s: raise --num-programs, or start another"
             raise HTTPException(503, reason) from None
         try:
-            body = await asyncio.wait_for(_read(request), BODY_TIMEOUT_S)
+            body = await _read(request)
             answer = await self._run(partial(work, body), request)
         except (ClientDisconnect, TimeoutError):
             raise HTTPException(408, "the request did not arrive") from None
@@ -143,18 +143,18 @@ class Server:
             gone.cancel()
             os.close(hangup)
 
-    def _judge(self, body: bytes, hangup: int) -> dict[str, str]:
+    def _judge(self, body: bytearray, hangup: int) -> dict[str, str]:
         try:
             asked = json.loads(body)
             program, tests = asked["program"], TESTS[asked["kind"]](**asked["tests"])
             limits = self._limits(asked["limits"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             what = f"{type(error).__name__}: {printable(str(error))}"
             raise HTTPException(422, f"a request of another version: {what}") from None
         verdict = run_tests(program, tests, limits=limits, hangup=hangup, **self._box)
         return {"outcome": verdict.outcome, "reason": verdict.reason}
 
-    def _run_code(self, body: bytes, hangup: int) -> dict[str, Any]:
+    def _run_code(self, body: bytearray, hangup: int) -> dict[str, Any]:
         try:
             asked = _RunCode.model_validate_json(body)
         except ValidationError as error:
@@ -238,13 +238,13 @@ def _result(reply: dict[str, Any]) -> dict[str, Any]:
     return {"status": status, "return_code": code, "stdout": reply["stdout"], "stderr": stderr}
 
 
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
+async def _read(request: Request) -> bytearray:
+    body, parts = bytearray(), request.stream()
+    while (part := await asyncio.wait_for(anext(parts, None), BODY_TIMEOUT_S)) is not None:
         body += part
         if len(body) > MAX_REQUEST_BYTES:
             raise HTTPException(413, f"the request has more than {MAX_REQUEST_BYTES} bytes")
-    return bytes(body)
+    return body
 
 
 async def _await_end(request: Request) -> None:

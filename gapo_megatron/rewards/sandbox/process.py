@@ -168,9 +168,11 @@ class ProcessSandbox(Sandbox):
         if self._hangup is not None:
             poll.register(self._hangup, select.POLLIN)
         while True:
-            start = time.monotonic()
-            happened = dict(poll.poll(1000 * self._meter.next_look_s))
-            self._meter.wait(time.monotonic() - start)
+            start, asked_s = time.monotonic(), self._meter.next_look_s
+            happened = dict(poll.poll(1000 * asked_s))
+            # What it waits beyond that it waits for its turn among the threads of this process.
+            self._meter.wait(min(time.monotonic() - start, asked_s))
+            happened = happened or dict(poll.poll(0))
             if self._hangup in happened:
                 raise SandboxError("the client has disconnected")
             if happened:

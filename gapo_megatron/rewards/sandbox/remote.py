@@ -37,12 +37,12 @@ QUEUE_TIMEOUT_S = 600.0
 
 MAX_ANSWER_BYTES = 64 * 2**20
 
-MAX_OUTPUT_BYTES = 2**20
-"""SandboxFusion cuts standard output here."""
+MAX_OUTPUT_BYTES = 100_000
+"""SandboxFusion reads 128 KiB until a program ends: one that prints more waits for ever."""
 
-_BUSY = (429, 502, 503, 504)
+_BUSY = (408, 429, 502, 503, 504)
 _RETRY_S = (1.0, 3.0, 9.0)
-"""Seconds to wait before a request that was answered with one of `_BUSY` is sent again."""
+"""Seconds to wait before a request that found no listener or one of `_BUSY` is sent again."""
 
 _KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -87,8 +87,12 @@ def post(sandbox: str, path: str, body: dict[str, Any], *, timeout_s: float) -> 
             with client.stream("POST", url + path, content=content, timeout=limits) as response:
                 answer = _read(response)
         except httpx.ConnectError as error:
+            is_stranger = "CERTIFICATE_VERIFY_FAILED" in str(error)
+            if wait_s is not None and not is_stranger:
+                time.sleep(wait_s)
+                continue
             reason = f"{service} cannot be reached: {error}"
-            if "CERTIFICATE_VERIFY_FAILED" in str(error) and kind == "service":
+            if is_stranger and kind == "service":
                 reason = (
                     f"{service} could not be authenticated with the certificate of this machine "
                     f"({SECRET_PATH}): another program listens there, or it has another file"
@@ -114,7 +118,10 @@ def _client(secret: Secret | None) -> httpx.Client:
     """A client for a service of ours, which alone it trusts; None: for others."""
     import httpx
 
-    context = ssl.create_default_context(cafile=secret.path if secret else None)
+    try:
+        context = ssl.create_default_context(cafile=secret.path if secret else None)
+    except ssl.SSLError as error:
+        raise SandboxError(f"{SECRET_PATH} is damaged: {error}; copy it again") from None
     context.check_hostname = not secret  # a service of ours has many names, and one certificate
     transport = httpx.HTTPTransport(
         verify=context,
@@ -239,7 +246,9 @@ class RemoteSandbox(Sandbox):
         )
         self._left_s -= run.seconds
         # A line of its own: a traceback shows the mark as an argument.
-        if not self._is_ours and mark not in run.stderr.split("\n"):
+        # One byte that is no UTF-8 makes SandboxFusion replace all of it.
+        has_started = mark in run.stderr.split("\n") or run.stderr.startswith("[DecodeError]")
+        if not self._is_ours and not has_started:
             raise SandboxError(
                 f"the sandbox service at {split_setting(self._sandbox)[1]} did not start the "
                 f"program: {printable(run.failure or 'no reason given', most=300)}"

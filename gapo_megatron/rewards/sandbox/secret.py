@@ -24,7 +24,9 @@ USER = "sandbox"
 """User name that goes with the token in HTTP's basic authentication."""
 
 _DAYS = 3650
-_FORM = re.compile(r"token: ([0-9a-f]{64})\n-----BEGIN PRIVATE KEY.*-----BEGIN CERTIFICATE", re.S)
+_FORM = re.compile(
+    r"token: ([0-9a-f]{64})\n-----BEGIN PRIVATE KEY.*-----END CERTIFICATE-----", re.S
+)
 
 
 class Secret(NamedTuple):

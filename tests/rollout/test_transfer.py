@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,30 @@ def _nothing(rank: int, number: int) -> None: ...
 def test_ranks_that_expect_other_parameters_find_out_before_the_first() -> None:
     for text in run_sides(_outcome, 2, 1, _nothing, 1):
         assert text.startswith("WeightSyncError") and "do not expect the same" in text
+
+
+def test_whatever_decides_what_travels_is_compared() -> None:
+    """Every field of a rule, but for the functions of the Hugging Face tensors."""
+    rule = rule_of("{layer}", (4, 2), tp_dim=0, num_layers=2)
+    other: dict[str, Any] = {
+        "megatron": "{layer}.weight",
+        "hf": ("other",),
+        "hf_shapes": ((2, 4),),
+        "tp_dim": 1,
+        "num_layers": 3,
+        "in_layers": range(1),
+        "num_experts": 2,
+        "te_name": "other",
+        "glu": True,
+        "vocab_padded": True,
+        "is_buffer": True,
+        "shape": (2, 4),
+    }
+    assert other.keys() == {one.name for one in fields(Rule)} - {"join", "part", "tied"}
+    rules = [rule, *(replace(rule, **{name: value}) for name, value in other.items())]
+    seen = {transfer._fingerprint(exported_of([one], num_ranks=2), 1) for one in rules}
+    seen |= {transfer._fingerprint(exported_of([rule], num_ranks=2), 2)}
+    assert len(seen) == len(rules) + 1
 
 
 def _odd_shard(world: World) -> str:

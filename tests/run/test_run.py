@@ -16,7 +16,7 @@ import torch
 from gapo_megatron import train as program
 from gapo_megatron.checkpoint import OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
-from gapo_megatron.config import CheckpointConfig, Config
+from gapo_megatron.config import CheckpointConfig, Config, load_config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.share import DataParallelRanks
@@ -328,6 +328,13 @@ def test_metrics_of_a_step_are_those_of_its_stages(play: Any) -> None:
     assert metrics["sync/ratio_deviation"] == metrics["sync/ratio_deviation_share"] == 0
 
 
+def test_stages_are_named_by_their_step_and_a_save_by_the_step_it_follows(play: Any) -> None:
+    script = play()
+    assert script.stages[0] == "step 0: evaluate"
+    assert "step 1: checkpoint" in script.stages and "step 2: checkpoint" not in script.stages
+    assert script.stages[-2:] == ["step 4: evaluate", "export"]
+
+
 def test_a_stop_between_steps_saves_what_is_not_saved(play: Any) -> None:
     script = play("log 0", make_config(Path("/x"), evaluation={"every_steps": 0}))
     assert script.events[-3:] == ["log 0", "save 1", "stopped"]
@@ -493,6 +500,56 @@ def test_a_batch_is_not_waited_for_where_the_time_is_up(
     assert script.events[-3:] == ["log 1", "save 2", "stopped"]
 
 
+def test_a_finished_run_says_so_and_builds_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 decides for all: peers may see an older state of the disk."""
+    mark_finished(tmp_path, num_steps=NUM_STEPS)
+    script = Script()
+    attempt = cast(Any, ScriptedAttempt(script))
+    monkeypatch.setattr(program, "check_before_imports", lambda *_, **__: None)
+    monkeypatch.setattr(module, "check_inputs", lambda _: None)
+    for rank, answer in ((0, True), (1, False)):
+        agreed: list[bool] = []
+        attempt.agree = lambda value, agreed=agreed: agreed.append(value) or True
+        world = SimpleNamespace(rank=rank, bridge=None)
+        attempt.leads = rank == 0
+        monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
+        with caplog.at_level("INFO"):
+            program.train(make_config(tmp_path))
+        assert agreed == [answer] and script.events.pop() == "finished"
+        assert f"all {NUM_STEPS} steps are done" in caplog.text
+
+
+def test_open_groups_of_a_checkpoint_are_held_by_generation_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All their tokens are on every rank: kept in the state they would take memory to the end."""
+    opened, resumed = [group(PROBLEMS[0])], list[Any]()
+    attempt = cast(Any, ScriptedAttempt(Script()))
+    attempt.stage_seconds = dict
+    world = SimpleNamespace(bridge=None, rank=0, gloo_group=None, device=torch.device("cpu"))
+    for name, value in {
+        "join": (world, attempt),
+        "is_finished_everywhere": False,
+        "begin_branch": None,
+        "start_pool": SimpleNamespace(),
+        "build_policy": None,
+        "resume": State(step=1, open_groups=opened),
+        "sizes": {},
+    }.items():
+        monkeypatch.setattr(start, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(
+        start, "start_colocated", lambda trainer, *_: resumed.extend(trainer.state.open_groups)
+    )
+    monkeypatch.setattr(module, "check_inputs", lambda _: SimpleNamespace(source=None))
+    writer = SimpleNamespace(log_startup=lambda *_, **__: None)
+    monkeypatch.setattr(module, "MetricsWriter", lambda *_, **__: writer)
+    run = Run.start(make_config(tmp_path))
+    assert isinstance(run, Run) and resumed == opened
+    assert not run.state.open_groups
+
+
 def test_two_sides_hear_of_each_other_from_their_meeting_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -518,6 +575,27 @@ def resume(
     attempt = cast(Any, ScriptedAttempt(Script()))
     assert start.resume(config, policy, source, attempt, Stopwatch()) is loaded
     return source
+
+
+def test_a_run_begins_at_step_0_and_leaves_its_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    resume(config, monkeypatch, None, rank=1)
+    assert not any(tmp_path.iterdir()), "rank 0 writes"
+    source = resume(config, monkeypatch, None)
+    assert remaining(source.state_dict()) == NUM_PROBLEMS
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def test_a_resumed_run_draws_on_from_its_data_position(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn = PromptSource(PROBLEMS, seed=0)
+    drawn.next_batch(4)
+    state = State(step=3, source=drawn.state_dict())
+    source = resume(make_config(tmp_path), monkeypatch, state)
+    assert remaining(source.state_dict()) == NUM_PROBLEMS - 4
 
 
 @pytest.fixture

@@ -220,3 +220,22 @@ def test_no_console_takes_brackets_for_markup() -> None:
         if not off.items() <= {key.arg: ast.unparse(key.value) for key in call.keywords}.items()
     ]
     assert wrong == []
+
+
+def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
+    loaders = re.compile(r"from_pretrained|get_tokenizer|\w*EngineArgs|LLM")
+    calls = []
+    for room in ("gapo_megatron", "tools", "benchmarks", "slurm"):
+        for path in sorted((PACKAGE.parent / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+                if not loaders.fullmatch(name):
+                    continue
+                given = {word.arg: word.value for word in node.keywords}
+                says = given.get("trust_remote_code")
+                said = isinstance(says, ast.Constant) and says.value is False
+                calls.append((f"{path.relative_to(PACKAGE.parent)}:{node.lineno}", said))
+    assert [where for where, said in calls if not said] == []
+    assert len(calls) >= 5

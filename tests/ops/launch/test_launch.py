@@ -459,3 +459,24 @@ def test_a_moment_of_bad_disk_is_not_for_ever(tmp_path, use, name):
     )
     assert result.returncode == 1
     assert str(tmp_path / name) in result.stderr and "Stale" in result.stderr
+
+
+def test_on_a_gpu_groups_are_made_when_they_are_used(monkeypatch):
+    """With `device_id`, torch would split the world's communicator for each of them, in one order.
+
+    Barriers then take the device that the first collective used: not one guessed by the rank.
+    """
+    calls = []
+    monkeypatch.setattr(process_group, "_choose_device", lambda _: torch.device("cuda", 3))
+    monkeypatch.setattr(process_group, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "check_binding", lambda *_: None)
+    monkeypatch.setattr(
+        process_group.dist, "init_process_group", lambda *a, **k: calls.append((a, k))
+    )
+    monkeypatch.setattr(process_group.dist, "barrier", lambda **k: calls.append(k))
+    monkeypatch.setattr(process_group.dist, "new_group", lambda **k: None)
+    monkeypatch.setattr(process_group.os, "environ", {})
+    world = process_group.start(600)
+    (backend, arguments), barrier = calls
+    assert backend == ("nccl",) and "device_id" not in arguments
+    assert barrier == {"device_ids": [3]} and world.device.index == 3

@@ -19,7 +19,7 @@ def printable(text: str, *, most: int = 1000, kept: str = "") -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: as Python writes it, no longer than a message can be."""
+    """repr(value) for a message, cut to its length."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

@@ -38,13 +38,13 @@ class Prompt:
     verifier: str = ""
     """Verifier of the row, if its file names one; empty: `reward.kind`."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row's columns, as JSON values, that verifiers of the user's own take (or all, for an
-    environment of the user's own), but `answer` and `verifier`."""
+    """The row's columns, as JSON values, that user verifiers take (or all, for a
+    user environment), but `answer` and `verifier`."""
     failure: str = ""
     """Why the environment could not begin with it; the verdicts on its responses are unknown."""
 
     def for_user(self) -> Prompt:
-        """A copy for code of the user's own: changing its row does not reach the data."""
+        """A copy for user code: changing its row does not reach the data."""
         return replace(self, row=copy.deepcopy(self.row)) if self.row else self
 
 
@@ -99,7 +99,7 @@ class Episode:
         return self.response_mask
 
     def for_user(self) -> Episode:
-        """A copy for code of the user's own: without routes, with arrays that are read-only."""
+        """A copy for user code: without routes, with arrays that are read-only."""
 
         def copied(array: np.ndarray | None) -> np.ndarray | None:
             if array is None:

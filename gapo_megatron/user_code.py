@@ -1,4 +1,4 @@
-"""Code of the user's own, named in a config: `path/to/file.py:NAME` or `package.module:NAME`.
+"""User code, named in a config: `path/to/file.py:NAME` or `package.module:NAME`.
 
 Only names in a config or on a command line are loaded, never names that a model folder or a data
 file contains (docs/security.md). Standard library only: verifier workers load code, too.

@@ -45,7 +45,7 @@ class EnvironmentConfig(Section):
 
     @property
     def code_names(self) -> list[str]:
-        """Code of the user's own that this section names."""
+        """User code that this section names."""
         return [self.kind] if is_code(self.kind) else []
 
     @property

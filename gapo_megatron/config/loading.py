@@ -79,7 +79,7 @@ def check_recorded(tree: object, *, source: str) -> None:
 
 
 def _with_own_method(config: Config, source: str) -> Config:
-    """Load a method of the user's own, whose digests agree, and record what it is."""
+    """Load a user method, whose digests agree, and record what it is."""
     objective = config.objective
     if not user_code.is_code(objective.method):
         return config
@@ -94,7 +94,7 @@ def _with_own_method(config: Config, source: str) -> Config:
 
 
 def _with_digests(config: Config, source: str) -> Config:
-    """Fill in `code` of each section that names code of the user's own."""
+    """Fill in `code` of each section that names user code."""
     digests = {
         name: with_digest(section, name=name, source=source)
         for name, section in config
@@ -104,7 +104,7 @@ def _with_digests(config: Config, source: str) -> Config:
 
 
 def with_digest(section: AnySection, *, name: str, source: str) -> AnySection:
-    """Fill in `code` of a section, if it names code of the user's own.
+    """Fill in `code` of a section, if it names user code.
 
     Args:
         section: a section of a config.

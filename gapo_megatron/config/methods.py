@@ -55,7 +55,7 @@ class Method:
     """rho_0 of `balanced`, else None: least share of the surrogate that responses with A > 0
     should have."""
     family: str = "clipped"
-    """Name of the loss: a key of `objective.families.FAMILIES`, or code of the user's own,
+    """Name of the loss: a key of `objective.families.FAMILIES`, or user code,
     `path/to/file.py:NAME` or `package.module:NAME`, which returns
     `(loss, metrics)`."""
 

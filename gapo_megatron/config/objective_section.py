@@ -168,7 +168,7 @@ class ObjectiveConfig(Section):
     def preset(self) -> Method:
         """The method without this section's values.
 
-        Code of the user's own is loaded, once, only if `own_method` does not say what it is.
+        User code is loaded, once, only if `own_method` does not say what it is.
         """
         if self.own_method is not None:
             return Method(**self.own_method)
@@ -176,7 +176,7 @@ class ObjectiveConfig(Section):
 
     @property
     def code_names(self) -> list[str]:
-        """Code of the user's own that this section names: the method, and its family."""
+        """User code that this section names: the method, and its family."""
         return [one for one in (self.method, self.preset.family) if is_code(one)]
 
     def resolve(self) -> Method:

@@ -227,7 +227,7 @@ class RolloutConfig(Section):
 
     @property
     def code_names(self) -> list[str]:
-        """Code of the user's own that this section names."""
+        """User code that this section names."""
         return [self.engine] if is_code(self.engine) else []
 
     @property
@@ -241,7 +241,7 @@ VERIFIERS = ("math", "code", "instructions", "exact")
 
 
 class VerifierConfig(Section):
-    """A verifier: one of this package, or code of the user's own."""
+    """A verifier: one of this package, or user code."""
 
     role = LEARNED
     kept = "verdicts must mean the same"
@@ -333,7 +333,7 @@ class RewardConfig(VerifierConfig):
 
     @property
     def code_names(self) -> list[str]:
-        """Code of the user's own that this section names."""
+        """User code that this section names."""
         return [one.kind for one in self.by_name.values() if is_code(one.kind)]
 
 

@@ -165,7 +165,7 @@ def _check_json(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 Settings = Annotated[dict[str, Any], AfterValidator(_check_json)]
-"""Settings of the user's own code, which this package does not know."""
+"""Settings of user code, which this package does not know."""
 
 WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]
 """A project name that Weights & Biases accepts."""

@@ -1,4 +1,4 @@
-"""`objective.method`: the name of a preset, or a `Method` of the user's own, named as code."""
+"""`objective.method`: the name of a preset, or the user's `Method`, named as code."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Problem:
     """Reference answers; a response that equals any of them is correct."""
     level: str = ""
     row: Row = field(default_factory=dict)
-    """Columns of its row for a verifier or an environment of the user's own (`Prompt.row`)."""
+    """Columns of its row for a verifier or a user environment (`Prompt.row`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Benchmark:
 
     name: str
     title: str
-    """Column title in tables; a benchmark of the user's own is called by its name."""
+    """Column title in tables; a user benchmark is called by its name."""
     kind: str
     """Verifier, as `reward.kind` of the config."""
     folder: str
@@ -358,7 +358,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def find_benchmark(name: str, *, field: str) -> Benchmark:
-    """Return the paper's benchmark with this name, or load one of the user's own.
+    """Return the paper's benchmark with this name, or load the user's.
 
     Args:
         name: a key of `BENCHMARKS`, or code, `path/to/file.py:NAME` or `package.module:NAME`.

@@ -4,7 +4,7 @@
 
 `id` is unique within the file, the verifier compares responses with `answer`, and the optional
 `level` names a stratum in reports. `messages` may stand for `prompt`, and `verifier` names the
-row's verifier. Other keys are only kept for a verifier or an environment of the user's own.
+row's verifier. Other keys are only kept for a verifier or a user environment.
 Answers that are too large for the memory of every rank (tests of programs) are in another file, and
 `answer` refers to it:
 
@@ -86,7 +86,7 @@ def read_prompts(
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
         keep_unreadable: only warn about unreadable answers, for runs that started with them.
-        columns: columns to keep as `Prompt.row`, for verifiers of the user's own, if a row has
+        columns: columns to keep as `Prompt.row`, for user verifiers, if a row has
             them, `answer` and `verifier` excepted; None: all.
         most: number of rows to read, from the first; None: all.
 

@@ -35,7 +35,7 @@ def hints(arguments: Namespace, acts: EnvironmentConfig, *, has_template: bool) 
     found = []
     if not arguments.problems and (arguments.environment or acts == EnvironmentConfig()):
         why = "--environment replaces it" if arguments.environment else "it is one_turn"
-        found.append(f"--config: of it only [environment] counts without --problems, and {why}")
+        found.append(f"--config: without --problems only [environment] is read from it, and {why}")
     data = config_tree(arguments.config, field="--config").get("data")
     if isinstance(data, dict):
         found += _differences(data, arguments)

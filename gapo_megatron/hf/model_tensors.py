@@ -18,8 +18,7 @@ class ModelTensors(NamedTuple):
     """Headers of a model folder."""
 
     headers: dict[str, Header]
-    """Of the model's tensors by name, in the order of the index: of experts each one's own, of
-    quantized weights as they are read."""
+    """Headers by tensor name, in index order: one per expert, of quantized weights as read."""
     left_out: list[str]
     """Names of the other tensors, see `Architecture.left_out`."""
 

@@ -20,7 +20,7 @@ FINISHED_NAME = "finished.json"
 JOURNAL_FOLDER = "environment"
 """Journals of the environment's calls (`rollout.journal`)."""
 VERIFIERS_FOLDER = "verifiers"
-"""What verifiers of the user's own print, and their tracebacks: a file for each rank."""
+"""What user verifiers print, and their tracebacks: a file for each rank."""
 OWNER_NAME = "OWNER"
 """Names the attempt that may write to the folder."""
 _MAX_NAME_BYTES = 1024

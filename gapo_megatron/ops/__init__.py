@@ -1,1 +1,1 @@
-"""What operates runs and trains nothing. Nothing outside this package imports it."""
+"""Planning, launching, converting and reporting runs. Nothing outside this package imports it."""

@@ -137,7 +137,7 @@ def _about_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
 def _ask_verifiers(config: Config, problems: Sequence[Prompt], seen: Seen) -> None:
     """Judge each problem's reference answer and an empty response; warn of odd verdicts.
 
-    They are notes where an environment of the user's own may make other responses.
+    They are notes where a user environment may make other responses.
     """
     reward, is_own = config.reward, bool(config.environment.code_names)
     for name, one in reward.by_name.items():

@@ -39,10 +39,10 @@ def timeout_s(one: VerifierConfig, config: RewardConfig) -> int:
 def check(config: RewardConfig) -> None:
     """Check, before any model is built, that the verifiers can run on this machine.
 
-    Code of the user's own is imported here, in this process, as later in every worker.
+    User code is imported here, in this process, as later in every worker.
 
     Raises:
-        ConfigError: programs cannot be isolated here; names the options. Or code of the user's own
+        ConfigError: programs cannot be isolated here; names the options. Or user code
             cannot be used; names setting, code and reason.
     """
     for name, one in config.by_name.items():
@@ -60,7 +60,7 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
     Args:
         kind: verifier, as in `reward.kind`.
         answer: reference answer of a problem.
-        settings: settings of a verifier of the user's own.
+        settings: settings of a user verifier.
 
     Raises:
         DataError: says why the answer cannot be read.
@@ -81,7 +81,7 @@ def check_answer(kind: str, answer: str, *, settings: Mapping[str, Any] = {}) ->
 
 
 def row_columns(config: RewardConfig) -> frozenset[str] | None:
-    """Columns of a row that verifiers of the user's own take; None: all.
+    """Columns of a row that user verifiers take; None: all.
 
     Raises:
         ConfigError: as `check`.
@@ -103,12 +103,12 @@ def _columns(one: VerifierConfig) -> frozenset[str] | None:
 
 
 def check_row(kind: str, row: Mapping[str, Any], *, settings: Mapping[str, Any] = {}) -> None:
-    """Refuse a row without a column that a verifier of the user's own cannot do without.
+    """Refuse a row without a column that a user verifier cannot do without.
 
     Args:
         kind: verifier, as in `reward.kind`.
         row: the columns that it would get.
-        settings: settings of a verifier of the user's own.
+        settings: settings of a user verifier.
 
     Raises:
         DataError: names column and verifier.

@@ -1,6 +1,6 @@
-"""Verifiers by name: modules of this package, and code of the user's own.
+"""Verifiers by name: modules of this package, and user code.
 
-A verifier of the user's own is a function `verify(response, answer, **row)`, or a class whose
+A user verifier is a function `verify(response, answer, **row)`, or a class whose
 objects have such a method. `response` is the final answer (`rewards.final_answer`). It returns True
 or False, a number (`reward.correct_above`), None where it cannot tell, or a `Verdict`. `row` has
 the other columns of the problem's row: those that the function names, or all of them with `**row`.
@@ -99,7 +99,7 @@ def load(name: str, settings: Mapping[str, Any], *, setting: str) -> Verifier:
     """Import a verifier.
 
     Args:
-        name: module with `verify`, or code of the user's own (`user_code.is_code`).
+        name: module with `verify`, or user code (`user_code.is_code`).
         settings: keyword arguments of `verify`, or of the user's class.
         setting: setting that names it, for messages.
 

@@ -1,4 +1,4 @@
-"""What an environment of the user's own returned, read once, as plain values."""
+"""What a user environment returned, read once, as plain values."""
 
 from __future__ import annotations
 

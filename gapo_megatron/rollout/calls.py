@@ -233,7 +233,7 @@ class _Caller:
         self._waiting: deque[Episode] = deque()
         self._begun: list[_Call] = []
         self._stuck_since_s: float | None = None
-        """Since when calls wait that cannot begin: all that run were given up."""
+        """Start of the current stall: every running call has been given up."""
         self._spent_s: dict[tuple[str, int], float] = {}
         self._results: queue.SimpleQueue[Reply | GapoError] = queue.SimpleQueue()
         self._closed: set[tuple[str, int]] = set()

@@ -1,4 +1,4 @@
-"""The engine that `rollout.engine` names: vLLM, or code of the user's own."""
+"""The engine that `rollout.engine` names: vLLM, or user code."""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ def read_problems(
 
 
 def _try_own_verifiers(config: Config, problems: Sequence[Prompt]) -> None:
-    """Call each verifier of the user's own once, with a reference answer as the response.
+    """Call each user verifier once, with a reference answer as the response.
 
-    An environment of the user's own may make other responses: their unknown verdicts say nothing.
+    A user environment may make other responses: their unknown verdicts say nothing.
 
     Raises:
         ConfigError: it returned what is no verdict.

@@ -34,8 +34,8 @@ def carry(
 ) -> Rollouts:
     """Store old log-probs of the tokens that this step has sampled.
 
-    Not of a response that ranks that only generate have begun: its first tokens have none, and
-    their weights no longer exist. It stays without, as there.
+    Skips responses begun on generation ranks: their first tokens have none, and the weights that
+    sampled them no longer exist.
 
     Args:
         policy: at the weights that sampled those tokens; unchanged.

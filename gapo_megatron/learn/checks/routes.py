@@ -149,7 +149,7 @@ class StepRoutes:
         return self.following(number, microbatches, counts=False)
 
     def other_way(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Like `tracing` after its first pass, but free if updates replay, and replaying if not."""
+        """The opposite routing from the updates': free if they replay, replayed if not."""
         if not self._num_experts:
             return [*microbatches]
         if self._replayed != "none":

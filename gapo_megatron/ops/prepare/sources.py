@@ -116,7 +116,7 @@ def own(
     id_key: str = "id",
     answer_after: str = "",
 ) -> Source:
-    """Rows of the user's own files; level and id are optional, and an id is then generated.
+    """Rows of the user's files; level and id are optional, and an id is then generated.
 
     The answer is what follows the last `answer_after`, if that is not empty.
     """

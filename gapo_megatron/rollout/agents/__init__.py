@@ -1,4 +1,4 @@
-"""Agents: code of the user's own that asks the model through an OpenAI-compatible address.
+"""Agents: user code that asks the model through an OpenAI-compatible address.
 
 `environment` makes of an agent an environment; `conversation` maps its requests to the model's
 turns; `live` runs it beside its episode; `server` is the address.

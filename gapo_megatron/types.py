@@ -182,7 +182,7 @@ class Span:
 
     is_call: bool
     start_s: float
-    """Of a turn: when the engine got its request, which may have waited there."""
+    """Start; a turn starts when the engine gets its request, which may then wait there."""
     end_s: float
     """That of a call which an earlier attempt has made, and the journal answers, is its start."""
     num_tokens: int

@@ -77,7 +77,7 @@ class PackedLatentAttention(MLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **settings: Any,
     ) -> Any:
-        """As Megatron-core's: [T, N, D] queries and keys, [T, N, V] values, and latent vectors."""
+        """Queries and keys [T, N, D], values [T, N, V] and latent vectors, as in Megatron-core."""
         assert packed_seq_params is not None
         return super().get_query_key_value_tensors(
             hidden_states,

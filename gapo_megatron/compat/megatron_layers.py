@@ -23,7 +23,7 @@ class LayerModules:
     # Upstream: as of `local_layers`
 
     norm: type
-    """Of hidden states."""
+    """Norm of hidden states."""
     attention: type
     query_norm: type
     key_norm: type

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _NCCL_GRACE = timedelta(minutes=1)
-"""By which NCCL's own timeout, which ends the process, is longer than that of `finish`."""
+"""Margin of NCCL's own timeout, which ends the process, over the timeout of `finish`."""
 _LOOK_EVERY_S = 1e-4
 
 

@@ -9,7 +9,7 @@ from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.quantization import FP8, MXFP4, quantization_of
 
 _PRECISIONS = {FP8: ("bf16", "fp16"), MXFP4: ("bf16",)}
-"""By quant_method: in which precisions vLLM 0.32 computes (its `get_supported_act_dtypes`)."""
+"""Precisions in which vLLM 0.32 computes, by quant_method (its `get_supported_act_dtypes`)."""
 
 
 def check_engine(facts: ModelFacts, config: Config) -> None:

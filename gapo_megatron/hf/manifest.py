@@ -104,7 +104,7 @@ class Manifest:
     """Parallel sizes of the run that wrote it."""
     megatron_version: str
     files: Mapping[_Name, FileEntry]
-    """By path relative to the folder; all files but the manifest."""
+    """All files but the manifest, by path relative to the folder."""
     open_updates: _Count | None = None
     """Finished updates of an unfinished step; None between steps."""
     branch: Branch | None = None

@@ -91,7 +91,7 @@ class Found:
     hf_dir: Path | None
     """Hugging Face folder of its model, perhaps without weights; None if unknown."""
     records: dict[Path, dict[str, Any]]
-    """By file: what it records of the model, under the names of config.json."""
+    """What each file records of the model, under the names of config.json."""
     metadata: Metadata
     """The `.metadata` that describes its tensors."""
     manifest: Manifest | None

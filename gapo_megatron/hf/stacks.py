@@ -33,7 +33,7 @@ _STACK = re.compile(
 )
 _SLICE = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 MAX_EXPERTS = 2**11
-"""As many as config.json may state: an empty stack could claim any number."""
+"""Most experts that config.json may state: an empty stack could claim any number."""
 
 
 class Slice(NamedTuple):

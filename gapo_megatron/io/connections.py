@@ -31,7 +31,7 @@ class Strangers:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = min(_MOST, files // 4) if files != resource.RLIM_INFINITY else _MOST
         self._waiting: dict[Any, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
-        """By the address of the client, oldest first."""
+        """Connections without a key by client address, oldest first."""
         self._said: dict[str, float] = {}
         """Kinds of messages, and when the last was logged."""
 

@@ -32,7 +32,7 @@ class Sequences:
     order: Tensor | None = None
     """[T] int64: the rows, sequence by sequence; None: they are in this order already."""
     implementation: Literal["torch", "triton"] = "torch"
-    """As for the tiles (`implementation.choose_together`)."""
+    """Implementation, the tiles' (`implementation.choose_together`)."""
 
     @classmethod
     def of(cls, ids: Tensor | Sequences, num_sequences: int) -> Sequences:

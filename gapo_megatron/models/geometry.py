@@ -56,7 +56,7 @@ class Geometry:
     window: int = 0
     """Keys that a query of a windowed layer sees, its own included; 0: no layer has a window."""
     windowed: tuple[bool, ...] = ()
-    """Of every layer, whether it has the window; empty: none has."""
+    """Whether each layer has the window; empty: none has."""
     embedding_scale: float = 1.0
     """Factor of the embedding, not of an output layer that is tied to it."""
     num_experts: int = 0
@@ -109,5 +109,5 @@ class Geometry:
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Of every layer, whether it has experts."""
+        """Whether each layer has experts."""
         return tuple(bool(self.num_experts) and n >= self.num_dense for n in range(self.num_layers))

@@ -52,7 +52,7 @@ def _complete(facts: dict[str, Any]) -> None:
 
 
 def _read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope:
-    """Like `read_rope`; what is not stated is that of the published models."""
+    """Read the rope settings; defaults are those of the published models."""
     if all(fields.get(name) is None for name in ("rope_scaling", "rope_parameters")):
         fields = {**fields, "rope_scaling": _YARN}
     nested = fields.get("rope_parameters")

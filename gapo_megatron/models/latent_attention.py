@@ -50,7 +50,7 @@ def _rule(megatron: str, hf: str, shape: Shape, g: Geometry, **flags: Any) -> Ru
 
 
 def _norm(megatron: str, hf: str, width: int, g: Geometry) -> Rule:
-    """Of a latent vector; Transformer Engine's is part of the projection out of it."""
+    """Rule of a latent vector's norm; Transformer Engine's is part of the projection after it."""
     te_name = f"{_MCORE}.linear_{megatron}_up_proj.layer_norm_weight"
     names = (f"{megatron}_layernorm.weight", f"{hf}_layernorm.weight")
     return _rule(*names, (width,), g, te_name=te_name)

@@ -92,7 +92,7 @@ class Exported:
     num_ranks: int
     """Ranks that train."""
     dtype: torch.dtype
-    """Of all but buffers, which are float32."""
+    """Dtype of all tensors but buffers, which are float32."""
 
     def dtype_of(self, rule: Rule) -> torch.dtype:
         """Dtype of a rule's parameters."""

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "adapter"
 """Submodule of a stage with all its factors; also the first part of their keys on disk."""
 _PARALLEL: dict[int | None, Parallel] = {0: "column", 1: "row", None: "whole"}
-"""By the dimension in which tensor parallelism cuts the weight."""
+"""Kind of parallel layer by the dimension in which tensor parallelism shards its weight."""
 
 
 def make_adapter(config: Config, hf_config: PretrainedConfig, groups: ParallelGroups) -> Adapter:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a worker imports this package too, and must start fast
 
 
 MOST_CHARACTERS = 300
-"""Of an error's message in a verdict's reason."""
+"""Longest error message in the reason of a verdict."""
 
 
 class _AbortedError(Exception):

@@ -26,7 +26,7 @@ _SPELLINGS = {
 """Marks of Magistral and Seed-OSS; read only where the tokenizer has them as tokens."""
 
 _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
-"""Of gpt-oss, likewise: each message has a channel, and `final` has the answer."""
+"""Marks of gpt-oss: each message has a channel, and `final` has the answer."""
 _HARMONY_MARK = re.compile("(" + "|".join(map(re.escape, _HARMONY)) + ")")
 _HARMONY_TURN = "<|start|>assistant"
 

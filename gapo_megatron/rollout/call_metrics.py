@@ -12,7 +12,7 @@ from gapo_megatron.types import Episode, Outcome, Verdict
 _NAMES = ("rollouts", "turns", "calls", "errors", "cut", "seconds")
 
 Sums = Mapping[int, Mapping[str, float]]
-"""By c: sums over rollouts."""
+"""Sums over rollouts by c."""
 
 
 def sum_calls(

@@ -168,7 +168,7 @@ class Ending:
     aborted: bool
     """Whether it was aborted before enough prompts were complete."""
     taken_s: float
-    """Like `Occupancy.taken_s`, for this call and rank only."""
+    """Seconds as in `Occupancy.taken_s`, of this call and rank only."""
     seconds: float
 
 

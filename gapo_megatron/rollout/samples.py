@@ -46,7 +46,7 @@ class Samples:
         self._verdicts: dict[tuple[str, int], Verdict] = {}
         """Verdicts of this rank in the current step, by problem id and number of the response."""
         self._spans: dict[tuple[str, int], tuple[Span, ...]] = {}
-        """By the same keys; empty if no environment answers."""
+        """Spans by the same keys; empty if no environment answers."""
 
     def note(
         self,

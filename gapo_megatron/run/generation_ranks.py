@@ -82,7 +82,7 @@ class GenerationRanks:
     _open_table: bytes = b""
     """Table of the groups that stay open after that batch."""
     _open_before: Rollouts | None = None
-    """Like `open_groups`, before that batch; None: this attempt has collected none."""
+    """`open_groups` before that batch; None: this attempt has collected none."""
     _posted: exchange.Posted | None = None
     """Pending sends of open groups to the generation side."""
 

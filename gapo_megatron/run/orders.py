@@ -40,17 +40,17 @@ class Order:
     step: int = 0
     """Step to evaluate before or to sample for; or version of the weights."""
     source_state: Mapping[str, Any] | None = None
-    """Of `begin`: data position of the next problems."""
+    """`begin`: data position of the next problems."""
     dp_ranks: Sequence[int] = ()
-    """Of `begin`, with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
+    """`begin` with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
     scorers: Sequence[int] = ()
     has_open_groups: bool = False
-    """Of `begin`: whether groups of a checkpoint follow (`run.open_groups`)."""
+    """`begin`: whether groups of a checkpoint follow (`run.open_groups`)."""
     scale: float | None = None
-    """Of `weights`: factor of B A of the policy's adapter; None if it has none."""
+    """`weights`: factor of B A of the policy's adapter; None if it has none."""
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return pack(asdict(self))
 
     @classmethod

@@ -143,7 +143,7 @@ class StepRoutes:
         return self._marked(microbatches, known, share=share if counts else None, load=counts)
 
     def tracing(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """For passes that only score: the first records, later ones follow; none is counted."""
+        """Passes that only score: the first records, later ones replay; none is counted."""
         if not self.has(number):
             return self.recording(number, microbatches)
         return self.following(number, microbatches, counts=False)

@@ -51,7 +51,7 @@ class HeldOut:
             names = ", ".join(one.folder for one in BENCHMARKS.values())
             raise ConfigError(f"{data_dir} has no benchmark; it must hold one of: {names}")
         self.files: dict[str, list[Path]] = {}
-        """By benchmark."""
+        """Files of each benchmark."""
         self.absent = [name for name in BENCHMARKS if BENCHMARKS[name] not in present]
         self._problems: list[tuple[str, str, int]] = []  # id, text, number of n-grams
         self._by_words: dict[str, int] = {}

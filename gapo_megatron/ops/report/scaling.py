@@ -170,7 +170,7 @@ def _relative(
     *,
     cost: Callable[[Measured], float],
 ) -> list[float | None]:
-    """For each run, the least cost on the fewest GPUs, among runs that are alike, over its own."""
+    """Efficiency of each run: least cost on the fewest GPUs among comparable runs, over its own."""
     groups: dict[Hashable, list[Measured]] = {}
     keys = [alike(one) for one in runs]
     for key, one in zip(keys, runs, strict=True):

@@ -370,4 +370,4 @@ _RULES = (
     _equal_choices, plain.equal_times, plain.equal_numbers, plain.equal_numerals, plain.equal_words,
     plain.equal_quantities, equal_lists, _equal_units,
 )  # fmt: skip
-"""In their order; each says None where it does not apply."""
+"""Comparisons in their order; each returns None where it does not apply."""

@@ -216,7 +216,7 @@ def _is_range(reference: Any) -> bool:
 
 
 def _equal_expressions(ours: Any, theirs: Any) -> bool:
-    """By their values at random points; by a proof if these do not decide."""
+    """Compare values at random points; ask for a proof if these do not decide."""
     if ours.is_number and theirs.is_number:
         ours, theirs = ours.doit(), theirs.doit()
     if ours.is_Rational and theirs.is_Rational:

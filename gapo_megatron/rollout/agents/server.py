@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _MOST_BYTES = 16 * 2**20
-"""Of a request."""
+"""Largest request."""
 _MOST_FILES = 65536
 _KEEP_ALIVE_S = 600
 """How long a connection may be idle: an agent's tools take their time."""

@@ -31,9 +31,9 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TOOLS = {"calculator": "expression", "python": "code"}
 """Argument of each tool."""
 _MOST_CHARACTERS = 2000
-"""Of a result, which is then cut in the middle, and of an expression."""
+"""Longest expression, and longest result, which is cut in the middle."""
 _MOST_DIGITS = 4000
-"""Of a number that the calculator makes, in decimal; Python prints no longer ones."""
+"""Longest number of the calculator, in decimal digits; Python prints no longer ones."""
 
 
 class Tools(OneTurn):

@@ -330,8 +330,17 @@ def test_packages_are_those_the_package_imports() -> None:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add((node.module or "").split(".")[0])
     found -= set(sys.stdlib_module_names) | {"gapo_megatron"}
-    # Reports, preparation and submission are not of the ranks; the others are optional.
-    found -= {"jinja2", "matplotlib", "pyarrow", "sentencepiece", "submitit", "tokenizers"}
+    # Not of the ranks: reports, preparation, submission, the service's certificate. Others are
+    # optional.
+    found -= {
+        "cryptography",
+        "jinja2",
+        "matplotlib",
+        "pyarrow",
+        "sentencepiece",
+        "submitit",
+        "tokenizers",
+    }
     found -= {"tensorboard", "transformer_engine", "triton", "verifiers", "wandb"}
     assert found == {name.split(".")[0] for name in node_checks.PACKAGES}
 

@@ -130,6 +130,11 @@ class Outcome(enum.StrEnum):
         """The number that stands for it in the table of a batch: its position in this class."""
         return [*Outcome].index(self)
 
+    @classmethod
+    def of_code(cls, code: int) -> Outcome:
+        """The outcome of a `code`."""
+        return [*cls][code]
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import selectors
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -28,3 +29,10 @@ def wait_until(happened: Callable[[], T], what: str) -> T:
         assert time.monotonic() < end, f"waited {HANG_S:.0f} s in vain for: {what}"
         time.sleep(0.05)
     return value
+
+
+def wait_for(stream: Any, event: int) -> None:
+    """Wait until a descriptor of any number has an event of `selectors`."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, event)
+        assert selector.select(HANG_S), "nothing happened"

@@ -149,18 +149,8 @@ def method_table(config: Config) -> Table:
         table.add_row("loss family", meaning)
     table.add_row("eps_low", str(method.eps_low))
     if method.adaptive:
-        import torch
-
-        from gapo_megatron.objective import upper_clip
-
-        widths = upper_clip(
-            torch.arange(1, k),
-            group_size=k,
-            eps_low=method.floor,
-            eps_high_max=method.eps_high_max,
-        )
-        shown = "  ".join(f"{width:.4g}" for width in widths.tolist())
-        table.add_row(f"eps_high, c=1..{k - 1}", shown)
+        ends = f"{method.eps_high_max:g} at c = 1, evenly down to {method.floor:g} at c = {k}"
+        table.add_row("eps_high", ends)
     else:
         table.add_row("eps_high, every c", str(method.eps_high_max))
     if method.bounds != "fixed":

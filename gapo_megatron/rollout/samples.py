@@ -107,12 +107,12 @@ class Samples:
 
     def _describe(self, rollouts: Rollouts, row: int, step: int, prompt: Prompt) -> Sample:
         facts = rollouts.table[row]
-        sample, outcome = int(facts["sample"]), [*Outcome][facts["outcome"]]
+        sample, outcome = int(facts["sample"]), Outcome.of_code(facts["outcome"])
         verdict = self._verdicts[prompt.id, sample]
         # With `reward.truncated` = "unknown" the outcome is not the verifier's.
         left_out = verdict.outcome is not outcome and facts["is_truncated"]
         group = rollouts.rows_of([row // rollouts.rollouts_per_prompt])
-        outcomes = [[*Outcome][code] for code in rollouts.table["outcome"][group]]
+        outcomes = [Outcome.of_code(code) for code in rollouts.table["outcome"][group]]
         return Sample(
             step=step,
             problem=prompt.id,

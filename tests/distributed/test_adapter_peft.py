@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron import checkpoint
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.hf.adapter_checkpoint import AdapterCheckpoint
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.convert.adapter import convert_adapter
 from gapo_megatron.ops.convert.directions import Options
 from gapo_megatron.policy import ParallelGroups
+from gapo_megatron.types import Factors
 from tests.attempt_setup import make_attempt
 from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.conversion_setup import ARCHITECTURES, MOONLIGHT, hf_config, save_model
@@ -80,3 +83,21 @@ def test_peft_computes_what_the_merged_model_does(
     found = log_probs(PeftModel.from_pretrained(loaded(base), peft))
     # In fp32 a product more and a rounding less; measured: 3e-5.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_factors_of_no_weight_of_the_model_are_not_left_out(
+    groups: ParallelGroups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, run, merged = (tmp_path / one for one in ("base", "run", "merged"))
+    save_model(base, "qwen2")
+    save_run(run, base, ["qkv"], groups)
+    real = AdapterCheckpoint.factors
+
+    def and_one_more(self: AdapterCheckpoint) -> Iterator[Factors]:
+        yield from real(self)
+        yield "model.ghost", torch.ones(1, 2), torch.ones(2, 1)
+
+    monkeypatch.setattr(AdapterCheckpoint, "factors", and_one_more)
+    with pytest.raises(ConversionError, match=mentions("model.ghost.weight")):
+        convert_adapter(run, merged, Options(), kind="merged")
+    assert not merged.exists()

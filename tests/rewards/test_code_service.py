@@ -207,6 +207,7 @@ def test_a_limit_that_is_none_is_refused_by_name(served, name, value):
         ("/verdict", b"", 422, "JSONDecodeError"),
         ("/verdict", b"[" * 100_000, 422, "Recursion"),
         ("/verdict", [], 422, "version"),
+        ("/verdict", {"program": "", "kind": "Tests", "tests": {}, "limits": []}, 422, "version"),
         ("/verdict", {"program": "", "kind": "Tests", "tests": {}, "limits": {}}, 422, "Tests"),
         ("/verdict", {"program": "", "kind": "TextTests", "tests": {"?": 1}}, 422, "'?'"),
         ("/verdict", {"program": "", "kind": "TextTests", "tests": {"inputs": [], "outputs": []},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from gapo_megatron.types import Outcome
 from tests import reward_setup
 from tests.messages import mentions
 from tests.sandbox_setup import needs_sandbox
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import HANG_S, wait_for, wait_until
 
 OBEDIENT = "tests.reward_setup"
 PATIENCE_S = 600
@@ -390,7 +390,7 @@ def test_time_in_which_nobody_sends_does_not_count(clock):
         numbers = pool.submit([(f"echo {len(text)}", text)])
         pool.poll()
         while worker.outbox:
-            assert select.select([], [worker.channel], [], HANG_S)[1]
+            wait_for(worker.channel, selectors.EVENT_WRITE)
             clock.now += 140
             pool.poll()
         assert clock.now > 300
@@ -480,7 +480,7 @@ def test_a_verifier_that_cannot_start_is_an_error(verifier, capfd):
 
 def test_a_worker_that_was_ready_in_time_is_not_late_because_nobody_listened(clock):
     with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:  # then the model is built ...
-        assert select.select([pool._workers[0].channel], [], [], HANG_S)[0]
+        wait_for(pool._workers[0].channel, selectors.EVENT_READ)
         clock.now += 2 * module.START_TIMEOUT_S
         pool.wait_until_ready()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_TIMEOUT_S = 20.0
-"""Time for a connection, three times: a service may be starting again."""
+"""Time for a connection, three times; a refused one is tried again within a second."""
 
 QUEUE_TIMEOUT_S = 600.0
 """Time to wait in the service's queue."""
@@ -42,7 +42,7 @@ MAX_OUTPUT_BYTES = 100_000
 
 _BUSY = (408, 429, 502, 503, 504)
 _RETRY_S = (1.0, 3.0, 9.0)
-"""Seconds to wait before a request that found no listener or one of `_BUSY` is sent again."""
+"""Seconds to wait before a request that got one of `_BUSY` is sent again."""
 
 _KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -87,12 +87,8 @@ def post(sandbox: str, path: str, body: dict[str, Any], *, timeout_s: float) -> 
             with client.stream("POST", url + path, content=content, timeout=limits) as response:
                 answer = _read(response)
         except httpx.ConnectError as error:
-            is_stranger = "CERTIFICATE_VERIFY_FAILED" in str(error)
-            if wait_s is not None and not is_stranger:
-                time.sleep(wait_s)
-                continue
             reason = f"{service} cannot be reached: {error}"
-            if is_stranger and kind == "service":
+            if "CERTIFICATE_VERIFY_FAILED" in str(error) and kind == "service":
                 reason = (
                     f"{service} could not be authenticated with the certificate of this machine "
                     f"({SECRET_PATH}): another program listens there, or it has another file"

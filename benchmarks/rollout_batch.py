@@ -145,7 +145,7 @@ def run_ours(setting: Setting, folder: Path) -> list[Seconds]:
     """The stages of `train.py`, without evaluation, checkpoints and files."""
     from gapo_megatron.clock import Stopwatch
     from gapo_megatron.config import parse_config
-    from gapo_megatron.hf.weights import read_hf
+    from gapo_megatron.formats.weights import read_hf
     from gapo_megatron.learn.plan import plan_step
     from gapo_megatron.learn.step import learn
     from gapo_megatron.objective import make_batch

@@ -13,8 +13,8 @@ import warnings
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.config.rules import check_paths, input_paths
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.folder import check_replaceable, is_marked
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.formats.folder import check_replaceable, is_marked
+from gapo_megatron.formats.model_folder import check_model_folder
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.run.fail_fast import fail_fast

@@ -24,7 +24,7 @@ from pathlib import Path
 from gapo_megatron.config import Config, check_recorded
 from gapo_megatron.errors import DataError, GapoError
 from gapo_megatron.evaluate.counts import read_counts
-from gapo_megatron.hf.folder import claim
+from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.run_folder import parse_changes
 from gapo_megatron.ops.launch.freeze import frozen_code
 from gapo_megatron.ops.report.runs import Run, Values, find_trained, parse_branch, read_run

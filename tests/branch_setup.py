@@ -10,8 +10,8 @@ from transformers import Qwen2Config
 from gapo_megatron.checkpoint import begin_branch, check_branch
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.hf import manifest
-from gapo_megatron.hf.manifest import Manifest
+from gapo_megatron.formats import manifest
+from gapo_megatron.formats.manifest import Manifest
 from tests.attempt_setup import make_attempt
 from tests.configs import merged
 

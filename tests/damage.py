@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 
 
 class Trap:

@@ -20,7 +20,7 @@ from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
 from tests.configs import config_of, merged
-from tests.hf.test_convert_models import CONFIGS
+from tests.formats.test_convert_models import CONFIGS
 
 # Sizes that are no multiples of 64: parameters and buckets are padded.
 TINY: dict[str, Any] = {

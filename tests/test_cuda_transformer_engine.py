@@ -23,8 +23,8 @@ import torch
 
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config, ParallelConfig, load_config
-from gapo_megatron.hf.config_check import read_config
-from gapo_megatron.hf.disk_keys import extra_states, written_shape, written_slot
+from gapo_megatron.formats.config_check import read_config
+from gapo_megatron.formats.disk_keys import extra_states, written_shape, written_slot
 from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
 from gapo_megatron.models.tables import ARCHITECTURES, architecture_of
 from gapo_megatron.policy.export import Exported, exported_by

@@ -10,7 +10,17 @@ from pathlib import Path
 from tests.waiting import HANG_S
 
 PACKAGE = Path(__file__).parents[1] / "gapo_megatron"
-PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "models", "hf", "config", "io"]
+PURE = [
+    "objective",
+    "rewards",
+    "batching",
+    "evaluate",
+    "logprob",
+    "models",
+    "formats",
+    "config",
+    "io",
+]
 
 # From the bottom to the top: each imports only what stands before it. Those of one line know
 # nothing of each other.
@@ -23,7 +33,7 @@ LAYERS = [
     ["compat", "device"],
     ["config"],
     ["models"],
-    ["hf"],
+    ["formats"],
     ["logprob"],
     ["objective"],
     ["batching", "rewards"],

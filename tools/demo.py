@@ -31,7 +31,7 @@ from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
-from gapo_megatron.hf.folder import check_replaceable, claim, is_marked, mark
+from gapo_megatron.formats.folder import check_replaceable, claim, is_marked, mark
 from gapo_megatron.ops.launch.ranks import ranks_command
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.options import named_as_options, parse
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
-from gapo_megatron.hf.folder import claim
+from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
 
@@ -86,7 +86,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     )
     from gapo_megatron.evaluate.engine_checks import check_engine
     from gapo_megatron.evaluate.hints import hints
-    from gapo_megatron.hf.model_folder import check_model_folder
+    from gapo_megatron.formats.model_folder import check_model_folder
     from gapo_megatron.rollout import environments
     from gapo_megatron.run import process_group
 
@@ -349,7 +349,7 @@ def _keep_settings(
 ) -> None:
     """Refuse to mix samples of other weights, prompts, settings or environments in one folder."""
     from gapo_megatron.data.template_date import DATE, DATE_NAME
-    from gapo_megatron.hf.model_folder import TOKENIZER_FILES
+    from gapo_megatron.formats.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
     names = ("results.json", "results.md", "results.tex", "solve_rates.png", *digests)

@@ -25,8 +25,8 @@ from gapo_megatron.checkpoint.state import TRAINER_STATE_NAME, State
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import broken_rules, changes
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.hf import manifest
-from gapo_megatron.hf.manifest import Branch, Manifest
+from gapo_megatron.formats import manifest
+from gapo_megatron.formats.manifest import Branch, Manifest
 from gapo_megatron.io.files import flush, fsync, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME
 from gapo_megatron.io.run_folder import BRANCH_NAME, checkpoints_dir, is_finished

@@ -12,7 +12,7 @@ from pathlib import Path
 from gapo_megatron.config import AdapterConfig, Config
 from gapo_megatron.config.roles import Changes, changed_work, is_held_out, is_input, role_of
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.manifest import Manifest
+from gapo_megatron.formats.manifest import Manifest
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.run_folder import CHANGES_NAME, read_changes
 

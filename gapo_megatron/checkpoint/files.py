@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.hf.unpickle import explain, load_data
+from gapo_megatron.formats.unpickle import explain, load_data
 from gapo_megatron.io.documents import open_file
 
 

@@ -14,7 +14,7 @@ from gapo_megatron.checkpoint import files
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes, role_of
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.manifest import Manifest
+from gapo_megatron.formats.manifest import Manifest
 from gapo_megatron.types import Episode, Prompt
 
 OPEN_GROUPS_NAME = "open_groups.pt"

@@ -27,9 +27,9 @@ from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changed_layout, changes
 from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError, said
-from gapo_megatron.hf import manifest
-from gapo_megatron.hf.manifest import Manifest
-from gapo_megatron.hf.unpickle import read_common, read_metadata
+from gapo_megatron.formats import manifest
+from gapo_megatron.formats.manifest import Manifest
+from gapo_megatron.formats.unpickle import read_common, read_metadata
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.learn.checks.routes import counts_shape

@@ -34,8 +34,8 @@ from gapo_megatron.compat.megatron_optimizer import no_garbage_collection
 from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import CheckpointConfig, Config
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.hf import manifest
-from gapo_megatron.hf.manifest import FileEntry, Manifest
+from gapo_megatron.formats import manifest
+from gapo_megatron.formats.manifest import FileEntry, Manifest
 from gapo_megatron.io.files import flush
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.models import architecture_of

@@ -14,7 +14,7 @@ from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_groups import from_content, serialised_groups, to_content
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.hf.manifest import Branch, first_flaw
+from gapo_megatron.formats.manifest import Branch, first_flaw
 from gapo_megatron.io.documents import read_json
 from gapo_megatron.objective.answers import AnswerForms
 from gapo_megatron.objective.diagnostics import CorrelationWindow

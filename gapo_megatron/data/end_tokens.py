@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gapo_megatron.config import DataConfig
 from gapo_megatron.data.messages import render
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.model_folder import end_tokens
+from gapo_megatron.formats.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.config import DataConfig
 from gapo_megatron.data.template_date import DATE, asks_date, freeze_date
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.model_folder import MAX_TEMPLATE_CHARACTERS, tokenizer_sha256
+from gapo_megatron.formats.model_folder import MAX_TEMPLATE_CHARACTERS, tokenizer_sha256
 from gapo_megatron.io.documents import is_unicode
 from gapo_megatron.rewards.final_answer import special_tokens
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.compat.transformers import loads_by_itself, tokenizer_class
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.model_folder import VOCABULARY_FILES, check_model_folder
+from gapo_megatron.formats.model_folder import VOCABULARY_FILES, check_model_folder
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.models.config_json import ModelFacts
 

@@ -12,7 +12,7 @@ from gapo_megatron.io.documents import open_file, read_json
 from gapo_megatron.io.files import check_overwritable, naming, real, write_atomically
 
 BRANCH_NAME = "branch.json"
-"""The point at which a branched run left another run (`hf.manifest.Branch`)."""
+"""The point at which a branched run left another run (`formats.manifest.Branch`)."""
 
 CHANGES_NAME = "changes.json"
 """Settings that were changed on a resume, and the first step with them."""
@@ -31,7 +31,7 @@ _WRITTEN = (
     *(JOURNAL_FOLDER, VERIFIERS_FOLDER),
 )
 """Files that a run creates, replaces or removes. Launchers create other folders before its first
-start, and `hf` has its own marker (`hf.folder`)."""
+start, and `hf` has its own marker (`formats.folder`)."""
 _IF_DAMAGED = (
     "remove the file: the run then resumes from its last checkpoint and, if all steps are done, "
     "exports the model again"

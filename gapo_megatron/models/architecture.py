@@ -61,9 +61,9 @@ class Architecture:
     refused_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that config.json must not have, unless false -> reason."""
     quantizations: tuple[str, ...] = ()
-    """Values of quant_method in quantization_config whose weights are read (`hf.quantized`)."""
+    """quant_method in quantization_config of weights that can be read (`formats.quantized`)."""
     stacks_experts: bool = False
-    """Whether a folder has the experts of a layer in one tensor (`hf.stacks`)."""
+    """Whether a folder has the experts of a layer in one tensor (`formats.stacks`)."""
     complete: Callable[[dict[str, Any]], None] = _nothing
     """Set, in place, the values that transformers derives from others."""
 

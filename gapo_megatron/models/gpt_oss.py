@@ -1,8 +1,9 @@
 """gpt-oss: attention with sinks, a window in every second layer; experts and biases in all.
 
-Hugging Face folders store the experts of a layer in one tensor each (`hf.stacks`), input dimension
-first, with the columns of gate and up projection alternating. Published weights of experts are
-MXFP4, which is read but never written. The gated product is clamped, and up is added to 1.
+Hugging Face folders store the experts of a layer in one tensor each (`formats.stacks`), input
+dimension first, with the columns of gate and up projection alternating. Published weights of
+experts are MXFP4, which is read but never written. The gated product is clamped, and up is added
+to 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a folder stores weights: `quantization_config` of config.json (`hf.quantized` reads them)."""
+"""How a folder stores weights (`quantization_config`); `formats.quantized` reads them."""
 
 from __future__ import annotations
 

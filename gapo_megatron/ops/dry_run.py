@@ -21,9 +21,9 @@ from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inp
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.data.template_date import DATE_NAME, asks_date, expected_date, read_date
 from gapo_megatron.errors import ConfigError, shown
-from gapo_megatron.hf.draft_folder import check_draft
-from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.hf.model_folder import check_model_folder, read_chat_template
+from gapo_megatron.formats.draft_folder import check_draft
+from gapo_megatron.formats.manifest import list_steps
+from gapo_megatron.formats.model_folder import check_model_folder, read_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole

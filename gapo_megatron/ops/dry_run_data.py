@@ -15,8 +15,8 @@ from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import check_counts
 from gapo_megatron.data.template_date import asks_date, expected_date
 from gapo_megatron.errors import ConfigError, GapoError, RewardError, printable
-from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.formats.manifest import list_steps
+from gapo_megatron.formats.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.types import Outcome, Prompt, Verdict
 

@@ -14,7 +14,7 @@ from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.rules import why_missing
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.draft_folder import describe_draft
+from gapo_megatron.formats.draft_folder import describe_draft
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.ops.plan.hardware import GIB
 from gapo_megatron.ops.plan.layout import (

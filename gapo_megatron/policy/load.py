@@ -22,11 +22,11 @@ from gapo_megatron.compat.megatron_checkpoint import CheckpointingException
 from gapo_megatron.compat.torch import reads_metadata_by
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.config_check import compare_configs
-from gapo_megatron.hf.disk_keys import find_spelling
-from gapo_megatron.hf.manifest import MANIFEST_NAME, Manifest, find_damage
-from gapo_megatron.hf.torch_dist import MegatronFolder
-from gapo_megatron.hf.unpickle import check_extra_state, explain, read_metadata
+from gapo_megatron.formats.config_check import compare_configs
+from gapo_megatron.formats.disk_keys import find_spelling
+from gapo_megatron.formats.manifest import MANIFEST_NAME, Manifest, find_damage
+from gapo_megatron.formats.torch_dist import MegatronFolder
+from gapo_megatron.formats.unpickle import check_extra_state, explain, read_metadata
 from gapo_megatron.io.files import real
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
@@ -47,7 +47,7 @@ def find_weights(path: str | Path, hf_config: PretrainedConfig) -> MegatronFolde
     """Find the checkpoint in a Megatron folder, and check that it holds the model.
 
     Args:
-        path: the checkpoint, or a folder above it; see `hf.megatron_record.find_megatron`.
+        path: the checkpoint, or a folder above it; see `formats.megatron_record.find_megatron`.
         hf_config: the model's Hugging Face config.
 
     Raises:
@@ -102,7 +102,7 @@ def check_digests(
 def find_damage_together(
     folder: Path, found: Manifest, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> str | None:
-    """Run `hf.manifest.find_damage` on all files of a manifest; the same result on every rank.
+    """Run `formats.manifest.find_damage` on all files of a manifest; the same result on every rank.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
     """
@@ -143,7 +143,7 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
 
     with cpu.device_scope():
         keys = read_metadata(folder).state_dict_metadata.keys()
-        # The options of Megatron-core with which the writer named its tensors; see `hf.disk_keys`.
+        # Options of Megatron-core with which the writer named its tensors; see `formats.disk_keys`.
         naming = {
             "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in keys),
             "singleton_local_shards": any(key.endswith(".linear_fc1.weight_w") for key in keys),

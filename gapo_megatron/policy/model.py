@@ -38,7 +38,7 @@ from gapo_megatron.compat.transformer_engine import (
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.config_check import read_config
+from gapo_megatron.formats.config_check import read_config
 from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 from gapo_megatron.policy.attention import PackedAttention
@@ -56,7 +56,7 @@ def read_hf_config(hf_dir: str) -> PretrainedConfig:
     """Read config.json of `model.hf_dir`.
 
     Raises:
-        ConfigError: see `hf.config_check.read_config`.
+        ConfigError: see `formats.config_check.read_config`.
     """
     try:
         return read_config(Path(hf_dir))

@@ -23,7 +23,7 @@ from gapo_megatron.compat.optimizer_implementation import (
 )
 from gapo_megatron.compat.transformer_engine import free_fp8_copies
 from gapo_megatron.config import Config
-from gapo_megatron.hf.weights import finite_extremes, read_hf
+from gapo_megatron.formats.weights import finite_extremes, read_hf
 from gapo_megatron.logprob import Resolved
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import fp8_multiple
@@ -208,7 +208,7 @@ class Policy:
         Collectives: those of `load_megatron_weights`.
 
         Raises:
-            ConfigError, ConversionError: see `load_megatron_weights`, `hf.weights.read_hf`.
+            ConfigError, ConversionError: see `load_megatron_weights`, `formats.weights.read_hf`.
         """
         if self._model_settings.megatron_dir:
             self.load_megatron_weights(self._model_settings.megatron_dir, on_bytes=on_bytes)

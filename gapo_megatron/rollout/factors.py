@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.config import AdapterConfig
 from gapo_megatron.errors import WeightSyncError
-from gapo_megatron.hf.weights import finite_extremes
+from gapo_megatron.formats.weights import finite_extremes
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Shape
 from gapo_megatron.models.tables import rules_for

@@ -10,9 +10,9 @@ from gapo_megatron.compat.megatron_version import check_version
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
 from gapo_megatron.config.schema import VLLM
-from gapo_megatron.hf.draft_folder import check_draft
-from gapo_megatron.hf.folder import check_replaceable, is_marked
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.formats.draft_folder import check_draft
+from gapo_megatron.formats.folder import check_replaceable, is_marked
+from gapo_megatron.formats.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, read_owner
 from gapo_megatron.models.checks import check_replay, check_shapes
 from gapo_megatron.models.cpu_engine import check_engine_here, check_routes_here

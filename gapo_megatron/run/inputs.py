@@ -20,7 +20,7 @@ from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.formats.manifest import list_steps
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy.load import check_megatron_dir

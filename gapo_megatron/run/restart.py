@@ -19,8 +19,8 @@ from pathlib import Path
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.folder import adopt
-from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.formats.folder import adopt
+from gapo_megatron.formats.manifest import list_steps
 from gapo_megatron.io.files import real
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, finished_at, has_finished, is_finished

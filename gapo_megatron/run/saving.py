@@ -10,8 +10,8 @@ from gapo_megatron.checkpoint import Room, Saving, State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.exchange import Channel
-from gapo_megatron.hf.manifest import earliest_resume
-from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.formats.manifest import earliest_resume
+from gapo_megatron.formats.weights import write_hf
 from gapo_megatron.io.run_folder import checkpoints_dir, mark_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.journal import remove_journals

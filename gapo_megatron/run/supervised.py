@@ -26,7 +26,7 @@ from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, 
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
-from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.formats.weights import write_hf
 from gapo_megatron.learn.checks.range_check import check_range
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.plan import plan_scoring

@@ -16,7 +16,7 @@ import pytest
 
 from gapo_megatron.checkpoint import begin_branch, branch, check_branch, record_branch
 from gapo_megatron.errors import CheckpointError, FencedError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io import files
 from gapo_megatron.io.files import fsync
 from tests.attempt_setup import make_attempt

@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 from gapo_megatron.checkpoint import BranchPoint, check_branch
 from gapo_megatron.config import roles as settings
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import mark_finished
 from tests.branch_setup import MODEL, begin, make_checkpoint, make_config, make_old_run
 from tests.messages import mentions

@@ -16,7 +16,7 @@ from gapo_megatron.checkpoint.changes import record_changes
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import check_writable, checkpoints_dir, read_changes
 from tests.branch_setup import make_config, publish
 from tests.damage import put, sign_document

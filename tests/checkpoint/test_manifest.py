@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from gapo_megatron.config import CheckpointConfig, Config
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from tests.branch_setup import NAMES, make_config, publish
 from tests.damage import put, sign_document
 from tests.messages import mentions

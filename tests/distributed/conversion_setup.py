@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 
-from gapo_megatron.hf.torch_dist import write_megatron
-from gapo_megatron.hf.weights import HfFolder
+from gapo_megatron.formats.torch_dist import write_megatron
+from gapo_megatron.formats.weights import HfFolder
 from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.models.tables import rules_for
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.adapter_checkpoint import AdapterCheckpoint
+from gapo_megatron.formats.adapter_checkpoint import AdapterCheckpoint
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.convert.adapter import convert_adapter

@@ -18,7 +18,7 @@ from gapo_megatron.checkpoint import Room, shards
 from gapo_megatron.checkpoint.shards import Shards
 from gapo_megatron.config import CheckpointConfig, Config
 from gapo_megatron.errors import CheckpointError, FencedError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.policy import Policy, destroy
 from tests.dist import run_distributed

@@ -23,8 +23,8 @@ from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConversionError, FencedError
-from gapo_megatron.hf import manifest
-from gapo_megatron.hf.unpickle import read_common, read_metadata
+from gapo_megatron.formats import manifest
+from gapo_megatron.formats.unpickle import read_common, read_metadata
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.policy import Policy, destroy

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.config import ParallelConfig
-from gapo_megatron.hf.torch_dist import MegatronFolder
-from gapo_megatron.hf.weights import in_model_order
+from gapo_megatron.formats.torch_dist import MegatronFolder
+from gapo_megatron.formats.weights import in_model_order
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.logits import logits

@@ -18,7 +18,7 @@ from megatron.core.optimizer import distrib_optimizer
 from gapo_megatron.checkpoint import Room, shards
 from gapo_megatron.checkpoint.shards import Shards
 from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.layout import Layout, saved_bytes, state_bytes

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.manifest import read_manifest
-from gapo_megatron.hf.torch_dist import MegatronFolder
+from gapo_megatron.formats.manifest import read_manifest
+from gapo_megatron.formats.torch_dist import MegatronFolder
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import ParallelGroups, Policy

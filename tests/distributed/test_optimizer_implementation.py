@@ -25,7 +25,7 @@ from gapo_megatron.compat.optimizer_implementation import fuse_weight_gradients_
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.manifest import read_manifest
+from gapo_megatron.formats.manifest import read_manifest
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy import policy as policy_module

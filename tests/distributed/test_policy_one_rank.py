@@ -45,7 +45,7 @@ from tests.distributed.policy_setup import (
     reference_log_probs,
     save_model,
 )
-from tests.hf.test_convert_torch_dist import Weights, fill, make_model, save
+from tests.formats.test_convert_torch_dist import Weights, fill, make_model, save
 from tests.messages import mentions
 
 BATCH = make_batch()

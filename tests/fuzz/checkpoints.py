@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gapo_megatron import checkpoint
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.ops.convert.directions import Options, megatron_to_hf
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config

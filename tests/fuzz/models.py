@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.hf.model_folder import check_model_folder, end_tokens
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.model_folder import check_model_folder, end_tokens
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import to_megatron
 from gapo_megatron.models.tables import rules_for

@@ -1,6 +1,6 @@
 """What commands write must not cost anybody a file: every writer of the package is tried here.
 
-Folders that are replaced whole are those of `hf.folder`: tests/hf/test_convert_folders.py.
+Folders that are replaced whole (`formats.folder`) are in tests/formats/test_convert_folders.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from gapo_megatron.config import CheckpointConfig, load_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.ops.launch.prepare import check_before_nodes

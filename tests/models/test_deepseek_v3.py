@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import AdapterConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.config_check import compare_configs
-from gapo_megatron.hf.megatron_record import from_args, to_args
+from gapo_megatron.formats.config_check import compare_configs
+from gapo_megatron.formats.megatron_record import from_args, to_args
 from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.checks import check_positions, check_shapes
 from gapo_megatron.models.config_json import ModelFacts, facts_of

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from gapo_megatron.config import AdapterConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.config_check import compare_configs
-from gapo_megatron.hf.megatron_record import from_args, to_args
-from gapo_megatron.hf.model_folder import check_model_folder
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.config_check import compare_configs
+from gapo_megatron.formats.megatron_record import from_args, to_args
+from gapo_megatron.formats.model_folder import check_model_folder
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts, facts_of
 from gapo_megatron.models.lora import check_adapter

@@ -25,8 +25,8 @@ from transformers import (
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.hf.megatron_record import to_args
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.formats.megatron_record import to_args
+from gapo_megatron.formats.model_folder import check_model_folder
 from gapo_megatron.models import Architecture, architecture_of, tables
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import shipped_fields
@@ -38,7 +38,7 @@ from gapo_megatron.ops.plan.layout import Layout
 from tests.convert_setup import to_hf
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import make_config
-from tests.hf.test_convert_config import CONFIGS
+from tests.formats.test_convert_config import CONFIGS
 from tests.messages import mentions
 from tests.waiting import HANG_S
 

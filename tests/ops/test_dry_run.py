@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
 from gapo_megatron.ops.dry_run_data import look_at_data

@@ -14,7 +14,7 @@ from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops import dry_run
 from gapo_megatron.ops.dry_run import look_at_inputs, print_dry_run

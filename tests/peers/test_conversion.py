@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gapo_megatron.hf.model_folder import non_weight_files
+from gapo_megatron.formats.model_folder import non_weight_files
 from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_megatron.ops.convert.directions import Options, hf_to_megatron, megatron_to_hf
 from tests.convert_setup import make_config, make_model

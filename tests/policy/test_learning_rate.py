@@ -11,7 +11,7 @@ from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import Config, OptimizerConfig
 from gapo_megatron.config.roles import changed_work
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.manifest import Manifest, publish, step_dir, write_manifest
+from gapo_megatron.formats.manifest import Manifest, publish, step_dir, write_manifest
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.policy.optimizer import learning_rate

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.config import AdapterConfig
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.policy import destroy

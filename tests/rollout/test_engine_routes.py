@@ -21,7 +21,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from gapo_megatron.config import Config
 from gapo_megatron.errors import RolloutError, WeightSyncError
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.vllm import RolloutEngine

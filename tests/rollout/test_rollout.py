@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gapo_megatron.errors import RolloutError, WeightSyncError
-from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.formats.weights import write_hf
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.progress import Occupancy

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm_gpt_oss import SinkLoader
 from gapo_megatron.errors import WeightSyncError
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollouts import Rollouts
 from tests.distributed.conversion_setup import MOONLIGHT, save_model

@@ -13,7 +13,7 @@ import pytest
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.folder import is_marked, mark
+from gapo_megatron.formats.folder import is_marked, mark
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.prepare import check_before_nodes

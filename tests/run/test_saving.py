@@ -11,7 +11,7 @@ import pytest
 from gapo_megatron.checkpoint import Room, State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CheckpointConfig
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import JOURNAL_FOLDER, checkpoints_dir
 from gapo_megatron.run import saving
 from gapo_megatron.run.saving import Checkpoints

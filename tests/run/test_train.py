@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.hf.manifest import read_manifest
+from gapo_megatron.formats.manifest import read_manifest
 from gapo_megatron.io.sample_files import read_samples
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gapo_megatron.hf.adapter_folder import AdapterSettings, read_adapter
-from gapo_megatron.hf.manifest import read_manifest
+from gapo_megatron.formats.adapter_folder import AdapterSettings, read_adapter
+from gapo_megatron.formats.manifest import read_manifest
 from tests import train_setup
 from tests.convert_tools_setup import to_hf
 from tests.messages import mentions

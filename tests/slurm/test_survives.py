@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from tests.slurm.training import (
     CHECKPOINT_EVERY_STEPS,
     NUM_STEPS,

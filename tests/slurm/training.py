@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gapo_megatron.hf import manifest
+from gapo_megatron.formats import manifest
 from gapo_megatron.ops.launch.freeze import freeze
 from tests.slurm.cluster import FINAL_STATES, REPOSITORY, Cluster, ClusterError, tail, until
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.adapter_checkpoint import AdapterCheckpoint
-from gapo_megatron.hf.adapter_folder import read_adapter, write_adapter
-from gapo_megatron.hf.weights import HfFolder, write_hf
+from gapo_megatron.formats.adapter_checkpoint import AdapterCheckpoint
+from gapo_megatron.formats.adapter_folder import read_adapter, write_adapter
+from gapo_megatron.formats.weights import HfFolder, write_hf
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.convert.directions import Options, check_file_digests, find_source
@@ -110,7 +110,7 @@ def convert_adapter(
 
 
 def _check_targets(targets: Sequence[str], hf_config: Any) -> None:
-    """Refuse layers that peft would not adapt, or only with a warning; see `hf.adapter_folder`."""
+    """Refuse layers that peft would leave out, or only warn of (`formats.adapter_folder`)."""
     if not geometry_of(hf_config).num_experts:
         return
     for target in targets:

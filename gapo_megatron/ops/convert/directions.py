@@ -21,20 +21,20 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.config_check import check_config, compare_configs, read_config
-from gapo_megatron.hf.folder import REPORT_NAME, new_folder
-from gapo_megatron.hf.manifest import MANIFEST_NAME, find_damage
-from gapo_megatron.hf.megatron_record import TRACKER, Found, find_megatron
-from gapo_megatron.hf.model_folder import check_dtypes, check_model_folder
-from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.hf.weights import (
+from gapo_megatron.formats.config_check import check_config, compare_configs, read_config
+from gapo_megatron.formats.folder import REPORT_NAME, new_folder
+from gapo_megatron.formats.manifest import MANIFEST_NAME, find_damage
+from gapo_megatron.formats.megatron_record import TRACKER, Found, find_megatron
+from gapo_megatron.formats.model_folder import check_dtypes, check_model_folder
+from gapo_megatron.formats.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.formats.weights import (
     MAX_SHARD_BYTES,
     HfFolder,
     carry_over,
     describe_left_out,
     write_hf_weights,
 )
-from gapo_megatron.hf.workers import worker_pool
+from gapo_megatron.formats.workers import worker_pool
 from gapo_megatron.io.files import real
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.rules import Place, Rule

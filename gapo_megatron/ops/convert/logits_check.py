@@ -26,8 +26,8 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.data.tokenizer import open_tokenizer
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.model_folder import VOCABULARY_FILES
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.model_folder import VOCABULARY_FILES
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.io.host_memory import available_bytes
 from gapo_megatron.models.checks import check_shapes, num_experts
 from gapo_megatron.models.quantization import FP8, quantization_of

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Table
 
 from gapo_megatron import __version__
-from gapo_megatron.hf.folder import REPORT_NAME
+from gapo_megatron.formats.folder import REPORT_NAME
 from gapo_megatron.io.files import real
 from gapo_megatron.ops.convert.verify import Part, Tensors
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.torch_dist import MegatronFolder
-from gapo_megatron.hf.weights import Entry, HfFolder, finite_extremes
+from gapo_megatron.formats.torch_dist import MegatronFolder
+from gapo_megatron.formats.weights import Entry, HfFolder, finite_extremes
 from gapo_megatron.models.rules import Place, Rule, check_names, hf_shapes
 
 Side = Literal["hf", "megatron"]

@@ -9,8 +9,8 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import missing_inputs
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.hf.headers import find_files
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.formats.headers import find_files
+from gapo_megatron.formats.model_folder import check_model_folder
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.doctor.finding import Finding, Status, judge
 from gapo_megatron.ops.dry_run_data import look_at_data

@@ -9,8 +9,8 @@ from typing import Any
 
 from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.folder import new_folder
-from gapo_megatron.hf.model_folder import TOKENIZER_FILES
+from gapo_megatron.formats.folder import new_folder
+from gapo_megatron.formats.model_folder import TOKENIZER_FILES
 from gapo_megatron.io.documents import differences, read_object
 from gapo_megatron.io.files import code_sha256, file_sha256, real
 from gapo_megatron.ops.prepare.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf.folder import new_folder
+from gapo_megatron.formats.folder import new_folder
 from gapo_megatron.io.files import file_sha256
 
 PACKAGES = Path("runs/smollm2/packages")

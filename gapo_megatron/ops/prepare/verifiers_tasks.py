@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.errors import ConfigError, DataError, said
-from gapo_megatron.hf.folder import new_folder
+from gapo_megatron.formats.folder import new_folder
 from gapo_megatron.io.files import file_sha256
 from gapo_megatron.io.toml_tree import read_tree
 from gapo_megatron.ops.prepare.output import MANIFEST, PROBLEMS

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
-from gapo_megatron.hf.folder import claim
+from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_megatron.ops.report.arms import Comparison

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.hf.folder import claim
+from gapo_megatron.formats.folder import claim
 from gapo_megatron.ops.launch.status import read_statuses
 from gapo_megatron.ops.plan.flops import step_flops
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu

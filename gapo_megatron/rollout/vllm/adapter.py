@@ -23,7 +23,7 @@ from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm import LLMEngine, LoRARequest
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, WeightSyncError, said
-from gapo_megatron.hf.adapter_folder import AdapterSettings, tensor_names, write_files
+from gapo_megatron.formats.adapter_folder import AdapterSettings, tensor_names, write_files
 from gapo_megatron.models.lora import factors_of, why_merged_on
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollout.factors import FactorShapes, check_factors

@@ -14,7 +14,7 @@ from vllm import EngineArgs
 from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.headers import find_files
+from gapo_megatron.formats.headers import find_files
 from gapo_megatron.models.checks import check_engine_heads, check_positions
 from gapo_megatron.models.cpu_engine import check_head_dim, check_routes
 from gapo_megatron.models.quantization import quantization_of

@@ -22,7 +22,7 @@ from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm_routes import finish_steps, routes_on_every_rank
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
-from gapo_megatron.hf.model_folder import end_tokens
+from gapo_megatron.formats.model_folder import end_tokens
 from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.rollout.engine import Completion, Needs, Request
 from gapo_megatron.rollout.factors import factor_shapes

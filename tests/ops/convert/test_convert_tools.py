@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.manifest import read_manifest
-from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.formats.manifest import read_manifest
+from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.hf.weights import HfFolder, write_hf_weights
+from gapo_megatron.formats.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.formats.weights import HfFolder, write_hf_weights
 from gapo_megatron.models.rules import Place, Rule, hf_shapes
 from gapo_megatron.models.tables import architecture_of, rules_for
 from gapo_megatron.ops.convert.verify import (

@@ -447,7 +447,7 @@ def test_a_moment_of_bad_disk_is_not_for_ever(tmp_path, use, name):
         from gapo_megatron.io.documents import read_json
         from gapo_megatron.run.fail_fast import fail_fast
         from gapo_megatron.io.run_folder import check_writable, is_finished
-        from gapo_megatron.hf.manifest import list_steps
+        from gapo_megatron.formats.manifest import list_steps
         folder = Path({str(tmp_path)!r})
         path = folder / "finished.json"
         def fail(*arguments, **options):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hf.test_convert_models import CONFIGS
+from tests.formats.test_convert_models import CONFIGS
 from tests.scaling_setup import write_model
 from tools import plan as tool
 

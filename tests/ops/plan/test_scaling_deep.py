@@ -28,7 +28,7 @@ from gapo_megatron.ops.plan.no_data import KeptForBackward, NoData, fake_groups
 from gapo_megatron.ops.prepare.demo_task import write_tokenizer
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import read_hf_config
-from tests.hf.test_convert_models import CONFIGS
+from tests.formats.test_convert_models import CONFIGS
 from tests.scaling_setup import (
     SIX_LAYERS,
     SIX_LAYERS_EXPERTS,

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.plan.flops import Shape, forward_flops
-from tests.hf.test_convert_models import CONFIGS, NUM_PARAMETERS
+from tests.formats.test_convert_models import CONFIGS, NUM_PARAMETERS
 from tests.scaling_setup import hf
 
 TINY = {

@@ -16,7 +16,7 @@ import pytest
 
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.hf import folder as folder_module
+from gapo_megatron.formats import folder as folder_module
 from gapo_megatron.ops.prepare import HeldOut, Lengths, Source, deepcoder, own, prepare
 from gapo_megatron.ops.prepare import journal as journal_module
 from gapo_megatron.ops.prepare.journal import Journal

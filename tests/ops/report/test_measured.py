@@ -9,7 +9,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.workload import survival
 from gapo_megatron.ops.report.measured import STAGES, read_measured
-from tests.hf.test_convert_models import CONFIGS
+from tests.formats.test_convert_models import CONFIGS
 from tests.messages import mentions
 from tests.scaling_setup import config, hf, write_model
 

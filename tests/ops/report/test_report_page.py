@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.hf.folder import claim
+from gapo_megatron.formats.folder import claim
 from gapo_megatron.ops.report import write_report
 from gapo_megatron.ops.report.report import MAKERS, _lead
 from gapo_megatron.ops.report.runs import find_trained

@@ -21,7 +21,7 @@ from gapo_megatron.ops.report.scaling import (
     throughput,
 )
 from gapo_megatron.ops.report.style import style
-from tests.hf.test_convert_models import CONFIGS
+from tests.formats.test_convert_models import CONFIGS
 from tests.messages import mentions
 from tests.ops.report.test_measured import SMALL, a_step, write_run
 from tests.scaling_setup import config, write_model

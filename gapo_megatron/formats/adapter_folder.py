@@ -29,10 +29,10 @@ from torch import Tensor
 
 from gapo_megatron.config.adapter_section import lora_scale
 from gapo_megatron.errors import ConfigError, ConversionError, shown
-from gapo_megatron.hf import shard
-from gapo_megatron.hf.folder import is_marked, mark, new_folder
-from gapo_megatron.hf.headers import Header, read_header
-from gapo_megatron.hf.weights import finite_extremes
+from gapo_megatron.formats import shard
+from gapo_megatron.formats.folder import is_marked, mark, new_folder
+from gapo_megatron.formats.headers import Header, read_header
+from gapo_megatron.formats.weights import finite_extremes
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.types import Factors
 

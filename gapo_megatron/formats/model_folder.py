@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.folder import MARKER_NAME, REPORT_NAME
-from gapo_megatron.hf.headers import INDEX, SINGLE
-from gapo_megatron.hf.model_tensors import model_tensors
+from gapo_megatron.formats.folder import MARKER_NAME, REPORT_NAME
+from gapo_megatron.formats.headers import INDEX, SINGLE
+from gapo_megatron.formats.model_tensors import model_tensors
 from gapo_megatron.io.documents import open_file, read_object, read_text
 from gapo_megatron.io.files import file_sha256
 from gapo_megatron.models.config_json import FLOATS, ModelFacts, read_facts, refuse_code

@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.folder import (
+from gapo_megatron.formats.folder import (
     adopt,
     claim,
     is_marked,
     mark,
     new_folder,
 )
-from gapo_megatron.hf.headers import find_files
-from gapo_megatron.hf.weights import HfFolder, read_hf, write_hf
+from gapo_megatron.formats.headers import find_files
+from gapo_megatron.formats.weights import HfFolder, read_hf, write_hf
 from gapo_megatron.models.tables import ARCHITECTURES
 from tests.convert_setup import assert_equal, make_config, make_model, written_weights
 from tests.messages import mentions

@@ -19,10 +19,10 @@ from gapo_megatron.config import Config, parse_config
 from gapo_megatron.data.schema import encode_prompt
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
-from gapo_megatron.hf import model_folder
-from gapo_megatron.hf.headers import read_header, read_headers
-from gapo_megatron.hf.model_folder import check_model_folder, end_tokens, non_weight_files
-from gapo_megatron.hf.weights import HfFolder, carry_over, read_hf
+from gapo_megatron.formats import model_folder
+from gapo_megatron.formats.headers import read_header, read_headers
+from gapo_megatron.formats.model_folder import check_model_folder, end_tokens, non_weight_files
+from gapo_megatron.formats.weights import HfFolder, carry_over, read_hf
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.ops.dry_run import print_dry_run
 from gapo_megatron.ops.plan.flops import Shape

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.headers import DTYPES, Header
-from gapo_megatron.hf.quantized import Quantized, dequantized
-from gapo_megatron.hf.stacks import slice_of, stacked
+from gapo_megatron.formats.headers import DTYPES, Header
+from gapo_megatron.formats.quantized import Quantized, dequantized
+from gapo_megatron.formats.stacks import slice_of, stacked
 from gapo_megatron.io.huge_pages import empty
 from gapo_megatron.models.rules import Shape
 

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint import Metadata
 from transformers import PretrainedConfig
 
 from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
-from gapo_megatron.hf.manifest import (
+from gapo_megatron.formats.manifest import (
     MANIFEST_NAME,
     Manifest,
     is_plain_name,
     list_steps,
     read_manifest,
 )
-from gapo_megatron.hf.megatron_rope import ROPE_ARGS, rope_args, rope_fields
-from gapo_megatron.hf.unpickle import read_common, read_metadata
+from gapo_megatron.formats.megatron_rope import ROPE_ARGS, rope_args, rope_fields
+from gapo_megatron.formats.unpickle import read_common, read_metadata
 from gapo_megatron.io.documents import read_json, read_object, read_text
 from gapo_megatron.models.parts import SCORES, layer_types, periodic_layer_types
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of

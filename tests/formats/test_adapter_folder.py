@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
-from gapo_megatron.hf.adapter_folder import (
+from gapo_megatron.formats.adapter_folder import (
     CONFIG,
     WEIGHTS,
     AdapterSettings,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.unpickle import load_data
+from gapo_megatron.formats.unpickle import load_data
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.huge_pages import empty
 from gapo_megatron.models.rules import Shape

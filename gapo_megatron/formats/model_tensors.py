@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from gapo_megatron.hf.headers import Header, read_headers
-from gapo_megatron.hf.quantized import joined
-from gapo_megatron.hf.stacks import unstacked
+from gapo_megatron.formats.headers import Header, read_headers
+from gapo_megatron.formats.quantized import joined
+from gapo_megatron.formats.stacks import unstacked
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.rules import check_beginning
 from gapo_megatron.models.tables import architecture_of, left_out_layers

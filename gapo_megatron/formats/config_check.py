@@ -14,8 +14,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.model_folder import check_dtypes, check_sizes
-from gapo_megatron.hf.weights import Entry
+from gapo_megatron.formats.model_folder import check_dtypes, check_sizes
+from gapo_megatron.formats.weights import Entry
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.parts import SCORES, layer_types, periodic_layer_types
 from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for

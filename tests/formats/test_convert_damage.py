@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.hf.weights import HfFolder
+from gapo_megatron.formats.weights import HfFolder
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.ops.convert import directions
 from tests.convert_tools_setup import (
@@ -298,9 +298,9 @@ def test_a_disk_that_is_too_small_or_fills_up(root, tmp_path):
 # The tool as it is, with one function that ends the process instead of returning.
 KILLED = """
 import os, runpy, signal, sys
-from gapo_megatron.hf import folder
-from gapo_megatron.hf.weights import HfFolder
-from gapo_megatron.hf.torch_dist import MegatronFolder
+from gapo_megatron.formats import folder
+from gapo_megatron.formats.weights import HfFolder
+from gapo_megatron.formats.torch_dist import MegatronFolder
 
 def deadly(function, number):
     calls = []

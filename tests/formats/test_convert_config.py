@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.config_check import check_config, compare_configs
-from gapo_megatron.hf.megatron_record import from_args, to_args
-from gapo_megatron.hf.weights import Entry
+from gapo_megatron.formats.config_check import check_config, compare_configs
+from gapo_megatron.formats.megatron_record import from_args, to_args
+from gapo_megatron.formats.weights import Entry
 from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import ARCHITECTURES, rope_of, rules_for

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.headers import Header
+from gapo_megatron.formats.headers import Header
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.quantization import FP8, MXFP4, block_size, quantization_of
 from gapo_megatron.models.rules import Shape

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from gapo_megatron.compat.pickle import CheckedUnpickler
 from gapo_megatron.compat.torch import pickle_in, storage_info
 from gapo_megatron.errors import ConversionError, printable
-from gapo_megatron.hf.manifest import is_plain_name
+from gapo_megatron.formats.manifest import is_plain_name
 from gapo_megatron.io.documents import open_file
 
 # What a damaged pickle raises while it is read, and while its content is checked.

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.model_folder import check_model_folder
-from gapo_megatron.hf.weights import HfFolder, write_hf
+from gapo_megatron.formats.model_folder import check_model_folder
+from gapo_megatron.formats.weights import HfFolder, write_hf
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.quantization import quantization_of
 from tests.convert_setup import one_by_one, pack_experts

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.draft_folder import check_draft, describe_draft
+from gapo_megatron.formats.draft_folder import check_draft, describe_draft
 from tests.draft_setup import write_draft
 from tests.messages import mentions
 from tests.rollout_setup import SIZES, VOCAB

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gapo_megatron.config import AdapterConfig
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.adapter_folder import AdapterSettings
-from gapo_megatron.hf.chunks import Chunks
-from gapo_megatron.hf.megatron_record import Found
+from gapo_megatron.formats.adapter_folder import AdapterSettings
+from gapo_megatron.formats.chunks import Chunks
+from gapo_megatron.formats.megatron_record import Found
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.types import Factors

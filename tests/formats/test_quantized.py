@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.model_folder import check_model_folder
-from gapo_megatron.hf.weights import HfFolder, read_hf, write_hf
+from gapo_megatron.formats.model_folder import check_model_folder
+from gapo_megatron.formats.weights import HfFolder, read_hf, write_hf
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.policy import destroy

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf.headers import Header, item_bytes
+from gapo_megatron.formats.headers import Header, item_bytes
 from gapo_megatron.models.rules import Shape
 
 if TYPE_CHECKING:

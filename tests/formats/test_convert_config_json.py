@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.hf.config_check import read_config
+from gapo_megatron.formats.config_check import read_config
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import find_model, shipped_names
 from gapo_megatron.models.tables import ARCHITECTURES, geometry_of, rope_of, rules_for
-from tests.hf.test_convert_models import CONFIGS
+from tests.formats.test_convert_models import CONFIGS
 from tests.messages import mentions
 
 # Everything that this package asks of a model's config, beside rope.

@@ -38,12 +38,12 @@ from torch.distributed.checkpoint.planner import (
 from transformers import PretrainedConfig
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf import disk_keys
-from gapo_megatron.hf.chunks import Chunks
-from gapo_megatron.hf.manifest import MANIFEST_NAME, Manifest
-from gapo_megatron.hf.megatron_record import Found, find_megatron, to_args
-from gapo_megatron.hf.weights import Entry, in_model_order
-from gapo_megatron.hf.workers import Read, worker_pool
+from gapo_megatron.formats import disk_keys
+from gapo_megatron.formats.chunks import Chunks
+from gapo_megatron.formats.manifest import MANIFEST_NAME, Manifest
+from gapo_megatron.formats.megatron_record import Found, find_megatron, to_args
+from gapo_megatron.formats.weights import Entry, in_model_order
+from gapo_megatron.formats.workers import Read, worker_pool
 from gapo_megatron.models.rules import Place, Rule
 
 _PART_BYTES = 4 * 2**30

@@ -38,10 +38,10 @@ from gapo_megatron.checkpoint import files
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron_checkpoint import InProcessSave
 from gapo_megatron.errors import CheckpointError, ConversionError
-from gapo_megatron.hf import torch_dist
-from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.hf.unpickle import check_extra_state, read_common, read_metadata
-from gapo_megatron.hf.weights import in_model_order
+from gapo_megatron.formats import torch_dist
+from gapo_megatron.formats.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.formats.unpickle import check_extra_state, read_common, read_metadata
+from gapo_megatron.formats.weights import in_model_order
 from gapo_megatron.models.rules import Place, Rule, find_rule
 from gapo_megatron.models.tables import rules_for
 from tests.convert_setup import make_config

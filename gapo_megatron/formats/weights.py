@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
-from gapo_megatron.hf import shard
-from gapo_megatron.hf.folder import is_marked, mark, new_folder
-from gapo_megatron.hf.headers import INDEX, SINGLE
-from gapo_megatron.hf.model_folder import non_weight_files
-from gapo_megatron.hf.model_tensors import model_tensors
-from gapo_megatron.hf.stacks import experts_of, slice_of
-from gapo_megatron.hf.workers import Read, worker_pool
+from gapo_megatron.formats import shard
+from gapo_megatron.formats.folder import is_marked, mark, new_folder
+from gapo_megatron.formats.headers import INDEX, SINGLE
+from gapo_megatron.formats.model_folder import non_weight_files
+from gapo_megatron.formats.model_tensors import model_tensors
+from gapo_megatron.formats.stacks import experts_of, slice_of
+from gapo_megatron.formats.workers import Read, worker_pool
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.rules import Place, Rule, Shape, checked, hf_shapes

@@ -8,7 +8,7 @@ from typing import Any
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.hf.headers import find_files
+from gapo_megatron.formats.headers import find_files
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.models.config_json import refuse_code
 from gapo_megatron.models.cpu_engine import CPU_HEAD_DIMS, is_cpu_build

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from gapo_megatron.hf.config_check import check_config, compare_configs
-from gapo_megatron.hf.megatron_record import from_args, to_args
-from gapo_megatron.hf.weights import Entry
+from gapo_megatron.formats.config_check import check_config, compare_configs
+from gapo_megatron.formats.megatron_record import from_args, to_args
+from gapo_megatron.formats.weights import Entry
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rope import Rope
 from gapo_megatron.models.rules import hf_shapes

@@ -43,12 +43,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import State
 from gapo_megatron.config import AdapterConfig, Config, load_config
-from gapo_megatron.evaluate.statistics import mean_interval
 from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.learn.score import score
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import update
-from gapo_megatron.ops.plan.deep_dry_run import allocated_bytes
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.low_rank import merge
 from gapo_megatron.rollout.adapter_sync import Sending, update_adapter
@@ -61,6 +59,8 @@ from gapo_megatron.run import process_group
 from gapo_megatron.run.inputs import check_inputs
 from gapo_megatron.run.run import Run
 from gapo_megatron.types import Prompt
+from tools.evaluation.statistics import mean_interval
+from tools.planner.deep_dry_run import allocated_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs/demo_language.toml"

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.published import find_model
-from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.plan.hardware import ASSUMED, GPUS, Efficiency
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import StepTime, step_time
-from gapo_megatron.ops.plan.workload import Workload
+from tools.planner.flops import Shape
+from tools.planner.hardware import ASSUMED, GPUS, Efficiency
+from tools.planner.times import StepTime, step_time
+from tools.planner.workload import Workload
 
 _QWEN3_32B = {
     "model_type": "qwen3",

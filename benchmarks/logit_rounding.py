@@ -16,14 +16,18 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from gapo_megatron.evaluate.statistics import mean_interval
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
 from gapo_megatron.logprob import token_log_probs
+from tools.evaluation.statistics import mean_interval
 
 ROWS, HIDDEN_SIZE, VOCAB_SIZE = 4096, 1536, 5003
 LENGTHS = (256, 1024, 4096)

@@ -35,15 +35,15 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.ops.plan.engine import Decoding
-from gapo_megatron.ops.plan.flops import Shape, element_bytes
-from gapo_megatron.ops.plan.hardware import GPUS, Efficiency
-from gapo_megatron.ops.plan.planner import read_model
 from gapo_megatron.rollout import generate
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.acting import one_turn_inputs
 from tests.scripted_engine import ThreadReplicas
+from tools.planner.engine import Decoding
+from tools.planner.flops import Shape, element_bytes
+from tools.planner.hardware import GPUS, Efficiency
+from tools.planner.planner import read_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS, NUM_PROMPTS, GROUP_SIZE = 8, 64, 8

@@ -89,10 +89,10 @@ prepare() {
     PYTHONPATH=$tree$python_path start here $PREPARE
     await || exit
   fi
-  answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.ops.launch.prepare "$@" \
+  answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.launch.prepare "$@" \
     --world-size "$world_size" --ranks-per-node "$tasks_per_node" --job "$job") || exit
   { read -r run_dir && read -r code && read -r state; } <<<"$answer" ||
-    die 1 "unexpected output of gapo_megatron.ops.launch.prepare: $answer"
+    die 1 "unexpected output of gapo_megatron.launch.prepare: $answer"
   [ "$state" != finished ] || { say "$run_dir has finished already" && exit 0; }
   if [ "$mode" = slurm ] && ! [ "$tree" -ef "$code" ]; then
     mkdir -p "$tree/.jobs"
@@ -150,7 +150,7 @@ check_nodes() { # sets `used` to the nodes to run on
   [ "$mode" = local ] || step=("${srun[@]}" --overlap --nodes="$count" --ntasks="$count" --ntasks-per-node=1
     --kill-on-bad-exit=0 --wait=0)
   # The check itself ends after 300 s: reading torch from a cold disk is slow.
-  start timeout --kill-after=10 330 "${step[@]}" "${python[@]}" -m gapo_megatron.ops.launch.preflight \
+  start timeout --kill-after=10 330 "${step[@]}" "${python[@]}" -m gapo_megatron.launch.preflight \
     --output "$attempt_dir/check" --run-dir "$run_dir" --num-nodes "$count" \
     --address "$NODE_ADDRESS" ${MIN_FREE_GIB:+--min-free-gib "$MIN_FREE_GIB"}
   await
@@ -261,7 +261,7 @@ conclude() {
       ;;
     *)
       local verdict=0
-      here -m gapo_megatron.ops.launch.postmortem "$attempt_dir" || verdict=$?
+      here -m gapo_megatron.launch.postmortem "$attempt_dir" || verdict=$?
       exit_code=$(grep -xE '[0-9]{1,3}' "$attempt_dir/exit_code" 2>/dev/null || first_exit_code)
       ((verdict != 4)) || exit "$exit_code" # a retry would fail again
       count_failure ||

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.errors import ConfigError, printable, said
-from gapo_megatron.ops.launch import postmortem
+from gapo_megatron.launch import postmortem
 from gapo_megatron.run import fail_fast as module
 from gapo_megatron.run.process_group import configure_logging
 

@@ -493,12 +493,12 @@ def test_the_summary_has_every_part(tmp_path: Path) -> None:
 def test_an_identity_is_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "ROOT", tmp_path)  # no repository
     keys = set()
-    for folder in ("gapo_megatron", "tests/gpu", "benchmarks"):
+    for folder in ("gapo_megatron", "tools", "tests/gpu", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
         for content in ("a = 1", "a = 2"):
             (tmp_path / folder / "a.py").write_text(content)
             keys.add(runner.key(runner.identity(FACTS, tiny=False)))
-    assert len(keys) == 6
+    assert len(keys) == 8
     assert runner.key(runner.identity(FACTS, tiny=False)) in keys
 
 

@@ -14,11 +14,11 @@ from tests.gpu.parts import NEEDED, PARTS, Part
 from tests.gpu.programs import marked_files
 
 ROOT = Path(__file__).parents[1]
-OURS = ("gapo_megatron", "tests", "benchmarks")
+OURS = ("gapo_megatron", "tools", "tests", "benchmarks")
 BESIDE = ("head_problem", "head_providers", "head_report")  # benchmarks/head.py finds them there
 # What a part starts by name, beside its own module.
 PROGRAMS = {
-    "tiny_update": ["gapo_megatron.ops.doctor.probe"],
+    "tiny_update": ["tools.diagnosis.probe"],
     "head": ["benchmarks.head", *(f"benchmarks.{name}" for name in BESIDE)],
 }
 

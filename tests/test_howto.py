@@ -17,8 +17,6 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.sample_files import read_samples
-from gapo_megatron.ops.dry_run import why_not_run
-from gapo_megatron.ops.prepare import demo_task
 from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import generate
@@ -31,6 +29,8 @@ from tests.clone import ROOT, make_clone
 from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine
 from tests.train_setup import steps_of
+from tools.demonstration import demo_task
+from tools.dry_run.dry_run import why_not_run
 
 DATA = ROOT.parent / "shared" / "data"
 PAGES = sorted(path.stem for path in (ROOT / "docs/howto").glob("*.md"))

@@ -4,22 +4,24 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.waiting import HANG_S
 
-PACKAGE = Path(__file__).parents[1] / "gapo_megatron"
+ROOT = Path(__file__).parents[1]
+PACKAGE, TOOLS = ROOT / "gapo_megatron", ROOT / "tools"
 PURE = [
-    "objective",
-    "rewards",
-    "batching",
-    "evaluate",
-    "logprob",
-    "models",
-    "formats",
-    "config",
-    "io",
+    "gapo_megatron.objective",
+    "gapo_megatron.rewards",
+    "gapo_megatron.batching",
+    "gapo_megatron.evaluate",
+    "gapo_megatron.logprob",
+    "gapo_megatron.models",
+    "gapo_megatron.formats",
+    "gapo_megatron.config",
+    "gapo_megatron.io",
+    "tools.evaluation",
 ]
 
 # From the bottom to the top: each imports only what stands before it. Those of one line know
@@ -42,15 +44,15 @@ LAYERS = [
     ["rollout"],
     ["checkpoint", "evaluate"],
     ["run"],
-    ["train", "sft"],
-    ["ops"],
+    ["train", "sft", "launch"],
+    ["tools"],
 ]
 
 # Runs in a process of its own: this one may have imported anything already.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 for package in sys.argv[1:]:
-    package = importlib.import_module("gapo_megatron." + package)
+    package = importlib.import_module(package)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
     found = sorted({name.split(".")[0] for name in sys.modules} & {"megatron", "vllm"})
@@ -59,10 +61,20 @@ for package in sys.argv[1:]:
 """
 
 
+def sources() -> list[Path]:
+    """Files of the package, and of the tools."""
+    return [*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")]
+
+
+def name_of(path: Path) -> str:
+    """Of a file: from the package on, or `tools/...`."""
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
+
+
 def importers_of(library: str) -> set[str]:
-    """Files of the package with an `import library...` anywhere."""
+    """Files with an `import library...` anywhere."""
     files = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
@@ -70,22 +82,21 @@ def importers_of(library: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             if any(name.split(".")[0] == library for name in names):
-                files.add(str(path.relative_to(PACKAGE)))
+                files.add(name_of(path))
     return files
 
 
-def packages_of(files: set[str]) -> set[str]:
-    """Folders of the package that hold the files, or files at its top."""
+def packages_of(files: Iterable[str]) -> set[str]:
+    """Folders of the package that hold the files, or files at its top; `tools`."""
     return {file.partition("/")[0] for file in files}
 
 
 def files_with(pattern: str) -> set[str]:
-    """Files of the package, but for `ops`, in which the regular expression occurs."""
+    """Files of the package in which the regular expression occurs."""
     return {
-        str(path.relative_to(PACKAGE))
+        name_of(path)
         for path in PACKAGE.rglob("*.py")
         if re.search(pattern, path.read_text(encoding="utf-8"))
-        and path.relative_to(PACKAGE).parts[0] != "ops"
     }
 
 
@@ -99,9 +110,9 @@ def run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 def imports_between_packages() -> Iterator[tuple[str, str, str]]:
     """Every import of one package by another, also for types alone: file and line, who, whom."""
-    for path in PACKAGE.rglob("*.py"):
-        relative = path.relative_to(PACKAGE)
-        package = relative.parts[0].removesuffix(".py")
+    for path in sources():
+        relative = name_of(path)
+        package = relative.partition("/")[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -112,15 +123,16 @@ def imports_between_packages() -> Iterator[tuple[str, str, str]]:
                 assert not node.level, f"{relative}:{node.lineno} imports relatively"
                 names = [node.module or ""]
             for name in names:
-                parts = name.split(".")
-                if parts[0] == PACKAGE.name and len(parts) > 1 and parts[1] != package:
-                    yield f"{relative}:{node.lineno}", package, parts[1]
+                top, *parts = name.split(".")
+                other = TOOLS.name if top == TOOLS.name else "".join(parts[:1])
+                if top in (PACKAGE.name, TOOLS.name) and other not in ("", package):
+                    yield f"{relative}:{node.lineno}", package, other
 
 
 def test_imports_point_down_the_layers() -> None:
     height = {package: i for i, packages in enumerate(LAYERS) for package in packages}
-    files = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")}
-    there = {name.removesuffix(".py") for name in files - {"__init__.py"}}
+    there = {name.removesuffix(".py") for name in packages_of(map(name_of, sources()))}
+    there.remove("__init__")
     assert height.keys() == there, "every package has its place in LAYERS"
     up = [
         f"{where}: {package} imports {other}"
@@ -135,7 +147,7 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
         [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *PURE],
         capture_output=True,
         text=True,
-        cwd=PACKAGE.parent,
+        cwd=ROOT,
         timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
@@ -159,13 +171,24 @@ def test_only_the_rollout_imports_vllm() -> None:
 
 
 def test_only_what_computes_or_keeps_the_policy_imports_megatron() -> None:
-    packages = packages_of(importers_of("megatron"))
-    assert packages <= {"learn", "policy", "checkpoint", "compat"}
+    files = importers_of("megatron")
+    outside = {name for name in files if name.startswith("tools/")}
+    assert outside == {"tools/conversion/full_logits.py"}  # to compare, after a conversion
+    assert packages_of(files - outside) <= {"learn", "policy", "checkpoint", "compat"}
 
 
-def test_what_operates_runs_is_named_by_the_command_line_alone() -> None:
-    """`--dry-run` is another program, which `train` starts by its name."""
-    assert files_with(r"gapo_megatron\.ops") == {"train.py"}
+def test_the_package_imports_no_tool() -> None:
+    """A training job needs none. `--dry-run` is another program, which `train` starts by name."""
+    assert packages_of(importers_of("tools")) == {"tools"}
+    assert files_with(r"""["']tools\.|\bimport tools\b|\bfrom tools\b""") == {"train.py"}
+    (name,) = re.findall(r"""["'](tools\.[\w.]+)""", (PACKAGE / "train.py").read_text("utf-8"))
+    assert ROOT.joinpath(*name.split(".")).with_suffix(".py").exists()
+
+
+def test_no_tool_is_named_as_a_module_of_python() -> None:
+    """A script has its own folder first on the path: it would hide that module from everyone."""
+    names = {path.stem for path in TOOLS.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert names & sys.stdlib_module_names == set()
 
 
 def test_the_loop_knows_the_run_alone() -> None:
@@ -188,7 +211,8 @@ def test_one_file_reads_the_environment_of_a_run() -> None:
     """Elsewhere it is given to a child process, a library's own variable, or restored."""
     files = files_with(r"os\.environ|getenv")
     assert {name for name in files if name.startswith("run/")} == {"run/processes.py"}
-    assert packages_of(files) <= {"run", "policy", "rewards", "compat", "rollout", "user_code.py"}
+    known = {"run", "policy", "rewards", "compat", "rollout", "user_code.py"}
+    assert packages_of(files) <= known | {"launch"}  # which is no part of the run
     of_rollout = {name for name in files if name.startswith("rollout/")}
     assert of_rollout == {"rollout/agents/environment.py"}
 
@@ -196,8 +220,8 @@ def test_one_file_reads_the_environment_of_a_run() -> None:
 def test_an_import_sets_no_variable_and_filters_no_warning() -> None:
     names = {"environ", "putenv", "filterwarnings", "simplefilter"}
     found = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in PACKAGE.rglob("*.py")
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
         for node in run_at_import(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in names
     ]
@@ -206,19 +230,16 @@ def test_an_import_sets_no_variable_and_filters_no_warning() -> None:
 
 def test_parallel_state_is_read_in_one_place() -> None:
     readers = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if "parallel_state." in path.read_text(encoding="utf-8")
+        name_of(path) for path in sources() if "parallel_state." in path.read_text(encoding="utf-8")
     }
     assert readers == {"policy/parallel.py", "compat/megatron.py"}
 
 
 def test_no_console_takes_brackets_for_markup() -> None:
     """What others wrote, such as `[supervised]` in an error, would vanish."""
-    files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "tools").glob("*.py")]
     calls = [
         (path.name, node)
-        for path in files
+        for path in sources()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
     ]
@@ -236,7 +257,7 @@ def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
     loaders = re.compile(r"from_pretrained|get_tokenizer|\w*EngineArgs|LLM")
     calls = []
     for room in ("gapo_megatron", "tools", "benchmarks", "slurm"):
-        for path in sorted((PACKAGE.parent / room).rglob("*.py")):
+        for path in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if not isinstance(node, ast.Call):
                     continue
@@ -246,6 +267,6 @@ def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
                 given = {word.arg: word.value for word in node.keywords}
                 says = given.get("trust_remote_code")
                 said = isinstance(says, ast.Constant) and says.value is False
-                calls.append((f"{path.relative_to(PACKAGE.parent)}:{node.lineno}", said))
+                calls.append((f"{path.relative_to(ROOT)}:{node.lineno}", said))
     assert [where for where, said in calls if not said] == []
     assert len(calls) >= 5

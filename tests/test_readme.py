@@ -49,7 +49,7 @@ FOLDERS = (".", "docs", "docs/howto", "benchmarks", "studies/*")
 DOCUMENTS = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")]
 PRINTED = [
     *(str(path.relative_to(ROOT)) for path in [*DOCUMENTS, *ROOT.glob("slurm/*")]),
-    *(f"tools/{path.name}" for path in ROOT.glob("tools/*.py")),
+    *(f"tools/{path.name}" for path in ROOT.glob("tools/[a-z]*.py")),
     "tools/plan.py measure",
 ]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.ops.convert.command import EXIT_CODES, add_options, options, run, to_bytes
+from tools.conversion.command import EXIT_CODES, add_options, options, run, to_bytes
 
 EXAMPLES = """\
 examples:
@@ -73,9 +73,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # Imports torch and transformers, which takes seconds that --help does not need.
-    from gapo_megatron.ops.convert.adapter import convert_adapter
-    from gapo_megatron.ops.convert.directions import megatron_to_hf
-    from gapo_megatron.ops.convert.report import show
+    from tools.conversion.adapter import convert_adapter
+    from tools.conversion.directions import megatron_to_hf
+    from tools.conversion.report import show
 
     if arguments.adapter is not None:
         made = convert_adapter(

@@ -23,27 +23,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.evaluate.options import named_as_options, parse
-from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
-from gapo_megatron.evaluate.samples import keep_settings
 from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
+from tools.evaluation.options import named_as_options, parse
+from tools.evaluation.paper import Sampling, Setting, read_settings
+from tools.evaluation.samples import keep_settings
 
 if TYPE_CHECKING:
     from gapo_megatron.config import Config, EnvironmentConfig
-    from gapo_megatron.evaluate.benchmark import Task
-    from gapo_megatron.evaluate.table import Table
     from gapo_megatron.rollout.environment import Environment
     from gapo_megatron.run.process_group import World
+    from tools.evaluation.benchmark import Task
+    from tools.evaluation.table import Table
 
 console = Console(markup=False)
 
 _OF_TEMPLATE = ("system_prompt", "chat_template_kwargs", "end_tokens")
 
+_JUDGE_CODE = ("gapo_megatron/rewards", "tools/evaluation/benchmarks.py")
 _ENVIRONMENT_CODE = (
-    *("rollout/environments", "rollout/agents"),
-    *("rollout/chat.py", "rollout/turns.py"),
+    *("gapo_megatron/rollout/environments", "gapo_megatron/rollout/agents"),
+    *("gapo_megatron/rollout/chat.py", "gapo_megatron/rollout/turns.py"),
 )
 
 Remaining = dict[tuple[str, int], list[str]]
@@ -77,18 +78,18 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     from gapo_megatron.data.messages import begin_template
     from gapo_megatron.data.template_date import DATE
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.evaluate.chosen import (
+    from gapo_megatron.formats.model_folder import check_model_folder
+    from gapo_megatron.rollout import environments
+    from gapo_megatron.run import process_group
+    from tools.evaluation.chosen import (
         choose,
         date_of_run,
         environment_of,
         judge_of,
         of_option,
     )
-    from gapo_megatron.evaluate.engine_checks import check_engine
-    from gapo_megatron.evaluate.hints import hints
-    from gapo_megatron.formats.model_folder import check_model_folder
-    from gapo_megatron.rollout import environments
-    from gapo_megatron.run import process_group
+    from tools.evaluation.engine_checks import check_engine
+    from tools.evaluation.hints import hints
 
     acts = environment_of(arguments.environment, arguments.config)
     sampling = _sampling(arguments, settings, acts)
@@ -150,13 +151,13 @@ def _sample(
     from gapo_megatron import rewards
     from gapo_megatron.compat.vllm import why_no_cpu_fp8
     from gapo_megatron.data.end_tokens import find_end_tokens
-    from gapo_megatron.evaluate.benchmark import Sampler
     from gapo_megatron.models.quantization import quantization_of
     from gapo_megatron.policy.model import read_hf_config
     from gapo_megatron.rollout.calls import Acting
     from gapo_megatron.rollout.turns import Turns
     from gapo_megatron.rollout.vllm import RolloutEngine
     from gapo_megatron.run.cores import share_of_cores
+    from tools.evaluation.benchmark import Sampler
 
     hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
     method = quantization_of(hf_config)
@@ -204,9 +205,9 @@ def _report(
     date: str,
 ) -> None:
     """Write results.json, .md, .tex and solve_rates.png of all complete benchmarks and seeds."""
-    from gapo_megatron.evaluate.heat_map import draw_solve_rates
-    from gapo_megatron.evaluate.results import collect, write_results
-    from gapo_megatron.evaluate.tables import results_tables, title
+    from tools.evaluation.heat_map import draw_solve_rates
+    from tools.evaluation.results import collect, write_results
+    from tools.evaluation.tables import results_tables, title
 
     results = collect(
         arguments.output,
@@ -242,9 +243,9 @@ def _report(
 
 def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
     """Print the tables; with --output also write them and the picture."""
-    from gapo_megatron.evaluate.compare import Method, benchmarks_of, compare
-    from gapo_megatron.evaluate.heat_map import draw_solve_rates
-    from gapo_megatron.evaluate.tables import title
+    from tools.evaluation.compare import Method, benchmarks_of, compare
+    from tools.evaluation.heat_map import draw_solve_rates
+    from tools.evaluation.tables import title
 
     methods = [Method.read(text) for text in arguments.compare]
     tables = compare(methods, settings)
@@ -390,7 +391,7 @@ def _remaining(
     for task in tasks:
         if not any(remaining[task.name, seed] for seed in arguments.seeds):
             continue
-        judged_by: dict[str, Any] = {"code": code_sha256("rewards", "data/benchmarks.py")}
+        judged_by: dict[str, Any] = {"code": code_sha256(*_JUDGE_CODE)}
         if acts.is_called:
             judged_by["environment_code"] = code_sha256(*_ENVIRONMENT_CODE)
         if "code" in [one.kind for one in task.reward.by_name.values()]:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.ops.plan.hardware import CPU, CPU_NAME, GPUS, find_gpu
+from tools.planner.hardware import CPU, CPU_NAME, GPUS, find_gpu
 
 _PLAN = """\
 layouts, memory and times on one node of H200:
@@ -32,7 +32,7 @@ with generation nodes that run one step ahead of training:
 
 .venv/bin/python tools/plan.py measure --help     throughput and MFU of finished runs
 
-Times rest on assumed efficiencies (gapo_megatron/ops/plan/hardware.py); docs/scaling.md explains
+Times rest on assumed efficiencies (tools/planner/hardware.py); docs/scaling.md explains
 the model. Exit codes: 0 done; 1 nothing fits, or wrong input; 2 usage.
 """
 _MEASURE = """\
@@ -63,9 +63,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
-    from gapo_megatron.ops.plan.planner import plan, read_model
-    from gapo_megatron.ops.plan.tables import print_plan
-    from gapo_megatron.ops.plan.workload import default_workload
+    from tools.planner.planner import plan, read_model
+    from tools.planner.tables import print_plan
+    from tools.planner.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
     hf_config, note = read_model(config)
@@ -87,7 +87,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.io.whole_table import print_whole
-    from gapo_megatron.ops.report.scaling import (
+    from tools.reporting.scaling import (
         claim_folder,
         read_runs,
         scaling_rows,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron.errors import ConfigError, GapoError
 
 if TYPE_CHECKING:
-    from gapo_megatron.ops.prepare import Counts, HeldOut, Source
+    from tools.preparation import Counts, HeldOut, Source
 
 KINDS = ("math", "code", "instructions", "exact")
 """As in the config, whose import would slow down --help."""
@@ -59,10 +59,10 @@ def main() -> int:
 def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
     # Tokenizers and verifiers: seconds that --help does not need.
     from gapo_megatron.config import DataConfig
-    from gapo_megatron.data.benchmarks import BOXED
     from gapo_megatron.data.messages import bind_template
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from gapo_megatron.ops.prepare import HeldOut, Lengths, prepare
+    from tools.evaluation.benchmarks import BOXED
+    from tools.preparation import HeldOut, Lengths, prepare
 
     tokenizer = load_tokenizer(arguments.model, field="--model")
     # Lengths do not depend on the day; this one is long in words.
@@ -98,7 +98,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
 
 
 def _write_tasks(arguments: argparse.Namespace) -> int:
-    from gapo_megatron.ops.prepare.verifiers_tasks import write_tasks
+    from tools.preparation.verifiers_tasks import write_tasks
 
     count = write_tasks(arguments.config, arguments.output, num_tasks=arguments.num_tasks)
     print(f'{count:,} tasks; data.train_path = "{arguments.output / "problems.jsonl"}"')
@@ -106,7 +106,7 @@ def _write_tasks(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace) -> Source:
-    from gapo_megatron.ops import prepare as sources
+    from tools import preparation as sources
 
     if arguments.source == "deepscaler":
         return sources.deepscaler(suffix=arguments.suffix)

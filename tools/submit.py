@@ -27,18 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.io.run_folder import find_runs
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.ops.launch.freeze import freeze, repository
-from gapo_megatron.ops.launch.local import gpu_shares, run_locally
-from gapo_megatron.ops.launch.status import (
+from gapo_megatron.launch.freeze import freeze, repository
+from tools.jobs.local import gpu_shares, run_locally
+from tools.jobs.status import (
     Status,
     live_table,
     read_statuses,
     status_table,
 )
-from gapo_megatron.ops.launch.submit import Submission, generation_nodes, world_sizes
+from tools.jobs.submit import Submission, generation_nodes, world_sizes
 
 if TYPE_CHECKING:
-    from gapo_megatron.ops.launch.study import Run, Study
+    from tools.jobs.study import Run, Study
 
 _LONGEST_CHAIN = 1000
 
@@ -66,8 +66,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from gapo_megatron.ops.launch.prepare import check_before_nodes
-    from gapo_megatron.ops.launch.study import Resources, read_study, unfinished  # and so pydantic
+    from gapo_megatron.launch.prepare import check_before_nodes
+    from tools.jobs.study import Resources, read_study, unfinished  # and so pydantic
 
     given = {name: getattr(arguments, name) for name in Resources.model_fields}
     overrides = [*arguments.overrides, *generation_nodes()]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gapo_megatron.errors import ConfigError, DataError, GapoError, MachineError
 
-_PACKAGE = Path(__file__).parents[1]
+_CODE = Path(__file__).parents[2]
 
 
 def real(path: str | Path) -> Path:
@@ -127,16 +127,17 @@ def file_sha256(path: Path) -> str:
 
 
 def code_sha256(*parts: str) -> str:
-    """Digest of modules of this package, so that results of different versions are not mixed.
+    """Digest of modules, so that results of different versions are not mixed.
 
     Args:
-        parts: files (`data/benchmarks.py`) and folders (`rewards`, with all files in them).
+        parts: files (`tools/evaluation/benchmarks.py`) and folders (`gapo_megatron/rewards`, with
+            all files in them), from the folder of the package on.
     """
-    roots = [_PACKAGE / part for part in parts]
+    roots = [_CODE / part for part in parts]
     assert all(root.exists() for root in roots), f"{parts} are not all here"
     digest = hashlib.sha256()
     for path in sorted(
         p for root in roots for p in ([root] if root.suffix else root.rglob("*.py"))
     ):
-        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(f"{path.relative_to(_CODE)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

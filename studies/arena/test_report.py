@@ -11,7 +11,6 @@ import pytest
 import torch
 from scipy import stats
 
-from gapo_megatron.evaluate.statistics import Interval
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.diagnostics import SUMS
 from studies.arena import jobs, tables, verdicts
@@ -29,6 +28,7 @@ from studies.arena.report import FIGURES, TABLES, all_tables, report
 from studies.arena.sweep import Cell, best_settings, sweep
 from studies.arena.train import PASS_AT, QUARTERS, Setting, Trained
 from studies.arena.verdicts import EQUAL, OUTCOMES
+from tools.evaluation.statistics import Interval
 
 NAMES = ("gapo", "gspo_asym", "dapo")
 

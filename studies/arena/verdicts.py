@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gapo_megatron.evaluate.statistics import Interval, mean_interval
 from gapo_megatron.objective.diagnostics import SUMS
 from studies.arena.train import LATE, PASS_AT, QUARTERS, Trained
+from tools.evaluation.statistics import Interval, mean_interval
 
 EQUAL = "pass@64 at equal pass@1"
 OUTCOMES = ("pass@1", "pass@64", EQUAL)

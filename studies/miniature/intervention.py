@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from gapo_megatron.evaluate.statistics import has_spread, paired_difference
 from gapo_megatron.objective.diagnostics import advantage_correlation
-from gapo_megatron.ops.report.arms import Arm, Comparison
-from gapo_megatron.ops.report.figures import DEVIATION
-from gapo_megatron.ops.report.runs import Values
-from gapo_megatron.ops.report.series import (
+from studies.archive import StudyRun
+from tools.evaluation.statistics import has_spread, paired_difference
+from tools.reporting.arms import Arm, Comparison
+from tools.reporting.figures import DEVIATION
+from tools.reporting.runs import Values
+from tools.reporting.series import (
     MAX_WINDOW,
     NoData,
     Row,
@@ -25,7 +26,7 @@ from gapo_megatron.ops.report.series import (
     window_of,
     windowed,
 )
-from gapo_megatron.ops.report.style import (
+from tools.reporting.style import (
     Exhibit,
     arm_style,
     column,
@@ -34,7 +35,6 @@ from gapo_megatron.ops.report.style import (
     over_steps,
     panels,
 )
-from studies.archive import StudyRun
 
 CLIPPED = "correct/clip_fraction_sequences"
 MOST_MARKED = 30

@@ -13,11 +13,11 @@ import pytest
 
 from gapo_megatron.compat import transformer_engine
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.doctor.ask import ask, probe_code
-from gapo_megatron.ops.launch.node_checks import CommandError
+from gapo_megatron.launch.node_checks import CommandError
 from tests.broken_transformer_engine import KINDS, install_broken
 from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
+from tools.diagnosis.ask import ask, probe_code
 
 ROOT = Path(__file__).parents[2]
 

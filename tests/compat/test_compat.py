@@ -13,7 +13,8 @@ import pytest
 from gapo_megatron.errors import ConfigError
 from tests.messages import mentions
 
-PACKAGE = Path(__file__).parents[2] / "gapo_megatron"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "gapo_megatron"
 COMPAT = PACKAGE / "compat"
 LIBRARIES = {"megatron", "torch", "transformer_engine", "transformers", "triton", "vllm"}
 # Of vLLM these are documented; of the others most are.
@@ -67,10 +68,10 @@ REPLACED = {
 STANDARD = {"_asdict", "_exit", "_fields", "_replace"}
 # Of libraries that compat/ is not about, or ours.
 OTHERS = {
-    "logprob/operator.py: main_grad",
-    "rewards/math/expressions.py: _prec",
-    "rewards/math/expressions.py: _unsorted_args",
-    "rewards/math/parsing.py: _unsorted_args",
+    "gapo_megatron/logprob/operator.py: main_grad",
+    "gapo_megatron/rewards/math/expressions.py: _prec",
+    "gapo_megatron/rewards/math/expressions.py: _unsorted_args",
+    "gapo_megatron/rewards/math/parsing.py: _unsorted_args",
 }
 BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
 
@@ -135,8 +136,8 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
 
 def test_private_names_are_in_compat_alone() -> None:
     trees = {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in PACKAGE.rglob("*.py")
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in (*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py"))
         if not path.is_relative_to(COMPAT)
     }
     own = {name for tree in trees.values() for name in own_names(tree)}

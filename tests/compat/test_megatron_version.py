@@ -16,7 +16,7 @@ from tests.messages import mentions
 
 ROOT = Path(__file__).parents[2]
 CHECK = """\
-from gapo_megatron.ops.launch.node_checks import check_packages
+from gapo_megatron.launch.node_checks import check_packages
 check = check_packages()
 raise SystemExit(None if check.ok else check.detail)
 """

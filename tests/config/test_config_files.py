@@ -11,15 +11,16 @@ from rich.console import Console
 from gapo_megatron.config import load_config
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.config.roles import changes
+from gapo_megatron.launch.layout import Layout
+from gapo_megatron.launch.sides import Sides
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.dry_run import print_dry_run
-from gapo_megatron.ops.plan.hardware import GPUS
-from gapo_megatron.ops.plan.layout import Layout, per_rank_parameters
-from gapo_megatron.ops.plan.memory import HOST_SHARE, memory
-from gapo_megatron.ops.plan.planner import plan, read_model
-from gapo_megatron.ops.plan.workload import default_workload
-from gapo_megatron.ops.sides import Sides
+from tools.dry_run.dry_run import print_dry_run
+from tools.planner.hardware import GPUS
+from tools.planner.memory import HOST_SHARE, memory
+from tools.planner.planner import plan, read_model
+from tools.planner.state import per_rank_parameters
+from tools.planner.workload import default_workload
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -16,10 +16,10 @@ from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
-from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.types import Prompt
 from tests.messages import mentions
 from tests.problem_files import read_problems
+from tools.demonstration import demo_task as arithmetic
 
 
 @pytest.fixture(scope="module")

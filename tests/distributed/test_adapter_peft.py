@@ -17,8 +17,6 @@ from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.formats.adapter_checkpoint import AdapterCheckpoint
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.convert.adapter import convert_adapter
-from gapo_megatron.ops.convert.directions import Options
 from gapo_megatron.policy import ParallelGroups
 from gapo_megatron.types import Factors
 from tests.attempt_setup import make_attempt
@@ -27,6 +25,8 @@ from tests.distributed.conversion_setup import ARCHITECTURES, MOONLIGHT, hf_conf
 from tests.distributed.lora_setup import ALPHA, RANK, TARGETS, randomise
 from tests.distributed.policy_setup import load_policy, make_config
 from tests.messages import mentions
+from tools.conversion.adapter import convert_adapter
+from tools.conversion.directions import Options
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ARCHITECTURES},

@@ -22,7 +22,6 @@ from gapo_megatron.formats.torch_dist import MegatronFolder
 from gapo_megatron.formats.weights import in_model_order
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
-from gapo_megatron.policy.logits import logits
 from gapo_megatron.policy.model import read_hf_config
 from tests.convert_setup import one_by_one
 from tests.dist import run_distributed
@@ -44,6 +43,7 @@ from tests.distributed.policy_setup import (
     pack_all,
     read_weights,
 )
+from tools.conversion.full_logits import logits
 
 WORLD_SIZE = 4
 EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3")

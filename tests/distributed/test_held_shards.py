@@ -20,8 +20,8 @@ from gapo_megatron.checkpoint.shards import Shards
 from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
 from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.layout import Layout, saved_bytes, state_bytes
 from gapo_megatron.policy import Policy
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import (
@@ -34,6 +34,7 @@ from tests.distributed.checkpoint_setup import (
     train_one_update,
 )
 from tests.distributed.policy_setup import load_policy
+from tools.planner.state import saved_bytes, state_bytes
 
 
 @pytest.fixture(scope="module")

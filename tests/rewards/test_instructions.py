@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import DataError
 from gapo_megatron.rewards import instructions
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
+from tools.evaluation.benchmarks import BENCHMARKS
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

@@ -11,11 +11,11 @@ from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.messages import mentions
+from tools.demonstration import demo_task as arithmetic
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats.folder import is_marked, mark
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.ops.launch.prepare import check_before_nodes
+from gapo_megatron.launch.prepare import check_before_nodes
 from gapo_megatron.run import attempt
 from gapo_megatron.run.restart import AFTER_A_SAVE, check_not_lost
 from gapo_megatron.train import check_before_imports
 from tests.branch_setup import make_checkpoint, tree_of
 from tests.configs import merged
 from tests.messages import mentions
-from tests.ops.test_dry_run import text_of
+from tests.tools.dry_run.test_dry_run import text_of
 
 
 def make_config(root: Path, **sections: dict[str, Any]) -> Config:

@@ -12,7 +12,6 @@ import torch
 
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.dry_run import why_not_run
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.engines import build_engine, check_engine, find_engine
@@ -21,6 +20,7 @@ from tests.distributed.conversion_setup import hf_config, save_model
 from tests.messages import mentions
 from tests.rollout_setup import make_model
 from tests.train_setup import CONFIG, prepare, run, steps_of
+from tools.dry_run.dry_run import why_not_run
 
 SOURCE = """
 from transformers import AutoModelForCausalLM

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron.ops.launch.freeze import freeze
+from gapo_megatron.launch.freeze import freeze
 from tests.executables import write_program
 from tests.slurm.cluster import REPOSITORY, Cluster, until
 

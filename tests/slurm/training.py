@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gapo_megatron.formats import manifest
-from gapo_megatron.ops.launch.freeze import freeze
+from gapo_megatron.launch.freeze import freeze
 from tests.slurm.cluster import FINAL_STATES, REPOSITORY, Cluster, ClusterError, tail, until
 
 # Small, but every stage is there: four mini-batches a step, evaluations, checkpoints.

@@ -1,0 +1,107 @@
+"""Frozen code: a job's copy of the checkout, so that later edits do not change the job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.errors import ConfigError, DataError, shown
+from gapo_megatron.io.documents import read_json
+
+ROOMS = ("gapo_megatron", "slurm", "tools", "configs")
+"""Folders of a checkout that a job needs."""
+
+
+def repository() -> Path:
+    """The checkout that this module was imported from."""
+    return Path(__file__).resolve().parents[2]
+
+
+def freeze(repository: Path, folder: Path, *, config: str) -> None:
+    """Copy code and resolved config into `folder`, completely or not at all.
+
+    Files are copied as they are on disk, including uncommitted changes, new files and the
+    git-ignored slurm/site.sh; jobs that start together do not compete for git's lock. code.json
+    records where the files came from.
+
+    Args:
+        repository: a checkout, or a folder with only the package (installed, in a container).
+        folder: must not exist; its parents are created.
+        config: text of `config.toml`.
+
+    Raises:
+        ConfigError: a file cannot be copied, or the folder cannot be written.
+    """
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for room in ROOMS:
+            if (repository / room).is_dir():
+                shutil.copytree(
+                    repository / room, draft / room, ignore=shutil.ignore_patterns("__pycache__")
+                )
+        (draft / "config.toml").write_text(config, encoding="utf-8")
+        origin = json.dumps(_origin(repository), indent=1)
+        (draft / "code.json").write_text(origin + "\n", encoding="utf-8")
+        draft.rename(folder)
+    except OSError as error:  # copytree's shutil.Error is one too
+        shutil.rmtree(draft, ignore_errors=True)
+        raise ConfigError(
+            f"the code of {repository} cannot be copied to {folder}: {error}"
+        ) from None
+
+
+def frozen_code(folder: Path) -> str:
+    """Identifier of frozen code: its commit, plus a digest if files differ from the commit.
+
+    Args:
+        folder: a folder that `freeze` wrote.
+
+    Returns:
+        `1a2b3c4d5e6f`; with a digest of the package if files differ from the commit or the commit
+        is unknown: `1a2b3c4d5e6f+01234567`, `+01234567`.
+
+    Raises:
+        FileNotFoundError: there is no code.json.
+        DataError: code.json is damaged.
+    """
+    path = folder / "code.json"
+    origin = read_json(path, error=DataError)
+    commit = origin.get("commit") if isinstance(origin, dict) else 0
+    if not isinstance(commit, str | None):
+        raise DataError(f"{path}: commit ({shown(commit)}) must be a string or null")
+    commit = (commit or "")[:12]
+    if commit and not origin.get("has_local_changes"):
+        return commit
+    digest = hashlib.sha256()
+    package = folder / "gapo_megatron"
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return f"{commit}+{digest.hexdigest()[:8]}"
+
+
+def _origin(repository: Path) -> dict[str, Any]:
+    """Commit, branch, and whether files differ from the commit; None outside a git checkout."""
+    origin = dict.fromkeys(("commit", "branch", "has_local_changes"))
+    known = _git(repository, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
+    # A package that is installed inside another checkout does not have that checkout's commit.
+    if known is not None and Path(known.splitlines()[0]).samefile(repository):
+        _, origin["commit"], origin["branch"] = known.splitlines()
+        origin["has_local_changes"] = bool(_git(repository, "status", "--porcelain", "--", *ROOMS))
+    return origin | {"unix_s": time.time()}
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    # Without optional locks, because `git status` would rewrite the index of a shared checkout.
+    command = ["git", "--no-optional-locks", "-C", str(repository), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout

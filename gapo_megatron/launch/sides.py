@@ -1,0 +1,80 @@
+"""The two sides of a run: ranks that train and ranks that generate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from gapo_megatron.config import Config
+from gapo_megatron.config.counts import num_generation_ranks
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.layout import Layout
+
+USUAL_RANKS_PER_NODE = 8
+"""Ranks per node if nothing states their number: one per GPU of a usual node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """How the ranks of a job are divided into a training side and a generation side.
+
+    Ranks 0 to T - 1 train, ranks T to T + G - 1 generate. Colocated runs have G = 0: every rank
+    trains and generates in turn.
+    """
+
+    layout: Layout
+    """Layout of the T training ranks."""
+    num_generation: int
+    """G."""
+    num_engines: int
+    """VLLM engines of the run, each of `rollout.tensor_parallel_size` ranks."""
+    ranks_per_node: int
+
+    @property
+    def num_training(self) -> int:
+        """T."""
+        return self.layout.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of both sides."""
+        return self.num_training + self.num_generation
+
+    @classmethod
+    def of(cls, config: Config, *, world_size: int, ranks_per_node: int | None = None) -> Self:
+        """The sides of a config on `world_size` ranks.
+
+        Args:
+            config: config of the run.
+            world_size: all ranks of the job.
+            ranks_per_node: None if unknown: as many as a usual node has GPUs.
+
+        Raises:
+            ConfigError: no rank is left to train, or parallel sizes do not divide a side.
+        """
+        ranks_per_node = ranks_per_node or max(1, min(world_size, USUAL_RANKS_PER_NODE))
+        rollout = config.rollout
+        num_generation = num_generation_ranks(
+            rollout, world_size=world_size, ranks_per_node=ranks_per_node
+        )
+        num_training = world_size - num_generation
+        try:
+            layout = Layout.of(config, world_size=num_training, num_generation=num_generation)
+        except ConfigError as error:
+            if not num_generation:
+                raise
+            raise ConfigError(
+                f"{num_training} of {world_size} ranks train, {num_generation} of {world_size} "
+                f"generate: {error}"
+            ) from None
+        return cls(layout, num_generation, layout.rollout_replicas, ranks_per_node)
+
+    def place(self, first: int, number: int) -> str:
+        """Where `number` ranks from rank `first` on are: `ranks 32-47 on nodes 4-5`."""
+        last = first + number - 1
+        nodes = first // self.ranks_per_node, last // self.ranks_per_node
+        return f"{_span('rank', first, last)} on {_span('node', *nodes)}"
+
+
+def _span(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"

@@ -1,1 +1,0 @@
-"""Planning, launching, converting and reporting runs. Nothing outside this package imports it."""

@@ -1,1 +1,0 @@
-"""Submitting, launching and watching runs."""

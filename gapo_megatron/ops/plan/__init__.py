@@ -1,1 +1,0 @@
-"""Plans of a run before it starts: layouts, memory, time."""

@@ -1,0 +1,663 @@
+"""The batch scripts without Slurm: consistent resources, dry runs, and every decision of launch.sh.
+
+launch.sh runs as it is, on local ranks; tests/stand_in_python.py takes the interpreter's place.
+What only Slurm can do is tested on a private cluster, in tests/slurm.
+"""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapo_megatron.config import load_config
+from gapo_megatron.launch.layout import Layout
+from tests.executables import write_program
+from tests.waiting import HANG_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("slurm/*.sbatch"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("tools/*.sh")])
+BATCH = [path for path in SCRIPTS if path.suffix == ".sbatch"]
+LAUNCH = ROOT / "slurm" / "launch.sh"
+STAND_IN = ROOT / "tests" / "stand_in_python.py"
+
+
+def directives_of(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", path.read_text(), re.MULTILINE))
+
+
+def without_launcher_variables(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "GAPO_"))}
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GENERATION_NODES")
+    kept = {k: v for k, v in kept.items() if k not in foreign}
+    return kept | {"SITE_FILE": os.devnull} | extra  # not that of the checkout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_is_valid_bash(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of requirements/dev.txt
+    subprocess.run([str(shellcheck), str(path)], check=True)
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_a_job_hears_of_its_end_and_keeps_its_log(path: Path) -> None:
+    directives = directives_of(path)
+    assert "requeue" in directives and directives["open-mode"] == "append"
+    # B: only the batch shell. The ranks hear of it by the stop file, all at the same step.
+    assert directives["signal"] == "B:USR1@300"
+    if path.stem != "gapo_demo":
+        assert directives["ntasks-per-node"] == directives["gpus-per-node"]
+    # Tasks need to see each other's GPUs for peer-to-peer transfers.
+    assert "gpus-per-task" not in directives
+
+
+def dry_run(path: Path, folder: Path, python: str, *words: str, code: int = 0, **env: str) -> str:
+    """What a batch script prints from another folder, without Slurm."""
+    done = subprocess.run(
+        ["bash", str(path), *words, "run.seed=7"],
+        env=without_launcher_variables(DRY_RUN="1", PYTHON=python, **env),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + (done.stderr if code else "")
+
+
+def _told(folder: Path, what: str = '"$PWD"') -> str:
+    """An interpreter that says where it runs (or `what` else), and with what arguments."""
+    return str(write_program(folder / "python", f'printf "%s\\n" {what} "$@"'))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "nodes"),
+    [
+        ("gapo_demo", (), None),
+        ("gapo_ds_r1", (), None),
+        ("gapo", ("configs/deepcoder_1_5b/gapo_token.toml",), None),
+        ("gapo", ("configs/llama_3_1_8b/h200_8k.toml",), None),
+        ("gapo", ("configs/qwen2_5_72b/h200_8k.toml",), 8),
+    ],
+)
+def test_asks_for_the_processes_its_config_needs(
+    name: str, words: tuple[str, ...], nodes: int | None, tmp_path: Path
+) -> None:
+    """As its directives say, or as many nodes as `sbatch --nodes` asks for."""
+    path = ROOT / "slurm" / f"{name}.sbatch"
+    python = _told(tmp_path, '"$PWD" "$WORLD_SIZE"')
+    directives = directives_of(path)
+    tasks = int(nodes or directives["nodes"]) * int(directives["ntasks-per-node"])
+    env = {"SLURM_NTASKS": str(tasks)} if nodes else {}
+    folder, world_size, *found = dry_run(path, tmp_path, python, *words, **env).splitlines()
+    assert int(world_size) == tasks
+    assert found[:2] == ["-m", "gapo_megatron.train"]
+    assert tuple(found[2 : 2 + len(words)]) == words
+    assert found[-1] == "--dry-run"
+    config = load_config(Path(folder) / found[2], found[3:-1])
+    assert config.run.seed == 7
+    Layout.of(config, world_size=tasks)  # refuses sizes that do not divide them
+
+
+def test_a_dry_run_knows_nodes_and_those_that_generate(tmp_path: Path) -> None:
+    """`GENERATION_NODES=2 sbatch --nodes=6`: in the job, where Slurm says what was asked for."""
+    python = _told(tmp_path, '"$WORLD_SIZE" "$LOCAL_WORLD_SIZE"')
+    script = ROOT / "slurm" / "gapo_ds_r1.sbatch"
+
+    def found(**env: str) -> list[str]:
+        return dry_run(script, tmp_path, python, **env).splitlines()
+
+    six_nodes = {"SLURM_NTASKS": "48", "SLURM_NTASKS_PER_NODE": "8"}
+    world_size, per_node, *words = found(GENERATION_NODES="2", **six_nodes)
+    assert (world_size, per_node) == ("48", "8")
+    assert words[-2:] == ["rollout.generation_nodes=2", "--dry-run"]
+    # Beside a user's own settings, and last: what the environment says holds.
+    assert "run.seed=7" in words
+    assert not any("generation" in word for word in found(**six_nodes))
+    assert found()[:2] == ["8", "8"]
+    assert found(WORLD_SIZE="2")[:2] == ["2", "2"]
+    assert found(WORLD_SIZE="32")[:2] == ["32", "8"]
+
+
+def test_settings_of_a_site_that_are_not_there_are_not_left_out(tmp_path: Path) -> None:
+    script, missing = ROOT / "slurm" / "gapo_demo.sbatch", str(tmp_path / "site.sh")
+    shown = dry_run(script, tmp_path, _told(tmp_path), SITE_FILE=missing, code=2)
+    assert f"SITE_FILE ({missing})" in shown
+
+
+def test_a_relative_config_is_one_of_the_folder_of_the_call(tmp_path: Path) -> None:
+    """Which is not the repository, where the script goes; nor is SLURM_SUBMIT_DIR in salloc."""
+    (tmp_path / "my.toml").touch()
+    script, env = ROOT / "slurm" / "gapo.sbatch", {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    for given in ({}, env | {"SLURM_JOB_ID": "1"}):
+        found = dry_run(script, tmp_path, _told(tmp_path), "my.toml", **given).splitlines()
+        assert Path(found[0]) == ROOT and found[3] == str(tmp_path / "my.toml")
+
+
+def test_every_command_of_the_demo_has_a_run_folder_of_its_own(tmp_path: Path) -> None:
+    """What one has finished, another must neither find finished nor extend."""
+    script, python = ROOT / "slurm" / "gapo_demo.sbatch", _told(tmp_path)
+
+    def folder(*words: str, **env: str) -> str:
+        found = dry_run(script, tmp_path, python, *words, **env).splitlines()
+        return [word for word in found if word.startswith("run.output_dir=")][-1]
+
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    ran = [((), {}), (("run.num_steps=3",), {}), ((), {"WORLD_SIZE": "2"}), ((), job)]
+    ran += [((), job | {"GENERATION_NODES": "1"}), (("run.num_steps=3",), job)]
+    folders = [folder(*words, **env) for words, env in ran]
+    assert len({*folders}) == len(ran)
+    assert folder(**job | {"SLURM_JOB_ID": "8"}) == folders[3]  # submitted again: it resumes
+    assert folder("run.output_dir=mine") == "run.output_dir=mine"
+
+
+@pytest.mark.parametrize("one_disk", [True, False])
+def test_what_slurm_writes_after_the_move_is_in_the_run_folder(
+    one_disk: bool, tmp_path: Path
+) -> None:
+    run, opened = tmp_path / "attempt", tmp_path / "gapo-7.out"
+    run.mkdir()
+    (function,) = re.findall(r"^keep_output\(\) \{.*?^\}", LAUNCH.read_text(), re.M | re.S)
+    script = f"mode=slurm attempt_dir=$PWD/attempt\n{function}\nkeep_output; echo later"
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "gapo", "SLURM_JOB_ID": "7"}
+    if not one_disk:
+        ln = write_program(tmp_path / "bin" / "ln", '[ "$1" = -sfn ] && exec /bin/ln "$@"')
+        env["PATH"] = f"{ln.parent}:{os.environ['PATH']}"
+    with opened.open("a") as output:
+        env = without_launcher_variables(**env)
+        subprocess.run(["bash", "-c", script], env=env, cwd=tmp_path, stdout=output, check=True)
+        output.write("of Slurm\n")
+    assert (run / "job.out").read_text() == "later\nof Slurm\n"
+    assert opened.exists() != one_disk
+
+
+class Run:
+    """launch.sh on two local ranks in a folder of its own."""
+
+    def __init__(self, folder: Path, *, launch: Path = LAUNCH, **env: str) -> None:
+        self.folder = folder
+        self.process = self._start(
+            ["bash", str(launch), "config.toml", "run.seed=7"],
+            env=without_launcher_variables(
+                **{"PYTHON": str(STAND_IN), "RUN_DIR": str(folder), "WORLD_SIZE": "2"} | env
+            ),
+            cwd=folder.parent,
+            text=True,
+        )
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_hear, **options
+        )
+
+    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
+        """Until it has happened, while the launcher runs."""
+
+        def asked() -> bool:
+            assert happened() or self.process.poll() is None, self.end()
+            return happened()
+
+        wait_until(asked, what)
+
+    def wait_for_ranks(self) -> None:
+        """Until the ranks of the first attempt are up."""
+        logs = [self.folder / "attempts" / "latest" / f"rank_{rank}.log" for rank in (0, 1)]
+        self.wait_for(
+            lambda: all(log.exists() and "rank" in log.read_text() for log in logs), "ranks"
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=HANG_S)
+        return self.process.returncode, output
+
+    @property
+    def attempts(self) -> list[Path]:
+        return sorted((self.folder / "attempts").glob("local-*"))
+
+    def seen(self, rank: int = 1) -> dict[str, str]:
+        """The variables that a rank of the first attempt was told to SHOW."""
+        lines = (self.attempts[0] / f"rank_{rank}.log").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines[:-1])
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps done, and in which attempt."""
+        log = self.folder / "steps.log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [line[: line.index(" ")] + line[line.rindex(".") :] for line in lines]
+
+
+def _hear() -> None:
+    """Also under nohup: a shell cannot trap what it was started to ignore."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class RunInTerminal(Run):
+    """The same, in the foreground of a terminal of its own."""
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        self._master, slave = pty.openpty()
+
+        def take_the_terminal() -> None:
+            _hear()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=take_the_terminal,
+            **options,
+        )
+        os.close(slave)
+        return process
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def hang_up(self) -> None:
+        """Close the terminal, as its window or a connection that breaks does."""
+        os.close(self._master)
+        self._master = -1
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output; a terminal that is gone has none."""
+        exit_code, said = self.process.wait(timeout=HANG_S), b""
+        with contextlib.suppress(OSError):  # closed: by us, or by all who wrote to it
+            while text := os.read(self._master, 4096):
+                said += text
+        return exit_code, said.decode()
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Makes a `Run`; what a failed test leaves is ended."""
+    runs = []
+
+    def start_one(folder: Path, *, kind: type[Run] = Run, **arguments: Any) -> Run:
+        runs.append(kind(folder, **arguments))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.end()
+
+
+def test_a_run_ends_finished_and_stays_so(start: Start, run_dir: Path) -> None:
+    run = start(run_dir)
+    exit_code, output = run.end()
+    assert exit_code == 0
+    assert "finished" in output
+    assert "rank 0 of 2: train" in output  # rank 0 is shown while it runs
+    (attempt,) = run.attempts
+    assert re.fullmatch(r"local-\d{8}T\d{6}-\d+\.0", attempt.name)
+    assert (run_dir / "attempts" / "latest").resolve() == attempt
+    assert (run_dir / "OWNER").read_text() == f"{attempt.name}\n"
+    assert (attempt / "rank_1.log").read_text() == "rank 1 of 2: train\n"
+    assert list((attempt / "check").iterdir()) == [attempt / "check" / "localhost.ok"]
+    (code,) = (run_dir / "code").iterdir()
+    assert f"{code.name}.0" == attempt.name
+    assert (code / "config.toml").read_text().startswith("config.toml run.seed=7 --world-size 2")
+
+    again = start(run_dir)
+    exit_code, output = again.end()
+    assert exit_code == 0
+    assert "has finished already" in output
+    assert again.attempts == [attempt]
+
+
+@pytest.mark.parametrize(
+    ("action", "message", "exit_code"),
+    [("exit:7", "task 1: Exited with exit code 7", 7), ("kill", "task 1: Killed", 137)],
+)
+def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
+    start: Start, run_dir: Path, action: str, message: str, exit_code: int
+) -> None:
+    run = start(run_dir, ACTIONS=f"{action},train")
+    assert run.end()[0] == 0  # though rank 0 sleeps for an hour
+    first, second = run.attempts
+    assert (first / "launch.log").read_text() == f"{message}\ntask 0: Terminated\n"
+    assert (second / "outcome").read_text() == "finished\n"
+
+    alone = start(run_dir.with_name("alone"), ACTIONS=action, MAX_FAILURES="1")
+    assert alone.end()[0] == exit_code
+
+
+@pytest.mark.parametrize(
+    ("env", "exit_code", "num_attempts", "said"),
+    [
+        ({"ACTIONS": "exit:7"}, 7, 3, "MAX_FAILURES"),
+        ({"ACTIONS": "save:7", "MAX_RESTARTS": "2"}, 7, 3, "2 restarts (MAX_RESTARTS)"),
+        # A new checkpoint starts the count of failures anew.
+        ({"ACTIONS": "exit:7,exit:7,save:7,exit:7,train"}, 0, 5, "finished"),
+        # A retry mends neither a config nor the loss of the run to a newer attempt.
+        ({"ACTIONS": "exit:2"}, 2, 1, ""),
+        ({"ACTIONS": "exit:3"}, 3, 1, ""),
+        # Ranks that end without an outcome have failed.
+        ({"ACTIONS": "quit", "MAX_FAILURES": "1"}, 1, 1, ""),
+    ],
+    ids=lambda value: value["ACTIONS"] if isinstance(value, dict) else "",
+)
+def test_starts_of_a_job_are_bounded(
+    start: Start, run_dir: Path, env: dict[str, str], exit_code: int, num_attempts: int, said: str
+) -> None:
+    run = start(run_dir, **env)
+    found, output = run.end()
+    assert found == exit_code
+    assert said in output
+    assert len(run.attempts) == num_attempts
+
+
+def test_a_launcher_that_lost_the_run_starts_nothing_more(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="wait:7")
+    run.wait_for_ranks()
+    (run_dir / "OWNER").write_text("99.1\n")
+    (run.attempts[0] / "stop").touch()
+    exit_code, output = run.end()
+    assert exit_code == 3 and "99.1" in output
+    assert len(run.attempts) == 1 and not (run_dir / "failures").exists()
+
+
+def test_the_exit_code_is_that_of_what_failed_first(start: Start, run_dir: Path) -> None:
+    """launch.log may have a victim in its first line: the postmortem knows better."""
+    run = start(run_dir, ACTIONS="wait:7", MAX_FAILURES="1")
+    run.wait_for_ranks()
+    (run.attempts[0] / "exit_code").write_text("5\n")
+    (run.attempts[0] / "stop").touch()
+    assert run.end()[0] == 5
+
+
+def test_preparation_runs_before_everything_else(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, PREPARE=f"-m prepared {run_dir.parent / 'mark'}")
+    assert run.end()[0] == 0
+    assert (run_dir.parent / "mark").read_text() == "", "WORLD_SIZE is the ranks' to hear"
+    failed = start(run_dir.with_name("other"), PREPARE="-m prepared /nowhere/mark")
+    assert failed.end()[0] == 1 and failed.attempts == []
+
+
+@pytest.mark.parametrize("number", ["1", "2", "-1", "08", "x"])
+def test_nodes_that_leave_none_to_train_start_nothing(
+    start: Start, run_dir: Path, number: str
+) -> None:
+    mark = run_dir.parent / "mark"
+    run = start(run_dir, GENERATION_NODES=number, PREPARE=f"-m prepared {mark}")
+    exit_code, output = run.end()
+    assert exit_code == 2 and f"GENERATION_NODES ({number})" in output
+    assert not run_dir.exists() and not mark.exists()
+
+
+def test_no_healthy_node_is_an_error(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, BAD_NODES="localhost")
+    exit_code, output = run.end()
+    assert exit_code == 90
+    assert "bad nodes: localhost" in output
+    assert output.rstrip().splitlines()[-1].count("localhost: ") == 1  # and what it lacks
+    assert not (run.attempts[0] / "rank_0.log").exists()
+    assert start(run_dir, BAD_NODES="localhost", CHECK_NODES="0").end()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_stop_saves_and_the_next_start_goes_on(
+    start: Start, run_dir: Path, number: signal.Signals
+) -> None:
+    run = start(run_dir, STEPS="10000")
+    run.wait_for_ranks()
+    run.process.send_signal(number)
+    exit_code, output = run.end()
+    assert exit_code == 0
+    assert "asked to save" in output
+    assert "stopped" in output
+    assert (run.attempts[0] / "stop").exists()
+    done = len(run.steps)
+    assert done < 10_000
+
+    again = start(run_dir, STEPS=str(done + 3))
+    assert again.end()[0] == 0
+    assert again.steps == [f"{step}.0" for step in range(1, done + 4)]
+
+
+def ranks_of(run: Run) -> list[str]:
+    """Processes of the newest attempt's ranks that are alive, whoever their parent is by now."""
+    attempt = f"GAPO_ATTEMPT_DIR={run.attempts[-1]}\0".encode()
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # ended, or another user's
+            told = path.read_bytes() + b"\0"
+            if attempt in told and b"LOCAL_RANK=" in told:
+                alive.append(path.parent.name)
+    return alive
+
+
+def assert_ranks_ended(run: Run) -> None:
+    log = (run.attempts[0] / "launch.log").read_text()
+    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+
+
+def test_local_starts_take_a_port_of_their_own(start: Start, run_dir: Path) -> None:
+    """One that is free: process numbers may differ by any number."""
+    runs = [start(run_dir.with_name(name), SHOW="MASTER_PORT") for name in ("one", "other")]
+    assert [run.end()[0] for run in runs] == [0, 0]
+    assert all(run.seen(0) == run.seen(1) for run in runs)
+    ports = [int(run.seen()["MASTER_PORT"]) for run in runs]
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert ports[0] != ports[1] and all(low <= port <= high for port in ports)
+
+
+@pytest.mark.parametrize("way", ["Ctrl-C", "Ctrl-C twice", "Ctrl-backslash", "hang-up"])
+def test_what_a_user_does_at_a_terminal_leaves_nobody_behind(
+    start: Start, run_dir: Path, way: str
+) -> None:
+    told = {"STEPS": "10000", "SAVE_S": "0.5"} if way == "Ctrl-C" else {"ACTIONS": "hang"}
+    run = start(run_dir, kind=RunInTerminal, **told)
+    assert isinstance(run, RunInTerminal)
+    run.wait_for_ranks()
+    assert len(ranks_of(run)) >= 2
+    if way == "hang-up":
+        run.hang_up()
+    else:
+        run.type(b"\x1c" if way == "Ctrl-backslash" else b"\x03")
+    if way == "Ctrl-C twice":
+        run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
+        run.type(b"\x03")
+    exit_code, output = run.end()
+    assert ranks_of(run) == []
+    if way == "Ctrl-C":
+        assert exit_code == 0 and "asked to save" in output
+        assert (run.attempts[0] / "outcome").read_text() == "stopped\n"
+    else:
+        assert exit_code == 143
+        assert_ranks_ended(run)
+
+
+def test_a_cancelled_run_ends_its_ranks(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="hang")
+    run.wait_for_ranks()
+    run.process.send_signal(signal.SIGTERM)
+    exit_code, output = run.end()
+    assert exit_code == 143 and "cancelled" in output
+    assert len(run.attempts) == 1
+    assert_ranks_ended(run)
+
+
+def test_a_folder_in_use_is_refused(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="hang")
+    run.wait_for_ranks()
+    owner = run.attempts[0].name.removesuffix(".0")
+    exit_code, output = start(run_dir).end()
+    assert exit_code == 2
+    assert f"job {owner} " in output
+    run.process.terminate()
+    run.end()
+    assert start(run_dir).end()[0] == 0
+
+
+CORES, GPUS = {"SLURM_CPUS_PER_TASK": "12"}, {"SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"PYTHONPATH": "/theirs"},
+            {
+                **{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+                **{"GAPO_ATTEMPT": "{code.name}.0", "GAPO_ATTEMPT_DIR": "{attempt}"},
+                **{"GAPO_JOB_END": "None", "PYTHONPATH": "{code}:/theirs", "PYTHONSAFEPATH": "1"},
+            },
+        ),
+        # 0 is a setting, too, of a config that says otherwise.
+        ({"GENERATION_NODES": "0"}, {"LOCAL_WORLD_SIZE": "2"}),
+        # Threads: without a GPU their number decides bits.
+        ({"OMP_NUM_THREADS": "", **CORES}, {"OMP_NUM_THREADS": "1"}),
+        ({"OMP_NUM_THREADS": "", **CORES, **GPUS}, {"OMP_NUM_THREADS": "8"}),
+        (
+            {"OMP_NUM_THREADS": "", **GPUS, "SLURM_CPUS_PER_TASK": "6"},
+            {"OMP_NUM_THREADS": "6"},
+        ),
+        ({"OMP_NUM_THREADS": "", **GPUS}, {"OMP_NUM_THREADS": "1"}),
+        ({"OMP_NUM_THREADS": "2", **CORES, **GPUS}, {"OMP_NUM_THREADS": "2"}),
+        # Compiled kernels: on a disk of the node, unless the site says otherwise.
+        (
+            {"CACHE_DIR": "{cache}", "TRITON_CACHE_DIR": "/theirs"},
+            {
+                **{"CACHE_DIR": "{cache}", "VLLM_CACHE_ROOT": "{cache}/vllm"},
+                **{"TRITON_CACHE_DIR": "/theirs", "FLASHINFER_WORKSPACE_BASE": "{cache}"},
+            },
+        ),
+        ({}, {"TRITON_CACHE_DIR": f"/tmp/gapo_cache_{os.getuid()}/triton"}),
+    ],
+)
+def test_what_a_rank_is_told(
+    start: Start, run_dir: Path, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    cache = run_dir.parent / "cache"
+    run = start(
+        run_dir, SHOW=" ".join(expected), **{k: v.format(cache=cache) for k, v in given.items()}
+    )
+    assert run.end()[0] == 0
+    (code,) = (run_dir / "code").iterdir()
+    places = {"cache": cache, "code": code, "attempt": run.attempts[0]}
+    assert run.seen() == {name: value.format(**places) for name, value in expected.items()}
+    words = (code / "config.toml").read_text().split()
+    assert ("rollout.generation_nodes=0" in words) == ("GENERATION_NODES" in given)
+    assert words[words.index("--ranks-per-node") + 1] == "2"
+
+
+def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
+    tree = run_dir.parent / "tree"
+    shutil.copytree(ROOT / "slurm", tree / "slurm")
+    (tree / "slurm" / "site.sh").write_text(
+        f"[ -z $UNSET ] && false\n"  # what modules do, and strict bash does not bear
+        f"PYTHON={STAND_IN}\nCONTAINER='env IN_CONTAINER=1'\nexport NCCL_DEBUG=WARN\n"
+    )
+    launch = tree / "slurm" / "launch.sh"
+    run = start(run_dir, launch=launch, SITE_FILE="", PYTHON="", SHOW="IN_CONTAINER NCCL_DEBUG")
+    assert run.end()[0] == 0
+    assert run.seen() == {"IN_CONTAINER": "1", "NCCL_DEBUG": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "exit_code"),
+    [
+        ("KEY=hunter2\n", 0o600, 0),
+        ("KEY=hunter2\n", 0o640, 2),
+        ("KEY = hunter2\n", 0o600, 2),  # bash would show the line
+        ("KEY=a hunter2\nOTHER=b\n", 0o600, 2),
+        (None, 0, 2),
+    ],
+)
+def test_secrets_reach_the_ranks_and_are_not_shown(
+    start: Start, run_dir: Path, content: str | None, mode: int, exit_code: int
+) -> None:
+    secrets = run_dir.parent / "secrets"
+    if content is not None:
+        secrets.write_text(content)
+        secrets.chmod(mode)
+    run = start(run_dir, SECRETS=str(secrets), SHOW="KEY")
+    found, output = run.end()
+    assert found == exit_code
+    if exit_code:
+        assert f"SECRETS ({secrets})" in output and "hunter2" not in output
+    else:
+        assert run.seen() == {"KEY": "hunter2"}  # the stand-in shows it
+
+
+def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> None:
+    """Its launcher sleeps for ten seconds, by a `sleep` that only says so."""
+    slept = run_dir.parent / "slept"
+    sleep = write_program(run_dir.parent / "bin" / "sleep", f'echo "$1" >>{slept}')
+    path = f"{sleep.parent}:{os.environ['PATH']}"
+    run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1", PATH=path)
+    assert run.end()[0] == 7
+    assert sum(map(float, slept.read_text().split())) == pytest.approx(10)
+    assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
+
+
+def has_ended(pid: str) -> bool:
+    """Gone, or dead and waiting for a parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_children_end_with_their_ranks(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="parent:7", MAX_FAILURES="1")
+    assert run.end()[0] == 7
+    children = [path.read_text() for path in run.attempts[0].glob("child_*")]
+    assert len(children) == 2
+    for child in children:
+        wait_until(lambda child=child: has_ended(child), "the end of a rank's child")
+
+
+@pytest.mark.parametrize("program", ["prepare", "preflight"])
+def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program: str) -> None:
+    stopped = start(run_dir, SLOW=program)
+    cancelled = start(run_dir.with_name("cancelled"), SLOW=program)
+    for run, number in ((stopped, signal.SIGUSR1), (cancelled, signal.SIGTERM)):
+        run.wait_for(run.folder.with_suffix(".waits").exists, program)
+        run.process.send_signal(number)
+        run.folder.with_suffix(".go").touch()
+    exit_code, output = stopped.end()
+    assert (exit_code, "stopped" in output) == (0, True)
+    assert not (run_dir / "steps.log").exists()
+    assert cancelled.end()[0] == 143
+    assert not list(cancelled.folder.glob("attempts/*/rank_0.log"))
+
+
+def test_usage() -> None:
+    def called(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+        command, env = ["bash", *map(str, words)], without_launcher_variables(**env)
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+
+    assert called(LAUNCH).returncode == 2
+    batch = called("slurm/gapo.sbatch")
+    assert batch.returncode == 2 and "slurm/gapo.sbatch CONFIG" in batch.stderr
+    missing = called(LAUNCH, "config.toml", PYTHON="/nowhere/python")
+    assert missing.returncode == 2
+    assert "/nowhere/python" in missing.stderr and "PYTHON" in missing.stderr

@@ -1,0 +1,1 @@
+"""What `train --dry-run` does."""

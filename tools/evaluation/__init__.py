@@ -1,0 +1,1 @@
+"""Work of tools/evaluate.py: benchmarks, sampling, statistics, tables."""

@@ -1,0 +1,1 @@
+"""Submitting runs, and watching them."""

@@ -1,0 +1,1 @@
+"""Plans of a run before it starts: memory, time."""

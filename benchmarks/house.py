@@ -31,23 +31,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-HERE, PACKAGE = Path(__file__).resolve().parents[1], "gapo_megatron"
+HERE, PACKAGE, TOOLS = Path(__file__).resolve().parents[1], "gapo_megatron", "tools"
 # Layers from bottom to top; an import may stay in its layer or go down.
-LAYERS = (
-    "errors types clock isolation user_code|rollouts|exchange|io|compat|device|config|models|hf|"
-    "objective|logprob|batching|rewards|data|policy|learn|rollout|checkpoint|evaluate|run|"
-    "train sft|ops"
-)
-RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
+ORDER = (HERE / "tests/test_imports.py").read_text(encoding="utf-8").split("\nLAYERS = ")[1]
+LAYERS = ast.literal_eval(ORDER[: ORDER.index("\n]") + 2])
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Layers of modules in older versions; the longest prefix of a module's name counts.
-OLD_PLACES = """rollouts: facts
-io: console_table digest documents files toml_tree transfer; errors: library_errors
-compat: cpu; device: flags fp8 memory; train: loop; sft: supervised; rollout: sample; hf: convert
+OLD_PLACES = """rollouts: facts; errors: library_errors; compat: cpu; device: flags fp8 memory
+io: console_table digest documents files toml_tree transfer; train: loop; sft: supervised
 config: config_errors config_rules config_types counts methods settings; checkpoint: manifest
-models: model_checks model_shapes convert.rope convert.rules convert.tables; run: launch metrics
-learn: carry noise_floor weight_sync; ops: conversion data.prepare doctor dry_run report scaling
-ops: launch.local launch.node_checks launch.postmortem launch.preflight launch.prepare launch.status
-ops: launch.study launch.submit"""
+formats: hf convert; models: model_checks model_shapes convert.rope convert.rules convert.tables
+rollout: sample; run: metrics; learn: carry noise_floor weight_sync
+tools: conversion data.benchmarks data.prepare doctor dry_run ops report scaling
+tools: launch.local launch.status launch.study launch.submit
+launch: ops.launch
+tools: ops.launch.local ops.launch.ranks ops.launch.status ops.launch.study ops.launch.submit"""
 OLD_ENTRIES = (entry.split(":") for entry in re.split("[;\n]", OLD_PLACES))
 PLACES = {old: new.strip() for new, names in OLD_ENTRIES for old in names.split()}
 LIMITS = {"functions over 60 lines": 60, "functions over 7 parameters": 7, "nesting over 4": 4}
@@ -60,7 +58,7 @@ BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast
 
 
 class Module(NamedTuple):
-    """A file of the package; `name` is dotted and relative to the package."""
+    """A file; `name` is dotted: of the package relative to it, else `tools` and what follows."""
 
     name: str
     text: str
@@ -77,13 +75,14 @@ class Module(NamedTuple):
         return next((PLACES[one] for one in reversed(prefixes) if one in PLACES), self.top)
 
 
-def read_package(checkout: Path) -> dict[str, Module]:
-    """Read every file by module name; the package's `__init__` is ""."""
-    modules = {}
-    for path in sorted((checkout / PACKAGE).rglob("*.py")):
+def read_modules(checkout: Path) -> dict[str, Module]:
+    """Read every file of the package and of the tools; the package's `__init__` is ""."""
+    modules, tools = {}, (checkout / TOOLS).rglob("*.py")
+    for path in [*sorted((checkout / PACKAGE).rglob("*.py")), *sorted(tools)]:
         is_package, text = path.stem == "__init__", path.read_text(encoding="utf-8")
         path = path.parent if is_package else path.with_suffix("")
-        name = ".".join(path.relative_to(checkout / PACKAGE).parts)
+        parts = path.relative_to(checkout).parts
+        name = ".".join(parts if parts[0] == TOOLS else parts[1:])
         modules[name] = Module(name, text, is_package, [*ast.walk(ast.parse(text))])
     return modules
 
@@ -121,7 +120,7 @@ def nesting(node: ast.AST, depth: int = 0) -> int:
 
 
 def imports(module: Module, modules: dict[str, Module]) -> set[str]:
-    """Modules of the package that a module imports, anywhere in it."""
+    """Modules of the package and of the tools that a module imports, anywhere in it."""
     names: set[str] = set()
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -135,7 +134,8 @@ def imports(module: Module, modules: dict[str, Module]) -> set[str]:
         top, *parts = name.replace("..", ".").split(".")
         # The import names a module or something in it: take the longest part that is a file.
         prefixes = (".".join(parts[:number]) for number in range(len(parts), -1, -1))
-        if top == PACKAGE:
+        parts = [top, *parts] if top == TOOLS else parts
+        if top in (PACKAGE, TOOLS):
             found.add(next(prefix for prefix in prefixes if prefix in modules or not prefix))
     return found - {module.name, ""}
 
@@ -203,14 +203,14 @@ def private_names(module: Module, own: set[str], read: set[str]) -> dict[str, st
 
 def measure(checkout: Path) -> dict[str, Any]:
     """All figures from the sources, with every find by name."""
-    modules = read_package(checkout)
+    modules = read_modules(checkout)
     folders: dict[str, dict[str, int]] = {}
     finds: dict[str, dict[str, Any]] = {kind: {} for kind in (LONG_FILES, *LIMITS, PRIVATE)}
     own, read = own_and_read(modules)
     for name, module in modules.items():
         total = module.text.count("\n")
         folder = module.top if "." in name or (module.is_package and name) else "(top level)"
-        for key in (folder, "= ops" if module.layer == "ops" else "= all but ops", "= all"):
+        for key in (folder, "= tools" if module.layer == TOOLS else "= package", "= all"):
             entry = folders.setdefault(key, {"code": 0, "lines": 0})
             entry["code"] += code_lines(module)
             entry["lines"] += total

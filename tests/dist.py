@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import multiprocessing.context
 import os
@@ -109,6 +110,7 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 @contextmanager
 def single_rank() -> Iterator[None]:
     """A process group of one rank in this process, for code that always talks to its group."""
+    gc.collect()  # sockets of the group before, which its models hold in circles
     with tempfile.TemporaryDirectory() as folder:
         _join_group(0, 1, folder)
         try:

@@ -63,7 +63,7 @@ test-system test-soak: export PYTEST_TIMEOUT ?= 900
 test-system: MARK := system and not soak
 test-system: ## Run the second stage: Slurm, whole programs (SYSTEM_JOBS=4 ARGS=...)
 test-soak: MARK := soak
-test-soak: ## Run more of the same, before a release: long rows of faults, thousands of respelled answers, more models
+test-soak: ## Run more of the same, before a release: long rows of faults, thousands of respelled answers, more models and layouts
 test-system test-soak:
 	@tools/setup_env.sh dev
 	@.ci/programs --missing

@@ -20,12 +20,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.run import process_group
 from tests.waiting import HANG_S
+
+SOAK = [pytest.mark.system, pytest.mark.soak]
+"""Marks of the layouts that only `make test-soak` tries; each kind has some in an earlier stage."""
 
 _STACKS_S = 5
 """Ranks that hang show their stacks so long before they are ended."""

@@ -13,11 +13,8 @@ import pytest
 
 from gapo_megatron.compat import transformer_engine
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.node_checks import CommandError
 from tests.broken_transformer_engine import KINDS, install_broken
-from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
-from tools.diagnosis.ask import ask, probe_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,29 +53,6 @@ def test_what_megatron_core_does_not_take_for_its_absence_is_named(
 ) -> None:
     said = install_broken(tmp_path, kind)
     check(run(tmp_path, "-c", IMPORT_MEGATRON), said)
-
-
-def test_a_deep_dry_run_ends_with_one_message(tmp_path: Path) -> None:
-    said = install_broken(tmp_path, "no_pytorch_side")
-    config = ROOT / "configs" / "ds_r1_1_5b" / "gapo.toml"
-    check(run(tmp_path, "-m", "gapo_megatron.train", config, "--dry-run", "deep"), said)
-
-
-def test_a_conversion_ends_with_one_message(tmp_path: Path) -> None:
-    said = install_broken(tmp_path, "no_pytorch_side")
-    hf_dir, output = tmp_path / "hf", tmp_path / "megatron"
-    save_model(hf_dir, "qwen2")
-    tool = ROOT / "tools" / "convert_hf_to_megatron.py"
-    check(run(tmp_path, tool, "--hf", hf_dir, "--megatron", output), said)
-    assert not output.exists()
-
-
-def test_the_doctor_has_one_message(tmp_path: Path) -> None:
-    said = install_broken(tmp_path, "no_pytorch_side")
-    answer = ask(probe_code("policy()"), {**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert isinstance(answer, CommandError)
-    assert re.search(mentions("transformer_engine", said), str(answer))
-    assert "Traceback" not in str(answer)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

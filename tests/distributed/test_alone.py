@@ -21,7 +21,7 @@ from gapo_megatron.models.rules import Rule, find_rule, shard_size
 from gapo_megatron.policy import Policy, destroy, optimizer
 from gapo_megatron.policy.export import find_locations
 from gapo_megatron.policy.lora import Lora
-from tests.dist import run_distributed, single_rank
+from tests.dist import SOAK, run_distributed, single_rank
 from tests.distributed.conversion_setup import ARCHITECTURES, MOONLIGHT, save_model
 from tests.distributed.lora_setup import TARGETS, randomise
 from tests.distributed.policy_setup import (
@@ -224,7 +224,7 @@ def save_references(root: Path, cases: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    [SOME, *(pytest.param(part, marks=pytest.mark.system) for part in PARTS)],
+    [SOME, *(pytest.param(part, marks=SOAK) for part in PARTS)],
     ids=["some", *map(str, range(len(PARTS)))],
 )
 def test_every_kind_of_parameter_is_trained_as_on_one_rank(

@@ -24,7 +24,7 @@ from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.model import read_hf_config
 from tests.convert_setup import one_by_one
-from tests.dist import run_distributed
+from tests.dist import SOAK, run_distributed
 from tests.distributed.checkpoint_setup import write_state
 from tests.distributed.conversion_setup import (
     ARCHITECTURES,
@@ -168,7 +168,7 @@ class Ran:
     found: list[Found]
 
 
-@pytest.fixture(scope="module", params=["some", pytest.param("every", marks=pytest.mark.system)])
+@pytest.fixture(scope="module", params=["some", pytest.param("every", marks=SOAK)])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     cases = SOME if request.param == "some" else CASES
     root: Path = tmp_path_factory.mktemp("conversion")

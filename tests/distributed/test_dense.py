@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.policy import destroy
-from tests.dist import run_distributed, single_rank
+from tests.dist import SOAK, run_distributed, single_rank
 from tests.distributed.conversion_setup import save_model
 from tests.distributed.policy_setup import (
     CP,
@@ -61,7 +61,7 @@ CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 
 @pytest.mark.parametrize(
     "cases",
-    [SOME, pytest.param(CASES, marks=[pytest.mark.system, pytest.mark.soak])],
+    [SOME, pytest.param(CASES, marks=SOAK)],
     ids=["some", "every"],
 )
 def test_layouts_train_as_transformers_does(tmp_path: Path, cases: list[tuple[str, str]]) -> None:

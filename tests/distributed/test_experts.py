@@ -11,7 +11,7 @@ import torch
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import destroy
-from tests.dist import run_distributed
+from tests.dist import SOAK, run_distributed
 from tests.distributed.conversion_setup import MOONLIGHT, save_model
 from tests.distributed.policy_setup import CP, EP, PP, SP, TP, VPP, load_policy, make_config
 from tests.distributed.training_setup import (
@@ -96,7 +96,7 @@ def test_a_loss_without_gradient_keeps_no_rank_waiting(tmp_path: Path, skip_inac
     "cases",
     [
         SOME,
-        pytest.param(EVERY, marks=[pytest.mark.system, pytest.mark.soak]),
+        pytest.param(EVERY, marks=SOAK),
     ],
     ids=["some", "every"],
 )

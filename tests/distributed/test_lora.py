@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import run_distributed
+from tests.dist import SOAK, run_distributed
 from tests.distributed.lora_setup import (
     ALPHA,
     LAYOUTS,
@@ -29,9 +29,7 @@ EVERY = [(kind, name) for kind, layouts in LAYOUTS.items() for name in layouts]
 REST = [case for case in EVERY if case not in SOME] + [SOME[0], *SOME[2:]]
 
 
-@pytest.mark.parametrize(
-    "cases", [SOME, pytest.param(REST, marks=pytest.mark.system)], ids=["some", "rest"]
-)
+@pytest.mark.parametrize("cases", [SOME, pytest.param(REST, marks=SOAK)], ids=["some", "rest"])
 def test_layouts_train_factors_as_transformers_does(
     tmp_path: Path, cases: list[tuple[str, str]]
 ) -> None:

@@ -516,7 +516,7 @@ def test_broken_agents_are_unknown_and_harm_no_other() -> None:
         return BROKEN[session.sample % len(BROKEN)][0](session)
 
     expected, _ = run(calculates, script, settings=settings)
-    episodes, agents = run(solve, script, settings=settings, call_timeout_s=40, max_concurrent=100)
+    episodes, agents = run(solve, script, settings=settings, call_timeout_s=12, max_concurrent=100)
     for one, good in zip(episodes, expected, strict=True):
         agent, reason = BROKEN[one.sample % len(BROKEN)]
         assert one.finished and (reason in one.failure if reason else not one.failure)

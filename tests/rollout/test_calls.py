@@ -190,7 +190,7 @@ def test_broken_environments_are_unknown_and_harm_no_other() -> None:
     expected = generate(ScriptedEngine(draws), PROMPTS, settings, calls=calls_of(answer_of))
     calls = calls_of(
         lambda one: place[one.prompt.id, one.sample][0](one),
-        run=in_thread, call_timeout_s=15, max_response_tokens=200, max_concurrent=300,
+        run=in_thread, call_timeout_s=6, max_response_tokens=200, max_concurrent=300,
     )  # fmt: skip
     groups = generate(ScriptedEngine(draws), PROMPTS, settings, calls=calls)
     assert groups is not None and expected is not None
@@ -261,14 +261,14 @@ def test_calls_that_were_given_up_keep_their_places_until_they_return() -> None:
         return answer_of(episode)
 
     environment = SimpleNamespace(respond=respond)
-    acting = acting_of(environment, run=in_thread, max_concurrent=3, call_timeout_s=5)
+    acting = acting_of(environment, run=in_thread, max_concurrent=3, call_timeout_s=2)
     for step in range(2):
         engine = ScriptedEngine(draws)
         calls = acting.calls(f"step_{step}", engine.replicas)
         groups = generate(engine, PROMPTS, SETTINGS, calls=calls)
         failures = [one.failure for group in groups or [] for one in group]
         assert sum("could not begin" in one for one in failures) == 64 - 3 * (step == 0)
-        assert all("environment.call_timeout_s (5)" in one for one in failures)
+        assert all("environment.call_timeout_s (2)" in one for one in failures)
     assert (num_running, most) == (3, 3)
     released.set()
     calls = acting.calls("step_2", engine.replicas)

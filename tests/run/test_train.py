@@ -68,13 +68,11 @@ def run_of_two(root: Path) -> Path:
 
 
 @pytest.mark.system
-def test_a_user_starts_the_same_runs(root: Path, whole_run: Path, run_of_two: Path) -> None:
-    """In separate processes without shared imports, by python -m and by torchrun."""
+def test_torchrun_starts_the_same_run(root: Path, run_of_two: Path) -> None:
+    """In processes without shared imports."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    for name, launcher, expected in (("one", [], whole_run), ("two", torchrun, run_of_two)):
-        command = map(str, arguments(root, f"user_{name}"))
-        finish(start_python("-m", *launcher, "gapo_megatron.train", *command))
-        assert_same_run(root / f"user_{name}", expected)
+    finish(start_python("-m", *torchrun, "gapo_megatron.train", *arguments(root, "user")))
+    assert_same_run(root / "user", run_of_two)
 
 
 def start_python(*arguments: object) -> subprocess.Popen[str]:

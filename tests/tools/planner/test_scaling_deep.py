@@ -294,8 +294,9 @@ def write_toml(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
-@pytest.mark.parametrize("deep_words", [["--dry-run=deep"], ["--dry-run", "deep"]])
+@pytest.mark.parametrize(
+    ("position", "deep_words"), [(0, ["--dry-run=deep"]), (2, ["--dry-run", "deep"])]
+)
 def test_command_line(
     tmp_path: Path, monkeypatch: Any, capsys: Any, position: int, deep_words: list[str]
 ) -> None:

@@ -86,7 +86,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
-    from gapo_megatron.io.whole_table import print_whole
+    from tools.planner.whole_table import print_whole
     from tools.reporting.scaling import (
         claim_folder,
         read_runs,

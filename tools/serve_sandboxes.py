@@ -24,10 +24,10 @@ from rich.logging import RichHandler
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rewards.code.server import Server
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, SandboxError
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.secret import make_secret
+from tools.sandboxes.server import Server
 
 console = Console(stderr=True, markup=False)
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.formats.adapter_checkpoint import AdapterCheckpoint
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups
@@ -26,6 +25,7 @@ from tests.distributed.lora_setup import ALPHA, RANK, TARGETS, randomise
 from tests.distributed.policy_setup import load_policy, make_config
 from tests.messages import mentions
 from tools.conversion.adapter import convert_adapter
+from tools.conversion.adapter_checkpoint import AdapterCheckpoint
 from tools.conversion.directions import Options
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.formats.adapter_checkpoint import AdapterCheckpoint
 from gapo_megatron.formats.adapter_folder import read_adapter, write_adapter
 from gapo_megatron.formats.weights import HfFolder, write_hf
 from gapo_megatron.models.rules import hf_shapes
@@ -19,6 +18,7 @@ from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.policy.digest import combined, tensor_sha256
 from gapo_megatron.policy.low_rank import merge, merge_squares, relative_rounding
 from gapo_megatron.types import Factors
+from tools.conversion.adapter_checkpoint import AdapterCheckpoint
 from tools.conversion.directions import Options, check_file_digests, find_source
 
 Kind = Literal["peft", "merged"]

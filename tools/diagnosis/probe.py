@@ -116,7 +116,7 @@ def rollout(precision: str) -> None:
     Args:
         precision: `model.precision`.
     """
-    from gapo_megatron.rollout.vllm.installation import installation
+    from tools.diagnosis.installation import installation
 
     _print(**asdict(installation(getattr(torch, DTYPES[precision]))))
 

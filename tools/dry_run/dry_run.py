@@ -26,7 +26,6 @@ from gapo_megatron.formats.manifest import list_steps
 from gapo_megatron.formats.model_folder import check_model_folder, read_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.launch.layout import Layout
 from gapo_megatron.launch.sides import Sides
 from gapo_megatron.models.checks import check_positions, check_replay, check_shapes
@@ -47,6 +46,7 @@ from tools.dry_run.tables import counts_table, memory_table, method_table, shape
 from tools.planner.hardware import GIB
 from tools.planner.memory import fits
 from tools.planner.state import state_bytes
+from tools.planner.whole_table import print_whole
 
 
 def print_dry_run(

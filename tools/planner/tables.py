@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from gapo_megatron.config import Config
-from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.launch.layout import Layout
 from tools.planner.hardware import GIB
 from tools.planner.memory import PARTS, ROLLOUT_PARTS
 from tools.planner.planner import Candidate, Plan
 from tools.planner.times import STAGES
+from tools.planner.whole_table import print_whole
 from tools.planner.workload import Workload
 
 

@@ -1,4 +1,4 @@
-"""Programs on other machines: requests to a service of ours (`code.server`), or SandboxFusion's.
+"""Programs on other machines, run by tools/serve_sandboxes.py there or by a SandboxFusion.
 
 Both speak SandboxFusion's `POST /run_code`. A service that is down, busy for too long or answers
 badly raises SandboxError, so that the verdict is unknown.

@@ -22,7 +22,6 @@ import pytest
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io import connections
-from gapo_megatron.rewards.code import server
 from gapo_megatron.rewards.sandbox import (
     SYSTEM_PYTHON,
     Limits,
@@ -45,6 +44,7 @@ from tests.sandbox_setup import (
     wait_until_gone,
 )
 from tests.waiting import HANG_S, wait_until
+from tools.sandboxes import server
 
 __all__ = ["service"]  # a fixture
 pytestmark = needs_sandbox

@@ -1,0 +1,1 @@
+"""The service of tools/serve_sandboxes.py."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tools.preparation import Counts, HeldOut, Source
 
 KINDS = ("math", "code", "instructions", "exact")
-"""As in the config, whose import would slow down --help."""
+"""Values of `reward.kind`; importing the config would slow down --help."""
 
 MOST_LEVELS = 20
 """Levels that the table shows at most."""

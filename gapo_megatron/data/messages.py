@@ -146,10 +146,9 @@ def begin_template(
 
 
 def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date: str = "") -> None:
-    """Let `tokenizer.apply_chat_template` render as `[data]` says, whoever calls it, and whenever.
+    """Let every call of `tokenizer.apply_chat_template` render as `[data]` says.
 
-    Besides prompts, environments render turns: also those of a user's own code, which gets this
-    tokenizer. Arguments of a call have precedence.
+    Environments, user code among them, render turns with it. Arguments of a call have precedence.
 
     Args:
         tokenizer: of the policy; what it was bound to before is replaced.

@@ -62,7 +62,7 @@ def joined(headers: Mapping[str, Header], facts: ModelFacts) -> dict[str, Header
     """The tensors of a folder, with numbers and scales of every quantized weight as one.
 
     Args:
-        headers: of the tensors of the model; of experts each one's own.
+        headers: headers by tensor name, one per expert.
         facts: the folder's config.json.
 
     Raises:

@@ -47,9 +47,9 @@ class HfFolder:
 
     Attributes:
         root: the folder.
-        entries: every tensor of the model by name, in the order of the folder; of experts each
-            one's own, also where the folder stacks them (`stacks`); quantized weights as they are
-            read (`quantized`).
+        entries: every tensor of the model by name, in the order of the folder; one per expert,
+            also where the folder stacks them (`stacks`); quantized weights as they are read
+            (`quantized`).
         left_out: names of the others, see `Architecture.left_out`.
     """
 

@@ -24,7 +24,7 @@ class Sampling:
     environment: str = ""
     """`environment.kind`, if it answers the model; empty: a response is a single turn."""
     environment_sha256: str = ""
-    """Of what else decides on its calls: settings, code, ends of turns, time limits; or ""."""
+    """Digest of the environment's settings, code, ends of turns and time limits; empty without."""
 
     @property
     def text(self) -> str:

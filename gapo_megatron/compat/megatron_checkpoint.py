@@ -96,7 +96,7 @@ def save_sharded(
     Args:
         state: the same keys on every rank that holds them.
         group: ranks with equal weights; each writes a part of them.
-        writer: of this rank. Its folder exists, is empty, and all ranks share it.
+        writer: this rank's. Its folder exists, is empty, and all ranks share it.
 
     Collectives, over all ranks: those of Megatron-core's save.
     """

@@ -36,7 +36,7 @@ class OutsideGroup:
 
         Args:
             store: used by this group only (a `PrefixStore`).
-            rank: of this process in the group.
+            rank: rank of this process in the group.
             size: number of ranks.
             device: device of the tensors; selects NCCL on a GPU, otherwise gloo.
             timeout_s: timeout of every operation.

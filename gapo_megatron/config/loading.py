@@ -30,7 +30,7 @@ def load_config(
     """Read a TOML file and the file that its `base` names, apply overrides, validate.
 
     Args:
-        path: path of the file.
+        path: the file.
         overrides: `section.key=value`.
         settings: values by `section.key`; they take precedence over the overrides.
 

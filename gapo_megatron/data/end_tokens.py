@@ -56,7 +56,7 @@ def find_end_tokens(
         tokenizer: the model's, bound to `data` (`messages.bind_template`).
         data: section `data`.
         hf_dir: the model's folder.
-        vocab_size: of the model.
+        vocab_size: the model's vocabulary size.
         field: setting that names the folder, for errors.
 
     Raises:

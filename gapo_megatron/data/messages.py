@@ -94,7 +94,7 @@ def render(
     Args:
         messages: the conversation so far.
         tokenizer: must have a chat template; see `bind_template`.
-        variables: of the template, beside those that the tokenizer has been bound to; with
+        variables: variables of the template beside those that the tokenizer is bound to; with
             `add_generation_prompt=False` the assistant's next message does not begin.
 
     Raises:
@@ -126,9 +126,9 @@ def begin_template(
     """Bind the tokenizer's chat template for a run or an evaluation; see `bind_template`.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         data: section `data`.
-        folder: of the run or the evaluation, which records the date.
+        folder: folder of the run or evaluation, which records the date.
         is_used: whether anything is rendered.
         inherited: see `freeze_date`.
 
@@ -151,7 +151,7 @@ def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date:
     Environments, user code among them, render turns with it. Arguments of a call have precedence.
 
     Args:
-        tokenizer: of the policy; what it was bound to before is replaced.
+        tokenizer: the policy's tokenizer; what it was bound to before is replaced.
         data: section `data`; its `chat_template_kwargs` become variables of the template.
         date: what the template gets for today (`strftime_now`, at midnight); empty: the clock.
 

@@ -230,7 +230,7 @@ def encode_problem(
         prompt: see `encode_prompt`.
         tokenizer: the policy's tokenizer.
         data: the longest prompt, and the chat template.
-        id: of the problem, for messages.
+        id: the problem's id, for messages.
         where: its file and row, for messages.
         setting: name that the user gives the longest prompt, for messages.
 

@@ -58,7 +58,7 @@ def freeze_date(folder: str | Path, *, pinned: str = "", inherited: str = "") ->
     processes that start around midnight, the first decides for all.
 
     Args:
-        folder: of the run or the evaluation, shared by its ranks.
+        folder: folder of the run or evaluation, shared by its ranks.
         pinned: `data.template_date`; the caller records it once the prompts are accepted.
         inherited: date of the run that this one continues; empty: today.
 

@@ -86,8 +86,8 @@ def write_adapter(
     """Write an adapter folder; it is complete or absent, see `new_folder`.
 
     Args:
-        factors: of every adapted layer, on any device; all are in host memory until the end.
-        settings: of all of them.
+        factors: factors of every adapted layer, on any device; held in host memory to the end.
+        settings: their common settings.
         base_model: path or name of the model whose weights the factors are beside.
         output_dir: folder to make, or an earlier result of the same command to replace.
         made_by: name of the command.
@@ -114,7 +114,7 @@ def write_files(
 
     Args:
         tensors: factors under their names in the file, see `tensor_names`.
-        settings: of all of them.
+        settings: their common settings.
         base_model: see `write_adapter`.
         folder: to write to.
 

@@ -44,7 +44,7 @@ class Chunks:
 
         Args:
             root: folder of the files.
-            key: of the tensor, for errors.
+            key: the tensor's key, for errors.
             entry: the tensor in `.metadata`.
             storage_data: location of every chunk, from `.metadata`.
             num_stacked: number of leading dimensions in which parameters are stacked.

@@ -61,11 +61,11 @@ def compare_configs(
     """Refuse a Megatron folder that records another model than config.json describes.
 
     Args:
-        hf_config: of the Hugging Face side.
+        hf_config: config of the Hugging Face side.
         record: what the folder records of its model, under the names of config.json. Missing and
             null fields are not compared. Rope is compared if any of its fields is there: as in
             config.json, a base without a scaling means no scaling.
-        source: of the record, for errors.
+        source: where the record is from, for errors.
 
     Raises:
         ConfigError: the record's rope cannot be used, see `read_rope`.

@@ -73,9 +73,9 @@ def find_spelling(rules: Sequence[Rule], key: str, keys: Collection[str]) -> str
     """The key itself or, if the folder lacks it, the folder's key of the same norm.
 
     Args:
-        rules: of the model.
+        rules: the model's rules.
         key: requested by a model.
-        keys: of the folder.
+        keys: the folder's keys.
     """
     if key in keys:
         return key
@@ -115,8 +115,8 @@ def find_slots(
     """Match the keys of a folder with a model's parameters.
 
     Args:
-        rules: of the model.
-        shapes: of every tensor on disk that is not an optimizer's.
+        rules: the model's rules.
+        shapes: shape of every tensor on disk that is not an optimizer's.
         source: folder, for errors.
 
     Returns:

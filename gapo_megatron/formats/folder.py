@@ -77,7 +77,7 @@ def claim(folder: Path, names: Iterable[str], *, field: str, made_by: str) -> No
 
     Args:
         folder: may hold other files, which are ignored.
-        names: of the files that will be written or removed.
+        names: names of the files that will be written or removed.
         field: setting or option that names the folder, for errors.
         made_by: command that writes them.
 

@@ -190,7 +190,7 @@ def find_damage(
     damaged, whatever the reason.
 
     Args:
-        folder: of the files.
+        folder: where the files are.
         files: some or all entries of a manifest.
         on_bytes: called with each number of bytes read.
     """

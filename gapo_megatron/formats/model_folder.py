@@ -106,7 +106,7 @@ def end_tokens(root: Path, vocab_size: int) -> dict[str, tuple[int, ...]]:
 
     Args:
         root: the folder; either file may be missing.
-        vocab_size: of the model.
+        vocab_size: the model's vocabulary size.
 
     Raises:
         ConfigError: a file is damaged, or a token id is not below `vocab_size`.
@@ -245,7 +245,7 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
 
     Args:
         root: the model folder.
-        vocab_size: of the model.
+        vocab_size: the model's vocabulary size.
 
     Raises:
         ConfigError: names file, field, value and rule.

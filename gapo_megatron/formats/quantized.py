@@ -137,7 +137,7 @@ def dequantized(
 
     Args:
         numbers: see the head of this file; of a byte in MXFP4 the lower four bits come first.
-        scales: of its blocks; of MXFP4 powers of two, biased by 127.
+        scales: scales of its blocks; for MXFP4 powers of two, biased by 127.
         block: `Quantized.block`.
         name: file and tensor, for errors.
 

@@ -59,7 +59,7 @@ def write_file(
     """Write a file, and flush it to disk.
 
     Args:
-        path: of a file that does not exist.
+        path: a file that does not exist.
         layout: shape and dtype of every tensor; those of experts may be stacked in the file.
         tensors: the tensors of `layout`, in any order, on any device; consumed one by one.
 

@@ -61,7 +61,7 @@ def unstacked(headers: Mapping[str, Header]) -> dict[str, Header]:
     """The tensors of a folder, with every stack as its experts' tensors.
 
     Args:
-        headers: of the tensors in its files.
+        headers: headers of the tensors in its files.
 
     Raises:
         ConversionError: a stack has no experts or too many, or an expert is there twice; names file
@@ -104,7 +104,7 @@ def stacked(layout: Mapping[str, Layout]) -> dict[str, Layout]:
     """Shape and dtype of a file's tensors.
 
     Args:
-        layout: of each expert's own tensor; all experts of a stack are there.
+        layout: layout of each expert's own tensor; all experts of a stack are there.
     """
     found: dict[str, Layout] = {}
     counts = Counter(slice_of(name).stack for name in layout)

@@ -74,7 +74,7 @@ class MegatronFolder:
 
         Args:
             path: a path for `find_megatron`, or its result.
-            rules: of the model.
+            rules: the model's rules.
 
         Raises:
             ConfigError: there is no complete checkpoint of this format.
@@ -147,9 +147,9 @@ def write_megatron(
 
     Args:
         read: returns a whole Megatron parameter in its dtype; called from several threads.
-        rules: of the model.
-        hf_config: of the model; parts of it become Megatron-LM's `args`.
-        dtypes: of every parameter, by `Rule.megatron`.
+        rules: the model's rules.
+        hf_config: the model's config; parts of it become Megatron-LM's `args`.
+        dtypes: dtype of every parameter, by `Rule.megatron`.
         output_dir: an existing, empty folder; see `new_folder`.
         num_threads: number of files written at a time.
         on_bytes: called with the bytes of each parameter written, from several threads.

@@ -118,7 +118,7 @@ def load_data(file: Any, **options: Any) -> Any:
 
     Args:
         file: opened, at its start.
-        options: of `torch.load`.
+        options: options of `torch.load`.
 
     Raises:
         pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError: it is damaged, or holds

@@ -187,8 +187,8 @@ def write_hf_weights(
     Args:
         read: returns a whole Megatron parameter in its dtype; called from several threads, and
             repeatedly for a parameter whose tensors are in several files.
-        rules: of the model.
-        dtypes: of every parameter, by `Rule.megatron`.
+        rules: the model's rules.
+        dtypes: dtype of every parameter, by `Rule.megatron`.
         output_dir: an existing folder without weights; see `new_folder`.
         max_shard_bytes: largest file, unless a single tensor or a stack of experts is larger.
         num_threads: number of files written at a time.

@@ -57,7 +57,7 @@ def read_text(
     """Read a UTF-8 file.
 
     Args:
-        path: of the file.
+        path: the file.
         error: class of errors to raise.
         max_bytes: largest size.
 
@@ -108,7 +108,7 @@ def parse_json(
     """Parse JSON text.
 
     Args:
-        text: of one value; bytes are UTF-8.
+        text: one value; bytes are UTF-8.
         where: source of the text, e.g. `FILE:LINE`; every message begins with it.
         error: class of errors to raise.
         is_data: the text is a row of a data set. NaN, Infinity, unpaired surrogates and deep

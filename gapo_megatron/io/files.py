@@ -74,7 +74,7 @@ def check_overwritable(
 
     Args:
         folder: to write to; need not exist.
-        names: of the files that will be written or removed.
+        names: names of the files that will be written or removed.
         field: setting or option that names the folder, for errors.
         is_ours: existing files are known to be results of the same command.
 

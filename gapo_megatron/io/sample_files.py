@@ -57,7 +57,7 @@ class SampleLog:
         """Write a line for each, after `begin`; all are on disk when this returns.
 
         Args:
-            samples: of one step; at least one.
+            samples: samples of one step; at least one.
 
         Raises:
             MachineError: the disk is full or fails.

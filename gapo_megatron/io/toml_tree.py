@@ -24,7 +24,7 @@ def read_tree(path: Path, *, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file, merged over the file that its `base` names.
 
     Args:
-        path: of the file; `base` is relative to its folder.
+        path: the file; `base` is relative to its folder.
         seen: files whose `base` led here.
 
     Raises:

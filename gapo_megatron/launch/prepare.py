@@ -63,7 +63,7 @@ def check_before_nodes(
     """Check everything that needs neither the model nor a device.
 
     Args:
-        config: of the run.
+        config: the run's config.
         world_size: processes of the job.
         ranks_per_node: see `Sides.of`.
 

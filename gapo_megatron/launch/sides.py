@@ -45,7 +45,7 @@ class Sides:
         """The sides of a config on `world_size` ranks.
 
         Args:
-            config: config of the run.
+            config: the run's config.
             world_size: all ranks of the job.
             ranks_per_node: None if unknown: as many as a usual node has GPUs.
 

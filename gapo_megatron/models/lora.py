@@ -64,7 +64,7 @@ def factors_of(rules: Sequence[Rule], *, targets: Sequence[str], rank: int) -> l
     """The factors beside the named layers, in the order of the model.
 
     Args:
-        rules: of the model.
+        rules: the model's rules.
         targets: `adapter.targets`.
         rank: number of rows of A and columns of B.
     """

@@ -235,7 +235,7 @@ def find_rule(
     Accepts the names of our layer spec and of Transformer Engine's.
 
     Args:
-        rules: of the model.
+        rules: the model's rules.
         megatron_name: name of the parameter.
         numbers: global numbers of a stage's layers, if the name has the stage's own; the returned
             place has the global one.
@@ -379,7 +379,7 @@ def check_beginning(names: Iterable[str], embedding: str, *, source: str) -> Non
     `language_model.` that of a model with other parts.
 
     Args:
-        names: of a folder's tensors, of either format.
+        names: names of a folder's tensors, of either format.
         embedding: the name of the model's, which none may have but for its beginning.
         source: the folder, for errors.
 

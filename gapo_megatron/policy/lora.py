@@ -86,7 +86,7 @@ class Lora:
             hf_config: the model's Hugging Face config.
             groups: this rank's parallel groups.
             exported: the model's weights.
-            seed: of the initial A.
+            seed: seed of the initial A.
 
         Raises:
             ConfigError: see `models.lora.check_adapter`.

@@ -53,7 +53,7 @@ def marked_text(
 
     Args:
         tokenizer: the policy's.
-        tokens: of the response, or of one of its turns.
+        tokens: tokens of the response, or of one of its turns.
         before: the rendered prompt, or all that precedes the turn. If it ends in an opening mark,
             the text begins with that mark.
     """

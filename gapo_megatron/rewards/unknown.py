@@ -27,7 +27,7 @@ def share_unknown(
     """Share of unknown verdicts over all ranks, and a text with the reasons.
 
     Args:
-        verdicts: of this rank, by group.
+        verdicts: verdicts of this rank, by group.
         gather: all-gather over the ranks that judge, as one list.
 
     Returns:

@@ -52,7 +52,7 @@ class Sending:
 
     Attributes:
         brings_weights, brings_factors: which parts there are.
-        rounding: of merged weights (`LowRankAdapter.merge_rounding`); None if none are sent.
+        rounding: `LowRankAdapter.merge_rounding`; None if no merged weights are sent.
         scale: factor of B A; None without an adapter.
     """
 
@@ -61,7 +61,7 @@ class Sending:
 
         Args:
             policy: unchanged; offloaded weights return to the device (`Policy.begin_pass`).
-            needs: of the engine, the same on every rank; ignored without an adapter.
+            needs: needs of the engine, the same on every rank; ignored without an adapter.
             keeps_factors: copy the factors to the host now, because the policy's memory will be
                 freed while they are needed.
 

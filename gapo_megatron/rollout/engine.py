@@ -195,8 +195,8 @@ class AdapterEngine(Engine, Protocol):
         the version stays -1.
 
         Args:
-            factors: of every adapted layer once; the same on every rank. The engine may hold
-                tensors until the call returns.
+            factors: factors of every adapted layer once; the same on every rank. The engine may
+                hold tensors until the call returns.
             scale: factor of B A.
             policy_version: the engine's new version; -1 during the call.
 

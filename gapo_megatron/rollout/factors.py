@@ -34,7 +34,7 @@ def check_factors(factors: Iterable[Factors], shapes: FactorShapes) -> None:
 
     Args:
         factors: consumed completely, unless one is refused.
-        shapes: of all layers.
+        shapes: shapes of all layers.
 
     Raises:
         WeightSyncError: a layer's factors are missing, extra, repeated or misshapen; names it.

@@ -67,7 +67,7 @@ class Journal:
 
         Args:
             run_dir: the run folder.
-            name: of the step (`step_name`) or the evaluation.
+            name: name of the step (`step_name`) or the evaluation.
             replica: number of this replica, which writes a file of its own.
             check: refuses what is no answer, as of a call (`answers.check_answer`).
             environment: what answers, and its limits: the calls of another one are other calls.

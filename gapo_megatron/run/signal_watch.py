@@ -36,8 +36,8 @@ class SignalWatch:
 
         Args:
             step: index of the step.
-            metrics: of its line; a line of an evaluation is ignored.
-            samples: of the step; may be empty.
+            metrics: metrics of its line; a line of an evaluation is ignored.
+            samples: samples of the step; may be empty.
         """
         if not _is_step(metrics):
             return

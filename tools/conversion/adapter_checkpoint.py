@@ -33,7 +33,7 @@ class AdapterCheckpoint:
         settings: rank and scale of the factors.
         targets: `adapter.targets` of the run.
         base_sha256: digest of the weights beneath them (`weights_sha256`).
-        dtype: of the factors, and of the weights beneath them in the run.
+        dtype: dtype of the factors, and of the weights beneath them in the run.
     """
 
     def __init__(self, found: Found, rules: Sequence[Rule]) -> None:
@@ -41,7 +41,7 @@ class AdapterCheckpoint:
 
         Args:
             found: the checkpoint.
-            rules: of the model.
+            rules: the model's rules.
 
         Raises:
             ConfigError: a run of this package did not write it, or not with an adapter.

@@ -118,7 +118,7 @@ def draw_splits(
     """Draw the problems of the splits `eval` and `train`, which share none.
 
     Args:
-        levels: of the problems.
+        levels: levels of the problems.
         distinct: draws that many problems of a level, all different.
         num_eval: eval problems, the same number per level.
         num_train: training problems, likewise.

@@ -63,7 +63,7 @@ def print_dry_run(
     `check_paths` says which missing paths are errors.
 
     Args:
-        config: config of the run.
+        config: the run's config.
         world_size: processes of the job.
         ranks_per_node: None if unknown; the output then states what is assumed.
         console: where to print; None: stdout.
@@ -151,7 +151,7 @@ def look_at_inputs(config: Config, *, most: int | None) -> Seen:
     """What a run on this machine would find: `why_not_run`, and its data (`look_at_data`).
 
     Args:
-        config: config of the run.
+        config: the run's config.
         most: rows of each file to read; None: all.
     """
     reasons = why_not_run(config)

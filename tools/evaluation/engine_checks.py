@@ -17,7 +17,7 @@ def check_engine(facts: ModelFacts, config: Config) -> None:
 
     Args:
         facts: the folder's config.json.
-        config: of the engine.
+        config: the engine's config.
 
     Raises:
         ConfigError: the folder's weights are quantized, and vLLM does not compute with such weights

@@ -23,7 +23,7 @@ def hints(arguments: Namespace, acts: EnvironmentConfig, *, has_template: bool) 
     """Warnings, each one line.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         acts: the environment they choose.
         has_template: whether the tokenizer has a chat template.
 

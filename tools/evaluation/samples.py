@@ -116,7 +116,7 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
     """Write the settings of samples, or check that existing samples have the same ones.
 
     Args:
-        path: path of the file.
+        path: the file.
         settings: JSON values.
         done: verb for the message: samples were `drawn` or `judged` with these settings.
 

@@ -50,9 +50,9 @@ class Rules:
 
         Args:
             path: file of the row.
-            number: of the row in its file, from 1.
+            number: number of the row in its file, from 1.
             row: as read.
-            index: of the row over all inputs, from 0; used in generated ids.
+            index: index of the row over all inputs, from 0; used in generated ids.
 
         Returns:
             Its entry, and the tests of a program that is kept, which are too large for the entry.

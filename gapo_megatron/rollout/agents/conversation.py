@@ -25,7 +25,7 @@ class Conversation:
     again.
 
     Attributes:
-        tokens: of the response so far: the agent's, and the model's.
+        tokens: tokens of the response so far: the agent's, and the model's.
     """
 
     def __init__(

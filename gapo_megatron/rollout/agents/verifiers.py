@@ -75,7 +75,7 @@ def reward(
 
     Args:
         response: not used, like `answer`.
-        answer: of the row.
+        answer: the row's answer.
         whole_response: what `play` returned; or, at the token limit, the model's last turn.
         unscored: reward of a response that reached the token limit before the environment could
             score it; None: unknown.

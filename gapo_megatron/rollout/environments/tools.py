@@ -67,7 +67,8 @@ class Tools(OneTurn):
             chat_template: write results as messages of the tokenizer's chat template, if it has
                 one; otherwise they are text between `<tool_response>` and `</tool_response>`. By
                 default `data.chat_template`.
-            template_variables: of the chat template, beside `data.chat_template_kwargs`.
+            template_variables: variables of the chat template beside
+                `data.chat_template_kwargs`.
             timeout_s: time limit of a Python program.
             sandbox: where programs run, as `reward.sandbox`.
             python: interpreter of the programs, as `reward.python`.

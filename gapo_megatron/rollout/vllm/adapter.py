@@ -81,8 +81,8 @@ def load_factors(
 
     Args:
         llm: vLLM's engine, with memory for the weights.
-        factors: of every layer with slots.
-        shapes: of all of them.
+        factors: factors of every layer with slots.
+        shapes: shapes of all of them.
         scale: factor of B A.
         replicas: replicas of the engine.
 

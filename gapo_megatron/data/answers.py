@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import reprlib
 from pathlib import Path
@@ -14,8 +13,6 @@ from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.rows import Row, check_texts
 from gapo_megatron.errors import DataError
 from gapo_megatron.io.documents import is_unicode, open_file
-
-logger = logging.getLogger(__name__)
 
 EXCERPT_BYTES = 64
 """Bytes at each end of an answer in another file that are read at the start of a run."""
@@ -53,16 +50,12 @@ class Answers:
             self.unreadable.append(f"{where}: answer ({reprlib.repr(answer)}): {error}")
         return text
 
-    def report(self, path: Path, *, num_problems: int, is_error: bool) -> None:
-        """Raise a DataError with the first unreadable answers, if any, or warn."""
-        if not self.unreadable:
-            return
-        first, num_unreadable = self.unreadable[:NUM_SHOWN], len(self.unreadable)
-        count = f"{path}: the verifier cannot read {num_unreadable} of {num_problems} answers"
-        if is_error:
+    def check(self, path: Path, *, num_problems: int) -> None:
+        """Raise a DataError with the first unreadable answers, if any."""
+        if num_unreadable := len(self.unreadable):
+            count = f"{path}: the verifier cannot read {num_unreadable} of {num_problems} answers:"
             more = ["..."] if num_unreadable > NUM_SHOWN else []
-            raise DataError("\n  ".join([f"{count}:", *first, *more]))
-        logger.warning("%s; verdicts on their problems are unknown. First: %s", count, first[0])
+            raise DataError("\n  ".join([count, *self.unreadable[:NUM_SHOWN], *more]))
 
     def _find(self, reference: dict[str, Any]) -> tuple[str, bytes, bytes]:
         """The reference to an answer in another file, and the first and last bytes of it."""

@@ -72,7 +72,6 @@ def read_prompts(
     data: DataConfig,
     reward: RewardConfig,
     source: str = "",
-    keep_unreadable: bool = False,
     columns: Collection[str] | None = (),
     most: int | None = None,
 ) -> list[Prompt]:
@@ -85,7 +84,6 @@ def read_prompts(
         data: section `data`: the longest prompt, and the chat template.
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
-        keep_unreadable: only warn about unreadable answers, for runs that started with them.
         columns: columns to keep as `Prompt.row`, for user verifiers, if a row has
             them, `answer` and `verifier` excepted; None: all.
         most: number of rows to read, from the first; None: all.
@@ -129,7 +127,7 @@ def read_prompts(
             )
     if not prompts:
         raise DataError(f"{path}: contains no problems")
-    answers.report(path, num_problems=len(prompts), is_error=not keep_unreadable)
+    answers.check(path, num_problems=len(prompts))
     return prompts
 
 

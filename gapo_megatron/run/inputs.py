@@ -20,8 +20,7 @@ from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.formats.manifest import list_steps
-from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
@@ -78,8 +77,7 @@ def check_inputs(config: Config) -> Inputs:
         is_used=config.data.chat_template or config.environment.is_called,
         inherited=begun["dataset"].get(DATE, "") if begun else "",
     )
-    has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
-    problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
+    problems, held_out = read_problems(config, tokenizer)
     if is_first():
         _try_own_verifiers(config, problems)
     source = PromptSource(
@@ -105,11 +103,9 @@ def check_inputs(config: Config) -> Inputs:
 
 
 def read_problems(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, has_begun: bool
+    config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out problems; none are held out if the run does not evaluate.
-
-    If a checkpoint is resumed (`has_begun`), its data position refers to all problems of the file.
 
     Raises:
         DataError: names file and line; or there are too few problems for a step.
@@ -118,7 +114,6 @@ def read_problems(
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
         "reward": config.reward,
-        "keep_unreadable": has_begun,
         "columns": None if config.environment.code_names else rewards.row_columns(config.reward),
     }
     problems = read_training_prompts(data, **options)

@@ -15,9 +15,7 @@ from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import check_counts
 from gapo_megatron.data.template_date import asks_date, expected_date
 from gapo_megatron.errors import ConfigError, GapoError, RewardError, printable
-from gapo_megatron.formats.manifest import list_steps
 from gapo_megatron.formats.model_folder import check_model_folder
-from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.types import Outcome, Prompt, Verdict
 
 if TYPE_CHECKING:
@@ -65,7 +63,6 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
         "tokenizer": tokenizer,
         "data": data,
         "reward": config.reward,
-        "keep_unreadable": bool(list_steps(checkpoints_dir(config.run.output_dir))),
         "columns": columns,
         "most": most,
     }

@@ -125,7 +125,7 @@ def test_a_file_that_the_run_could_not_read_is_an_error(
     assert re.search(mentions(*said), error) and "does not exist" not in error
     if content is not None:
         with pytest.raises(GapoError) as caught:
-            read_problems(config, load_tokenizer(model), has_begun=False)
+            read_problems(config, load_tokenizer(model))
         assert str(caught.value) == error
 
 

@@ -100,7 +100,6 @@ def trap_object(folder: Path, trace: Path) -> str:
 TRAPS = (trap_metadata, trap_common, trap_object)
 
 
-DEEP_LIST = b"]" * 300_000 + b"a" * 299_999
 _AGAIN = b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(99))  # a pair of the last, twice
 HOSTILE_PICKLES = {
     "a deep tuple as key": b"\x80\2})" + b"\x85" * 250_000 + b"Ns.",

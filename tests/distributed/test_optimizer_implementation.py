@@ -50,7 +50,6 @@ from tests.stand_ins.fused_optimizers import stand_ins
 ALL = ("transformer_engine", "apex", "torch")
 ONE_STEP = {"multi_tensor_adam": 2, "multi_tensor_l2norm": 1, "multi_tensor_scale": 1}
 """Kernel calls of an update that is clipped: AdamW's for weights that decay, and the others."""
-FUSE = "fuse_weight_gradients_by_apex"
 CPU = torch.device("cpu")
 
 
@@ -198,7 +197,6 @@ def test_there_is_a_state_before_the_first_update(tmp_path: Path) -> None:
 
 
 # Biases, a tied output layer, experts and their biases, latent attention, norms of outputs.
-FUSED = ("qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text", "olmo2", "phi3")
 
 
 def gradients(folder: Path, names: tuple[str, ...]) -> None:

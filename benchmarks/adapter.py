@@ -59,8 +59,8 @@ from gapo_megatron.run import process_group
 from gapo_megatron.run.inputs import check_inputs
 from gapo_megatron.run.run import Run
 from gapo_megatron.types import Prompt
-from tools.evaluation.statistics import mean_interval
-from tools.planner.deep_dry_run import allocated_bytes
+from gapo_tools.evaluation.statistics import mean_interval
+from gapo_tools.planner.deep_dry_run import allocated_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs/demo_language.toml"

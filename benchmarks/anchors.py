@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.published import find_model
-from tools.planner.flops import Shape
-from tools.planner.hardware import ASSUMED, GPUS, Efficiency
-from tools.planner.times import StepTime, step_time
-from tools.planner.workload import Workload
+from gapo_tools.planner.flops import Shape
+from gapo_tools.planner.hardware import ASSUMED, GPUS, Efficiency
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.times import StepTime, step_time
+from gapo_tools.planner.workload import Workload
 
 _QWEN3_32B = {
     "model_type": "qwen3",

@@ -31,23 +31,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-HERE, PACKAGE, TOOLS = Path(__file__).resolve().parents[1], "gapo_megatron", "tools"
+HERE, PACKAGE, TOOLS = Path(__file__).resolve().parents[1], "gapo_megatron", "gapo_tools"
 # Layers from bottom to top; an import may stay in its layer or go down.
 ORDER = (HERE / "tests/test_imports.py").read_text(encoding="utf-8").split("\nLAYERS = ")[1]
 LAYERS = ast.literal_eval(ORDER[: ORDER.index("\n]") + 2])
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Layers of modules in older versions; the longest prefix of a module's name counts.
-OLD_PLACES = """rollouts: facts; errors: library_errors; compat: cpu; device: flags fp8 memory
-io: console_table digest documents files toml_tree transfer; train: loop; sft: supervised
-config: config_errors config_rules config_types counts methods settings; checkpoint: manifest
-formats: hf convert; models: model_checks model_shapes convert.rope convert.rules convert.tables
-rollout: sample; run: metrics; learn: carry noise_floor weight_sync
-tools: conversion data.benchmarks data.prepare doctor dry_run ops report scaling
-tools: launch.local launch.status launch.study launch.submit
-launch: ops.launch
-tools: ops.launch.local ops.launch.ranks ops.launch.status ops.launch.study ops.launch.submit"""
-OLD_ENTRIES = (entry.split(":") for entry in re.split("[;\n]", OLD_PLACES))
-PLACES = {old: new.strip() for new, names in OLD_ENTRIES for old in names.split()}
 LIMITS = {"functions over 60 lines": 60, "functions over 7 parameters": 7, "nesting over 4": 4}
 LONG_FILES, PRIVATE = "files over 400 lines", "private names outside compat"
 PRIVATE_NAME = re.compile(r"_[A-Za-z]\w*")
@@ -68,11 +56,6 @@ class Module(NamedTuple):
     @property
     def top(self) -> str:
         return self.name.split(".")[0]
-
-    @property
-    def layer(self) -> str:
-        prefixes = list(itertools.accumulate(self.name.split("."), "{}.{}".format))
-        return next((PLACES[one] for one in reversed(prefixes) if one in PLACES), self.top)
 
 
 def read_modules(checkout: Path) -> dict[str, Module]:
@@ -210,7 +193,7 @@ def measure(checkout: Path) -> dict[str, Any]:
     for name, module in modules.items():
         total = module.text.count("\n")
         folder = module.top if "." in name or (module.is_package and name) else "(top level)"
-        for key in (folder, "= tools" if module.layer == TOOLS else "= package", "= all"):
+        for key in (folder, "= tools" if module.top == TOOLS else "= package", "= all"):
             entry = folders.setdefault(key, {"code": 0, "lines": 0})
             entry["code"] += code_lines(module)
             entry["lines"] += total
@@ -235,10 +218,10 @@ def measure_imports(modules: dict[str, Module]) -> dict[str, Any]:
     for module in modules.values():
         for target in imports(module, modules):
             graph[module.top] |= {modules[target].top} - {module.top}
-            here, there = module.layer, modules[target].layer
+            here, there = module.top, modules[target].top
             if RANKS.get(here, len(RANKS)) < RANKS.get(there, 0):
                 up[f"{module.name} -> {target}"] = f"{here} -> {there}"
-    unplaced = sorted({module.layer for module in modules.values()} - RANKS.keys())
+    unplaced = sorted({module.top for module in modules.values()} - RANKS.keys())
     return {"imports that run up": up, "names of no layer": unplaced, "circles": circles(graph)}
 
 

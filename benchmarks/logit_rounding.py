@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.logprob import token_log_probs
-from tools.evaluation.statistics import mean_interval
+from gapo_tools.evaluation.statistics import mean_interval
 
 ROWS, HIDDEN_SIZE, VOCAB_SIZE = 4096, 1536, 5003
 LENGTHS = (256, 1024, 4096)

@@ -38,12 +38,12 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.rollout import generate
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
+from gapo_tools.planner.engine import Decoding
+from gapo_tools.planner.flops import Shape, element_bytes
+from gapo_tools.planner.hardware import GPUS, Efficiency
+from gapo_tools.planner.planner import read_model
 from tests.acting import one_turn_inputs
 from tests.scripted_engine import ThreadReplicas
-from tools.planner.engine import Decoding
-from tools.planner.flops import Shape, element_bytes
-from tools.planner.hardware import GPUS, Efficiency
-from tools.planner.planner import read_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS, NUM_PROMPTS, GROUP_SIZE = 8, 64, 8

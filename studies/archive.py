@@ -27,8 +27,8 @@ from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.run_folder import parse_changes
 from gapo_megatron.launch.freeze import frozen_code
-from tools.reporting.runs import Run, Values, find_trained, parse_branch, read_run
-from tools.reporting.series import Row, rollout_weights
+from gapo_tools.reporting.runs import Run, Values, find_trained, parse_branch, read_run
+from gapo_tools.reporting.series import Row, rollout_weights
 
 RUNS_NAME = "runs.csv"
 METRICS_NAME = "metrics.csv"

@@ -12,12 +12,12 @@ import pytest
 
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import DataError
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.figures import deviation_per_c, over_training
 from studies.archive import BIN_STEPS, read_archive, read_study_run, write_archive
 from studies.miniature.intervention import correlation_since
 from tests.messages import mentions
 from tests.report_setup import clipped_tokens, length, write_run
-from tools.reporting.arms import Comparison
-from tools.reporting.figures import deviation_per_c, over_training
 
 STEPS = {"num_steps": 100, "wanted": 100}  # curves are means over 10 of them: two bins
 

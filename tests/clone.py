@@ -9,6 +9,14 @@ ROOT = Path(__file__).parents[1]
 
 def make_clone(folder: Path) -> Path:
     """Link to the files of a clone, and to nothing that a user has there: runs, models, data."""
-    for name in ("benchmarks", "configs", "docs", "gapo_megatron", "studies", "tools"):
+    for name in (
+        "benchmarks",
+        "configs",
+        "docs",
+        "gapo_megatron",
+        "gapo_tools",
+        "studies",
+        "tools",
+    ):
         (folder / name).symlink_to(ROOT / name)
     return folder

@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from gapo_tools import convert_hf_to_megatron, convert_megatron_to_hf
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
-from tools import convert_hf_to_megatron, convert_megatron_to_hf
 
 TOOLS = Path(__file__).parents[1] / "tools"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.types import Prompt
+from gapo_tools import prepare_data as tool
 from tests.problem_files import read_problems
-from tools import prepare_data as tool
 
 
 def runner(tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:

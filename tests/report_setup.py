@@ -12,10 +12,10 @@ from scipy import stats
 
 from gapo_megatron.config import load_config
 from gapo_megatron.io.toml_tree import to_toml
-from tools.reporting.arms import Comparison
-from tools.reporting.runs import read_run
-from tools.reporting.series import Row
-from tools.reporting.style import Exhibit
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.runs import read_run
+from gapo_tools.reporting.series import Row
+from gapo_tools.reporting.style import Exhibit
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_STEPS = 40

@@ -13,14 +13,14 @@ from scipy.optimize import brentq
 from transformers import AutoConfig
 
 from gapo_megatron.config import Config
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.tables import ARCHITECTURES
+from gapo_tools.planner.flops import Shape
+from gapo_tools.planner.hardware import GPUS, Efficiency
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.training import Training
+from gapo_tools.planner.workload import Workload
 from tests.configs import config_of, merged
 from tests.formats.test_convert_models import CONFIGS
-from tools.planner.flops import Shape
-from tools.planner.hardware import GPUS, Efficiency
-from tools.planner.training import Training
-from tools.planner.workload import Workload
 
 # Sizes that are no multiples of 64: parameters and buckets are padded.
 TINY: dict[str, Any] = {

@@ -117,7 +117,7 @@ class Rank:
 def build(config: Config, device: torch.device, *, rank: int, world_size: int) -> Iterator[Rank]:
     """One rank of a config, while its groups are there."""
     from gapo_megatron.policy.model import build_model
-    from tools.planner.no_data import fake_groups
+    from gapo_tools.planner.no_data import fake_groups
 
     hf_config = read_config(Path(config.model.hf_dir))
     parallel, model = config.parallel, config.model

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from gapo_tools.diagnosis.libraries import TRANSFORMER_ENGINE
 from tests.cuda_setup import ROOT, needs_cuda_wheels
 from tests.test_requirements import LOCKS, pins, unmet
-from tools.diagnosis.libraries import TRANSFORMER_ENGINE
 
 pytestmark = needs_cuda_wheels()
 

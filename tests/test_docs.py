@@ -11,8 +11,8 @@ import pytest
 
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.config.methods import METHODS
+from gapo_tools.jobs.study import read_study
 from tests.messages import mentions
-from tools.jobs.study import read_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

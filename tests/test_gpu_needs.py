@@ -18,7 +18,7 @@ OURS = ("gapo_megatron", "tools", "tests", "benchmarks")
 BESIDE = ("head_problem", "head_providers", "head_report")  # benchmarks/head.py finds them there
 # What a part starts by name, beside its own module.
 PROGRAMS = {
-    "tiny_update": ["tools.diagnosis.probe"],
+    "tiny_update": ["gapo_tools.diagnosis.probe"],
     "head": ["benchmarks.head", *(f"benchmarks.{name}" for name in BESIDE)],
 }
 

@@ -25,12 +25,12 @@ from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.inputs import Inputs, check_inputs
 from gapo_megatron.types import Outcome, Prompt
+from gapo_tools.demonstration import demo_task
+from gapo_tools.dry_run.dry_run import why_not_run
 from tests.clone import ROOT, make_clone
 from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine
 from tests.train_setup import steps_of
-from tools.demonstration import demo_task
-from tools.dry_run.dry_run import why_not_run
 
 DATA = ROOT.parent / "shared" / "data"
 PAGES = sorted(path.stem for path in (ROOT / "docs/howto").glob("*.md"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
-PACKAGE, TOOLS = ROOT / "gapo_megatron", ROOT / "tools"
+PACKAGE, TOOLS = ROOT / "gapo_megatron", ROOT / "gapo_tools"  # a link to tools/
 PURE = [
     "gapo_megatron.objective",
     "gapo_megatron.rewards",
@@ -21,7 +21,7 @@ PURE = [
     "gapo_megatron.formats",
     "gapo_megatron.config",
     "gapo_megatron.io",
-    "tools.evaluation",
+    "gapo_tools.evaluation",
 ]
 
 # From the bottom to the top: each imports only what stands before it. Those of one line know
@@ -45,7 +45,7 @@ LAYERS = [
     ["checkpoint", "evaluate"],
     ["run"],
     ["train", "sft", "launch"],
-    ["tools"],
+    ["gapo_tools"],
 ]
 
 # Runs in a process of its own: this one may have imported anything already.
@@ -67,7 +67,7 @@ def sources() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """Of a file: from the package on, or `tools/...`."""
+    """Path of a file from the package on, or `gapo_tools/...`."""
     return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
@@ -87,7 +87,7 @@ def importers_of(library: str) -> set[str]:
 
 
 def packages_of(files: Iterable[str]) -> set[str]:
-    """Folders of the package that hold the files, or files at its top; `tools`."""
+    """Folders of the package that hold the files, or files at its top; `gapo_tools`."""
     return {file.partition("/")[0] for file in files}
 
 
@@ -172,17 +172,22 @@ def test_only_the_rollout_imports_vllm() -> None:
 
 def test_only_what_computes_or_keeps_the_policy_imports_megatron() -> None:
     files = importers_of("megatron")
-    outside = {name for name in files if name.startswith("tools/")}
-    assert outside == {"tools/conversion/full_logits.py"}  # to compare, after a conversion
+    outside = {name for name in files if name.startswith("gapo_tools/")}
+    assert outside == {"gapo_tools/conversion/full_logits.py"}  # to compare, after a conversion
     assert packages_of(files - outside) <= {"learn", "policy", "checkpoint", "compat"}
 
 
 def test_the_package_imports_no_tool() -> None:
     """A training job needs none. `--dry-run` is another program, which `train` starts by name."""
-    assert packages_of(importers_of("tools")) == {"tools"}
-    assert files_with(r"""["']tools\.|\bimport tools\b|\bfrom tools\b""") == {"train.py"}
-    (name,) = re.findall(r"""["'](tools\.[\w.]+)""", (PACKAGE / "train.py").read_text("utf-8"))
+    assert packages_of(importers_of("gapo_tools")) == {"gapo_tools"}
+    assert files_with(r"""["']gapo_tools\.""") == {"train.py"}
+    (name,) = re.findall(r"""["'](gapo_tools[.\w]+)""", (PACKAGE / "train.py").read_text("utf-8"))
     assert ROOT.joinpath(*name.split(".")).with_suffix(".py").exists()
+
+
+def test_a_users_own_tools_are_not_hidden() -> None:
+    """The checkout is first on the path of a job's processes: it must hold no `tools` package."""
+    assert not (ROOT / "tools/__init__.py").exists() and TOOLS.resolve() == ROOT / "tools"
 
 
 def test_no_tool_is_named_as_a_module_of_python() -> None:

@@ -119,7 +119,7 @@ def test_a_published_model_takes_a_step_and_is_evaluated(
 
     _finish(
         Program(
-            "tools.evaluate",
+            "gapo_tools.evaluate",
             *("--model", tmp_path / "run/hf", "--problems", tmp_path / "problems.jsonl"),
             *("--config", tmp_path / "run", "--output", tmp_path / "results"),
             *("--num-samples", 2, "--max-response-tokens", 16, "--enforce-eager"),

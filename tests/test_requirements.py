@@ -227,6 +227,7 @@ def test_a_shim_without_its_version_is_told_from_another_interpreter(
     """What pyenv puts on PATH for every version that it has, active or not."""
     for folder in ("tools", "requirements"):  # setup_env.sh works on the checkout it is in
         shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "checkout")
     shim = tmp_path / "python3.12"
     shim.write_text('#!/bin/sh\necho "pyenv: ${0##*/}: command not found" >&2\nexit 127\n')
     shim.chmod(0o755)
@@ -277,6 +278,7 @@ def test_the_cpu_environment_takes_either_python(
 ) -> None:
     for folder in ("tools", "requirements"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("awk", "bash", "cat", "cut", "dirname", "rm", "sha256sum"):

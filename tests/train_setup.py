@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gapo_tools.demonstration import demo_task as arithmetic
 from tests.programs import Program
 from tests.waiting import HANG_S
-from tools.demonstration import demo_task as arithmetic
 
 CONFIG = """
 [run]

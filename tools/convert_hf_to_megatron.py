@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from tools.conversion.command import EXIT_CODES, add_options, options, run
+from gapo_tools.conversion.command import EXIT_CODES, add_options, options, run
 
 EXAMPLES = """\
 examples:
@@ -47,8 +47,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # Imports torch and transformers, which takes seconds that --help does not need.
-    from tools.conversion.directions import hf_to_megatron
-    from tools.conversion.report import show
+    from gapo_tools.conversion.directions import hf_to_megatron
+    from gapo_tools.conversion.report import show
 
     result = hf_to_megatron(arguments.hf, arguments.megatron, options(arguments))
     settings = f"model.hf_dir={arguments.megatron}/hf model.megatron_dir={arguments.megatron}"

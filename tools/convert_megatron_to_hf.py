@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from tools.conversion.command import EXIT_CODES, add_options, options, run, to_bytes
+from gapo_tools.conversion.command import EXIT_CODES, add_options, options, run, to_bytes
 
 EXAMPLES = """\
 examples:
@@ -73,9 +73,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # Imports torch and transformers, which takes seconds that --help does not need.
-    from tools.conversion.adapter import convert_adapter
-    from tools.conversion.directions import megatron_to_hf
-    from tools.conversion.report import show
+    from gapo_tools.conversion.adapter import convert_adapter
+    from gapo_tools.conversion.directions import megatron_to_hf
+    from gapo_tools.conversion.report import show
 
     if arguments.adapter is not None:
         made = convert_adapter(

@@ -32,10 +32,10 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.formats.folder import check_replaceable, claim, is_marked, mark
-from tools.jobs.ranks import ranks_command
+from gapo_tools.jobs.ranks import ranks_command
 
 if TYPE_CHECKING:
-    from tools.evaluation.statistics import Interval
+    from gapo_tools.evaluation.statistics import Interval
 
 NUM_EVAL = 256
 NUM_TRAIN = 2400
@@ -202,7 +202,7 @@ def _write_task(config: Config) -> None:
     # Torch and transformers: neither --help nor a wrong setting waits for them.
     from transformers.utils import logging as transformers_logging
 
-    from tools.demonstration import demo_task, demo_tools
+    from gapo_tools.demonstration import demo_task, demo_tools
 
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
@@ -233,7 +233,7 @@ def _write_task(config: Config) -> None:
 
 def _prepare_language(config: Config) -> None:
     """Make the problems, and the model unless its folder exists: all seeds share it."""
-    from tools.demonstration import demo_language, smollm2
+    from gapo_tools.demonstration import demo_language, smollm2
 
     model, train = Path(config.model.hf_dir), Path(config.data.train_path)
     if not model.is_dir():
@@ -289,7 +289,7 @@ def _shown(interval: Interval) -> str:
 
 def _report(config: Config) -> None:
     """Print the table of held-out accuracy by level, before and after, and draw the picture."""
-    from tools.evaluation.statistics import paired_difference  # scipy: most of a second
+    from gapo_tools.evaluation.statistics import paired_difference  # scipy: most of a second
 
     folder = Path(config.run.output_dir)
     before, after = _read_before_and_after(folder)
@@ -323,14 +323,14 @@ def _report(config: Config) -> None:
 
 def _write_report(folders: Sequence[Path], output: Path) -> Path:
     # matplotlib and torch: seconds that the command line need not wait.
-    from tools.reporting import write_report
+    from gapo_tools.reporting import write_report
 
     return write_report(folders, output).page
 
 
 def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
     """Print each seed's accuracy and the interval of the gain over seeds; write one report."""
-    from tools.evaluation.statistics import mean_interval
+    from gapo_tools.evaluation.statistics import mean_interval
 
     table = Table(title="pass@1 in % on held-out problems, by seed")
     for name in ("seed", "before", "after", "gain [95 % interval over seeds]"):

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from tools.diagnosis.examine import examine
-from tools.diagnosis.finding import Finding
+from gapo_tools.diagnosis.examine import examine
+from gapo_tools.diagnosis.finding import Finding
 
 EXAMPLES = """\
 on a login node:     .venv/bin/python tools/doctor.py

@@ -24,24 +24,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.formats.folder import claim
-from gapo_megatron.io.files import check_overwritable, code_sha256, file_sha256, write_atomically
+from gapo_megatron.io.files import check_overwritable, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
-from tools.evaluation.options import named_as_options, parse
-from tools.evaluation.paper import Sampling, Setting, read_settings
-from tools.evaluation.samples import keep_settings
+from gapo_tools.evaluation.code_digest import code_sha256
+from gapo_tools.evaluation.options import named_as_options, parse
+from gapo_tools.evaluation.paper import Sampling, Setting, read_settings
+from gapo_tools.evaluation.samples import keep_settings
 
 if TYPE_CHECKING:
     from gapo_megatron.config import Config, EnvironmentConfig
     from gapo_megatron.rollout.environment import Environment
     from gapo_megatron.run.process_group import World
-    from tools.evaluation.benchmark import Task
-    from tools.evaluation.table import Table
+    from gapo_tools.evaluation.benchmark import Task
+    from gapo_tools.evaluation.table import Table
 
 console = Console(markup=False)
 
 _OF_TEMPLATE = ("system_prompt", "chat_template_kwargs", "end_tokens")
 
-_JUDGE_CODE = ("gapo_megatron/rewards", "tools/evaluation/benchmarks.py")
+_JUDGE_CODE = ("gapo_megatron/rewards", "gapo_tools/evaluation/benchmarks.py")
 _ENVIRONMENT_CODE = (
     *("gapo_megatron/rollout/environments", "gapo_megatron/rollout/agents"),
     *("gapo_megatron/rollout/chat.py", "gapo_megatron/rollout/turns.py"),
@@ -81,15 +82,15 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     from gapo_megatron.formats.model_folder import check_model_folder
     from gapo_megatron.rollout import environments
     from gapo_megatron.run import process_group
-    from tools.evaluation.chosen import (
+    from gapo_tools.evaluation.chosen import (
         choose,
         date_of_run,
         environment_of,
         judge_of,
         of_option,
     )
-    from tools.evaluation.engine_checks import check_engine
-    from tools.evaluation.hints import hints
+    from gapo_tools.evaluation.engine_checks import check_engine
+    from gapo_tools.evaluation.hints import hints
 
     acts = environment_of(arguments.environment, arguments.config)
     sampling = _sampling(arguments, settings, acts)
@@ -157,7 +158,7 @@ def _sample(
     from gapo_megatron.rollout.turns import Turns
     from gapo_megatron.rollout.vllm import RolloutEngine
     from gapo_megatron.run.cores import share_of_cores
-    from tools.evaluation.benchmark import Sampler
+    from gapo_tools.evaluation.benchmark import Sampler
 
     hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
     method = quantization_of(hf_config)
@@ -205,9 +206,9 @@ def _report(
     date: str,
 ) -> None:
     """Write results.json, .md, .tex and solve_rates.png of all complete benchmarks and seeds."""
-    from tools.evaluation.heat_map import draw_solve_rates
-    from tools.evaluation.results import collect, write_results
-    from tools.evaluation.tables import results_tables, title
+    from gapo_tools.evaluation.heat_map import draw_solve_rates
+    from gapo_tools.evaluation.results import collect, write_results
+    from gapo_tools.evaluation.tables import results_tables, title
 
     results = collect(
         arguments.output,
@@ -243,9 +244,9 @@ def _report(
 
 def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
     """Print the tables; with --output also write them and the picture."""
-    from tools.evaluation.compare import Method, benchmarks_of, compare
-    from tools.evaluation.heat_map import draw_solve_rates
-    from tools.evaluation.tables import title
+    from gapo_tools.evaluation.compare import Method, benchmarks_of, compare
+    from gapo_tools.evaluation.heat_map import draw_solve_rates
+    from gapo_tools.evaluation.tables import title
 
     methods = [Method.read(text) for text in arguments.compare]
     tables = compare(methods, settings)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from tools.planner.hardware import CPU, CPU_NAME, GPUS, find_gpu
+from gapo_tools.planner.hardware import CPU, CPU_NAME, GPUS, find_gpu
 
 _PLAN = """\
 layouts, memory and times on one node of H200:
@@ -63,9 +63,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
-    from tools.planner.planner import plan, read_model
-    from tools.planner.tables import print_plan
-    from tools.planner.workload import default_workload
+    from gapo_tools.planner.planner import plan, read_model
+    from gapo_tools.planner.tables import print_plan
+    from gapo_tools.planner.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
     hf_config, note = read_model(config)
@@ -86,8 +86,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
-    from tools.planner.whole_table import print_whole
-    from tools.reporting.scaling import (
+    from gapo_tools.planner.whole_table import print_whole
+    from gapo_tools.reporting.scaling import (
         claim_folder,
         read_runs,
         scaling_rows,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron.errors import ConfigError, GapoError
 
 if TYPE_CHECKING:
-    from tools.preparation import Counts, HeldOut, Source
+    from gapo_tools.preparation import Counts, HeldOut, Source
 
 KINDS = ("math", "code", "instructions", "exact")
 """Values of `reward.kind`; importing the config would slow down --help."""
@@ -61,8 +61,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
     from gapo_megatron.config import DataConfig
     from gapo_megatron.data.messages import bind_template
     from gapo_megatron.data.tokenizer import load_tokenizer
-    from tools.evaluation.benchmarks import BOXED
-    from tools.preparation import HeldOut, Lengths, prepare
+    from gapo_tools.evaluation.benchmarks import BOXED
+    from gapo_tools.preparation import HeldOut, Lengths, prepare
 
     tokenizer = load_tokenizer(arguments.model, field="--model")
     # Lengths do not depend on the day; this one is long in words.
@@ -98,7 +98,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
 
 
 def _write_tasks(arguments: argparse.Namespace) -> int:
-    from tools.preparation.verifiers_tasks import write_tasks
+    from gapo_tools.preparation.verifiers_tasks import write_tasks
 
     count = write_tasks(arguments.config, arguments.output, num_tasks=arguments.num_tasks)
     print(f'{count:,} tasks; data.train_path = "{arguments.output / "problems.jsonl"}"')
@@ -106,7 +106,7 @@ def _write_tasks(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace) -> Source:
-    from tools import preparation as sources
+    from gapo_tools import preparation as sources
 
     if arguments.source == "deepscaler":
         return sources.deepscaler(suffix=arguments.suffix)

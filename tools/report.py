@@ -36,8 +36,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     arguments = _parse(command_line)
     # matplotlib and torch: seconds that --help does not need.
     from gapo_megatron.errors import GapoError
-    from tools.reporting import write_report
-    from tools.reporting.report import some
+    from gapo_tools.reporting import write_report
+    from gapo_tools.reporting.report import some
 
     errors = Console(stderr=True, markup=False)
     try:

@@ -27,7 +27,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, SandboxError
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.secret import make_secret
-from tools.sandboxes.server import Server
+from gapo_tools.sandboxes.server import Server
 
 console = Console(stderr=True, markup=False)
 

@@ -22,9 +22,9 @@ fail() {
   exit 1
 }
 
-# The stamp holds what the environment was made from; any change of a lock, of this script, of the packages
-# that are installed (pyproject.toml) or of the folder (a moved .venv is broken) makes it stale.
-fingerprint() { { cat tools/setup_env.sh pyproject.toml "$@" && pwd; } | sha256sum | cut -c1-64; }
+# The stamp holds what the environment was made from; any change of a lock, of this script or of the
+# folder (a moved .venv is broken) makes it stale.
+fingerprint() { { cat tools/setup_env.sh "$@" && pwd; } | sha256sum | cut -c1-64; }
 is_fresh() { [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; }
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true; }
 is_served() { [[ $(version "$1") =~ ^3\.1[12]$ ]]; }
@@ -109,7 +109,7 @@ install_torch() {
 
 install_run() {
   local stamp=.venv/.stamp-run key
-  key=$(fingerprint requirements/cpu.txt)
+  key=$(fingerprint requirements/cpu.txt pyproject.toml)
   has_venv && is_fresh "$stamp" "$key" && return
   has_venv || make_venv
   prepare_uv

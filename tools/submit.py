@@ -28,17 +28,17 @@ from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.io.run_folder import find_runs
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.freeze import freeze, repository
-from tools.jobs.local import gpu_shares, run_locally
-from tools.jobs.status import (
+from gapo_tools.jobs.local import gpu_shares, run_locally
+from gapo_tools.jobs.status import (
     Status,
     live_table,
     read_statuses,
     status_table,
 )
-from tools.jobs.submit import Submission, generation_nodes, world_sizes
+from gapo_tools.jobs.submit import Submission, generation_nodes, world_sizes
 
 if TYPE_CHECKING:
-    from tools.jobs.study import Run, Study
+    from gapo_tools.jobs.study import Run, Study
 
 _LONGEST_CHAIN = 1000
 
@@ -67,7 +67,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _submit(arguments: argparse.Namespace) -> int:
     from gapo_megatron.launch.prepare import check_before_nodes
-    from tools.jobs.study import Resources, read_study, unfinished  # and so pydantic
+    from gapo_tools.jobs.study import Resources, read_study, unfinished  # and so pydantic
 
     given = {name: getattr(arguments, name) for name in Resources.model_fields}
     overrides = [*arguments.overrides, *generation_nodes()]

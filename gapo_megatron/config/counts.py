@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
-from gapo_megatron.config import BatchConfig, ParallelConfig, RolloutConfig
+from gapo_megatron.config import BatchConfig, Config, ParallelConfig, RolloutConfig
 from gapo_megatron.errors import ConfigError
+
+USUAL_RANKS_PER_NODE = 8
+"""Ranks per node if nothing states their number: one per GPU of a usual node."""
 
 
 def num_begun(batch: BatchConfig, wanted: int) -> int:
@@ -38,6 +41,49 @@ def num_generation_ranks(rollout: RolloutConfig, *, world_size: int, ranks_per_n
             f"({world_size}): the other ranks train"
         )
     return rollout.generation_ranks
+
+
+def split_ranks(
+    config: Config, *, world_size: int, ranks_per_node: int | None = None
+) -> tuple[int, int]:
+    """Number of ranks that train, the first ones, and of those that only generate.
+
+    Args:
+        config: the run's config.
+        world_size: all ranks of the job.
+        ranks_per_node: None if unknown: as many as a usual node has GPUs.
+
+    Raises:
+        ConfigError: no rank is left to train, or parallel sizes do not divide a side.
+    """
+    num_generation = num_generation_ranks(
+        config.rollout,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node or max(1, min(world_size, USUAL_RANKS_PER_NODE)),
+    )
+    num_training = world_size - num_generation
+    try:
+        check_sides(config, num_training=num_training, num_generation=num_generation)
+    except ConfigError as error:
+        if not num_generation:
+            raise
+        raise ConfigError(
+            f"{num_training} of {world_size} ranks train, {num_generation} of {world_size} "
+            f"generate: {error}"
+        ) from None
+    return num_training, num_generation
+
+
+def check_sides(config: Config, *, num_training: int, num_generation: int) -> None:
+    """Raise ConfigError unless the parallel sizes divide the ranks of their side."""
+    check_world_size(config.parallel, num_training)
+    size = config.rollout.tensor_parallel_size
+    if (num_generation or num_training) % size:
+        whose = "generation ranks" if num_generation else "world size"
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the {whose} "
+            f"({num_generation or num_training})"
+        )
 
 
 def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:

@@ -31,7 +31,7 @@ class Flags:
 
         Args:
             is_raised: scalar bool on the device, written as `~(...).all()`: for tensors without
-                data (`tools.planner.no_data`) every computed bool is True, so no flag is raised.
+                data (a deep dry run) every computed bool is True, so no flag is raised.
             explain: called if the flag is raised; may wait for the device. Tensors it refers to
                 stay in memory until the flags are dropped, so it should hold rows, not hidden
                 states.

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from gapo_megatron.errors import ConfigError, DataError, GapoError, MachineError
 
-_CODE = Path(__file__).parents[2]
-
 
 def real(path: str | Path) -> Path:
     """The absolute path without links; unlike `Path.resolve`, accepts links in a circle."""
@@ -124,20 +122,3 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def code_sha256(*parts: str) -> str:
-    """Digest of modules, so that results of different versions are not mixed.
-
-    Args:
-        parts: files (`tools/evaluation/benchmarks.py`) and folders (`gapo_megatron/rewards`, with
-            all files in them), from the folder of the package on.
-    """
-    roots = [_CODE / part for part in parts]
-    assert all(root.exists() for root in roots), f"{parts} are not all here"
-    digest = hashlib.sha256()
-    for path in sorted(
-        p for root in roots for p in ([root] if root.suffix else root.rglob("*.py"))
-    ):
-        digest.update(f"{path.relative_to(_CODE)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.io.documents import read_json
 
-ROOMS = ("gapo_megatron", "slurm", "tools", "configs")
+ROOMS = ("gapo_megatron", "gapo_tools", "slurm", "tools", "configs")
 """Folders of a checkout that a job needs."""
 
 

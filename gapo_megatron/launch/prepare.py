@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.config.counts import split_ranks
 from gapo_megatron.config.rules import check_paths
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import real
 from gapo_megatron.io.run_folder import check_ours, checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.freeze import ROOMS, freeze, repository
-from gapo_megatron.launch.sides import Sides
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
@@ -41,7 +41,7 @@ def prepare(
         overrides: `section.key=value`.
         world_size: processes of the job.
         job: name of the folder below `run.output_dir`/code.
-        ranks_per_node: see `Sides.of`.
+        ranks_per_node: see `split_ranks`.
 
     Raises:
         ConfigError: the config is wrong, or its parallel sizes do not divide `world_size`.
@@ -72,7 +72,7 @@ def check_before_nodes(
             its checkpoints, the parallel sizes do not divide `world_size`, no rank is left to
             train, or the branch point is wrong.
     """
-    Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
+    split_ranks(config, world_size=world_size, ranks_per_node=ranks_per_node)
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())
     check_ours(config.run.output_dir)

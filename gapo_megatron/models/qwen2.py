@@ -39,7 +39,7 @@ QWEN2 = Architecture(
         "Qwen2.5-72B": "Qwen/Qwen2.5-72B",
         "Qwen2.5-Math-1.5B": "Qwen/Qwen2.5-Math-1.5B",
         "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-        # Also the model of the miniature study (`tools.demonstration.demo_task`).
+        # Also the model of the miniature study (`gapo_tools.demonstration.demo_task`).
         "warm_start": "make demo",
         "warm_start_tools": "make demo CONFIG=configs/demo_tools.toml",
     },

@@ -21,7 +21,7 @@ def exact_arithmetic(policy: Policy) -> Iterator[None]:
     layers, which have no such attention, are replaced by Megatron-core's. The weights are copied,
     with four (eight) bytes each. Four bytes fit into the memory of the gradients of all weights,
     which is free except from the beginning of an update to `Policy.make_room`. With an adapter,
-    which has hardly any gradients, they come on top (`tools.planner.memory.StageMemory.measuring`).
+    which has hardly any gradients, they come on top (`gapo_tools.planner.memory`).
     """
     stages = exact_stages(policy)
     kept = policy.model, policy.stages, policy.head

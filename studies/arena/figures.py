@@ -13,6 +13,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
+from gapo_tools.evaluation.statistics import Interval, mean_interval
+from gapo_tools.reporting.series import Row
+from gapo_tools.reporting.style import (
+    COLOURS,
+    COLUMN_INCHES,
+    MIN_POINTS,
+    Exhibit,
+    arm_style,
+    column,
+    legend_below,
+    outer_names,
+    panels,
+)
 from studies.arena import steps
 from studies.arena.arms import RATE
 from studies.arena.sweep import FEW, Cell
@@ -30,19 +43,6 @@ from studies.arena.verdicts import (
     late,
     shares,
     verdict,
-)
-from tools.evaluation.statistics import Interval, mean_interval
-from tools.reporting.series import Row
-from tools.reporting.style import (
-    COLOURS,
-    COLUMN_INCHES,
-    MIN_POINTS,
-    Exhibit,
-    arm_style,
-    column,
-    legend_below,
-    outer_names,
-    panels,
 )
 
 SHOWN = (GAPO, "gapo_proportional", FIXED, "gspo", "dapo", "cispo", UNCLIPPED)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
+from gapo_tools.reporting.style import Exhibit, style
 from studies.arena import figures, tables
 from studies.arena.arms import CHUNKS, RATE, read_scales
 from studies.arena.jobs import SELECTION, Job, Store
@@ -13,7 +14,6 @@ from studies.arena.sweep import Cell, setting
 from studies.arena.tables import Arms, conditions
 from studies.arena.train import Setting
 from studies.arena.verdicts import Results
-from tools.reporting.style import Exhibit, style
 
 HEAD = """# The arena's tables
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from gapo_tools.evaluation.statistics import Interval, mean_interval
 from studies.arena import steps
 from studies.arena.sweep import Cell, best_factor
 from studies.arena.train import PASS_AT, QUARTERS, Setting, Trained
@@ -24,7 +25,6 @@ from studies.arena.verdicts import (
     shares,
     verdict,
 )
-from tools.evaluation.statistics import Interval, mean_interval
 
 Arms = Mapping[str, Setting]
 GAPO = "gapo"

@@ -13,6 +13,7 @@ from scipy import stats
 
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.diagnostics import SUMS
+from gapo_tools.evaluation.statistics import Interval
 from studies.arena import jobs, tables, verdicts
 from studies.arena import train as trainer
 from studies.arena.arms import (
@@ -28,7 +29,6 @@ from studies.arena.report import FIGURES, TABLES, all_tables, report
 from studies.arena.sweep import Cell, best_settings, sweep
 from studies.arena.train import PASS_AT, QUARTERS, Setting, Trained
 from studies.arena.verdicts import EQUAL, OUTCOMES
-from tools.evaluation.statistics import Interval
 
 NAMES = ("gapo", "gspo_asym", "dapo")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.objective.diagnostics import SUMS
+from gapo_tools.evaluation.statistics import Interval, mean_interval
 from studies.arena.train import LATE, PASS_AT, QUARTERS, Trained
-from tools.evaluation.statistics import Interval, mean_interval
 
 EQUAL = "pass@64 at equal pass@1"
 OUTCOMES = ("pass@1", "pass@64", EQUAL)

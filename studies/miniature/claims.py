@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_tools.evaluation.statistics import has_spread, mean_interval, stars, welch_p_value
+from gapo_tools.reporting.arms import Arm, Comparison
+from gapo_tools.reporting.figures import DEVIATION
+from gapo_tools.reporting.runs import Run
+from gapo_tools.reporting.series import per_c
 from studies.archive import StudyRun, read_archive
 from studies.miniature.intervention import CLIPPED, correlation_since
-from tools.evaluation.statistics import has_spread, mean_interval, stars, welch_p_value
-from tools.reporting.arms import Arm, Comparison
-from tools.reporting.figures import DEVIATION
-from tools.reporting.runs import Run
-from tools.reporting.series import per_c
 
 DRIFT = "correct/ratio_abs_deviation"
 LOST = "correct/clip_gradient_mass_lost"

@@ -9,11 +9,11 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.figures import deviation_per_c, draw_per_c, over_training
+from gapo_tools.reporting.style import style
 from studies.archive import read_archive
 from studies.miniature.intervention import CLIPPED, intervention
-from tools.reporting.arms import Comparison
-from tools.reporting.figures import deviation_per_c, draw_per_c, over_training
-from tools.reporting.style import style
 
 FIGURES = {
     "over_training": over_training,

@@ -10,12 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from gapo_megatron.objective.diagnostics import advantage_correlation
-from studies.archive import StudyRun
-from tools.evaluation.statistics import has_spread, paired_difference
-from tools.reporting.arms import Arm, Comparison
-from tools.reporting.figures import DEVIATION
-from tools.reporting.runs import Values
-from tools.reporting.series import (
+from gapo_tools.evaluation.statistics import has_spread, paired_difference
+from gapo_tools.reporting.arms import Arm, Comparison
+from gapo_tools.reporting.figures import DEVIATION
+from gapo_tools.reporting.runs import Values
+from gapo_tools.reporting.series import (
     MAX_WINDOW,
     NoData,
     Row,
@@ -26,7 +25,7 @@ from tools.reporting.series import (
     window_of,
     windowed,
 )
-from tools.reporting.style import (
+from gapo_tools.reporting.style import (
     Exhibit,
     arm_style,
     column,
@@ -35,6 +34,7 @@ from tools.reporting.style import (
     over_steps,
     panels,
 )
+from studies.archive import StudyRun
 
 CLIPPED = "correct/clip_fraction_sequences"
 MOST_MARKED = 30

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gapo_tools.jobs.study import read_study
 from studies.archive import read_archive, read_study_run, write_archive
 from studies.miniature import claims
 from tests.messages import mentions
 from tests.report_setup import NUM_STEPS, deviation, num_sequences, write_run
-from tools.jobs.study import read_study
 
 HERE = Path(__file__).parent
 ARMS: list[tuple[str, int, float]] = [

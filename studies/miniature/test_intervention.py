@@ -9,11 +9,11 @@ import pytest
 from scipy import stats
 
 from gapo_megatron.config import load_config
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.series import NoData
+from gapo_tools.reporting.style import style
 from studies.archive import StudyRun
 from studies.miniature.intervention import CLIPPED, intervention
-from tools.reporting.arms import Comparison
-from tools.reporting.series import NoData
-from tools.reporting.style import style
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo.toml"
 K, BEGIN, END = 8, 10, 40

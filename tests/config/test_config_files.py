@@ -11,16 +11,16 @@ from rich.console import Console
 from gapo_megatron.config import load_config
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.config.roles import changes
-from gapo_megatron.launch.layout import Layout
-from gapo_megatron.launch.sides import Sides
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
-from tools.dry_run.dry_run import print_dry_run
-from tools.planner.hardware import GPUS
-from tools.planner.memory import HOST_SHARE, memory
-from tools.planner.planner import plan, read_model
-from tools.planner.state import per_rank_parameters
-from tools.planner.workload import default_workload
+from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.planner.hardware import GPUS
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import HOST_SHARE, memory
+from gapo_tools.planner.planner import plan, read_model
+from gapo_tools.planner.sides import Sides
+from gapo_tools.planner.state import per_rank_parameters
+from gapo_tools.planner.workload import default_workload
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -16,9 +16,9 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.types import Prompt
+from gapo_tools.demonstration import demo_task as arithmetic
 from tests.messages import mentions
 from tests.problem_files import read_problems
-from tools.demonstration import demo_task as arithmetic
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.run.inputs import Inputs, check_inputs
 from gapo_megatron.run.supervised import _read_examples
+from gapo_tools.evaluation.chosen import date_of_run
 from tests import configs
 from tests.chat_templates import FAMILIES, put_family
 from tests.messages import mentions
-from tools.evaluation.chosen import date_of_run
 
 FIRST, LATER = "2026-07-01", "2026-07-02"
 DATED = [name for name, family in FAMILIES.items() if family.asks_date]

@@ -18,15 +18,15 @@ from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups
 from gapo_megatron.types import Factors
+from gapo_tools.conversion.adapter import convert_adapter
+from gapo_tools.conversion.adapter_checkpoint import AdapterCheckpoint
+from gapo_tools.conversion.directions import Options
 from tests.attempt_setup import make_attempt
 from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.conversion_setup import ARCHITECTURES, MOONLIGHT, hf_config, save_model
 from tests.distributed.lora_setup import ALPHA, RANK, TARGETS, randomise
 from tests.distributed.policy_setup import load_policy, make_config
 from tests.messages import mentions
-from tools.conversion.adapter import convert_adapter
-from tools.conversion.adapter_checkpoint import AdapterCheckpoint
-from tools.conversion.directions import Options
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ARCHITECTURES},

@@ -23,6 +23,7 @@ from gapo_megatron.formats.weights import in_model_order
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.model import read_hf_config
+from gapo_tools.conversion.full_logits import logits
 from tests.convert_setup import one_by_one
 from tests.dist import SOAK, run_distributed
 from tests.distributed.checkpoint_setup import write_state
@@ -43,7 +44,6 @@ from tests.distributed.policy_setup import (
     pack_all,
     read_weights,
 )
-from tools.conversion.full_logits import logits
 
 WORLD_SIZE = 4
 EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3")

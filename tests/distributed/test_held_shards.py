@@ -20,9 +20,10 @@ from gapo_megatron.checkpoint.shards import Shards
 from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
 from gapo_megatron.formats import manifest
 from gapo_megatron.io.run_folder import checkpoints_dir
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import Policy
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.state import saved_bytes, state_bytes
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import (
     begin,
@@ -34,7 +35,6 @@ from tests.distributed.checkpoint_setup import (
     train_one_update,
 )
 from tests.distributed.policy_setup import load_policy
-from tools.planner.state import saved_bytes, state_bytes
 
 
 @pytest.fixture(scope="module")

@@ -197,6 +197,7 @@ def test_there_is_a_state_before_the_first_update(tmp_path: Path) -> None:
 
 
 # Biases, a tied output layer, experts and their biases, latent attention, norms of outputs.
+FUSED = ("qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text", "olmo2", "phi3")
 
 
 def gradients(folder: Path, names: tuple[str, ...]) -> None:

@@ -19,15 +19,15 @@ from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.compat.megatron_version import version
 from gapo_megatron.config import Config, counts
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import Policy, destroy, initialize, optimizer
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.state import loaded_bytes, state_bytes
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save, tensors_on_disk
 from tests.distributed.policy_setup import load_policy, make_config, save_model
 from tests.messages import mentions
-from tools.planner.state import loaded_bytes, state_bytes
 
 # Model, parallel settings and bucket size, which counts with the overlap alone.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {

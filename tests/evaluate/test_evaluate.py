@@ -17,11 +17,11 @@ from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.types import Prompt
+from gapo_tools.demonstration import demo_task as arithmetic
 from tests.acting import acting_of
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, says
 from tests.two_turn import Draws, state_of_generators
-from tools.demonstration import demo_task as arithmetic
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gapo_megatron.formats.weights import HfFolder
 from gapo_megatron.models.rules import Rule
+from gapo_tools.conversion import directions
 from tests.convert_tools_setup import (
     TOOLS,
     Done,
@@ -33,7 +34,6 @@ from tests.convert_tools_setup import (
 )
 from tests.slurm.training import fill, small_disk
 from tests.waiting import HANG_S
-from tools.conversion import directions
 
 NUM_BYTES = 353_344
 """Of the model's weights."""

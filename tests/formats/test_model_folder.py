@@ -27,11 +27,11 @@ from gapo_megatron.models.checks import num_experts
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
+from gapo_tools.demonstration import demo_task as arithmetic
+from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.planner.flops import Shape
 from tests.convert_tools_setup import assert_refused, to_hf, to_megatron
 from tests.messages import mentions
-from tools.demonstration import demo_task as arithmetic
-from tools.dry_run.dry_run import print_dry_run
-from tools.planner.flops import Shape
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 24  # a few more than there are tokens, as in most models

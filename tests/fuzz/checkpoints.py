@@ -24,6 +24,7 @@ from gapo_megatron import checkpoint
 from gapo_megatron.formats.weights import read_hf
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
+from gapo_tools.conversion.directions import Options, megatron_to_hf
 from tests.attempt_setup import make_attempt
 from tests.damage import Trap, sign
 from tests.distributed.checkpoint_setup import (
@@ -46,7 +47,6 @@ from tests.fuzz.mutate import (
     hostile,
     json_text,
 )
-from tools.conversion.directions import Options, megatron_to_hf
 
 _OLDER, _NEWEST = "run/checkpoints/step_00000001", "run/checkpoints/step_00000002"
 _MANIFEST = "manifest.json"

@@ -19,10 +19,10 @@ from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import to_megatron
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy.model import read_hf_config
+from gapo_tools.demonstration.demo_task import write_tokenizer
 from tests.configs import config_of
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
-from tools.demonstration.demo_task import write_tokenizer
 
 _TEXT = "12+3=15>"
 # What this package asks of a config.

@@ -19,13 +19,13 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.postmortem import Evidence
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.types import Span, Timeline
+from gapo_tools.jobs.status import read_status
+from gapo_tools.reporting.runs import parse_branch, read_run
 from tests.attempt_setup import make_attempt
 from tests.configs import config_of
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
 from tests.io.test_sample_files import sample_of
-from tools.jobs.status import read_status
-from tools.reporting.runs import parse_branch, read_run
 
 _BRANCH = {"run": "other", "step": 1, "changes": {"objective.method": ["gspo", "gapo"]}}
 _NUM_STEPS = 3

@@ -16,6 +16,9 @@ from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.train import check_before_imports
+from gapo_tools.demonstration.demo_task import write_tokenizer
+from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.jobs.study import read_study
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import (
     WORD,
@@ -28,9 +31,6 @@ from tests.fuzz.mutate import (
     override,
 )
 from tests.problem_files import read_problems
-from tools.demonstration.demo_task import write_tokenizer
-from tools.dry_run.dry_run import print_dry_run
-from tools.jobs.study import read_study
 
 _WARM_START = Path(gapo_megatron.__file__).parent / "models/published/warm_start.json"
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.launch.node_checks import CommandError
+from gapo_tools.diagnosis.ask import ask
+from gapo_tools.diagnosis.kernels import policy_code
 from tests.gpu.report import Report
 from tests.gpu.runner import ROOT, run_program
 from tests.gpu.setting import Setting
-from tools.diagnosis.ask import ask
-from tools.diagnosis.kernels import policy_code
 
 SHAPES = ("16384x1536x151936", "16384x3584x152064")
 PEERS = (

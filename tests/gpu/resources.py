@@ -19,12 +19,12 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.policy import Policy
 from gapo_megatron.run.memory import DeviceMemory, device_reader
+from gapo_tools.planner.flops import Shape, forward_flops
+from gapo_tools.planner.hardware import GPUS
 from tests.attempt_setup import make_attempt
 from tests.gpu.report import Report
 from tests.gpu.setting import Setting
 from tests.gpu.training import run_update
-from tools.planner.flops import Shape, forward_flops
-from tools.planner.hardware import GPUS
 
 GIB = 2**30
 SYNCHRONISATIONS = "synchronisations (not torch.cuda.synchronize, nor waits for events)"

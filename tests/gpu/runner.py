@@ -22,9 +22,9 @@ from typing import Any
 
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.launch.node_checks import CommandError, run_command
+from gapo_tools.diagnosis.ask import alone, ask
 from tests.gpu.parts import NEEDED, PARTS, REPEATABLE, Part
 from tests.gpu.report import rows_of, table
-from tools.diagnosis.ask import alone, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (

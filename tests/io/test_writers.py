@@ -21,11 +21,11 @@ from gapo_megatron.formats import manifest
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.launch.prepare import check_before_nodes
+from gapo_tools.preparation.journal import Journal
+from gapo_tools.reporting.report import MAKERS, write_report
+from gapo_tools.reporting.scaling import claim_folder
 from tests.messages import mentions
 from tests.report_setup import write_run
-from tools.preparation.journal import Journal
-from tools.reporting.report import MAKERS, write_report
-from tools.reporting.scaling import claim_folder
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -67,7 +67,7 @@ def job(folder: Path, _: Path) -> None:
 
 def comparison(folder: Path, _: Path) -> None:
     arguments = argparse.Namespace(compare=[], output=folder)
-    evaluate, compared = tool("evaluate"), "tools.evaluation.compare.compare"
+    evaluate, compared = tool("evaluate"), "gapo_tools.evaluation.compare.compare"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compared, lambda *_: [])
         evaluate._compare(arguments, {})
@@ -126,7 +126,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them take ten seconds."""
     few = {title: MAKERS[title] for title in ("Summary", "Time of a step, by stage")}
-    monkeypatch.setattr("tools.reporting.report.MAKERS", few)
+    monkeypatch.setattr("gapo_tools.reporting.report.MAKERS", few)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.launch.layout import Layout
+from gapo_tools.planner.layout import Layout
 from tests.executables import write_program
 from tests.waiting import HANG_S, wait_until
 

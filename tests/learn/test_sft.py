@@ -21,9 +21,9 @@ from gapo_megatron.errors import ConfigError, ConversionError, DataError
 from gapo_megatron.policy import destroy
 from gapo_megatron.run.supervised import _learning_rate, _read_examples
 from gapo_megatron.sft import train_supervised
+from gapo_tools.demonstration import demo_task as arithmetic
 from tests.configs import config_of
 from tests.messages import mentions
-from tools.demonstration import demo_task as arithmetic
 
 LINES = [
     {"prompt": f"{a}+{b}=", "response": f"{a}+{b}>{a + b}"} for a in (1, 2, 3) for b in (1, 2, 3)

@@ -22,10 +22,10 @@ from gapo_megatron.models.lora import check_adapter, factors_of
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, rules_for
 from gapo_megatron.policy.rotary import Rotary
+from gapo_tools.planner.flops import Shape
 from tests.configs import config_of
 from tests.distributed.conversion_setup import hf_config
 from tests.messages import mentions
-from tools.planner.flops import Shape
 
 FP8 = shipped_fields("DeepSeek-V3")["quantization_config"]
 YARN = shipped_fields("DeepSeek-V3")["rope_scaling"]

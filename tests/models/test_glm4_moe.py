@@ -22,9 +22,9 @@ from gapo_megatron.models.config_json import ModelFacts, facts_of
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.tables import geometry_of, rope_of, rules_for
+from gapo_tools.conversion.directions import Options, hf_to_megatron, megatron_to_hf
 from tests.distributed.conversion_setup import hf_config, save_model
 from tests.messages import mentions
-from tools.conversion.directions import Options, hf_to_megatron, megatron_to_hf
 
 BIAS = "e_score_correction_bias"
 

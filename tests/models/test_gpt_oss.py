@@ -17,10 +17,10 @@ from gapo_megatron.models.published import find_model, shipped_fields
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.rules import find_rule
 from gapo_megatron.models.tables import rules_for
+from gapo_tools.planner.flops import Shape
 from tests.configs import config_of
 from tests.distributed.conversion_setup import hf_config
 from tests.messages import mentions
-from tools.planner.flops import Shape
 
 YARN = shipped_fields("gpt-oss-20b")["rope_scaling"]
 

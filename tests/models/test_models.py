@@ -27,20 +27,20 @@ from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.formats.megatron_record import to_args
 from gapo_megatron.formats.model_folder import check_model_folder
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models import Architecture, architecture_of, tables
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import hf_shapes, to_megatron
+from gapo_tools.conversion.logits_check import compare_logits
+from gapo_tools.planner.activations import Kernels, LayerBytes
+from gapo_tools.planner.flops import Shape, forward_flops
+from gapo_tools.planner.layout import Layout
 from tests.convert_setup import to_hf
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import make_config
 from tests.formats.test_convert_config import CONFIGS
 from tests.messages import mentions
 from tests.waiting import HANG_S
-from tools.conversion.logits_check import compare_logits
-from tools.planner.activations import Kernels, LayerBytes
-from tools.planner.flops import Shape, forward_flops
 
 PACKAGE = Path(__file__).parents[2] / "gapo_megatron"
 MODELS = PACKAGE / "models"

@@ -20,6 +20,9 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.objective.losses import PolicyLoss
+from gapo_tools.dry_run.dry_run import why_not_run
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.runs import read_run
 from tests.configs import config_of
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
@@ -28,9 +31,6 @@ from tests.messages import mentions
 from tests.objective_reference import ROUNDING, cases
 from tests.report_setup import write_run
 from tests.train_setup import CONFIG
-from tools.dry_run.dry_run import why_not_run
-from tools.reporting.arms import Comparison
-from tools.reporting.runs import read_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "objective.md"
 

@@ -22,9 +22,9 @@ from transformers import (
 
 from gapo_megatron.formats.model_folder import non_weight_files
 from gapo_megatron.models.tables import ARCHITECTURES
+from gapo_tools.conversion.directions import Options, hf_to_megatron, megatron_to_hf
 from tests.convert_setup import make_config, make_model
 from tests.dist import rank_context
-from tools.conversion.directions import Options, hf_to_megatron, megatron_to_hf
 
 # What vLLM computes on a CPU: head_dim is one of its kernels', and a Qwen2's is hidden / heads.
 SIZES = {"hidden_size": 192, "head_dim": 64, "max_position_embeddings": 128}

@@ -10,8 +10,8 @@ import pytest
 from gapo_megatron.errors import DataError
 from gapo_megatron.rewards import instructions
 from gapo_megatron.types import Outcome
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from tests.messages import mentions
-from tools.evaluation.benchmarks import BENCHMARKS
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

@@ -14,8 +14,8 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards import exact
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from gapo_tools.demonstration import demo_task as arithmetic
 from tests.messages import mentions
-from tools.demonstration import demo_task as arithmetic
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
+from gapo_tools import evaluate
 from tests.configs import config_of
 from tests.convert_setup import pack_linears
 from tests.distributed.conversion_setup import hf_config, save_model
 from tests.messages import mentions
 from tests.rollout_setup import CPU, EOS, SIZES, make_args, make_config, make_model
-from tools import evaluate
 
 
 @pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])

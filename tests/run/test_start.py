@@ -17,8 +17,8 @@ import pytest
 
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.run.imports import without_garbage_collection
+from gapo_tools.demonstration import demo_task
 from tests.messages import mentions
-from tools.demonstration import demo_task
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout

@@ -51,7 +51,7 @@ def test_requeue_branch_evaluation_and_sft_keep_the_day(tmp_path: Path) -> None:
     limits = ("--num-samples", 1, "--max-response-tokens", 4, "--max-prompt-tokens", 32)
     engine = ("--precision", "fp32", "--enforce-eager", "--output", root / "evaluated")
     model = ("--model", run_dir / "hf")
-    finish(Program("tools.evaluate", *model, *options, *limits, *engine))
+    finish(Program("gapo_tools.evaluate", *model, *options, *limits, *engine))
     assert json.loads((root / "evaluated/results.json").read_text())["template_date"] == FIRST
 
     begin("run", "2020-02-01")

@@ -18,8 +18,8 @@ from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.policy.digest import combined, tensor_sha256
 from gapo_megatron.policy.low_rank import merge, merge_squares, relative_rounding
 from gapo_megatron.types import Factors
-from tools.conversion.adapter_checkpoint import AdapterCheckpoint
-from tools.conversion.directions import Options, check_file_digests, find_source
+from gapo_tools.conversion.adapter_checkpoint import AdapterCheckpoint
+from gapo_tools.conversion.directions import Options, check_file_digests, find_source
 
 Kind = Literal["peft", "merged"]
 

@@ -13,7 +13,7 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.run.processes import quiet_libraries
 
 if TYPE_CHECKING:
-    from tools.conversion.directions import Options
+    from gapo_tools.conversion.directions import Options
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -58,7 +58,7 @@ def options(arguments: argparse.Namespace) -> Options:
     """Parse the options of `add_options`."""
     import torch  # seconds
 
-    from tools.conversion.directions import Options
+    from gapo_tools.conversion.directions import Options
 
     name = _DTYPES.get(arguments.dtype)
     return Options(

@@ -39,8 +39,8 @@ from gapo_megatron.io.files import real
 from gapo_megatron.models.quantization import quantization_of
 from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.models.tables import geometry_of, rope_of, rules_for
-from tools.conversion.report import Result, progress, write_report
-from tools.conversion.verify import (
+from gapo_tools.conversion.report import Result, progress, write_report
+from gapo_tools.conversion.verify import (
     Mode,
     Part,
     Side,
@@ -282,7 +282,7 @@ def _gate(
 def _compare_logits(hf: HfFolder, megatron: MegatronFolder, dtype: torch.dtype | None) -> str:
     """Raise ConversionError unless both folders give the same logits; returns how close."""
     # Imports Megatron-core, which takes seconds that --verify none does not need.
-    from tools.conversion import logits_check
+    from gapo_tools.conversion import logits_check
 
     if reason := logits_check.obstacle(hf.root):
         return f"not compared: {reason}"

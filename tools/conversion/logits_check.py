@@ -37,8 +37,8 @@ from gapo_megatron.policy import destroy, initialize
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.model import build_model, read_hf_config
 from gapo_megatron.rollouts import Rollouts
-from tools.conversion.full_logits import logits
-from tools.conversion.report import size
+from gapo_tools.conversion.full_logits import logits
+from gapo_tools.conversion.report import size
 
 TOLERANCE = 1e-4
 """Largest difference that passes, as a share of the largest logit.

@@ -27,7 +27,7 @@ from rich.table import Table
 from gapo_megatron import __version__
 from gapo_megatron.formats.folder import REPORT_NAME
 from gapo_megatron.io.files import real
-from tools.conversion.verify import Part, Tensors
+from gapo_tools.conversion.verify import Part, Tensors
 
 _SECONDS_BETWEEN_LINES = 10.0
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.demonstration.demo_task import write_problems
+from gapo_tools.demonstration.demo_task import write_problems
 
 ASKS = ("Write one sentence about {}.", "Describe {} in one sentence.", "Tell me a fact about {}.")
 SUBJECTS = (

@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
 from gapo_megatron.rollout.environments.tools import calculate
-from tools.demonstration import demo_task
+from gapo_tools.demonstration import demo_task
 
 DIGITS = (2, 3, 4, 5)
 """Digits of each factor, one level each."""

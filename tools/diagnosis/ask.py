@@ -61,5 +61,5 @@ def probe_code(call: str) -> str:
         "from gapo_megatron.run.fail_fast import fail_fast\n"
         "from gapo_megatron.run.processes import quiet_libraries\n"
         "with fail_fast():\n    quiet_libraries()\n"
-        f"    from tools.diagnosis import probe\n    probe.{call}\n"
+        f"    from gapo_tools.diagnosis import probe\n    probe.{call}\n"
     )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gapo_megatron.launch.node_checks import CommandError
-from tools.diagnosis.ask import Answer, probe_code
-from tools.diagnosis.finding import Finding
-from tools.diagnosis.machine import num_gpus
+from gapo_tools.diagnosis.ask import Answer, probe_code
+from gapo_tools.diagnosis.finding import Finding
+from gapo_tools.diagnosis.machine import num_gpus
 
 Sections = dict[str, Any]
 """A valid config: its sections, each a dict."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tools.diagnosis import kernels, libraries
-from tools.diagnosis.ask import ask
-from tools.diagnosis.config import Sections, config_code, judge_config
-from tools.diagnosis.finding import Finding
-from tools.diagnosis.machine import look_at_machine, look_at_run_dir
-from tools.diagnosis.program import look_at_program
-from tools.diagnosis.slurm import look_at_slurm
+from gapo_tools.diagnosis import kernels, libraries
+from gapo_tools.diagnosis.ask import ask
+from gapo_tools.diagnosis.config import Sections, config_code, judge_config
+from gapo_tools.diagnosis.finding import Finding
+from gapo_tools.diagnosis.machine import look_at_machine, look_at_run_dir
+from gapo_tools.diagnosis.program import look_at_program
+from gapo_tools.diagnosis.slurm import look_at_slurm
 
 
 def examine(config_path: str | None, env: Mapping[str, str]) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gapo_megatron.launch.node_checks import CommandError
-from tools.diagnosis.ask import Answer, probe_code
-from tools.diagnosis.finding import Finding, Status, judge
+from gapo_tools.diagnosis.ask import Answer, probe_code
+from gapo_tools.diagnosis.finding import Finding, Status, judge
 
 _LOGIN_NODE = "torch is built for CUDA but sees no GPU: run the check on a compute node"
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from gapo_megatron.compat import apex
 from gapo_megatron.launch.node_checks import CommandError
-from tools.diagnosis.ask import Answer
-from tools.diagnosis.finding import Finding, Status, judge
-from tools.diagnosis.machine import num_gpus
-from tools.diagnosis.program import distributions
+from gapo_tools.diagnosis.ask import Answer
+from gapo_tools.diagnosis.finding import Finding, Status, judge
+from gapo_tools.diagnosis.machine import num_gpus
+from gapo_tools.diagnosis.program import distributions
 
 Ask = Callable[[str], Answer]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gapo_megatron.launch import node_checks
 from gapo_megatron.launch.node_checks import CommandError, run_command
-from tools.diagnosis.finding import Finding, Status, from_check, judge
+from gapo_tools.diagnosis.finding import Finding, Status, from_check, judge
 
 LOCAL_FILE_SYSTEMS = ("btrfs", "ext", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 

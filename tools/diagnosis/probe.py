@@ -24,7 +24,7 @@ from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
-from tools.diagnosis.settings import look_at_settings
+from gapo_tools.diagnosis.settings import look_at_settings
 
 # One layer, with sizes that every kernel supports.
 _MODEL = {
@@ -116,7 +116,7 @@ def rollout(precision: str) -> None:
     Args:
         precision: `model.precision`.
     """
-    from tools.diagnosis.installation import installation
+    from gapo_tools.diagnosis.installation import installation
 
     _print(**asdict(installation(getattr(torch, DTYPES[precision]))))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from gapo_megatron.launch import node_checks
 from gapo_megatron.launch.freeze import repository
 from gapo_megatron.launch.node_checks import CommandError, run_command
-from tools.diagnosis.finding import Finding, Status, from_check, judge
+from gapo_tools.diagnosis.finding import Finding, Status, from_check, judge
 
 STACK = (
     "torch",

@@ -11,13 +11,13 @@ from gapo_megatron.config.rules import missing_inputs
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.formats.headers import find_files
 from gapo_megatron.formats.model_folder import check_model_folder
-from gapo_megatron.launch.sides import Sides
 from gapo_megatron.models.published import find_model
-from tools.diagnosis.finding import Finding, Status, judge
-from tools.dry_run.data import look_at_data
-from tools.dry_run.tables import schedule
-from tools.planner.hardware import GPUS
-from tools.planner.memory import fits
+from gapo_tools.diagnosis.finding import Finding, Status, judge
+from gapo_tools.dry_run.data import look_at_data
+from gapo_tools.dry_run.tables import schedule
+from gapo_tools.planner.hardware import GPUS
+from gapo_tools.planner.memory import fits
+from gapo_tools.planner.sides import Sides
 
 _MOST_PROCESSES = 2**14
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gapo_megatron.launch.node_checks import CommandError, run_command
-from tools.diagnosis.finding import Finding, judge
+from gapo_tools.diagnosis.finding import Finding, judge
 
 TESTED = "22.05"
 """Version of Slurm that tests/slurm ran on."""

@@ -26,8 +26,6 @@ from gapo_megatron.formats.manifest import list_steps
 from gapo_megatron.formats.model_folder import check_model_folder, read_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.launch.layout import Layout
-from gapo_megatron.launch.sides import Sides
 from gapo_megatron.models.checks import check_positions, check_replay, check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.cpu_engine import check_engine_here, check_routes_here
@@ -41,12 +39,14 @@ from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 from gapo_megatron.train import parse_arguments
 from gapo_megatron.user_code import is_code, load
-from tools.dry_run.data import SAMPLE, Seen, look_at_data
-from tools.dry_run.tables import counts_table, memory_table, method_table, shapes_table
-from tools.planner.hardware import GIB
-from tools.planner.memory import fits
-from tools.planner.state import state_bytes
-from tools.planner.whole_table import print_whole
+from gapo_tools.dry_run.data import SAMPLE, Seen, look_at_data
+from gapo_tools.dry_run.tables import counts_table, memory_table, method_table, shapes_table
+from gapo_tools.planner.hardware import GIB
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import fits
+from gapo_tools.planner.sides import Sides
+from gapo_tools.planner.state import state_bytes
+from gapo_tools.planner.whole_table import print_whole
 
 
 def print_dry_run(
@@ -361,7 +361,7 @@ def main() -> None:
         if arguments.dry_run == "deep":
             quiet_libraries()
             # Slow to import.
-            from tools.planner.deep_dry_run import print_deep_dry_run
+            from gapo_tools.planner.deep_dry_run import print_deep_dry_run
 
             print_deep_dry_run(
                 config, rank=rank, world_size=num_ranks, ranks_per_node=ranks_per_node

@@ -15,12 +15,12 @@ from gapo_megatron.config.rules import why_missing
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.formats.draft_folder import describe_draft
-from gapo_megatron.launch.layout import Layout
-from gapo_megatron.launch.sides import Sides
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.user_code import is_code
-from tools.planner.hardware import GIB
-from tools.planner.state import (
+from gapo_tools.planner.hardware import GIB
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.sides import Sides
+from gapo_tools.planner.state import (
     fp8_copy_bytes,
     most_microbatches,
     per_rank_parameters,

@@ -24,9 +24,9 @@ from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.process_state import generators_restored
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
-from tools.evaluation.benchmarks import Benchmark, Problem
-from tools.evaluation.paper import Sampling
-from tools.evaluation.samples import Sample, Solved, read_ids, seed_folder, write_samples
+from gapo_tools.evaluation.benchmarks import Benchmark, Problem
+from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.samples import Sample, Solved, read_ids, seed_folder, write_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -379,7 +379,7 @@ def find_benchmark(name: str, *, field: str) -> Benchmark:
     found = user_code.load(name, setting=field)
     if not isinstance(found, Benchmark):
         raise ConfigError(
-            f"{field} ({name!r}) must be a tools.evaluation.benchmarks.Benchmark, not "
+            f"{field} ({name!r}) must be a gapo_tools.evaluation.benchmarks.Benchmark, not "
             f"{type(found).__name__}"
         )
     check_name(found.name, field=f"{field} ({name!r}): name")

@@ -8,7 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from gapo_megatron.config import EnvironmentConfig
-from tools.evaluation.chosen import config_tree
+from gapo_tools.evaluation.chosen import config_tree
 
 _OF_PROMPTS: dict[str, Any] = {
     "chat_template": False,

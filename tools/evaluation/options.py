@@ -12,8 +12,8 @@ from typing import Any
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError
-from tools.evaluation.benchmarks import BENCHMARKS
-from tools.evaluation.paper import read_settings
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
+from gapo_tools.evaluation.paper import read_settings
 
 _OPTIONS = {
     "model.hf_dir": "--model",

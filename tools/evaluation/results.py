@@ -17,9 +17,9 @@ from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.types import Outcome
-from tools.evaluation.benchmarks import BENCHMARKS
-from tools.evaluation.paper import Sampling
-from tools.evaluation.samples import Sample, Solved, read_samples, seed_folder
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
+from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.samples import Sample, Solved, read_samples, seed_folder
 
 RESULTS_FILE = "results.json"
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tools.evaluation.statistics import has_spread, mean_interval
+from gapo_tools.evaluation.statistics import has_spread, mean_interval
 
 NONE = "-"
 """Cell of a missing figure."""

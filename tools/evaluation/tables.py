@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.evaluation.benchmarks import BENCHMARKS
-from tools.evaluation.results import Results, SeedResult
-from tools.evaluation.statistics import SOLVED_ABOVE, num_solved
-from tools.evaluation.table import Table, mean, percent, with_interval
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
+from gapo_tools.evaluation.results import Results, SeedResult
+from gapo_tools.evaluation.statistics import SOLVED_ABOVE, num_solved
+from gapo_tools.evaluation.table import Table, mean, percent, with_interval
 
 
 def powers_of_two(limit: int) -> list[int]:

@@ -16,8 +16,8 @@ import submitit
 from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
-from tools.jobs.status import Status, live_table, read_status
-from tools.jobs.submit import Launch, Submission, outside_slurm
+from gapo_tools.jobs.status import Status, live_table, read_status
+from gapo_tools.jobs.submit import Launch, Submission, outside_slurm
 
 _YEARS_MIN = 10 * 365 * 24 * 60
 """submitit requires a time limit; local runs have none."""

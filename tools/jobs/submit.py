@@ -26,10 +26,10 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
 
 from gapo_megatron.errors import ConfigError, shown
-from tools.jobs.status import JOBS_NAME, read_status
+from gapo_tools.jobs.status import JOBS_NAME, read_status
 
 if TYPE_CHECKING:
-    from tools.jobs.study import Resources
+    from gapo_tools.jobs.study import Resources
 
 STOP_BEFORE_END_S = 300
 """Seconds before the time limit or preemption at which Slurm signals a job to stop."""

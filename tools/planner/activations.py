@@ -22,10 +22,10 @@ from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.counts import layers_of_stages
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.geometry import Geometry
 from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of
-from tools.planner.flops import element_bytes
+from gapo_tools.planner.flops import element_bytes
+from gapo_tools.planner.layout import Layout
 
 _INDEX = 8  # int64
 _TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24

@@ -22,8 +22,6 @@ from gapo_megatron.compat.megatron import main_grad, spread_tokens_evenly
 from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
-from gapo_megatron.launch.sides import Sides
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
@@ -34,11 +32,13 @@ from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
-from tools.planner.activations import Kernels, kept_activations
-from tools.planner.hardware import GIB
-from tools.planner.memory import step_bytes
-from tools.planner.no_data import KeptForBackward, NoData, Traffic, fake_groups
-from tools.planner.state import state_bytes
+from gapo_tools.planner.activations import Kernels, kept_activations
+from gapo_tools.planner.hardware import GIB
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import step_bytes
+from gapo_tools.planner.no_data import KeptForBackward, NoData, Traffic, fake_groups
+from gapo_tools.planner.sides import Sides
+from gapo_tools.planner.state import state_bytes
 
 LEFT_OUT = (
     "Not covered: vLLM and weight sync; Transformer Engine's layers (this rank used the local "

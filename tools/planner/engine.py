@@ -9,12 +9,12 @@ import numpy as np
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import why_merged
-from gapo_megatron.launch.layout import Layout
-from tools.planner.flops import Shape, element_bytes, forward_flops
-from tools.planner.hardware import Efficiency, Gpu
-from tools.planner.state import trained_rules
-from tools.planner.training import Training
-from tools.planner.workload import survival
+from gapo_tools.planner.flops import Shape, element_bytes, forward_flops
+from gapo_tools.planner.hardware import Efficiency, Gpu
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.state import trained_rules
+from gapo_tools.planner.training import Training
+from gapo_tools.planner.workload import survival
 
 _MAX_SEQUENCES = 1024
 """vLLM's default limit on concurrent sequences, on devices of 70 GiB and more (0.32)."""

@@ -14,8 +14,8 @@ from typing import Any
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
-from tools.planner.state import per_rank_parameters, trained_rules
-from tools.planner.workload import Workload
+from gapo_tools.planner.state import per_rank_parameters, trained_rules
+from gapo_tools.planner.workload import Workload
 
 
 def element_bytes(config: Config) -> int:

@@ -13,19 +13,19 @@ from typing import Any
 
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.fp8 import check_capability
-from tools.planner.activations import Kernels, head_bytes, kept_activations, working_bytes
-from tools.planner.engine import (
+from gapo_tools.planner.activations import Kernels, head_bytes, kept_activations, working_bytes
+from gapo_tools.planner.engine import (
     engine_bytes,
     holds_one_sequence,
     kept_asleep_bytes,
     kv_cache_bytes,
     kv_cache_tokens,
 )
-from tools.planner.flops import Shape, element_bytes
-from tools.planner.hardware import GIB, GPUS, Gpu
-from tools.planner.state import (
+from gapo_tools.planner.flops import Shape, element_bytes
+from gapo_tools.planner.hardware import GIB, GPUS, Gpu
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.state import (
     exact_copy_bytes,
     fp8_copy_bytes,
     loaded_bytes,

@@ -12,15 +12,15 @@ from typing import Any
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.config.counts import check_world_size, num_generation_ranks
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.checks import check_engine_heads, check_replay, check_shapes, num_experts
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.models.lora import check_adapter
 from gapo_megatron.models.published import find_model
-from tools.planner.hardware import Gpu
-from tools.planner.memory import Memory, find_refusal, memory
-from tools.planner.times import StepTime, step_time
-from tools.planner.workload import Workload
+from gapo_tools.planner.hardware import Gpu
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import Memory, find_refusal, memory
+from gapo_tools.planner.times import StepTime, step_time
+from gapo_tools.planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from gapo_megatron.config import AdapterConfig, Config, ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.fp8 import is_quantised
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.rules import Rule, shard_size
+from gapo_tools.planner.layout import Layout
 
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12)}
 """Bytes by precision: weight, gradient (both on every rank), optimizer state (sharded over data

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gapo_megatron.config import Config
-from gapo_megatron.launch.layout import Layout
-from tools.planner.hardware import GIB
-from tools.planner.memory import PARTS, ROLLOUT_PARTS
-from tools.planner.planner import Candidate, Plan
-from tools.planner.times import STAGES
-from tools.planner.whole_table import print_whole
-from tools.planner.workload import Workload
+from gapo_tools.planner.hardware import GIB
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import PARTS, ROLLOUT_PARTS
+from gapo_tools.planner.planner import Candidate, Plan
+from gapo_tools.planner.times import STAGES
+from gapo_tools.planner.whole_table import print_whole
+from gapo_tools.planner.workload import Workload
 
 
 def print_plan(

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapo_megatron.config import Config
-from gapo_megatron.launch.layout import Layout
-from tools.planner.engine import (
+from gapo_tools.planner.engine import (
     factor_elements,
     generation_s,
     kept_asleep_bytes,
     sends_factors,
 )
-from tools.planner.flops import Shape, element_bytes
-from tools.planner.hardware import ASSUMED, Efficiency, Gpu
-from tools.planner.state import trained_rules
-from tools.planner.training import Training
-from tools.planner.workload import Workload
+from gapo_tools.planner.flops import Shape, element_bytes
+from gapo_tools.planner.hardware import ASSUMED, Efficiency, Gpu
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.state import trained_rules
+from gapo_tools.planner.training import Training
+from gapo_tools.planner.workload import Workload
 
 _MOST_WORKERS = 8
 """Verifier workers of a rank if `reward.num_workers` is 0."""

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gapo_megatron.config import AdapterConfig, Config
-from gapo_megatron.launch.layout import Layout
-from tools.planner.flops import (
+from gapo_tools.planner.flops import (
     ForwardFlops,
     Shape,
     adapter_flops,
     element_bytes,
     forward_flops,
 )
-from tools.planner.hardware import Efficiency, Gpu
-from tools.planner.state import others_and_experts, trained_rules
-from tools.planner.workload import Load, Workload, load_of
+from gapo_tools.planner.hardware import Efficiency, Gpu
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.state import others_and_experts, trained_rules
+from gapo_tools.planner.workload import Load, Workload, load_of
 
 _ACCUMULATE_BYTES = 10
 """Bytes per weight and micro-batch: the gradient (2) is added to a float32 buffer (4 + 4)."""
@@ -124,7 +124,7 @@ class Training:
 
     @property
     def _recomputed(self) -> tuple[float, float, int]:
-        """What a layer's backward pass recomputes; see `tools.planner.activations.LayerBytes`.
+        """What a layer's backward pass recomputes; see `gapo_tools.planner.activations.LayerBytes`.
 
         Shares of the products with the layer's weights and of the core attention, and tensor
         parallel collectives.

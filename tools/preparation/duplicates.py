@@ -6,7 +6,7 @@ import hashlib
 
 from gapo_megatron.rewards import Pool
 from gapo_megatron.types import Outcome
-from tools.preparation.sources import Kind
+from gapo_tools.preparation.sources import Kind
 
 COMPARE_TIMEOUT_S = 120
 """Far more than two answers need: a comparison must not depend on how busy the machine is."""

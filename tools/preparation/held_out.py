@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
-from tools.evaluation.benchmarks import BENCHMARKS, without_request
+from gapo_tools.evaluation.benchmarks import BENCHMARKS, without_request
 
 NUM_WORDS = 8
 """Words of an n-gram. A changed word breaks so many n-grams, so longer ones find less."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import real
-from tools.preparation.output import MANIFEST
+from gapo_tools.preparation.output import MANIFEST
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,19 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.formats.folder import new_folder
 from gapo_megatron.formats.model_folder import TOKENIZER_FILES
 from gapo_megatron.io.documents import differences, read_object
-from gapo_megatron.io.files import code_sha256, file_sha256, real
-from tools.preparation.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
-from tools.preparation.journal import Journal
-from tools.preparation.output import MANIFEST, Counts, Output
-from tools.preparation.rules import Lengths, Rules
-from tools.preparation.sources import Source
+from gapo_megatron.io.files import file_sha256, real
+from gapo_tools.evaluation.code_digest import code_sha256
+from gapo_tools.preparation.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
+from gapo_tools.preparation.journal import Journal
+from gapo_tools.preparation.output import MANIFEST, Counts, Output
+from gapo_tools.preparation.rules import Lengths, Rules
+from gapo_tools.preparation.sources import Source
 
 Progress = Callable[[str, float], None]
 """Called with the name of the current activity and the share of it that is done."""
 _CODE = (
     *("gapo_megatron/data", "gapo_megatron/rewards"),
-    *("tools/evaluation/benchmarks.py", "tools/preparation"),
+    *("gapo_tools/evaluation/benchmarks.py", "gapo_tools/preparation"),
 )
 
 

@@ -12,9 +12,9 @@ from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import LengthError, encode_prompt
 from gapo_megatron.errors import DataError, said
 from gapo_megatron.io.documents import is_unicode, keys_of
-from tools.preparation.duplicates import Duplicates
-from tools.preparation.held_out import HeldOut
-from tools.preparation.sources import Candidate, Source, UnreadableError
+from gapo_tools.preparation.duplicates import Duplicates
+from gapo_tools.preparation.held_out import HeldOut
+from gapo_tools.preparation.sources import Candidate, Source, UnreadableError
 
 Entry = dict[str, Any]
 """The finding for a row, as JSON: its source (`id`, `file`, `row`, `level`), the `rule` it broke

@@ -14,7 +14,7 @@ from gapo_megatron.data.rows import Row
 from gapo_megatron.errors import DataError
 from gapo_megatron.rewards import math as math_answers
 from gapo_megatron.rewards.code.forms import CallTests, Tests, TextTests, read_tests
-from tools.evaluation.benchmarks import ANSWER_CALL, ANSWER_TEXT, BOXED
+from gapo_tools.evaluation.benchmarks import ANSWER_CALL, ANSWER_TEXT, BOXED
 
 Kind = Literal["math", "code", "instructions", "exact"]
 

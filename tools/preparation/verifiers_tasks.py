@@ -12,7 +12,7 @@ from gapo_megatron.formats.folder import new_folder
 from gapo_megatron.io.files import file_sha256
 from gapo_megatron.io.toml_tree import read_tree
 from gapo_megatron.rollout.agents.verifiers import SETTING, load_environment, row_of
-from tools.preparation.output import MANIFEST, PROBLEMS
+from gapo_tools.preparation.output import MANIFEST, PROBLEMS
 
 
 def write_tasks(config: Path, output: Path, *, num_tasks: int | None) -> int:

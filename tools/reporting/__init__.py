@@ -1,5 +1,5 @@
 """Reports of runs, from the files they leave."""
 
-from tools.reporting.report import Report, write_report
+from gapo_tools.reporting.report import Report, write_report
 
 __all__ = ["Report", "write_report"]

@@ -12,7 +12,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.methods import Method
 from gapo_megatron.config.roles import role_of
 from gapo_megatron.errors import DataError
-from tools.reporting.runs import Run
+from gapo_tools.reporting.runs import Run
 
 K = "batch.rollouts_per_prompt"
 SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")

@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from gapo_megatron.objective.diagnostics import WINDOW
-from tools.reporting.arms import Arm, Comparison
-from tools.reporting.runs import Run, Values
-from tools.reporting.series import (
+from gapo_tools.reporting.arms import Arm, Comparison
+from gapo_tools.reporting.runs import Run, Values
+from gapo_tools.reporting.series import (
     NoData,
     Row,
     curve_rows,
@@ -24,7 +24,7 @@ from tools.reporting.series import (
     window_of,
     windowed,
 )
-from tools.reporting.style import (
+from gapo_tools.reporting.style import (
     COLOURS,
     LINE_STYLES,
     Exhibit,

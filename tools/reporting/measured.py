@@ -13,8 +13,8 @@ from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.models.config_json import read_facts
-from tools.planner.flops import Shape
-from tools.planner.workload import Workload, spread_of
+from gapo_tools.planner.flops import Shape
+from gapo_tools.planner.workload import Workload, spread_of
 
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 """Stages of a step that a scaling study tells apart."""

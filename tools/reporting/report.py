@@ -14,20 +14,20 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.sample_files import read_samples, read_timelines
-from tools.evaluation.table import Table
-from tools.reporting.arms import Comparison
-from tools.reporting.figures import (
+from gapo_tools.evaluation.table import Table
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.figures import (
     clip_fraction_per_c,
     deviation_per_c,
     groups_per_c,
     over_training,
     step_time,
 )
-from tools.reporting.runs import Run, find_trained, read_run
-from tools.reporting.samples import page_values
-from tools.reporting.series import NoData
-from tools.reporting.style import KINDS, Exhibit, style
-from tools.reporting.tables import rounding, summary
+from gapo_tools.reporting.runs import Run, find_trained, read_run
+from gapo_tools.reporting.samples import page_values
+from gapo_tools.reporting.series import NoData
+from gapo_tools.reporting.style import KINDS, Exhibit, style
+from gapo_tools.reporting.tables import rounding, summary
 
 PAGE_NAME = "report.html"
 SAMPLES_PAGE_NAME = "samples.html"

@@ -12,14 +12,14 @@ from rich.table import Table
 from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.formats.folder import claim
-from tools.jobs.status import read_statuses
-from tools.planner.flops import step_flops
-from tools.planner.hardware import CPU_NAME, Gpu
-from tools.reporting.arms import SIZES, learned_settings
-from tools.reporting.measured import STAGES, Measured, read_measured
-from tools.reporting.runs import find_trained
-from tools.reporting.series import Row, distinct, select
-from tools.reporting.style import (
+from gapo_tools.jobs.status import read_statuses
+from gapo_tools.planner.flops import step_flops
+from gapo_tools.planner.hardware import CPU_NAME, Gpu
+from gapo_tools.reporting.arms import SIZES, learned_settings
+from gapo_tools.reporting.measured import STAGES, Measured, read_measured
+from gapo_tools.reporting.runs import find_trained
+from gapo_tools.reporting.series import Row, distinct, select
+from gapo_tools.reporting.style import (
     KINDS,
     Exhibit,
     arm_style,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.evaluation.statistics import mean_interval
-from tools.reporting.arms import Arm
-from tools.reporting.runs import Run, Values
+from gapo_tools.evaluation.statistics import mean_interval
+from gapo_tools.reporting.arms import Arm
+from gapo_tools.reporting.runs import Run, Values
 
 WINDOW_SHARE = 0.1
 """Window of a smoothed curve, as a share of the longest run's steps."""

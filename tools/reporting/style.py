@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tools.evaluation.table import Table
-from tools.reporting.series import Row
+from gapo_tools.evaluation.table import Table
+from gapo_tools.reporting.series import Row
 
 COLUMN_INCHES = 3.3
 COLUMN_LETTERS = 60

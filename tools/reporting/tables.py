@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tools.evaluation.statistics import has_spread, paired_difference
-from tools.evaluation.table import NONE, Table, mean, with_interval
-from tools.reporting.arms import Arm, Comparison
-from tools.reporting.series import NoData, Row, final, interval, pass_keys
-from tools.reporting.style import Exhibit
+from gapo_tools.evaluation.statistics import has_spread, paired_difference
+from gapo_tools.evaluation.table import NONE, Table, mean, with_interval
+from gapo_tools.reporting.arms import Arm, Comparison
+from gapo_tools.reporting.series import NoData, Row, final, interval, pass_keys
+from gapo_tools.reporting.style import Exhibit
 
 
 def summary(comparison: Comparison) -> Exhibit:

@@ -20,9 +20,7 @@ from gapo_megatron.formats.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.formats.weights import HfFolder, write_hf_weights
 from gapo_megatron.models.rules import Place, Rule, hf_shapes
 from gapo_megatron.models.tables import architecture_of, rules_for
-from tests.convert_setup import make_config
-from tests.messages import mentions
-from tools.conversion.verify import (
+from gapo_tools.conversion.verify import (
     Mode,
     Report,
     Side,
@@ -33,6 +31,8 @@ from tools.conversion.verify import (
     part_of,
     verify,
 )
+from tests.convert_setup import make_config
+from tests.messages import mentions
 
 MODELS = ("qwen2", "qwen3_moe")
 Weights = dict[str, Tensor]

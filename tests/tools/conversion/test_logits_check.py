@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_tools.conversion.logits_check import LogitsReport, compare_logits, obstacle
 from tests.convert_tools_setup import save_model_with_tokenizer, set_field
 from tests.dist import single_rank
 from tests.distributed.checkpoint_setup import write_state
 from tests.distributed.conversion_setup import ARCHITECTURES, save_model
 from tests.distributed.policy_setup import make_config, read_weights
 from tests.messages import mentions
-from tools.conversion.logits_check import LogitsReport, compare_logits, obstacle
 
 
 def save_megatron(hf_dir: Path, folder: Path) -> Path:

@@ -11,9 +11,9 @@ import pytest
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.rewards.instructions import verify
 from gapo_megatron.types import Outcome
+from gapo_tools.demonstration import demo_language, smollm2
+from gapo_tools.demonstration.demo_language import LEVELS, SUBJECTS
 from tests.messages import mentions
-from tools.demonstration import demo_language, smollm2
-from tools.demonstration.demo_language import LEVELS, SUBJECTS
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,8 +19,8 @@ from gapo_megatron.rewards import exact
 from gapo_megatron.rollout.environments.tools import Tools
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Episode, Outcome, Prompt
-from tools.demonstration import demo_task, demo_tools
-from tools.demonstration.demo_tools import Product
+from gapo_tools.demonstration import demo_task, demo_tools
+from gapo_tools.demonstration.demo_tools import Product
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = Product((47, 86))

@@ -16,6 +16,16 @@ import pytest
 from gapo_megatron.config import load_config, parse_config
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.node_checks import parse_links
+from gapo_tools import doctor
+from gapo_tools.demonstration import demo_task as arithmetic
+from gapo_tools.diagnosis import probe
+from gapo_tools.diagnosis.ask import ask
+from gapo_tools.diagnosis.config import config_code, judge_config
+from gapo_tools.diagnosis.finding import Finding
+from gapo_tools.diagnosis.libraries import TORCH, judge_torch
+from gapo_tools.diagnosis.machine import look_at_machine, look_at_run_dir, num_gpus
+from gapo_tools.diagnosis.program import compare_with_lock
+from gapo_tools.diagnosis.slurm import judge_settings, look_at_slurm
 from tests.distributed.conversion_setup import convert
 from tests.doctor_setup import install
 from tests.executables import write_program
@@ -23,16 +33,6 @@ from tests.messages import mentions
 from tests.needs import need
 from tests.slurm.cluster import missing_programs, running_cluster
 from tests.waiting import HANG_S
-from tools import doctor
-from tools.demonstration import demo_task as arithmetic
-from tools.diagnosis import probe
-from tools.diagnosis.ask import ask
-from tools.diagnosis.config import config_code, judge_config
-from tools.diagnosis.finding import Finding
-from tools.diagnosis.libraries import TORCH, judge_torch
-from tools.diagnosis.machine import look_at_machine, look_at_run_dir, num_gpus
-from tools.diagnosis.program import compare_with_lock
-from tools.diagnosis.slurm import judge_settings, look_at_slurm
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout
@@ -52,7 +52,7 @@ Legend:
 """
 LOOK_AT_NODE = """
 import dataclasses, json, os
-from tools.diagnosis import machine, slurm
+from gapo_tools.diagnosis import machine, slurm
 found = [*machine.look_at_machine(os.environ), *slurm.look_at_slurm(os.environ)]
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """

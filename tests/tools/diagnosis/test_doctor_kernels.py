@@ -17,6 +17,9 @@ from gapo_megatron.compat.transformer_engine import attention_in_use
 from gapo_megatron.launch.node_checks import CommandError
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_tools.diagnosis.ask import Answer, ask
+from gapo_tools.diagnosis.finding import Finding
+from gapo_tools.diagnosis.kernels import judge_policy, judge_rollout, policy_code
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     WeightedLoss,
@@ -28,9 +31,6 @@ from tests.distributed.policy_setup import (
 )
 from tests.doctor_setup import install, install_nvidia_apex, path_with
 from tests.messages import mentions
-from tools.diagnosis.ask import Answer, ask
-from tools.diagnosis.finding import Finding
-from tools.diagnosis.kernels import judge_policy, judge_rollout, policy_code
 
 CPU = {"cuda": None, "num_gpus": 0}
 GPU = {"cuda": "13.0", "num_gpus": 8}

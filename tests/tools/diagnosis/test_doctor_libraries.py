@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from gapo_megatron.launch.node_checks import CommandError
-from tests.doctor_setup import install, install_nvidia_apex, install_web_apex, path_with
-from tests.messages import mentions
-from tests.waiting import HANG_S
-from tools.diagnosis.ask import ask
-from tools.diagnosis.finding import Finding
-from tools.diagnosis.libraries import (
+from gapo_tools.diagnosis.ask import ask
+from gapo_tools.diagnosis.finding import Finding
+from gapo_tools.diagnosis.libraries import (
     FLASH_ATTENTION,
     judge_nccl,
     judge_torch,
     look_at_compiler,
     look_at_transformer_engine,
 )
+from tests.doctor_setup import install, install_nvidia_apex, install_web_apex, path_with
+from tests.messages import mentions
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
 CPU = {"version": "2.13.0+cpu", "cuda": None, "num_gpus": 0, "cudnn": None, "seconds": 1.0}
@@ -43,8 +43,8 @@ LOGIN_NODE = GPU | {"num_gpus": 0}
 LOOK = """
 import dataclasses, json, os, sys
 from functools import partial
-from tools.diagnosis.ask import ask
-from tools.diagnosis.libraries import look_at_libraries
+from gapo_tools.diagnosis.ask import ask
+from gapo_tools.diagnosis.libraries import look_at_libraries
 found = look_at_libraries(json.loads(sys.argv[1]), partial(ask, env=os.environ), os.environ)
 print(json.dumps({one.name: dataclasses.asdict(one) for one in found}))
 """

@@ -15,11 +15,11 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats import manifest
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.run.early_checks import check_before_imports
+from gapo_tools.dry_run.data import look_at_data
+from gapo_tools.dry_run.dry_run import print_dry_run, why_not_run
 from tests.chat_templates import put_family
 from tests.draft_setup import write_draft
 from tests.messages import mentions
-from tools.dry_run.data import look_at_data
-from tools.dry_run.dry_run import print_dry_run, why_not_run
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_tools.dry_run import dry_run
+from gapo_tools.dry_run.data import Seen
+from gapo_tools.planner.deep_dry_run import print_deep_dry_run
 from tests import scaling_setup
 from tests.messages import mentions
 from tests.tools.dry_run.test_dry_run import make_config, text_of
-from tools.dry_run import dry_run
-from tools.dry_run.data import Seen
-from tools.planner.deep_dry_run import print_deep_dry_run
 
 
 def rows_of(text: str) -> dict[str, str]:

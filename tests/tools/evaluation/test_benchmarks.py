@@ -14,9 +14,9 @@ import pytest
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.rewards import code
 from gapo_megatron.types import Outcome
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from tests.messages import mentions
 from tests.sandbox_setup import needs_sandbox
-from tools.evaluation.benchmarks import BENCHMARKS
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 NUM_PROBLEMS = {

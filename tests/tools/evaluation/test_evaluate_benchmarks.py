@@ -13,24 +13,24 @@ from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Outcome, Verdict
-from tests.acting import one_turn_acting
-from tests.messages import mentions
-from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of, says
-from tests.tokenizers import byte_level
-from tests.tools.evaluation.test_benchmarks import put
-from tools.demonstration import demo_task as arithmetic
-from tools.evaluation import benchmark as sampling_module
-from tools.evaluation.benchmark import Sampler, Task, all_of, any_of
-from tools.evaluation.benchmarks import BENCHMARKS
-from tools.evaluation.paper import Sampling
-from tools.evaluation.results import collect, measure, read_results, write_results
-from tools.evaluation.samples import (
+from gapo_tools.demonstration import demo_task as arithmetic
+from gapo_tools.evaluation import benchmark as sampling_module
+from gapo_tools.evaluation.benchmark import Sampler, Task, all_of, any_of
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
+from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.results import collect, measure, read_results, write_results
+from gapo_tools.evaluation.samples import (
     Sample,
     Solved,
     keep_settings,
     read_samples,
     write_samples,
 )
+from tests.acting import one_turn_acting
+from tests.messages import mentions
+from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of, says
+from tests.tokenizers import byte_level
+from tests.tools.evaluation.test_benchmarks import put
 
 CORRECT, WRONG, UNKNOWN = map(Verdict, (Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN))
 

@@ -12,6 +12,13 @@ import pytest
 
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import ConfigError
+from gapo_tools import evaluate as tool
+from gapo_tools.evaluation.chosen import judge_of
+from gapo_tools.evaluation.compare import Method
+from gapo_tools.evaluation.hints import hints
+from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.results import read_results, write_results
+from gapo_tools.evaluation.tables import results_tables
 from tests.configs import config_of
 from tests.messages import mentions
 from tests.tokenizers import byte_level
@@ -23,13 +30,6 @@ from tests.tools.evaluation.test_evaluate_own import (  # noqa: F401 (a fixture)
     tokenizer,
 )
 from tests.tools.evaluation.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
-from tools import evaluate as tool
-from tools.evaluation.chosen import judge_of
-from tools.evaluation.compare import Method
-from tools.evaluation.hints import hints
-from tools.evaluation.paper import Sampling
-from tools.evaluation.results import read_results, write_results
-from tools.evaluation.tables import results_tables
 
 FAILS = """
 from gapo_megatron.rollout.environments.one_turn import OneTurn

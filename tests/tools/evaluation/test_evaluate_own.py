@@ -22,21 +22,21 @@ from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Outcome, Verdict
+from gapo_tools.demonstration import demo_task as arithmetic
+from gapo_tools.evaluation.benchmark import Sampler
+from gapo_tools.evaluation.benchmarks import BOXED
+from gapo_tools.evaluation.chosen import Chosen, choose, environment_of, read_reward, with_kind
+from gapo_tools.evaluation.compare import Method, compare
+from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.results import collect, read_results, write_results
+from gapo_tools.evaluation.samples import read_samples
+from gapo_tools.evaluation.tables import results_tables
 from tests.acting import one_turn_acting
 from tests.configs import config_of
 from tests.messages import mentions
 from tests.programs import Program
 from tests.scripted_engine import ScriptedEngine, says
 from tests.tools.evaluation.test_evaluate_tool import arguments, parse, root  # noqa: F401 (a fixture)
-from tools.demonstration import demo_task as arithmetic
-from tools.evaluation.benchmark import Sampler
-from tools.evaluation.benchmarks import BOXED
-from tools.evaluation.chosen import Chosen, choose, environment_of, read_reward, with_kind
-from tools.evaluation.compare import Method, compare
-from tools.evaluation.paper import Sampling
-from tools.evaluation.results import collect, read_results, write_results
-from tools.evaluation.samples import read_samples
-from tools.evaluation.tables import results_tables
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "evaluation.md"
 SAMPLING = Sampling(num_samples=2, temperature=1.0, top_p=1.0, max_response_tokens=16)
@@ -339,7 +339,7 @@ def test_a_benchmark_that_cannot_be_is_refused(tmp_path, text, named, monkeypatc
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "bad.py"
     path.write_text(
-        "from tools.evaluation.benchmarks import Benchmark\nNUMBER = 3\n"
+        "from gapo_tools.evaluation.benchmarks import Benchmark\nNUMBER = 3\n"
         f"MINE = Benchmark({text}, folder='x', read=len, answers=len)\n"
     )
     (tmp_path / "x").mkdir()
@@ -431,7 +431,7 @@ def test_the_tool_evaluates_in_an_environment(root: Path, with_columns: Path) ->
         *("--enforce-eager", "--problems", path, "--config", folder),
     ]
     for _ in range(2):
-        program = Program("tools.evaluate", *map(str, command), ranks=2)
+        program = Program("gapo_tools.evaluate", *map(str, command), ranks=2)
         text, _ = program.communicate()
         assert program.returncode == 0, text[-6000:]
         assert len({*log.read_text().splitlines()}) == len(log.read_text().splitlines())

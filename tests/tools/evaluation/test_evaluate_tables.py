@@ -15,20 +15,20 @@ import pytest
 from scipy import stats
 
 from gapo_megatron.errors import ConfigError, DataError
-from tests.messages import mentions
-from tests.waiting import HANG_S
-from tools.evaluation.benchmarks import BENCHMARKS
-from tools.evaluation.compare import Method, compare
-from tools.evaluation.paper import Sampling, read_settings
-from tools.evaluation.results import (
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
+from gapo_tools.evaluation.compare import Method, compare
+from gapo_tools.evaluation.paper import Sampling, read_settings
+from gapo_tools.evaluation.results import (
     RESULTS_FILE,
     Results,
     SeedResult,
     read_results,
     write_results,
 )
-from tools.evaluation.table import Table, with_interval
-from tools.evaluation.tables import powers_of_two, results_tables
+from gapo_tools.evaluation.table import Table, with_interval
+from gapo_tools.evaluation.tables import powers_of_two, results_tables
+from tests.messages import mentions
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
 SIX = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]

@@ -22,18 +22,18 @@ from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io import files
+from gapo_tools import evaluate as tool
+from gapo_tools.demonstration import demo_task as arithmetic
+from gapo_tools.evaluation.benchmarks import BENCHMARKS
+from gapo_tools.evaluation.chosen import date_of_run
+from gapo_tools.evaluation.options import named_as_options
+from gapo_tools.evaluation.options import parse as parse_options
+from gapo_tools.evaluation.paper import Sampling, read_settings
 from tests.convert_setup import pack_experts, pack_linears
 from tests.distributed.conversion_setup import save_model
 from tests.messages import mentions
 from tests.programs import Program
 from tests.waiting import wait_until
-from tools import evaluate as tool
-from tools.demonstration import demo_task as arithmetic
-from tools.evaluation.benchmarks import BENCHMARKS
-from tools.evaluation.chosen import date_of_run
-from tools.evaluation.options import named_as_options
-from tools.evaluation.options import parse as parse_options
-from tools.evaluation.paper import Sampling, read_settings
 
 ONE_TURN = EnvironmentConfig()
 TOOL = Path(__file__).parents[3] / "tools/evaluate.py"
@@ -103,7 +103,7 @@ def test_a_killed_evaluation_continues_on_other_ranks(root: Path) -> None:
     assert 0 < num_kept < NUM_PROBLEMS
     assert not (root / "out/results.json").exists()
 
-    continued = Program("tools.evaluate", *arguments(root, "--seeds", 3), ranks=2)
+    continued = Program("gapo_tools.evaluate", *arguments(root, "--seeds", 3), ranks=2)
     output, _ = continued.communicate()
     assert continued.returncode == 0, output[-6000:]
     assert f"{num_kept} of {NUM_PROBLEMS} problems" in output

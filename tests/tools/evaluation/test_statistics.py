@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from gapo_tools.evaluation.statistics import mean_interval, paired_difference
 from tests.messages import mentions
-from tools.evaluation.statistics import mean_interval, paired_difference
 
 
 def test_mean_interval_by_hand():

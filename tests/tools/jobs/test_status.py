@@ -10,9 +10,7 @@ import pytest
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import find_runs
-from tests.executables import write_program
-from tests.messages import mentions
-from tools.jobs.status import (
+from gapo_tools.jobs.status import (
     JOBS_NAME,
     Status,
     ask_slurm,
@@ -20,6 +18,8 @@ from tools.jobs.status import (
     read_statuses,
     status_table,
 )
+from tests.executables import write_program
+from tests.messages import mentions
 
 
 def write(path: Path, text: str) -> None:

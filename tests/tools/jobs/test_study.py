@@ -10,9 +10,9 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.launch.layout import Layout
+from gapo_tools.jobs.study import Resources, Run, read_study, unfinished
+from gapo_tools.planner.layout import Layout
 from tests.messages import mentions
-from tools.jobs.study import Resources, Run, read_study, unfinished
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

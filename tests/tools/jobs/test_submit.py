@@ -21,12 +21,12 @@ import pytest
 from submitit.core.utils import pickle_load
 
 from gapo_megatron.errors import ConfigError
+from gapo_tools import submit as tool
+from gapo_tools.jobs.local import gpu_shares
+from gapo_tools.jobs.study import Resources
+from gapo_tools.jobs.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
 from tests.waiting import HANG_S, wait_until
-from tools import submit as tool
-from tools.jobs.local import gpu_shares
-from tools.jobs.study import Resources
-from tools.jobs.submit import Submission
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 ONE = Submission(
@@ -311,7 +311,7 @@ def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
 def test_what_a_job_begins_and_ends_with_loads_in_a_blink() -> None:
     """A job's first process unpickles `submit`; --status and --help need no pydantic."""
     program = (
-        "import sys, tools.submit; from tools.jobs import submit, local\n"
+        "import sys, gapo_tools.submit; from gapo_tools.jobs import submit, local\n"
         "from gapo_megatron.launch import preflight, postmortem\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'megatron', 'vllm'} & set(sys.modules)))"
     )
@@ -325,7 +325,7 @@ def test_neither_submitting_nor_a_jobs_first_check_needs_torch(tmp_path: Path) -
     program = (
         "import sys; from pathlib import Path\n"
         "from gapo_megatron.launch.prepare import check_before_nodes\n"
-        "from tools.jobs.study import read_study, unfinished\n"
+        "from gapo_tools.jobs.study import read_study, unfinished\n"
         "for run in unfinished(read_study(Path(sys.argv[1]), [])):\n"
         "    check_before_nodes(run.config, world_size=2)\n"
         "print(sorted({'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)))\n"

@@ -17,10 +17,10 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.prepare import check_before_nodes
+from gapo_tools.jobs.study import Resources, read_study
+from gapo_tools.jobs.submit import Submission, world_sizes
 from tests.messages import mentions
 from tests.submit_setup import submit, write_study
-from tools.jobs.study import Resources, read_study
-from tools.jobs.submit import Submission, world_sizes
 
 # Runs beside the grid's: two that ask for more, alike, and one for yet something else.
 LARGER = (

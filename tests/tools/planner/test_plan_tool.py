@@ -2,9 +2,9 @@
 
 import pytest
 
+from gapo_tools import plan as tool
 from tests.formats.test_convert_models import CONFIGS
 from tests.scaling_setup import write_model
-from tools import plan as tool
 
 SMALL = CONFIGS["Qwen2.5-1.5B"]
 pytestmark = pytest.mark.usefixtures("clone")  # not the models of the checkout

@@ -16,12 +16,19 @@ from rich.console import Console
 from gapo_megatron import train
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import read_hf_config
+from gapo_tools.demonstration.demo_task import write_tokenizer
+from gapo_tools.planner import deep_dry_run
+from gapo_tools.planner.activations import Kernels, kept_activations, num_in_flight
+from gapo_tools.planner.deep_dry_run import print_deep_dry_run, step_one_rank
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import step_bytes
+from gapo_tools.planner.no_data import KeptForBackward, NoData, fake_groups
+from gapo_tools.planner.state import state_bytes
 from tests.formats.test_convert_models import CONFIGS
 from tests.scaling_setup import (
     SIX_LAYERS,
@@ -36,13 +43,6 @@ from tests.scaling_setup import (
     read_model,
     write_model,
 )
-from tools.demonstration.demo_task import write_tokenizer
-from tools.planner import deep_dry_run
-from tools.planner.activations import Kernels, kept_activations, num_in_flight
-from tools.planner.deep_dry_run import print_deep_dry_run, step_one_rank
-from tools.planner.memory import step_bytes
-from tools.planner.no_data import KeptForBackward, NoData, fake_groups
-from tools.planner.state import state_bytes
 
 # Of other layers: windows, norms behind them, norms on both sides.
 OTHERS: dict[str, dict[str, Any]] = {

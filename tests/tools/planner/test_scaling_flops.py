@@ -6,9 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.models.published import find_model
+from gapo_tools.planner.flops import Shape, forward_flops
 from tests.formats.test_convert_models import CONFIGS, NUM_PARAMETERS
 from tests.scaling_setup import hf
-from tools.planner.flops import Shape, forward_flops
 
 TINY = {
     "vocab_size": 97,

@@ -3,9 +3,9 @@
 import pytest
 
 from gapo_megatron.errors import ConfigError
+from gapo_tools.planner.hardware import GPUS, find_gpu
 from tests.messages import mentions
 from tests.scaling_setup import H200
-from tools.planner.hardware import GPUS, find_gpu
 
 
 def test_groups_over_several_nodes_use_the_adapters_of_their_members():

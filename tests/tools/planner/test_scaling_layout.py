@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import Policy
+from gapo_tools.planner.deep_dry_run import allocated_bytes
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.no_data import fake_groups
+from gapo_tools.planner.state import BYTES_PER_PARAMETER, state_bytes
 from tests.scaling_setup import (
     QWEN3,
     SIX_LAYERS,
@@ -23,9 +26,6 @@ from tests.scaling_setup import (
     read_model,
     write_model,
 )
-from tools.planner.deep_dry_run import allocated_bytes
-from tools.planner.no_data import fake_groups
-from tools.planner.state import BYTES_PER_PARAMETER, state_bytes
 
 
 def test_layout_of_a_config_and_back() -> None:

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
+from gapo_tools.planner.activations import Kernels, block_shape, kept_activations, num_in_flight
+from gapo_tools.planner.hardware import GPUS
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import HOST_SHARE, find_refusal, memory
+from gapo_tools.planner.no_data import KeptForBackward, fake_groups
 from tests.scaling_setup import (
     H200,
     SINKS,
@@ -31,10 +35,6 @@ from tests.scaling_setup import (
 )
 from tests.scaling_setup import config as usual_config
 from tests.scaling_setup import layout as make_layout
-from tools.planner.activations import Kernels, block_shape, kept_activations, num_in_flight
-from tools.planner.hardware import GPUS
-from tools.planner.memory import HOST_SHARE, find_refusal, memory
-from tools.planner.no_data import KeptForBackward, fake_groups
 
 ALONE, TWO = parallel_of(1, 1), parallel_of(2, 1, sp=True)
 

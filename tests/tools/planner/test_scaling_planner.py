@@ -10,15 +10,15 @@ from gapo_megatron.config import load_config
 from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.rollout.transfer import TRANSFER_BYTES
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.memory import BUCKET_BYTES, memory
+from gapo_tools.planner.planner import Plan, plan
+from gapo_tools.planner.tables import pipeline_ranks
+from gapo_tools.planner.times import SidesTime, step_time
 from tests.messages import mentions
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
-from tools.planner.memory import BUCKET_BYTES, memory
-from tools.planner.planner import Plan, plan
-from tools.planner.tables import pipeline_ranks
-from tools.planner.times import SidesTime, step_time
 
 
 def planned(model="Qwen2.5-7B", *, nodes=1, gpu=H200, run=None, **sections) -> Plan:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.launch.layout import Layout
 from gapo_megatron.rollout.vllm.adapter import slots_for
+from gapo_tools.planner.engine import Decoding, generation_s, sends_factors
+from gapo_tools.planner.flops import Shape
+from gapo_tools.planner.layout import Layout
+from gapo_tools.planner.training import Training
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf
-from tools.planner.engine import Decoding, generation_s, sends_factors
-from tools.planner.flops import Shape
-from tools.planner.training import Training
 
 MOE = "Qwen3-30B-A3B"
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from gapo_tools.planner.training import Training
+from gapo_tools.planner.workload import Workload
 from tests.scaling_setup import Pass, draw_lengths, schedule_of, training
-from tools.planner.training import Training
-from tools.planner.workload import Workload
 
 
 def stage_s(one: Training, *, backward: bool, rank: int = 0) -> float:

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from tests.messages import mentions
-from tests.scaling_setup import WORKLOAD, config, draw_lengths
-from tools.planner.workload import (
+from gapo_tools.planner.workload import (
     DEFAULT_SPREAD,
     default_workload,
     longest_of,
     spread_of,
     survival,
 )
+from tests.messages import mentions
+from tests.scaling_setup import WORKLOAD, config, draw_lengths
 
 
 @pytest.mark.parametrize("spread", [0.3, 0.7, 1.5])

@@ -13,6 +13,7 @@ import pytest
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.rewards import code
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
+from gapo_tools.evaluation.benchmarks import BENCHMARKS, BOXED
 from tests.messages import mentions
 from tests.prepare_data_setup import (
     counts_of,
@@ -22,7 +23,6 @@ from tests.prepare_data_setup import (
     put_benchmarks,
     written,
 )
-from tools.evaluation.benchmarks import BENCHMARKS, BOXED
 
 # DeepScaleR.
 

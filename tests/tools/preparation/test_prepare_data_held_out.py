@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gapo_tools.evaluation.benchmarks import BENCHMARKS, BOXED, without_request
+from gapo_tools.preparation import HeldOut
 from tests.prepare_data_setup import put_benchmarks
-from tools.evaluation.benchmarks import BENCHMARKS, BOXED, without_request
-from tools.preparation import HeldOut
 
 TRAIN = "a train leaves the town at noon and goes on for three hours"
 

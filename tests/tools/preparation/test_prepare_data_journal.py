@@ -17,13 +17,13 @@ import pytest
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.formats import folder as folder_module
+from gapo_tools.preparation import HeldOut, Lengths, Source, deepcoder, own, prepare
+from gapo_tools.preparation import journal as journal_module
+from gapo_tools.preparation.journal import Journal
 from tests.messages import mentions
 from tests.prepare_data_setup import put, put_benchmarks, put_tokenizer
-from tools.preparation import HeldOut, Lengths, Source, deepcoder, own, prepare
-from tools.preparation import journal as journal_module
-from tools.preparation.journal import Journal
 
-module = importlib.import_module("tools.preparation.prepare")  # not the function
+module = importlib.import_module("gapo_tools.preparation.prepare")  # not the function
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
 

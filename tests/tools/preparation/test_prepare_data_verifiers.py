@@ -11,9 +11,9 @@ import pytest
 
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.data.schema import read_prompts
+from gapo_tools import prepare_data as tool
 from tests.tokenizers import byte_level
 from tests.verifiers_setup import env, toml_of
-from tools import prepare_data as tool
 
 __all__ = ["env"]
 REWARD = "gapo_megatron.rollout.agents.verifiers:reward"

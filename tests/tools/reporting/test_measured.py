@@ -6,12 +6,12 @@ import pytest
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_tools.planner.flops import Shape
+from gapo_tools.planner.workload import survival
+from gapo_tools.reporting.measured import STAGES, read_measured
 from tests.formats.test_convert_models import CONFIGS
 from tests.messages import mentions
 from tests.scaling_setup import config, hf, write_model
-from tools.planner.flops import Shape
-from tools.planner.workload import survival
-from tools.reporting.measured import STAGES, read_measured
 
 SMALL = CONFIGS["Qwen2.5-1.5B"]
 

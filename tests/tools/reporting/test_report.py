@@ -10,11 +10,9 @@ import pytest
 from scipy import stats
 
 from gapo_megatron.errors import DataError
-from tests.messages import mentions
-from tests.report_setup import NUM_STEPS, compare, pass_at, write_run
-from tools.reporting.arms import Comparison
-from tools.reporting.runs import find_trained, read_run
-from tools.reporting.series import (
+from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.runs import find_trained, read_run
+from gapo_tools.reporting.series import (
     NoData,
     curve_rows,
     final,
@@ -24,6 +22,8 @@ from tools.reporting.series import (
     window_of,
     windowed,
 )
+from tests.messages import mentions
+from tests.report_setup import NUM_STEPS, compare, pass_at, write_run
 
 
 def labels(comparison):

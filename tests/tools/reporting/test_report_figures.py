@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from gapo_tools.reporting.report import MAKERS, note_missing
+from gapo_tools.reporting.series import NoData
+from gapo_tools.reporting.style import style
 from tests.report_setup import (
     NUM_STEPS,
     ROUNDING,
@@ -26,9 +29,6 @@ from tests.report_setup import (
     t_interval,
     write_run,
 )
-from tools.reporting.report import MAKERS, note_missing
-from tools.reporting.series import NoData
-from tools.reporting.style import style
 
 FIGURES = {make.__name__: make for make in MAKERS.values()}
 METHODS = ("gapo", "gspo_asym", "dr_grpo")

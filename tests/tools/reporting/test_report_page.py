@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.formats.folder import claim
+from gapo_tools import report as report_tool
+from gapo_tools.reporting import write_report
+from gapo_tools.reporting.report import MAKERS, _lead
+from gapo_tools.reporting.runs import find_trained
 from tests.messages import mentions
 from tests.needs import needs
 from tests.report_setup import compare, write_run
 from tests.waiting import HANG_S
-from tools import report as report_tool
-from tools.reporting import write_report
-from tools.reporting.report import MAKERS, _lead
-from tools.reporting.runs import find_trained
 
 ROOT = Path(__file__).parents[3]
 TOOL = [sys.executable, str(ROOT / "tools" / "report.py")]
@@ -174,7 +174,7 @@ def test_nothing_is_imported_that_is_not_needed():
     done = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0
     program = (
-        "import sys, tools.reporting;"
+        "import sys, gapo_tools.reporting;"
         "print(sorted({'transformers', 'megatron', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

@@ -12,14 +12,14 @@ import pytest
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.sample_files import SampleLog
 from gapo_megatron.types import Sample, Span, Timeline
+from gapo_tools.reporting import samples as module
+from gapo_tools.reporting import write_report
+from gapo_tools.reporting.samples import choose_steps
 from tests.io.test_sample_files import sample_of
 from tests.messages import mentions
 from tests.report_setup import write_run
 from tests.tools.reporting.test_report_page import BROWSER, Page, browse, needs_browser, requests_in
 from tests.waiting import HANG_S
-from tools.reporting import samples as module
-from tools.reporting import write_report
-from tools.reporting.samples import choose_steps
 
 KINDS = [(0, "wrong"), (1, "correct"), (1, "wrong"), (2, "unknown")]
 """c and verdict of each step's samples."""

@@ -11,21 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.formats.test_convert_models import CONFIGS
-from tests.messages import mentions
-from tests.scaling_setup import config, write_model
-from tests.tools.reporting.test_measured import SMALL, a_step, write_run
-from tools import plan as tool
-from tools.planner.hardware import GPUS
-from tools.reporting.measured import read_measured
-from tools.reporting.scaling import (
+from gapo_tools import plan as tool
+from gapo_tools.planner.hardware import GPUS
+from gapo_tools.reporting.measured import read_measured
+from gapo_tools.reporting.scaling import (
     layout_items,
     lines,
     scaling_rows,
     scaling_tables,
     throughput,
 )
-from tools.reporting.style import style
+from gapo_tools.reporting.style import style
+from tests.formats.test_convert_models import CONFIGS
+from tests.messages import mentions
+from tests.scaling_setup import config, write_model
+from tests.tools.reporting.test_measured import SMALL, a_step, write_run
 
 H200 = GPUS["h200"]
 CPU = replace(H200, name="cpu", gpus_per_node=1)

@@ -32,6 +32,7 @@ from gapo_megatron.rewards.sandbox import (
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.types import Outcome
+from gapo_tools.sandboxes import server
 from tests.sandbox_setup import (
     CORRECT,
     PATIENT,
@@ -44,7 +45,6 @@ from tests.sandbox_setup import (
     wait_until_gone,
 )
 from tests.waiting import HANG_S, wait_until
-from tools.sandboxes import server
 
 __all__ = ["service"]  # a fixture
 pytestmark = needs_sandbox

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.config.counts import check_world_size, layers_of_stages
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.config.counts import check_sides, layers_of_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +116,8 @@ class Layout:
         Raises:
             ConfigError: a parallel size does not divide the number of processes.
         """
-        parallel, rollout_tp_size = config.parallel, config.rollout.tensor_parallel_size
-        check_world_size(parallel, world_size)
-        if (num_generation or world_size) % rollout_tp_size:
-            whose = "generation ranks" if num_generation else "world size"
-            raise ConfigError(
-                f"rollout.tensor_parallel_size ({rollout_tp_size}) must divide the {whose} "
-                f"({num_generation or world_size})"
-            )
+        check_sides(config, num_training=world_size, num_generation=num_generation)
+        parallel = config.parallel
         pp_size = parallel.pipeline_model_parallel_size
         return cls(
             tp_size=parallel.tensor_model_parallel_size,
@@ -134,7 +127,7 @@ class Layout:
             ep_size=parallel.expert_model_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
             recompute=config.model.recompute,
-            rollout_tp_size=rollout_tp_size,
+            rollout_tp_size=config.rollout.tensor_parallel_size,
             vpp_size=parallel.virtual_pipeline_model_parallel_size,
             first_layers=parallel.num_layers_in_first_pipeline_stage,
             last_layers=parallel.num_layers_in_last_pipeline_stage,

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from gapo_megatron.config import Config
-from gapo_megatron.config.counts import num_generation_ranks
-from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.layout import Layout
-
-USUAL_RANKS_PER_NODE = 8
-"""Ranks per node if nothing states their number: one per GPU of a usual node."""
+from gapo_megatron.config.counts import USUAL_RANKS_PER_NODE, split_ranks
+from gapo_tools.planner.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +49,10 @@ class Sides:
             ConfigError: no rank is left to train, or parallel sizes do not divide a side.
         """
         ranks_per_node = ranks_per_node or max(1, min(world_size, USUAL_RANKS_PER_NODE))
-        rollout = config.rollout
-        num_generation = num_generation_ranks(
-            rollout, world_size=world_size, ranks_per_node=ranks_per_node
+        num_training, num_generation = split_ranks(
+            config, world_size=world_size, ranks_per_node=ranks_per_node
         )
-        num_training = world_size - num_generation
-        try:
-            layout = Layout.of(config, world_size=num_training, num_generation=num_generation)
-        except ConfigError as error:
-            if not num_generation:
-                raise
-            raise ConfigError(
-                f"{num_training} of {world_size} ranks train, {num_generation} of {world_size} "
-                f"generate: {error}"
-            ) from None
+        layout = Layout.of(config, world_size=num_training, num_generation=num_generation)
         return cls(layout, num_generation, layout.rollout_replicas, ranks_per_node)
 
     def place(self, first: int, number: int) -> str:

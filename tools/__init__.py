@@ -1,1 +1,0 @@
-"""What a person runs: command lines, and the work behind them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from gapo_megatron.rewards import verifiers
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
 
+ROOT = Path(__file__).parents[2]
 SOURCE = """
 import numpy as np
 from gapo_megatron.types import Outcome, Verdict
@@ -158,6 +160,19 @@ def test_only_ones_own_verifiers_have_much_memory(
         verdicts = pool.judge([("", "", name) for name in ("own", "", "own", "")])
     assert [one.outcome for one in verdicts] == [Outcome.CORRECT, Outcome.UNKNOWN] * 2
     assert "Cannot allocate memory" in verdicts[1].reason
+
+
+def test_a_module_beside_it_may_have_any_name(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a folder of ours, which is first on the path of a job's processes."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    (source.parent / "tools.py").write_text("def same(a, b): return a == b\n")
+    source.write_text("from gapo_tools import same as verify\n")
+    config = RewardConfig(kind="mine.py:verify")
+    assert [one.outcome for one in judged(config, [("1", "1"), ("1", "2")])] == [
+        *(Outcome.CORRECT, Outcome.WRONG)
+    ]
 
 
 def test_its_answers_are_checked_before_the_run(source: Path) -> None:

@@ -1,4 +1,4 @@
-"""The paper's evaluation settings and published figures (docs/paper_tables.toml)."""
+"""The paper's evaluation settings and published figures (paper_tables.toml)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from gapo_megatron.io.documents import read_toml
 
-PAPER_TABLES = Path(__file__).parents[2] / "docs" / "paper_tables.toml"
+PAPER_TABLES = Path(__file__).with_name("paper_tables.toml")
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Results:
 
     model: str
     setting: str
-    """Name in docs/paper_tables.toml, for published figures; or ""."""
+    """Name in paper_tables.toml, for published figures; or ""."""
     sampling: Sampling
     files: dict[str, str]
     """Benchmark -> SHA-256 of its problem file, or of all its files."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gapo_megatron.config import Config, EnvironmentConfig
     from gapo_megatron.rollout.environment import Environment
     from gapo_megatron.run.process_group import World
-    from gapo_tools.evaluation.benchmark import Task
+    from gapo_tools.evaluation.sampler import Task
     from gapo_tools.evaluation.table import Table
 
 console = Console(markup=False)
@@ -158,7 +158,7 @@ def _sample(
     from gapo_megatron.rollout.turns import Turns
     from gapo_megatron.rollout.vllm import RolloutEngine
     from gapo_megatron.run.cores import share_of_cores
-    from gapo_tools.evaluation.benchmark import Sampler
+    from gapo_tools.evaluation.sampler import Sampler
 
     hf_config, acts = read_hf_config(config.model.hf_dir), config.environment
     method = quantization_of(hf_config)
@@ -207,8 +207,8 @@ def _report(
 ) -> None:
     """Write results.json, .md, .tex and solve_rates.png of all complete benchmarks and seeds."""
     from gapo_tools.evaluation.heat_map import draw_solve_rates
+    from gapo_tools.evaluation.result_tables import results_tables, title
     from gapo_tools.evaluation.results import collect, write_results
-    from gapo_tools.evaluation.tables import results_tables, title
 
     results = collect(
         arguments.output,
@@ -246,7 +246,7 @@ def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Non
     """Print the tables; with --output also write them and the picture."""
     from gapo_tools.evaluation.compare import Method, benchmarks_of, compare
     from gapo_tools.evaluation.heat_map import draw_solve_rates
-    from gapo_tools.evaluation.tables import title
+    from gapo_tools.evaluation.result_tables import title
 
     methods = [Method.read(text) for text in arguments.compare]
     tables = compare(methods, settings)

@@ -23,8 +23,8 @@ from gapo_megatron.data.template_date import read_date
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import file_sha256
 from gapo_megatron.io.toml_tree import read_tree
-from gapo_tools.evaluation.benchmark import Task
 from gapo_tools.evaluation.benchmarks import Benchmark, check_name, find_benchmark
+from gapo_tools.evaluation.sampler import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

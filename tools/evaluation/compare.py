@@ -10,10 +10,10 @@ from pathlib import Path
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import real
 from gapo_tools.evaluation.paper import Setting
+from gapo_tools.evaluation.result_tables import title
 from gapo_tools.evaluation.results import Results, in_order, read_results
 from gapo_tools.evaluation.statistics import paired_difference, stars, welch_p_value
 from gapo_tools.evaluation.table import NONE, Table, mean, percent, with_interval
-from gapo_tools.evaluation.tables import title
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Outcome, Verdict
 from gapo_tools.demonstration import demo_task as arithmetic
-from gapo_tools.evaluation import benchmark as sampling_module
-from gapo_tools.evaluation.benchmark import Sampler, Task, all_of, any_of
+from gapo_tools.evaluation import sampler as sampling_module
 from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from gapo_tools.evaluation.paper import Sampling
 from gapo_tools.evaluation.results import collect, measure, read_results, write_results
+from gapo_tools.evaluation.sampler import Sampler, Task, all_of, any_of
 from gapo_tools.evaluation.samples import (
     Sample,
     Solved,

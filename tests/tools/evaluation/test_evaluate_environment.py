@@ -17,8 +17,8 @@ from gapo_tools.evaluation.chosen import judge_of
 from gapo_tools.evaluation.compare import Method
 from gapo_tools.evaluation.hints import hints
 from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.result_tables import results_tables
 from gapo_tools.evaluation.results import read_results, write_results
-from gapo_tools.evaluation.tables import results_tables
 from tests.configs import config_of
 from tests.messages import mentions
 from tests.tokenizers import byte_level

@@ -23,14 +23,14 @@ from gapo_megatron.rollout.calls import Acting
 from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Outcome, Verdict
 from gapo_tools.demonstration import demo_task as arithmetic
-from gapo_tools.evaluation.benchmark import Sampler
 from gapo_tools.evaluation.benchmarks import BOXED
 from gapo_tools.evaluation.chosen import Chosen, choose, environment_of, read_reward, with_kind
 from gapo_tools.evaluation.compare import Method, compare
 from gapo_tools.evaluation.paper import Sampling
+from gapo_tools.evaluation.result_tables import results_tables
 from gapo_tools.evaluation.results import collect, read_results, write_results
+from gapo_tools.evaluation.sampler import Sampler
 from gapo_tools.evaluation.samples import read_samples
-from gapo_tools.evaluation.tables import results_tables
 from tests.acting import one_turn_acting
 from tests.configs import config_of
 from tests.messages import mentions

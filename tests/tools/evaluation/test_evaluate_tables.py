@@ -18,6 +18,7 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from gapo_tools.evaluation.compare import Method, compare
 from gapo_tools.evaluation.paper import Sampling, read_settings
+from gapo_tools.evaluation.result_tables import powers_of_two, results_tables
 from gapo_tools.evaluation.results import (
     RESULTS_FILE,
     Results,
@@ -26,7 +27,6 @@ from gapo_tools.evaluation.results import (
     write_results,
 )
 from gapo_tools.evaluation.table import Table, with_interval
-from gapo_tools.evaluation.tables import powers_of_two, results_tables
 from tests.messages import mentions
 from tests.waiting import HANG_S
 

@@ -21,9 +21,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.template_date import freeze_date
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.io import files
 from gapo_tools import evaluate as tool
 from gapo_tools.demonstration import demo_task as arithmetic
+from gapo_tools.evaluation import code_digest
 from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from gapo_tools.evaluation.chosen import date_of_run
 from gapo_tools.evaluation.options import named_as_options
@@ -345,9 +345,9 @@ def test_verdicts_in_another_version_of_environments_do_not_mix(
 ) -> None:
     code = tmp_path / "code"
     package = code / "gapo_megatron"
-    for name in ("gapo_megatron/rollout", "gapo_megatron/rewards", "tools/evaluation"):
-        shutil.copytree(files._CODE / name, code / name)
-    monkeypatch.setattr(files, "_CODE", code)
+    for name in ("gapo_megatron/rollout", "gapo_megatron/rewards", "gapo_tools/evaluation"):
+        shutil.copytree(code_digest._CODE / name, code / name)
+    monkeypatch.setattr(code_digest, "_CODE", code)
     arguments = parse("--model", "m", "--output", tmp_path)
     task = SimpleNamespace(name="a", reward=RewardConfig(kind="math"), remaining=lambda *_: ["a"])
 

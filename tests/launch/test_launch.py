@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -172,24 +174,71 @@ def run_program(body: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_start_alone_brings_up_a_group_and_what_vllm_reads():
-    result = run_program(
-        """
-        import os, torch, torch.distributed as dist
-        from gapo_megatron.run import process_group
-        world = process_group.start(600)
-        dist.all_reduce(torch.ones(1, device=world.device))
-        dist.new_group([0], backend="gloo").rank()
-        print(world.rank, world.world_size, world.local_rank, dist.is_initialized())
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR",
-                     "VLLM_ENABLE_V1_MULTIPROCESSING",
-                     "VLLM_CPU_OMP_THREADS_BIND"):
-            print(name, os.environ[name])
-        assert int(os.environ["MASTER_PORT"]) > 0
-        """
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_each(imports: str, bodies: Sequence[tuple[str, dict[str, str]]]) -> list[Ended]:
+    """Each body in a process of its own, with its environment: forks of one with the imports."""
+    done = run_program(
+        "import json, os, sys, tempfile\n"
+        f"{imports}\n"
+        "ended = []\n"
+        f"for body, env in {[(textwrap.dedent(body), env) for body, env in bodies]!r}:\n"
+        "    files = [tempfile.TemporaryFile('w+') for _ in range(2)]\n"
+        "    if not (pid := os.fork()):\n"
+        "        os.dup2(files[0].fileno(), 1)\n"
+        "        os.dup2(files[1].fileno(), 2)\n"
+        "        os.environ.update(env)\n"
+        "        exec(body)\n"
+        "        sys.exit()\n"
+        "    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "    said = [(file.seek(0), file.read())[1] for file in files]\n"
+        "    ended.append((code, *said))\n"
+        "print(json.dumps(ended), flush=True)\n"
+        "os._exit(0)\n"
     )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
+    assert done.returncode == 0, done.stderr
+    return [Ended(*one) for one in json.loads(done.stdout)]
+
+
+ALONE = """
+    import os, torch.distributed as dist
+    world = process_group.start(600)
+    dist.all_reduce(torch.ones(1, device=world.device))
+    dist.new_group([0], backend="gloo").rank()
+    print(world.rank, world.world_size, world.local_rank, dist.is_initialized())
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR",
+                 "VLLM_ENABLE_V1_MULTIPROCESSING",
+                 "VLLM_CPU_OMP_THREADS_BIND"):
+        print(name, os.environ[name])
+    assert int(os.environ["MASTER_PORT"]) > 0
+"""
+
+
+def test_start_alone_and_at_ports_that_are_not_its_own():
+    """Alone it brings up a group, and what vLLM reads. Torch knows no limit for a port that
+    accepts, and tries another one twice: it must not keep a rank."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_server(("", 0)) as other,
+    ):
+        port = other.getsockname()[1]
+        mute = rank_of(1, silent.getsockname()[1], GAPO_ATTEMPT="7.0")
+        alone, unanswered, taken = run_each(
+            "import torch; from gapo_megatron.run import process_group, fail_fast",
+            [
+                (ALONE, {}),
+                (MEET.format(timeout_s=0.5, alike={}), mute),
+                (MEET.format(timeout_s=60, alike={}), rank_of(0, port, GAPO_ATTEMPT="7.0")),
+            ],
+        )
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.splitlines() == [
         "0 1 0 True",
         "RANK 0",
         "WORLD_SIZE 1",
@@ -198,6 +247,10 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
         "VLLM_ENABLE_V1_MULTIPROCESSING 0",
         "VLLM_CPU_OMP_THREADS_BIND nobind",
     ]
+    assert unanswered.returncode == 1
+    assert "Timeout" in unanswered.stderr and "in _meet" in unanswered.stderr
+    assert taken.returncode == 1 and "Traceback" not in taken.stderr
+    assert "MASTER_PORT" in taken.stderr and str(port) in taken.stderr
 
 
 @pytest.mark.parametrize(
@@ -209,22 +262,6 @@ def test_one_hardware_queue_only_where_layers_are_cut(
     monkeypatch.setattr(os, "environ", given.copy())
     choose_cuda_queues(ranks_per_layer=ranks_per_layer)
     assert os.environ.get(QUEUES) == expected
-
-
-def test_an_error_is_left_for_the_launcher_whatever_else_it_says(tmp_path):
-    """What is wrong with a variable must not keep the error from its file."""
-    result = run_program(
-        """
-        from gapo_megatron.run.fail_fast import fail_fast
-        from gapo_megatron.run.processes import launcher
-        with fail_fast():
-            launcher()
-        """,
-        GAPO_ATTEMPT_DIR=str(tmp_path),
-        GAPO_JOB_END="soon",
-    )
-    assert result.returncode == 1
-    assert json.loads((tmp_path / "failure_0.json").read_text())["error"] == "ValueError"
 
 
 class Process:
@@ -309,27 +346,6 @@ MEET = """
 """
 
 
-def test_a_port_that_never_answers_does_not_keep_a_rank():
-    """Torch knows no limit for one that accepts, and tries another one twice."""
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        done = run_program(
-            MEET.format(timeout_s=0.5, alike={}),
-            **rank_of(1, mute.getsockname()[1], GAPO_ATTEMPT="7.0"),
-        )
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr and "in _meet" in done.stderr
-
-
-def test_a_port_that_is_taken_is_named():
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = run_program(
-            MEET.format(timeout_s=60, alike={}), **rank_of(0, port, GAPO_ATTEMPT="7.0")
-        )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "MASTER_PORT" in done.stderr and str(port) in done.stderr
-
-
 @pytest.mark.system
 @pytest.mark.parametrize("same_config", [False, True])
 def test_two_launches_with_one_port_never_become_one_group(tmp_path, same_config):
@@ -369,47 +385,53 @@ def test_two_launches_with_one_port_never_become_one_group(tmp_path, same_config
     assert f"launch {lost}" in record["message"] and f"launch {won}" in record["message"]
 
 
-@pytest.mark.parametrize(
-    ("statement", "code", "shows_traceback"),
-    [
-        ("raise ConfigError('batch.x (3) must be even')", 2, False),
-        ("raise ConversionError('a tensor has no place')", 2, False),
-        ("raise CheckpointError('step_3 is damaged')", 1, False),
-        ("raise MachineError('metrics.jsonl: No space left on device')", 1, False),
-        ("raise OSError(errno.ENOSPC, 'No space left on device', 'metrics.jsonl')", 1, False),
-        ("raise OSError(errno.EIO, 'Input/output error')", 1, True),  # nothing else says where
-        ("raise ConfigError('x') from OSError(errno.ENOENT, 'No such file')", 2, False),
-        # A moment of bad disk: the launcher starts again what ends so.
-        ("raise DataError('x is damaged') from OSError(errno.ESTALE, 'Try again')", 1, False),
-        ("raise FileNotFoundError(errno.ENOENT, 'No such file', 'x')", 1, True),
-        ("raise ZeroDivisionError('oops')", 1, True),
-        ("raise SystemExit(7)", 7, False),
-        ("raise KeyboardInterrupt", 130, False),
-        ("pass", 0, False),
-    ],
-)
-def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
-    # The atexit handler stands for the teardown of a process group in which nobody answers.
-    result = run_program(
-        f"""
-        import atexit, errno
-        from gapo_megatron.errors import *
-        from gapo_megatron.run.fail_fast import fail_fast
+STATEMENTS = [  # the exit code, and whether a traceback is shown
+    ("raise ConfigError('batch.x (3) must be even')", 2, False),
+    ("raise ConversionError('a tensor has no place')", 2, False),
+    ("raise CheckpointError('step_3 is damaged')", 1, False),
+    ("raise MachineError('metrics.jsonl: No space left on device')", 1, False),
+    ("raise OSError(errno.ENOSPC, 'No space left on device', 'metrics.jsonl')", 1, False),
+    ("raise OSError(errno.EIO, 'Input/output error')", 1, True),  # nothing else says where
+    ("raise ConfigError('x') from OSError(errno.ENOENT, 'No such file')", 2, False),
+    # A moment of bad disk: the launcher starts again what ends so.
+    ("raise DataError('x is damaged') from OSError(errno.ESTALE, 'Try again')", 1, False),
+    ("raise FileNotFoundError(errno.ENOENT, 'No such file', 'x')", 1, True),
+    ("raise ZeroDivisionError('oops')", 1, True),
+    ("raise SystemExit(7)", 7, False),
+    ("raise KeyboardInterrupt", 130, False),
+    ("pass", 0, False),
+]
+
+
+def test_fail_fast_exit_codes_and_messages(tmp_path):
+    """The atexit handler stands for the teardown of a process group in which nobody answers."""
+    body = """
+        import atexit
         atexit.register(lambda: print("teardown ran"))
         with fail_fast():
-            {statement}
-        """,
-        RANK="3",
+            {}
+    """
+    # What is wrong with a variable must not keep the error from its file.
+    left = {"GAPO_ATTEMPT_DIR": str(tmp_path), "GAPO_JOB_END": "soon"}
+    bodies = [(body.format(statement), {"RANK": "3"}) for statement, *_ in STATEMENTS]
+    *results, told = run_each(
+        "import errno; from gapo_megatron.errors import *\n"
+        "from gapo_megatron.run.fail_fast import fail_fast\n"
+        "from gapo_megatron.run.processes import launcher",
+        [*bodies, (body.format("launcher()"), left)],
     )
-    assert result.returncode == code
-    assert ("Traceback" in result.stderr) == shows_traceback
-    failed = code in (1, 2, 130)
-    assert ("rank 3" in result.stderr) == failed
-    assert ("teardown ran" in result.stdout) == (not failed)
-    if failed and not shows_traceback:
-        (line,) = result.stderr.splitlines()
-        words = ("even", "place", "damaged", "device", "error", "x")
-        assert code == 130 or line.endswith(words)
+    for (statement, code, shows_traceback), result in zip(STATEMENTS, results, strict=True):
+        assert result.returncode == code, statement
+        assert ("Traceback" in result.stderr) == shows_traceback, statement
+        failed = code in (1, 2, 130)
+        assert ("rank 3" in result.stderr) == failed, statement
+        assert ("teardown ran" in result.stdout) == (not failed), statement
+        if failed and not shows_traceback:
+            (line,) = result.stderr.splitlines()
+            words = ("even", "place", "damaged", "device", "error", "x")
+            assert code == 130 or line.endswith(words)
+    assert told.returncode == 1
+    assert json.loads((tmp_path / "failure_0.json").read_text())["error"] == "ValueError"
 
 
 def test_a_full_disk_below_the_log_does_not_keep_a_rank():
@@ -430,35 +452,32 @@ def test_a_full_disk_below_the_log_does_not_keep_a_rank():
     assert (result.returncode, result.stderr) == (2, "")
 
 
-@pytest.mark.parametrize(
-    ("use", "name"),
-    [
-        ("read_json(path)", "finished.json"),
-        ("is_finished(folder, num_steps=5)", "finished.json"),
-        ("check_writable(folder)", ""),
-    ],
-)
-def test_a_moment_of_bad_disk_is_not_for_ever(tmp_path, use, name):
+def test_a_moment_of_bad_disk_is_not_for_ever(tmp_path):
     """A launcher starts again what ends so."""
-    result = run_program(
-        f"""
-        import errno, os, tempfile
-        from pathlib import Path
-        from gapo_megatron.io.documents import read_json
-        from gapo_megatron.run.fail_fast import fail_fast
-        from gapo_megatron.io.run_folder import check_writable, is_finished
-        from gapo_megatron.formats.manifest import list_steps
-        folder = Path({str(tmp_path)!r})
+    body = """
+        folder = Path({folder!r})
         path = folder / "finished.json"
         def fail(*arguments, **options):
             raise OSError(errno.ESTALE, "Stale file handle", str(folder / {name!r}))
         with fail_fast():
             os.open = tempfile.TemporaryFile = Path.iterdir = fail
             {use}
-        """
+    """
+    uses = {
+        "read_json(path)": "finished.json",
+        "is_finished(folder, num_steps=5)": "finished.json",
+        "check_writable(folder)": "",
+    }
+    results = run_each(
+        "import errno; from pathlib import Path\n"
+        "from gapo_megatron.io.documents import read_json\n"
+        "from gapo_megatron.run.fail_fast import fail_fast\n"
+        "from gapo_megatron.io.run_folder import check_writable, is_finished\n",
+        [(body.format(folder=str(tmp_path), use=use, name=name), {}) for use, name in uses.items()],
     )
-    assert result.returncode == 1
-    assert str(tmp_path / name) in result.stderr and "Stale" in result.stderr
+    for name, result in zip(uses.values(), results, strict=True):
+        assert result.returncode == 1
+        assert str(tmp_path / name) in result.stderr and "Stale" in result.stderr
 
 
 def test_on_a_gpu_groups_are_made_when_they_are_used(monkeypatch):

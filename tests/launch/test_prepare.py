@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch import prepare as module
 from gapo_megatron.launch.prepare import prepare
 from tests.messages import mentions
 from tests.waiting import HANG_S
@@ -33,7 +36,23 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
+Here = Callable[..., list[str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """The lines of the command, in this process: errors are raised."""
+    monkeypatch.setattr(module, "fail_fast", contextlib.nullcontext)
+
+    def call(*arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["prepare", "--ranks-per-node=1", *arguments])
+        module.main()
+        return capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def test_command_line_prints_three_lines_and_freezes(tmp_path: Path, here: Here) -> None:
     run_dir = tmp_path / "a run"
     arguments = [DEMO, f"run.output_dir={run_dir}", "run.seed=3", "--world-size=2", "--job=17"]
     done = run(*arguments)
@@ -44,19 +63,25 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
     assert (code / "gapo_megatron" / "train.py").is_file()
 
     (run_dir / "finished.json").write_text(json.dumps({"num_steps": 250}))
-    assert run(*arguments).stdout.splitlines()[2] == "finished"
+    assert here(*arguments)[2] == "finished"
     # The folder belongs to a longer run now: not finished.
     (run_dir / "OWNER").touch()
     (run_dir / "checkpoints/step_00000250").mkdir(parents=True)
-    assert run(*arguments[:-1], "run.num_steps=251", "--job=18").stdout.splitlines()[2] == (
-        "unfinished"
-    )
+    assert here(*arguments[:-1], "run.num_steps=251", "--job=18")[2] == "unfinished"
+
+
+def test_a_config_that_cannot_run_exits_2_and_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run(DEMO, f"run.output_dir={run_dir}", "run.sed=1", "--world-size=3", "--job=17")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(mentions("run.sed", "'seed'"), done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("run.sed=1", ("run.sed", "'seed'")),
         (
             "parallel.tensor_model_parallel_size=2",
             ("world size", 3, "parallel.tensor_model_parallel_size", 2),
@@ -65,14 +90,12 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
         ("rollout.generation_nodes=3", ("rollout.generation_nodes (3)", "nodes (3)")),
     ],
 )
-def test_a_config_that_cannot_run_exits_2_and_leaves_nothing(
-    tmp_path: Path, override: str, named: tuple[object, ...]
+def test_a_layout_that_the_ranks_do_not_divide_is_refused(
+    tmp_path: Path, here: Here, override: str, named: tuple[object, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    done = run(DEMO, f"run.output_dir={run_dir}", override, "--world-size=3", "--job=17")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(mentions(*named), done.stderr)
-    assert "Traceback" not in done.stderr
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        here(DEMO, f"run.output_dir={run_dir}", override, "--world-size=3", "--job=17")
     assert not run_dir.exists()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,10 +20,11 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.prepare import check_before_nodes
+from gapo_tools import submit as tool
 from gapo_tools.jobs.study import Resources, read_study
 from gapo_tools.jobs.submit import Submission, world_sizes
 from tests.messages import mentions
-from tests.submit_setup import submit, write_study
+from tests.submit_setup import environment, submit, write_study
 
 # Runs beside the grid's: two that ask for more, alike, and one for yet something else.
 LARGER = (
@@ -30,21 +34,49 @@ LARGER = (
 )
 
 
-def refused(folder: Path, named: str, *arguments: str, **env: str) -> None:
+class Done(NamedTuple):
+    """What the tool said."""
+
+    exit_code: int
+    out: str
+    err: str
+
+
+Here = Callable[..., Done]
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Here:
+    """tools/submit.py in this process, where it starts none: a study that is refused or shown."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **env: str) -> Done:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", environment(tmp_path, **env))
+            exit_code = tool.main(arguments)
+        said = capsys.readouterr()
+        return Done(exit_code, said.out, said.err)
+
+    return run
+
+
+def refused(done: Done, named: str) -> None:
     """Nothing is submitted, and the error names what is wrong."""
-    done = submit(folder, *arguments, **env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(named, done.stderr), done.stderr
+    assert (done.exit_code, done.out) == (2, "")
+    assert re.search(named, done.err), done.err
 
 
-def test_runs_of_equal_resources_are_one_array(tmp_path: Path) -> None:
+def test_runs_of_equal_resources_are_one_array(tmp_path: Path, here: Here) -> None:
     """The scripts one after another, each with its own runs and links."""
     study = write_study(tmp_path, num_runs=2, num_steps=5, more=LARGER)
     options = (str(study), "--dry-run", "--chain=2", "--time=40")
-    refused(tmp_path, r"\btime\W+40\b.*\b1-00:00:00, 30\b", *options)
-    done = submit(tmp_path, str(study), "--dry-run", "--chain=2", "--parallel=2")
-    assert (done.returncode, done.stderr) == (0, "")
-    codes = re.findall(r"^  (\S+)$", done.stdout, re.MULTILINE)
+    refused(here(*options), r"\btime\W+40\b.*\b1-00:00:00, 30\b")
+    done = here(str(study), "--dry-run", "--chain=2", "--parallel=2")
+    assert (done.exit_code, done.err) == (0, "")
+    codes = re.findall(r"^  (\S+)$", done.out, re.MULTILINE)
     code = Path(codes[0]).name
     usual = Resources(tasks_per_node=2, gpus_per_node=0, cpus_per_task=1, exclusive=False)
     expected = [
@@ -62,83 +94,68 @@ def test_runs_of_equal_resources_are_one_array(tmp_path: Path) -> None:
             (["seed_8-tasks_per_node_1"], {"tasks_per_node": 1, "time": "30"}),
         )
     ]
-    assert done.stdout == "\n".join(text for one in expected for text in one.scripts())
+    assert done.out == "\n".join(text for one in expected for text in one.scripts())
     option = re.compile(r"^#SBATCH --(array|nodes|ntasks-per-node)=(\S+)$", re.MULTILINE)
     of_each = [
         {"array": "0-1%2", "nodes": "1", "ntasks-per-node": "2"},
         {"array": "0-1%2", "nodes": "2", "ntasks-per-node": "2"},
         {"nodes": "1", "ntasks-per-node": "1"},
     ]
-    assert option.findall(done.stdout) == [
+    assert option.findall(done.out) == [
         pair for one in of_each for _ in range(2) for pair in one.items()
     ]
     assert not (tmp_path / "runs").exists()
 
 
-def test_each_run_is_checked_against_its_own_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_each_run_is_checked_against_its_own_ranks(tmp_path: Path, here: Here) -> None:
     more = "[[runs]]\nparallel.pipeline_model_parallel_size = 4\nresources.nodes = {}\n"
     study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
-    assert submit(tmp_path, str(study), "--dry-run").returncode == 0
+    dry_run = (str(study), "--dry-run")
+    assert here(*dry_run).exit_code == 0
     # Spare nodes are those of every run: they would train on another number of ranks than they say.
-    dry_run, differ = (str(study), "--dry-run"), r"\bNUM_NODES\W+1\b.*\bnodes\W+1, 2\b"
-    refused(tmp_path, differ, *dry_run, NUM_NODES="1")
-    refused(tmp_path, r"\bNUM_NODES\W+two\b", *dry_run, NUM_NODES="two")
+    differ = r"\bNUM_NODES\W+1\b.*\bnodes\W+1, 2\b"
+    refused(here(*dry_run, NUM_NODES="1"), differ)
+    refused(here(*dry_run, NUM_NODES="two"), r"\bNUM_NODES\W+two\b")
     # Also where those that are left ask for as many.
     (tmp_path / "runs" / "seed_0").mkdir(parents=True)
     finished = read_study(study).runs[0]
     (tmp_path / "runs" / "seed_0" / "config.toml").write_text(to_toml(finished.config))
     mark_finished(tmp_path / "runs" / "seed_0", num_steps=5)
-    refused(tmp_path, differ, *dry_run, NUM_NODES="1")
-    assert submit(tmp_path, str(study), "--dry-run").stdout.count("#!/bin/bash") == 1
-    study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(3))
+    refused(here(*dry_run, NUM_NODES="1"), differ)
+    assert here(*dry_run).out.count("#!/bin/bash") == 1
+    write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(3))
     settings = ("parallel.pipeline_model_parallel_size", "world size", 6)
-    named = mentions("pipeline_model_parallel_size_4-nodes_3", *settings)
-    refused(tmp_path, named, str(study), "--dry-run")
+    refused(here(*dry_run), mentions("pipeline_model_parallel_size_4-nodes_3", *settings))
 
 
-def test_nodes_that_generate_are_those_of_the_environment_too(tmp_path: Path) -> None:
+def test_nodes_that_generate_are_those_of_the_environment_too(tmp_path: Path, here: Here) -> None:
     """As with sbatch; and each run must have nodes that are left to train."""
     more = "[[runs]]\nrun.seed = 7\nresources.nodes = {}\n"
-    (tmp_path / "one").mkdir()
-    one_node = write_study(tmp_path / "one", num_runs=1, num_steps=5)
-    dry_run, env = (str(one_node), "--dry-run"), {"GENERATION_NODES": "1"}
-    refused(tmp_path, mentions("seed_0", "rollout.generation_nodes", 1), *dry_run, **env)
-    done = submit(tmp_path, *dry_run, "--nodes=2", **env)
-    assert (done.returncode, done.stderr) == (0, "")
+    dry_run, env = ("study.toml", "--dry-run"), {"GENERATION_NODES": "1"}
+    write_study(tmp_path, num_runs=1, num_steps=5)
+    named = mentions("seed_0", "rollout.generation_nodes")
+    refused(here(*dry_run, **env), mentions("seed_0", "rollout.generation_nodes", 1))
+    done = here(*dry_run, "--nodes=2", **env)
+    assert (done.exit_code, done.err) == (0, "")
     # Of two nodes of two ranks one trains: on both of its ranks.
     wide = ("parallel.tensor_model_parallel_size=4", "rollout.generation_nodes=1")
-    named = mentions("seed_0", "parallel.tensor_model_parallel_size", 4, "world size", 2)
-    refused(tmp_path, named, *dry_run, "--nodes=2", *wide)
-    study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
-    named = mentions("seed_0", "rollout.generation_nodes")
-    refused(tmp_path, named, str(study), "--dry-run", **env)
-    # What a study varies is not one number.
-    varied = write_study(
-        tmp_path, num_runs=1, num_steps=5, more="[[runs]]\nrollout.generation_nodes = 1\n"
+    refused(
+        here(*dry_run, "--nodes=2", *wide),
+        mentions("seed_0", "parallel.tensor_model_parallel_size", 4, "world size", 2),
     )
-    named = mentions("rollout.generation_nodes=1", "varies")
-    refused(tmp_path, named, str(varied), "--dry-run", **env)
+    write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
+    refused(here(*dry_run, **env), named)
+    # What a study varies is not one number.
+    varied = "[[runs]]\nrollout.generation_nodes = 1\n"
+    write_study(tmp_path, num_runs=1, num_steps=5, more=varied)
+    refused(here(*dry_run, **env), mentions("rollout.generation_nodes=1", "varies"))
 
 
-def test_some_of_the_ranks_here_may_only_generate(tmp_path: Path) -> None:
-    write_study(tmp_path, num_runs=1, num_steps=3)
-    named = mentions("seed_0", "rollout.generation_ranks", 2)
-    refused(tmp_path, named, "study.toml", "--local", "rollout.generation_ranks=2")
-    done = submit(tmp_path, "study.toml", "--local", "rollout.generation_ranks=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = sorted((tmp_path / "runs" / "seed_0" / "attempts" / "latest").glob("rank_*.log"))
-    seen = [json.loads(log.read_text().splitlines()[0]) for log in logs]
-    assert [env["LOCAL_WORLD_SIZE"] for env in seen] == ["2", "2"]
-    # Frozen with the code: a restart generates where this start did.
-    assert load_config(seen[0]["config"]).rollout.generation_ranks == 1
-
-
-def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:
+def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path, here: Here) -> None:
+    """Some of which may only generate."""
     more = (
-        "[[runs]]\nrun.seed = 7\nresources.tasks_per_node = 3\nresources.gpus_per_node = 3\n"
+        "[[runs]]\nrun.seed = 7\nrollout.generation_ranks = 1\n"
+        "resources.tasks_per_node = 3\nresources.gpus_per_node = 3\n"
         "[[runs]]\nrun.seed = 8\nresources.tasks_per_node = 1\nresources.gpus_per_node = 1\n"
     )
     write_study(tmp_path, num_runs=1, num_steps=3, more=more)
@@ -147,17 +164,23 @@ def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:
     seen = {}
     for run_dir in (tmp_path / "runs").glob("seed_*"):
         logs = sorted((run_dir / "attempts" / "latest").glob("rank_*.log"))
-        env = json.loads(logs[0].read_text().splitlines()[0])
-        assert env["WORLD_SIZE"] == str(len(logs))
-        seen[run_dir.name] = (len(logs), env.get("CUDA_VISIBLE_DEVICES", ""))
+        told = [json.loads(log.read_text().splitlines()[0]) for log in logs]
+        for env in told:
+            assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == str(len(logs))
+        # Frozen with the code: a restart generates where this start did.
+        generate = load_config(told[0]["config"]).rollout.generation_ranks
+        seen[run_dir.name] = (len(logs), told[0].get("CUDA_VISIBLE_DEVICES", ""), generate)
     assert seen == {
-        "seed_0": (2, ""),
-        "seed_7-tasks_per_node_3": (3, "2,3,5"),
-        "seed_8-tasks_per_node_1": (1, "2"),
+        "seed_0": (2, "", 0),
+        "seed_7-generation_ranks_1-tasks_per_node_3": (3, "2,3,5", 1),
+        "seed_8-tasks_per_node_1": (1, "2", 0),
     }
     write_study(tmp_path, num_runs=1, num_steps=3, more=LARGER)
     named = r"\bseed_7-nodes_2\b.*\bnodes\W+2\b.*--local\b"
-    refused(tmp_path, named, "study.toml", "--local")
+    refused(here("study.toml", "--local"), named)
+    write_study(tmp_path, num_runs=1, num_steps=4)
+    command = ("study.toml", "--local", "rollout.generation_ranks=2")
+    refused(here(*command), mentions("seed_0", "rollout.generation_ranks", 2))
 
 
 # -- what is written into a batch script -----------------------------------------------------------
@@ -252,17 +275,14 @@ def test_what_is_asked_for_is_a_word(tmp_path: Path) -> None:
             Resources().replaced({field: 2**16})
 
 
-@pytest.mark.parametrize("nodes", ["0", "two", "٣", "1 ", "9" * 99])
+@pytest.mark.parametrize("nodes", ["0", "two", "٣", "9" * 99])
 def test_spare_nodes_are_a_number(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_NODES", nodes)
     with pytest.raises(ConfigError, match=mentions("NUM_NODES", repr(nodes)[:100])):
         world_sizes([Resources()])
 
 
-def test_a_study_whose_folder_would_be_a_line_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_study_whose_folder_would_be_a_line_leaves_nothing(tmp_path: Path, here: Here) -> None:
     study = write_study(tmp_path, num_runs=1, num_steps=5)
     text = study.read_text()
     for value in (r"runs\n#SBATCH --account=x", "runs:x", "", "~/runs"):
@@ -270,7 +290,5 @@ def test_a_study_whose_folder_would_be_a_line_leaves_nothing(
         with pytest.raises(ConfigError, match="output_dir"):
             check_before_nodes(read_study(study).runs[0].config, world_size=2)
     study.write_text(text + 'partition = "a\\n#SBATCH --account=x"\n')
-    done = submit(tmp_path, str(study), "--dry-run")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "resources.partition" in done.stderr and "Traceback" not in done.stderr
+    refused(here(str(study), "--dry-run"), r"resources\.partition")
     assert not list(tmp_path.glob("runs*"))

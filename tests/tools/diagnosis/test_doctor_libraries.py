@@ -18,6 +18,7 @@ from gapo_tools.diagnosis.ask import ask
 from gapo_tools.diagnosis.finding import Finding
 from gapo_tools.diagnosis.libraries import (
     FLASH_ATTENTION,
+    judge_flashinfer,
     judge_nccl,
     judge_torch,
     look_at_compiler,
@@ -65,37 +66,30 @@ def test_nothing_is_wrong_where_nothing_is_installed(tmp_path: Path) -> None:
     assert {one.status for one in found.values()} == {"ok"}
     assert found["apex"].detail.startswith("not installed")
     assert "nccl" not in found
-    engine = look(tmp_path, LOGIN_NODE)["import transformer_engine"]
-    assert (engine.status, engine.detail) == ("warn", "not installed")
 
 
 def test_the_apex_of_the_public_index_is_recognised_and_not_run(tmp_path: Path) -> None:
     install_web_apex(tmp_path)
     (tmp_path / "apex" / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    apex = look(tmp_path, GPU)["apex"]
+    found = look(tmp_path, LOGIN_NODE)
+    engine, apex = found["import transformer_engine"], found["apex"]
+    assert (engine.status, engine.detail) == ("warn", "not installed")
+    assert "flashinfer" not in found
     assert apex.status == "warn"
     assert re.search(mentions("not NVIDIA's", "Pyramid toolkit", "0.9.10.dev0"), apex.detail)
     assert re.search(mentions(f"{sys.executable} -m pip uninstall apex", "--apex"), apex.advice)
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("with_kernels", "status", "named"),
-    [
-        (True, "ok", ("NVIDIA's", "0.1")),
-        (False, "warn", ("NVIDIA's", "'amp_C'", "'fused_weight_gradient_mlp_cuda'")),
-    ],
-)
-def test_the_apex_of_nvidia(
-    tmp_path: Path, with_kernels: bool, status: str, named: tuple[str, ...]
-) -> None:
-    install_nvidia_apex(tmp_path, with_kernels=with_kernels)
+def test_the_apex_of_nvidia_without_its_kernels(tmp_path: Path) -> None:
+    install_nvidia_apex(tmp_path, with_kernels=False)
     apex = look(tmp_path, CPU)["apex"]
-    assert apex.status == status
-    assert re.match(mentions(*named), apex.detail) and "not NVIDIA's" not in apex.detail
+    assert apex.status == "warn" and "not NVIDIA's" not in apex.detail
+    named = mentions("NVIDIA's", "'amp_C'", "'fused_weight_gradient_mlp_cuda'")
+    assert re.match(named, apex.detail)
 
 
-def test_libraries_that_do_not_load(tmp_path: Path) -> None:
+def test_libraries_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a node with GPUs, where an installed Transformer Engine is taken."""
     raises = "raise ImportError('libx.so: undefined symbol: _ZN3c105Error')\n"
     install(tmp_path, "transformer_engine", "2.20.2", {"transformer_engine/__init__.py": raises})
@@ -114,11 +108,14 @@ def test_libraries_that_do_not_load(tmp_path: Path) -> None:
     named = mentions("flash-attn 2.8.3", "flash-attn-3 2.8.3", f"flash-attn: {engine.detail}")
     assert re.search(named, flash.detail)
     assert "pip uninstall flash-attn;" in flash.advice
-    assert look(tmp_path, LOGIN_NODE)["import transformer_engine"].status == "warn"
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    error = CommandError(engine.detail)
+    assert look_at_transformer_engine({}, LOGIN_NODE, lambda _: error).status == "warn"
 
 
-def test_a_transformer_engine_that_loads(tmp_path: Path) -> None:
-    """It brings its compiled part into sys.modules itself, from a folder of its own."""
+def test_libraries_that_load(tmp_path: Path) -> None:
+    """Transformer Engine brings its compiled part into sys.modules, from a folder of its own."""
     inside = (
         "import sys, types\nm = sys.modules['transformer_engine_torch'] = types.ModuleType('m')\n"
     )
@@ -127,8 +124,11 @@ def test_a_transformer_engine_that_loads(tmp_path: Path) -> None:
         "transformer_engine/pytorch/__init__.py": f"{inside}m.__file__ = '/te/torch.so'\n",
     }
     install(tmp_path, "transformer_engine", "2.20.2", files)
-    engine = look(tmp_path, GPU)["import transformer_engine"]
+    install_nvidia_apex(tmp_path, with_kernels=True)
+    found = look(tmp_path, GPU)
+    engine, apex = found["import transformer_engine"], found["apex"]
     assert (engine.status, engine.detail) == ("ok", "2.20.2 (/te/torch.so)")
+    assert apex.status == "ok" and re.match(mentions("NVIDIA's", "0.1"), apex.detail)
 
 
 def test_a_transformer_engine_for_another_cuda(
@@ -180,16 +180,15 @@ def test_another_nccl_than_the_one_installed_for_torch(
 
 
 def test_kernels_that_every_node_would_compile_are_missed(tmp_path: Path) -> None:
-    assert "flashinfer" not in look(tmp_path, GPU)
     install(tmp_path, "flashinfer_python", "0.7.0.post1", {})
     install(tmp_path, "flashinfer_cubin", "0.7.0.post1", {})
     found = look(tmp_path, GPU)["flashinfer"]
     assert found.status == "warn"
     assert re.search(mentions("flashinfer-jit-cache not installed"), found.detail)
     assert "download-kernels" in found.advice
-    install(tmp_path, "flashinfer_jit_cache", "0.7.0.post1+cu130", {})
-    assert look(tmp_path, GPU)["flashinfer"].status == "ok"
-    assert "flashinfer" not in look(tmp_path, CPU)
+    whole = dict.fromkeys(("flashinfer-python", "flashinfer-cubin"), "0.7.0.post1")
+    whole["flashinfer-jit-cache"] = "0.7.0.post1+cu130"
+    assert judge_flashinfer(whole).status == "ok"
 
 
 @pytest.mark.parametrize(

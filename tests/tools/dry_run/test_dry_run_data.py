@@ -90,20 +90,22 @@ TEXT = "".join(json.dumps(row) + "\n" for row in [*ROWS, {**ROWS[0], "id": "\u00
 LATIN = TEXT.replace("\\u00e9", "\u00e9").encode("latin-1")
 
 
+UNREADABLE: list[tuple[str, bytes | None, tuple[str, ...]]] = [
+    ("t.jsonl", TEXT.encode("utf-16"), ("t.jsonl:1", "UTF-8")),
+    ("t.jsonl", LATIN, ("t.jsonl:9", "UTF-8")),
+    ("t.csv", b"id,prompt,answer\na,1+2=,3\n", ("t.csv:1",)),
+    ("t.jsonl", (TEXT + TEXT).encode(), ("t.jsonl:10", "id '0'", "line 1")),
+    ("t.jsonl", TEXT.replace(', "answer": "3"}\n', "}\n", 1).encode(), ("t.jsonl:1", "answer")),
+    ("t.jsonl", "".join(TEXT.splitlines(True)[:3]).encode(), ("rollout_prompts (4)", "3")),
+    ("t.jsonl", None, ("data.train_path", "t.jsonl", "folder")),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("t.jsonl", TEXT.encode("utf-16"), ("t.jsonl:1", "UTF-8")),
-        ("t.jsonl", LATIN, ("t.jsonl:9", "UTF-8")),
-        ("t.csv", b"id,prompt,answer\na,1+2=,3\n", ("t.csv:1",)),
-        ("t.jsonl", (TEXT + TEXT).encode(), ("t.jsonl:10", "id '0'", "line 1")),
-        ("t.jsonl", TEXT.replace(', "answer": "3"}\n', "}\n", 1).encode(), ("t.jsonl:1", "answer")),
-        ("t.jsonl", "".join(TEXT.splitlines(True)[:3]).encode(), ("rollout_prompts (4)", "3")),
-        ("t.jsonl", None, ("data.train_path", "t.jsonl", "folder")),
-    ],
+    ("name", "content", "said", "has_model"),
+    [*((*row, True) for row in UNREADABLE), *((*row, False) for row in UNREADABLE[4:])],
     ids=lambda value: "" if isinstance(value, bytes) else None,
 )
-@pytest.mark.parametrize("has_model", [True, False])
 def test_a_file_that_the_run_could_not_read_is_an_error(
     make: Any,
     tmp_path: Path,

@@ -312,7 +312,8 @@ def test_what_a_job_begins_and_ends_with_loads_in_a_blink(tmp_path: Path) -> Non
     """
     study = write_study(tmp_path, num_runs=2, num_steps=2)
     program = (
-        "import sys, gapo_tools.submit; from pathlib import Path; from gapo_tools.jobs import submit, local\n"
+        "import sys, gapo_tools.submit; from pathlib import Path\n"
+        "from gapo_tools.jobs import submit, local\n"
         "from gapo_megatron.launch import preflight, postmortem\n"
         "heavy = {'torch', 'transformers', 'megatron', 'vllm'}\n"
         "print(sorted((heavy | {'numpy', 'pydantic'}) & set(sys.modules)))\n"

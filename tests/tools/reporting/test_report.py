@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from gapo_megatron.errors import DataError
 from gapo_tools.reporting.arms import Comparison
@@ -16,7 +14,6 @@ from gapo_tools.reporting.series import (
     NoData,
     curve_rows,
     final,
-    interval,
     pass_keys,
     per_c,
     window_of,
@@ -285,15 +282,6 @@ def test_windowed_means_weigh_and_skip_gaps():
     assert found == {2: 4.0, 3: 4.0}
     assert windowed(values, [0, 3], 4) == {3: pytest.approx(7 / 3)}
     assert windowed({0: 1.0}, [0], 1, weights={0: 0.0}) == {}
-
-
-def test_intervals_are_student_t():
-    values = [0.2, 0.5, 0.35]
-    found = interval(values)
-    low, high = stats.t.interval(0.95, df=2, loc=np.mean(values), scale=stats.sem(values))
-    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0.35, low, high))
-    assert found["seeds"] == 3
-    assert interval([0.2]) == {"mean": 0.2, "low": None, "high": None, "seeds": 1}
 
 
 def test_seeds_are_averaged_where_all_have_a_value():

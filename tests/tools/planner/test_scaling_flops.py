@@ -91,12 +91,6 @@ def test_a_window_has_fewer_pairs():
     assert narrow.attention == pytest.approx(whole.attention * (27 - 1.5) / (55 - 5))
 
 
-def test_only_scored_positions_reach_the_head():
-    both = {"num_tokens": 100, "mean_squared_length": 0, "num_sequences": 1}
-    some = forward_flops(hf("Qwen2.5-7B"), **both, num_scored=60)
-    assert some.head == 0.6 * forward_flops(hf("Qwen2.5-7B"), **both).head
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_of_published_models(name):
     shape = Shape.of(hf(name))

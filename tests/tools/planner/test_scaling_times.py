@@ -90,14 +90,15 @@ WITH_FACTORS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("quantization", ["", "fp8"])
+@pytest.mark.parametrize(
+    ("precision", "quantization"), [("bf16", ""), ("bf16", "fp8"), ("fp32", "")]
+)
 @pytest.mark.parametrize(("model", "targets"), WITH_FACTORS)
 def test_who_gets_factors_is_what_the_engine_says(precision, quantization, model, targets):
     run = config(
         adapter={"kind": "lora", "rank": 512, "targets": targets},
         model={"precision": precision},
-        rollout={"quantization": quantization} if precision == "bf16" else {},
+        rollout={"quantization": quantization},
     )
     shape = Shape.of(hf(model))
     slots = slots_for(run, hf(model), torch.device("cuda"))

@@ -413,14 +413,15 @@ def test_no_healthy_node_is_an_error(start: Start, run_dir: Path) -> None:
 
 
 def test_a_stop_saves_and_the_next_start_goes_on(start: Start, run_dir: Path) -> None:
-    run = start(run_dir, STEPS="10000")
-    run.wait_for_ranks()
-    run.process.send_signal(signal.SIGUSR1)
-    exit_code, output = run.end()
-    assert exit_code == 0
-    assert "asked to save" in output
-    assert "stopped" in output
-    assert (run.attempts[0] / "stop").exists()
+    run, other = (start(folder, STEPS="10000") for folder in (run_dir, run_dir.with_name("other")))
+    for one, number in ((run, signal.SIGUSR1), (other, signal.SIGUSR2)):
+        one.wait_for_ranks()
+        one.process.send_signal(number)
+        exit_code, output = one.end()
+        assert exit_code == 0
+        assert "asked to save" in output
+        assert "stopped" in output
+        assert (one.attempts[0] / "stop").exists()
     done = len(run.steps)
     assert done < 10_000
 
@@ -621,11 +622,9 @@ def test_children_end_with_their_ranks(start: Start, run_dir: Path) -> None:
 
 @pytest.mark.parametrize("program", ["prepare", "preflight"])
 def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program: str) -> None:
-    """Both that ask to stop, and the one that ends it."""
-    stop = signal.SIGUSR1 if program == "prepare" else signal.SIGUSR2
     stopped = start(run_dir, SLOW=program)
     cancelled = start(run_dir.with_name("cancelled"), SLOW=program)
-    for run, number in ((stopped, stop), (cancelled, signal.SIGTERM)):
+    for run, number in ((stopped, signal.SIGUSR1), (cancelled, signal.SIGTERM)):
         run.wait_for(run.folder.with_suffix(".waits").exists, program)
         run.process.send_signal(number)
         run.folder.with_suffix(".go").touch()

@@ -67,7 +67,7 @@ test-soak: ## Run more of the same, before a release: long rows of faults, thous
 test-system test-soak:
 	@tools/setup_env.sh dev
 	@.ci/programs --missing
-	$(PYTEST) -n $(SYSTEM_JOBS) -m "$(MARK)" $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
+	$(PYTEST) -n $(SYSTEM_JOBS) -m "$(MARK)" $(or $(ARGS),$(shell grep -rlE "mark\.system|marks=(system|SOAK)" tests --include="test_*.py"))
 
 # Where there is a GPU the packages are those of its image or module, not of .venv: PYTHON=python3 then.
 test-gpu: ## What a GPU alone can tell, in a slot of 15 minutes (PYTHON=python3 ARGS="--baseline" ARGS="--only head")

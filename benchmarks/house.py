@@ -2,9 +2,10 @@
 
     python benchmarks/house.py [CHECKOUT ...]     a column each, so OLD NEW is before and after
 
-Reads the sources of each checkout, whatever its version, and runs one step of its tests' tiny model
-with its own Python (.venv, else this one): which functions a batch passes from `learn` to the
-optimizer, over all mini-batches. `--json` names every find. Standard library only.
+Reads the sources of each checkout (older ones have their tools in the package), and runs one step
+of its tests' tiny model with its own Python (.venv, else this one): which functions a batch passes
+from `learn` to the optimizer, over all mini-batches. `--json` names every find. Standard library
+only.
 
 Functions are measured from `def` to their last line. Parameters are counted without `self` and
 `cls`. An `elif` is as deep as its `if`, and nesting starts again in an inner function. Imports

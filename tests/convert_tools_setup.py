@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from gapo_tools import convert_hf_to_megatron, convert_megatron_to_hf
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
 
+TOOLS = Path(__file__).parents[1] / "tools"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 

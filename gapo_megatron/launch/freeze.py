@@ -14,8 +14,8 @@ from typing import Any
 from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.io.documents import read_json
 
-ROOMS = ("gapo_megatron", "gapo_tools", "slurm", "tools", "configs")
-"""Folders of a checkout that a job needs."""
+ROOMS = ("gapo_megatron", "slurm", "tools", "gapo_tools", "configs")
+"""Folders of a checkout that a job needs; `gapo_tools` is a link to `tools`."""
 
 
 def repository() -> Path:
@@ -36,13 +36,21 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
         config: text of `config.toml`.
 
     Raises:
-        ConfigError: a file cannot be copied, or the folder cannot be written.
+        ConfigError: a file cannot be copied, or the folder cannot be written, or the checkout is a
+            copy without its link.
     """
+    if (repository / "tools").is_dir() and not (repository / "gapo_tools").exists():
+        raise ConfigError(
+            f"{repository}/gapo_tools is missing, the link to tools that every copy of a checkout "
+            "must have: ln -s tools gapo_tools"
+        )
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for room in ROOMS:
-            if (repository / room).is_dir():
+            if (repository / room).is_symlink():
+                (draft / room).symlink_to(os.readlink(repository / room))
+            elif (repository / room).is_dir():
                 shutil.copytree(
                     repository / room, draft / room, ignore=shutil.ignore_patterns("__pycache__")
                 )

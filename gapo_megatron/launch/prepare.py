@@ -65,7 +65,7 @@ def check_before_nodes(
     Args:
         config: the run's config.
         world_size: processes of the job.
-        ranks_per_node: see `Sides.of`.
+        ranks_per_node: see `split_ranks`.
 
     Raises:
         ConfigError, CheckpointError: a path is wrong, the output folder is not a run's or has lost

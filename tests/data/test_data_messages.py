@@ -333,7 +333,7 @@ def test_an_environment_of_the_users_own_gets_the_whole_row(
     whole = {"id": "a", "prompt": "one two", "level": "easy", "unit": "m", "map": [[0, 1]]}
     for environment, kept in ({}, {}), ({"kind": "maze.py:Maze"}, whole):
         given = config(batch=ONE_PROMPT, environment=environment, data=settings)
-        (prompt,), _ = read_problems_of(given, tokenizer, has_begun=False)
+        (prompt,), _ = read_problems_of(given, tokenizer)
         assert prompt.row == kept
 
 

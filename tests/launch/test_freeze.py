@@ -30,10 +30,12 @@ def checkout(tmp_path: Path) -> Path:
         "README.md": "not needed by a job",
         "gapo_megatron/__init__.py": "version = 'committed'\n",
         "slurm/launch.sh": "#!/bin/bash\n",
+        "tools/jobs.py": "",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "slurm" / "launch.sh").chmod(0o755)
+    (root / "gapo_tools").symlink_to("tools")
     git(root.parent, "init", "--quiet", "--initial-branch=trunk", str(root))
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message=first")
@@ -59,13 +61,23 @@ def test_copies_what_a_job_reads_as_it_is_now(checkout: Path, tmp_path: Path) ->
         "gapo_megatron/new.py": "# untracked\n",
         "slurm/launch.sh": "#!/bin/bash\n",
         "slurm/site.sh": "# ignored by git, needed by launch.sh\n",
+        "tools/jobs.py": "",
         "config.toml": "[run]\n",
     }
     assert (code / "slurm" / "launch.sh").stat().st_mode & 0o111
+    assert (code / "gapo_tools").resolve() == code / "tools"
     # What happens to the checkout afterwards does not reach it.
     git(checkout, "checkout", "--quiet", "--", ".")
     (checkout / "gapo_megatron" / "new.py").unlink()
     assert files_of(code) == frozen
+
+
+def test_a_copy_without_its_link_is_refused(checkout: Path, tmp_path: Path) -> None:
+    """Otherwise the job would take another checkout's tools, or none."""
+    (checkout / "gapo_tools").unlink()
+    with pytest.raises(ConfigError, match=mentions("gapo_tools", "ln -s tools gapo_tools")):
+        freeze(checkout, tmp_path / "code", config="")
+    assert not (tmp_path / "code").exists()
 
 
 def test_says_where_the_code_came_from(checkout: Path, tmp_path: Path) -> None:

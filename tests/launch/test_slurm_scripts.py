@@ -353,6 +353,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(start: Start, run_
         ({"ACTIONS": "kill", "MAX_FAILURES": "1"}, 137, 1, ""),
         # A retry mends neither a config nor the loss of the run to a newer attempt.
         ({"ACTIONS": "exit:2"}, 2, 1, ""),
+        ({"ACTIONS": "exit:3"}, 3, 1, ""),
         # Ranks that end without an outcome have failed.
         ({"ACTIONS": "quit", "MAX_FAILURES": "1"}, 1, 1, ""),
     ],

@@ -168,7 +168,7 @@ def test_a_module_beside_it_may_have_any_name(
     """Also that of a folder of ours, which is first on the path of a job's processes."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     (source.parent / "tools.py").write_text("def same(a, b): return a == b\n")
-    source.write_text("from gapo_tools import same as verify\n")
+    source.write_text("from tools import same as verify\n")
     config = RewardConfig(kind="mine.py:verify")
     assert [one.outcome for one in judged(config, [("1", "1"), ("1", "2")])] == [
         *(Outcome.CORRECT, Outcome.WRONG)

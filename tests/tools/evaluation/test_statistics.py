@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from gapo_tools.evaluation.statistics import mean_interval, paired_difference
 from tests.messages import mentions
@@ -19,6 +21,15 @@ def test_mean_interval_by_hand():
     assert not interval.excludes_zero
     assert mean_interval([1.0, 1.1, 1.2]).excludes_zero
     assert mean_interval([-1.0, -1.1, -1.2]).excludes_zero
+
+
+def test_pairing_takes_out_how_hard_a_problem_is():
+    before = np.linspace(0, 0.8, 50)
+    after = before + 0.1 + 0.01 * np.random.default_rng(0).normal(size=50)
+    interval = paired_difference(before.tolist(), after.tolist())
+    assert interval.low < 0.1 < interval.high and interval.excludes_zero
+    expected = stats.ttest_rel(after, before).confidence_interval(0.95)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
 
 
 def test_intervals_refuse_what_has_no_spread():

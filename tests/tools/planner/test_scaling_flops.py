@@ -73,6 +73,14 @@ def test_flops_are_those_torch_counts(model_type):
     )
     assert flops.layers + flops.head + 2 * flops.attention == counter.get_total_flops()
     assert flops.head == 2 * count * length * 97 * 32
+    half = forward_flops(
+        hf_config,
+        num_tokens=count * length,
+        mean_squared_length=length**2,
+        num_sequences=count,
+        num_scored=count * length / 2,
+    )
+    assert (half.head, half.layers) == (flops.head / 2, flops.layers)
 
 
 def test_a_window_has_fewer_pairs():

@@ -14,6 +14,7 @@ from gapo_tools.reporting.series import (
     NoData,
     curve_rows,
     final,
+    interval,
     pass_keys,
     per_c,
     window_of,
@@ -282,6 +283,10 @@ def test_windowed_means_weigh_and_skip_gaps():
     assert found == {2: 4.0, 3: 4.0}
     assert windowed(values, [0, 3], 4) == {3: pytest.approx(7 / 3)}
     assert windowed({0: 1.0}, [0], 1, weights={0: 0.0}) == {}
+
+
+def test_one_seed_has_no_interval():
+    assert interval([0.2]) == {"mean": 0.2, "low": None, "high": None, "seeds": 1}
 
 
 def test_seeds_are_averaged_where_all_have_a_value():

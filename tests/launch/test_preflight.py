@@ -324,7 +324,7 @@ def test_memory_is_measured_against_what_the_job_was_given() -> None:
 
 def test_packages_are_those_the_package_imports() -> None:
     found = set()
-    ours = ("gapo_megatron", "tools")
+    ours = ("gapo_megatron", "gapo_tools")
     for path in (path for name in ours for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):

@@ -494,7 +494,8 @@ CORES, GPUS = {"SLURM_CPUS_PER_TASK": "12"}, {"SLURM_GPUS_ON_NODE": "8"}
 
 def check_told(run: Run, expected: dict[str, str], *, given: dict[str, str]) -> str:
     """The ranks of a run were told this; the port of it, too."""
-    assert run.end()[0] == 0
+    exit_code, output = run.end()
+    assert exit_code == 0, output
     (code,) = (run.folder / "code").iterdir()
     seen = run.seen()
     port = seen.pop("MASTER_PORT")

@@ -7,7 +7,7 @@ import pytest
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
 from gapo_megatron.types import Outcome, Verdict
-from tests.math_guesses import GUESSES, guesses, references
+from tests.math_guesses import DATA, GUESSES, guesses, references
 from tests.math_respellings import Pair
 
 
@@ -29,7 +29,8 @@ def test_no_guess_is_correct():
     ],
 )
 def test_none_of_thousands_of_guesses_is_correct(count, seed):
-    assert min(map(len, references(seed=seed, most=200).values())) == 200
+    most = 200 if DATA.is_dir() else 60  # without the data sets equations are few
+    assert min(map(len, references(seed=seed, most=most).values())) == most
     made = list(guesses(count, seed=seed))
     with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
         verdicts = pool.judge([(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made])

@@ -72,6 +72,14 @@ def result_of(job: str, folder: Path) -> tuple[str, object] | None:
     return pickle_load(path) if path.exists() else None
 
 
+def coming_result(job: str, folder: Path) -> tuple[str, object]:
+    """The job writes it after its run's last file."""
+    until(lambda: result_of(job, folder) is not None, f"the result of {job}")
+    found = result_of(job, folder)
+    assert found is not None
+    return found
+
+
 def until_step(run_dir: Path, step: int) -> None:
     checkpoint = run_dir / "checkpoints" / f"step_{step:08d}"
     until(checkpoint.exists, f"step {step} of {run_dir.name}", seen=lambda: traces(run_dir))
@@ -135,7 +143,7 @@ def test_an_array_survives_what_befalls_its_runs(
             *(f"{array}_{task}", "finished", str(num_attempts), "40/40", "0.390", "0.500"),
             *("0:01:20", ""),
         ]
-        outcome, status = result_of(f"{array}_{task}", folder)
+        outcome, status = coming_result(f"{array}_{task}", folder)
         assert (outcome, status["state"], status["attempts"]) == (
             "success",
             "finished",
@@ -168,7 +176,7 @@ def test_a_requeue_leaves_no_result_and_a_cancelled_job_an_error(
     until_step(run_dir, len(steps_of(run_dir)) + 3)
     cluster.run("scancel", job)
     cluster.wait(job, "CANCELLED")
-    outcome, trace = result_of(job, folder)
+    outcome, trace = coming_result(job, folder)
     assert outcome == "error"
     assert "exit code 143" in trace
     assert rows(done(submit("--status", "runs/seed_0")))["seed_0"][:3] == [job, "cancelled", "2"]
@@ -190,7 +198,7 @@ def test_a_chain_goes_on_where_a_link_stopped(
     assert table["seed_0"][:4] == [second, "finished", "2", "100/100"]
     cluster.wait(third, "COMPLETED")
     assert steps_of(run_dir) == list(range(100))
-    links = [result_of(job, folder) for job in (first, second, third)]
+    links = [coming_result(job, folder) for job in (first, second, third)]
     assert [(link[0], link[1]["state"]) for link in links] == [
         ("success", "stopped"),
         ("success", "finished"),

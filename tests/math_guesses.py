@@ -131,8 +131,8 @@ def _extreme(rng: random.Random, e: str) -> list[str]:
 
 
 def _stepped(rng: random.Random, e: str) -> list[str]:
-    if "!" in e:
-        return []  # 0.3217 is less than a decimal's error
+    if re.search(r"!|10\^\{?1\d", e):
+        return []  # 0.3217 is less than the error of 15 digits
     x = _letter(e)
     return [
         f"{e}+\\lfloor {x}\\rfloor", f"{e}+\\lceil {x}\\rceil-{x}", f"{e}+{x}-\\lfloor {x}\\rfloor",

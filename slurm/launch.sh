@@ -371,7 +371,7 @@ unset "${!SLURM_STEP_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 [ -z "${SITE_FILE:-}" ] || [ -e "$SITE_FILE" ] || die 2 "SITE_FILE ($SITE_FILE) does not exist"
 [ ! -e "${SITE_FILE:=$tree/slurm/site.sh}" ] || . "$SITE_FILE"
 if [ "${SECRETS:-}" ]; then # nothing of it is shown, not even what bash says of a wrong line
-  { [[ $(stat -Lc %a -- "$SECRETS" 2>&1) == ?00 ]] && bash -e -- "$SECRETS" &>/dev/null; } ||
+  { [[ $(stat -Lc %a -- "$SECRETS" 2>/dev/null) == ?00 ]] && bash -e -- "$SECRETS" &>/dev/null; } ||
     die 2 "SECRETS ($SECRETS) must be a file of lines NAME=VALUE that only you can read (chmod 600)"
   set -a && . "$SECRETS" &>/dev/null && set +a
 fi

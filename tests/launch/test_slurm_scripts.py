@@ -16,6 +16,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -517,6 +518,9 @@ def test_what_a_rank_is_told(start: Start, run_dir: Path) -> None:
     secrets.chmod(0o600)
     given = CORES | GPUS | {"CACHE_DIR": str(cache), "SECRETS": str(secrets)}
     given |= {"PYTHONPATH": "/theirs", "TRITON_CACHE_DIR": "/theirs", "OMP_NUM_THREADS": ""}
+    # As a library of LD_PRELOAD may, in every process.
+    stat = write_program(run_dir.parent / "bin" / "stat", f'echo noise >&2; {which("stat")} "$@"')
+    given |= {"PATH": f"{stat.parent}:{os.environ['PATH']}"}
     expected = {
         **{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
         **{"GAPO_ATTEMPT": "{code.name}.0", "GAPO_ATTEMPT_DIR": "{attempt}"},

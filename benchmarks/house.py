@@ -47,7 +47,7 @@ BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast
 
 
 class Module(NamedTuple):
-    """A file; `name` is dotted: of the package relative to it, else `tools` and what follows."""
+    """A file; `name` is dotted, in the package relative to it, else from `gapo_tools` on."""
 
     name: str
     text: str

@@ -114,7 +114,7 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 @contextmanager
 def single_rank() -> Iterator[None]:
     """A process group of one rank in this process, for code that always talks to its group."""
-    gc.collect()  # sockets of the group before, which its models hold in circles
+    gc.collect()  # the last group's sockets: its models hold it in reference cycles
     with tempfile.TemporaryDirectory() as folder:
         _join_group(0, 1, folder)
         try:

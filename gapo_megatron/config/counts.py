@@ -43,23 +43,24 @@ def num_generation_ranks(rollout: RolloutConfig, *, world_size: int, ranks_per_n
     return rollout.generation_ranks
 
 
-def split_ranks(
-    config: Config, *, world_size: int, ranks_per_node: int | None = None
-) -> tuple[int, int]:
+def usual_ranks_per_node(world_size: int) -> int:
+    """Ranks per node of a job if nothing states their number."""
+    return max(1, min(world_size, USUAL_RANKS_PER_NODE))
+
+
+def split_ranks(config: Config, *, world_size: int, ranks_per_node: int) -> tuple[int, int]:
     """Number of ranks that train, the first ones, and of those that only generate.
 
     Args:
         config: the run's config.
         world_size: all ranks of the job.
-        ranks_per_node: None if unknown: as many as a usual node has GPUs.
+        ranks_per_node: ranks of the job on each node.
 
     Raises:
         ConfigError: no rank is left to train, or parallel sizes do not divide a side.
     """
     num_generation = num_generation_ranks(
-        config.rollout,
-        world_size=world_size,
-        ranks_per_node=ranks_per_node or max(1, min(world_size, USUAL_RANKS_PER_NODE)),
+        config.rollout, world_size=world_size, ranks_per_node=ranks_per_node
     )
     num_training = world_size - num_generation
     try:

@@ -48,12 +48,12 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for room in ROOMS:
-            if (repository / room).is_symlink():
-                (draft / room).symlink_to(os.readlink(repository / room))
-            elif (repository / room).is_dir():
-                shutil.copytree(
-                    repository / room, draft / room, ignore=shutil.ignore_patterns("__pycache__")
-                )
+            path = repository / room
+            # A link to another room stays one. What other links lead to may change: it is copied.
+            if path.is_symlink() and (target := os.readlink(path)) in ROOMS:
+                (draft / room).symlink_to(target)
+            elif path.is_dir():
+                shutil.copytree(path, draft / room, ignore=shutil.ignore_patterns("__pycache__"))
         (draft / "config.toml").write_text(config, encoding="utf-8")
         origin = json.dumps(_origin(repository), indent=1)
         (draft / "code.json").write_text(origin + "\n", encoding="utf-8")

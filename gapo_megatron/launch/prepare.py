@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config.counts import split_ranks
+from gapo_megatron.config.counts import split_ranks, usual_ranks_per_node
 from gapo_megatron.config.rules import check_paths
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import real
@@ -41,7 +41,7 @@ def prepare(
         overrides: `section.key=value`.
         world_size: processes of the job.
         job: name of the folder below `run.output_dir`/code.
-        ranks_per_node: see `split_ranks`.
+        ranks_per_node: None if unknown, see `usual_ranks_per_node`.
 
     Raises:
         ConfigError: the config is wrong, or its parallel sizes do not divide `world_size`.
@@ -65,13 +65,14 @@ def check_before_nodes(
     Args:
         config: the run's config.
         world_size: processes of the job.
-        ranks_per_node: see `split_ranks`.
+        ranks_per_node: None if unknown, see `usual_ranks_per_node`.
 
     Raises:
         ConfigError, CheckpointError: a path is wrong, the output folder is not a run's or has lost
             its checkpoints, the parallel sizes do not divide `world_size`, no rank is left to
             train, or the branch point is wrong.
     """
+    ranks_per_node = ranks_per_node or usual_ranks_per_node(world_size)
     split_ranks(config, world_size=world_size, ranks_per_node=ranks_per_node)
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())

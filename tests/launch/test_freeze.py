@@ -72,6 +72,16 @@ def test_copies_what_a_job_reads_as_it_is_now(checkout: Path, tmp_path: Path) ->
     assert files_of(code) == frozen
 
 
+def test_a_folder_that_lies_elsewhere_is_copied(checkout: Path, tmp_path: Path) -> None:
+    configs = tmp_path / "shared"
+    configs.mkdir()
+    (configs / "mine.toml").write_text("as it is now")
+    (checkout / "configs").symlink_to("../shared")
+    freeze(checkout, tmp_path / "code", config="")
+    (configs / "mine.toml").unlink()
+    assert (tmp_path / "code" / "configs" / "mine.toml").read_text() == "as it is now"
+
+
 def test_a_copy_without_its_link_is_refused(checkout: Path, tmp_path: Path) -> None:
     """Otherwise the job would take another checkout's tools, or none."""
     (checkout / "gapo_tools").unlink()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from gapo_megatron.config import Config
-from gapo_megatron.config.counts import USUAL_RANKS_PER_NODE, split_ranks
+from gapo_megatron.config.counts import split_ranks, usual_ranks_per_node
 from gapo_tools.planner.layout import Layout
 
 
@@ -48,7 +48,7 @@ class Sides:
         Raises:
             ConfigError: no rank is left to train, or parallel sizes do not divide a side.
         """
-        ranks_per_node = ranks_per_node or max(1, min(world_size, USUAL_RANKS_PER_NODE))
+        ranks_per_node = ranks_per_node or usual_ranks_per_node(world_size)
         num_training, num_generation = split_ranks(
             config, world_size=world_size, ranks_per_node=ranks_per_node
         )

@@ -224,9 +224,8 @@ class Rollouts:
 
     def is_sampled(self, row: int) -> np.ndarray:
         """[num_response_tokens] bool: True for sampled tokens; the row must be on this rank."""
-        if row in self.response_masks:
-            return self.response_masks[row]
-        return np.ones(len(self.response_ids[row]), dtype=bool)
+        masks = self.tokens["response_masks"]
+        return masks[row] if row in masks else np.ones(len(self.response_ids[row]), dtype=bool)
 
     def routes_of(self, row: int) -> np.ndarray | None:
         """[num_routed_tokens, num_routes] uint8: `Episode.routes`; the row must be on this rank."""

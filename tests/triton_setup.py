@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gapo_megatron.logprob import triton_kernels
-from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
+from gapo_megatron.logprob.tiles import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
 from gapo_megatron.logprob.triton_kernels import grad_logits, softmax_stats
 from tests import logprob_setup
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gapo_megatron.device.transfer import to_device, to_host
+from gapo_megatron.device import to_device, to_host
 from gapo_megatron.errors import DataError
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import LossMicrobatch, Microbatch
@@ -86,6 +86,14 @@ def pack(
     assert (prompt_lengths > 0).all() and (response_lengths > 0).all(), (
         "a prompt or a response is empty"
     )
+    for i, *parts in zip(indices, prompts, responses, strict=True) if vocab_size else ():
+        for name, ids in zip(("prompt", "response"), parts, strict=True):
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(outside):
+                raise DataError(
+                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are "
+                    f"0..{vocab_size - 1}"
+                )
     fed_lengths = prompt_lengths + response_lengths - 1
     fillers = -fed_lengths % sequence_align
     lengths = fed_lengths + fillers
@@ -98,23 +106,24 @@ def pack(
         for part in (prompt, response[:-1], np.zeros(filler, dtype=np.int64))
     ]
     tokens = np.concatenate([*fed, np.zeros(padding, dtype=np.int64)], dtype=np.int64)
-    if vocab_size is not None:
-        _check_tokens(batch, indices, vocab_size)
     if padding:
         lengths, fed_lengths = np.append(lengths, padding), np.append(fed_lengths, 0)
     bounds = np.concatenate([[0], lengths.cumsum()])
     # Position t of sequence s sits at bounds[s] + t; its first row at bounds[s] + p - 1.
     position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
     is_padding = position_ids >= np.repeat(fed_lengths, lengths)
-    row_index, labels, sequence_ids = _rows(
-        batch, indices, first_rows=bounds[: len(indices)] + prompt_lengths - 1
-    )
-
+    # The head scores the rows of sampled tokens.
+    is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)
+    first_rows = bounds[: len(indices)] + prompt_lengths - 1
+    first_labels = response_lengths.cumsum() - response_lengths
+    rows = np.arange(len(is_sampled)) + np.repeat(first_rows - first_labels, response_lengths)
+    sequence_ids = np.repeat(np.arange(len(indices)), response_lengths)[is_sampled]
+    labels = _concatenated(responses, np.int64)[is_sampled]
     arrays = {
         "tokens": tokens[None],
         "position_ids": position_ids[None],
         "cu_seqlens": bounds.astype(np.int32),
-        "row_index": row_index,
+        "row_index": rows[is_sampled],
         "labels": labels,
         "sequence_ids": sequence_ids,
         "row_offsets": np.searchsorted(sequence_ids, np.arange(len(indices) + 1)),
@@ -123,7 +132,7 @@ def pack(
     made: type[Microbatch] = Microbatch
     if for_loss and isinstance(batch, Batch):
         made = LossMicrobatch
-        arrays |= _loss_arrays(batch, indices)
+        arrays |= _loss_arrays(batch, indices, is_sampled)
     tensors: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
     return made(
         **tensors,
@@ -133,25 +142,12 @@ def pack(
     )
 
 
-def _rows(
-    batch: Rollouts, indices: Sequence[int], *, first_rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions, labels and sequence numbers, [R] int64, of the rows that the head scores."""
-    responses = [batch.response_ids[i] for i in indices]
-    lengths = np.array([len(ids) for ids in responses], dtype=np.int64)
-    first_labels = lengths.cumsum() - lengths
-    row_index = np.arange(lengths.sum()) + np.repeat(first_rows - first_labels, lengths)
-    labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
-    sequence_ids = np.repeat(np.arange(len(indices)), lengths)
-    is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)
-    return row_index[is_sampled], labels[is_sampled], sequence_ids[is_sampled]
-
-
-def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
+def _loss_arrays(
+    batch: Batch, indices: Sequence[int], is_sampled: np.ndarray
+) -> dict[str, np.ndarray]:
     """Inputs of the loss for these sequences, [S] or [R] (`LossMicrobatch`)."""
     index = np.asarray(indices, dtype=np.int64)
     table = batch.table[index]
-    is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)
     log_probs = _concatenated([batch.rollout_log_probs[i] for i in indices], np.float32)
     arrays = {
         "advantages": batch.advantages.numpy()[index],
@@ -171,15 +167,4 @@ def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def _concatenated(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays])
-
-
-def _check_tokens(batch: Rollouts, indices: Sequence[int], vocab_size: int) -> None:
-    for i in indices:
-        for name, tokens in (("prompt", batch.prompt_ids[i]), ("response", batch.response_ids[i])):
-            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-            if len(outside):
-                raise DataError(
-                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are "
-                    f"0..{vocab_size - 1}"
-                )
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)

@@ -28,16 +28,16 @@ def find_method(name: str) -> Method:
         ValueError: no preset has this name.
         ConfigError: the file cannot be loaded, or does not define a usable `Method`.
     """
+    if name in METHODS:
+        return METHODS[name]
     if user_code.is_code(name):
         return _load(name)
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"method {name!r} is not one of {', '.join(METHODS)}, nor code of your own, "
-            f"path/to/file.py:NAME{hint}"
-        )
-    return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"method {name!r} is not one of {', '.join(METHODS)}, nor code of your own, "
+        f"path/to/file.py:NAME{hint}"
+    )
 
 
 @functools.cache

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
 from gapo_megatron.config import ObjectiveConfig
-from gapo_megatron.learn.forward import Scored
-from gapo_megatron.learn.metrics import Sums, of_family
+from gapo_megatron.config.methods import Method
+from gapo_megatron.learn.metrics import Sums
+from gapo_megatron.learn.score import Scored
 from gapo_megatron.objective import (
     decide,
     diagnostics,
@@ -23,7 +25,7 @@ from gapo_megatron.objective import (
     token_importance_weights,
     weigh_gradient,
 )
-from gapo_megatron.types import LossMicrobatch, Microbatch, Minibatch
+from gapo_megatron.types import Minibatch
 
 LogProbs = Sequence[torch.Tensor | None]
 """Log-probs of a mini-batch: [R] float32 per micro-batch, None off the last pipeline stage."""
@@ -34,8 +36,8 @@ class MinibatchLoss:
     """The loss of micro-batch i of a mini-batch, divided by global denominators: ranks only add."""
 
     minibatch: Minibatch
-    microbatches: Sequence[Microbatch]
-    """`LossMicrobatch`es, except on pipeline stages that compute no loss."""
+    microbatches: Sequence[Any]
+    """`LossMicrobatch`es, on the last pipeline stage, where the loss is computed."""
     is_first: bool
     """Whether the weights are still those of the start of the step."""
     old_log_probs: LogProbs
@@ -45,6 +47,8 @@ class MinibatchLoss:
     """The reference model's log-probs; empty: no KL term."""
     objective: ObjectiveConfig
     _: KW_ONLY
+    method: Method
+    """That of `objective`."""
     rollouts_per_prompt: int
     """k of the run; unknown verdicts make the k of a group smaller."""
     max_response_tokens: int
@@ -59,13 +63,13 @@ class MinibatchLoss:
 
         Does not wait for the device.
         """
-        given, log_probs = self.given(scored.index), scored.log_probs
-        at_begin = self._log_probs_at_begin(scored.index, log_probs)
+        given, log_probs = self.microbatches[scored.index], scored.log_probs
+        at_begin, old = self.find_old_log_probs(scored.index, log_probs)
         sums = {} if at_begin is None else self._engine_sums(at_begin, scored)
-        old = self.find_old_log_probs(scored.index, log_probs)
-        log_probs, advantages, weight_sums = self._weigh(log_probs, old, scored)
-        sums |= weight_sums
-        widths = None
+        advantages, widths = given.advantages, None
+        if self.objective.importance_weight_max is not None:
+            largest = self.objective.importance_weight_max
+            log_probs, advantages = self._weigh(log_probs, old, scored, largest, sums)
         if self.widths is not None:
             lower, upper = (torch.full_like(given.advantages, one) for one in self.widths)
             widths = (lower, upper)
@@ -79,7 +83,7 @@ class MinibatchLoss:
             num_tokens_global=self.minibatch.num_tokens_global,
             num_sequences_global=self.minibatch.num_sequences_global,
             max_response_tokens=self.max_response_tokens,
-            method=self.objective.resolve(),
+            method=self.method,
             widths=widths,
             flags=scored.flags,
         )
@@ -91,53 +95,42 @@ class MinibatchLoss:
             group_size=self.rollouts_per_prompt,
             is_carried=given.is_carried,
         )
-        sums |= of_family(result.metrics)
+        for name, value in result.metrics.items():  # of a user's family: means over elements
+            sums[f"method/{name}/sum"] = value.double().sum()
+            sums[f"method/{name}/count"] = torch.full_like(sums["by_age"][0, 0], value.numel())
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
         if self.widths is not None and scored.index == 0:  # once per mini-batch and rank
             bounds = {"low": 1 - self.widths[0], "high": 1 + self.widths[1], "count": 1.0}
             sums |= {f"bound_{k}": torch.full_like(sums["loss"], v) for k, v in bounds.items()}
+        if not self.ref_log_probs and scored.entropy is None:
+            return result.loss, sums
         return self._add_penalties(result.loss, scored, sums), sums
 
-    def given(self, index: int) -> LossMicrobatch:
-        """Micro-batch `index`, on the last pipeline stage."""
-        found = self.microbatches[index]
-        assert isinstance(found, LossMicrobatch), "it was packed without the inputs of the loss"
-        return found
+    def find_old_log_probs(
+        self, index: int, log_probs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Old log-probs [R] float32 of micro-batch `index`; `log_probs` are the current ones.
 
-    def find_old_log_probs(self, index: int, log_probs: torch.Tensor) -> torch.Tensor:
-        """[R] float32: old log-probs for the ratios of micro-batch `index`.
-
-        `log_probs` [R] are the current log-probs, which in the first mini-batch are also the old
-        log-probs.
+        Returns:
+            The trainer's at the start of the step, carried tokens' at the weights that sampled
+            them; None: not computed. And those that the ratios compare with: the same ones, or the
+            engine's.
         """
-        if self.objective.old_log_probs == "rollout":
-            return self.given(index).rollout_log_probs
-        old = self._log_probs_at_begin(index, log_probs)
-        assert old is not None  # computed unless ratios compare with the engine's log-probs
-        return old
-
-    def _log_probs_at_begin(self, index: int, log_probs: torch.Tensor) -> torch.Tensor | None:
-        """[R] float32: the trainer's log-probs at the start of the step; None: unknown.
-
-        Carried tokens have log-probs at the weights that sampled them.
-        """
-        if self.old_log_probs:
-            found = self.old_log_probs[index]
-            assert found is not None  # losses, like log-probs, exist on the last stage only
-            old = found
-        elif self.is_first:
+        given = self.microbatches[index]
+        old = self.old_log_probs[index] if self.old_log_probs else None
+        if old is None and self.is_first:
             old = log_probs.detach()
-        else:
-            return None
-        given = self.given(index)
-        if given.is_carried_row is not None and given.carried_log_probs is not None:
+        if old is not None and given.is_carried_row is not None:
             old = torch.where(given.is_carried_row, given.carried_log_probs, old)
-        return old
+        if self.objective.old_log_probs == "rollout":
+            return old, given.rollout_log_probs
+        assert old is not None  # computed unless ratios compare with the engine's log-probs
+        return old, old
 
     def _engine_sums(self, at_begin: torch.Tensor, scored: Scored) -> Sums:
         """Differences between the engine's log-probs and the trainer's at the start of the step."""
-        given = self.given(scored.index)
+        given = self.microbatches[scored.index]
         sums: Sums = {}
         if len(at_begin):
             mismatch = (at_begin - given.rollout_log_probs).abs().double()
@@ -152,38 +145,42 @@ class MinibatchLoss:
                 advantages=given.advantages,
                 num_correct=given.num_correct,
                 group_size=given.group_size,
-                method=self.objective.resolve(),
+                method=self.method,
             )
             shares = clipped.double()
-            if self.objective.resolve().ratio == "token":
+            if self.method.ratio == "token":
                 shares = scored.sequences.mean(shares)
             sums["outside_clip"] = shares.sum()
             sums["outside_clip_sequences"] = (given.advantages != 0).sum().double()
         return sums
 
     def _weigh(
-        self, log_probs: torch.Tensor, old: torch.Tensor, scored: Scored
-    ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """Log-probs and advantages that carry the importance weights, and the weights' sums."""
-        given = self.given(scored.index)
-        largest = self.objective.importance_weight_max
-        if largest is None:
-            return log_probs, given.advantages, {}
+        self,
+        log_probs: torch.Tensor,
+        old: torch.Tensor,
+        scored: Scored,
+        largest: float,
+        sums: Sums,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and advantages that carry the importance weights, which `sums` counts."""
+        given = self.microbatches[scored.index]
+        advantages = given.advantages
         if self.objective.importance_weights == "token":
             weights = token_importance_weights(old, given.rollout_log_probs, largest=largest)
-            return (
-                weigh_gradient(log_probs, weights),
-                given.advantages,
-                _sum_weights(weights, largest),
+            log_probs = weigh_gradient(log_probs, weights)
+        else:
+            weights = importance_weights(
+                old,
+                given.rollout_log_probs,
+                sequence_ids=scored.sequences,
+                num_sequences=len(advantages),
+                largest=largest,
             )
-        weights = importance_weights(
-            old,
-            given.rollout_log_probs,
-            sequence_ids=scored.sequences,
-            num_sequences=len(given.advantages),
-            largest=largest,
-        )
-        return log_probs, given.advantages * weights, _sum_weights(weights, largest)
+            advantages = advantages * weights
+        sums["importance_weights"] = total = weights.sum()
+        sums["importance_weights_cut"] = (weights == largest).sum()
+        sums["importance_weights_count"] = torch.full_like(total, len(weights))
+        return log_probs, advantages
 
     def _add_penalties(self, loss: torch.Tensor, scored: Scored, sums: Sums) -> torch.Tensor:
         """KL and entropy terms: means over the valid response tokens of the mini-batch."""
@@ -201,7 +198,7 @@ class MinibatchLoss:
         return loss
 
 
-def may_lose_gradients(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
+def may_lose_gradients(objective: ObjectiveConfig, method: Method, *, has_moved: bool) -> bool:
     """Whether some rows may have no gradient, decided on the host without reading the device.
 
     At the weights of its old log-probs no ratio is clipped; bounding an importance weight removes
@@ -212,24 +209,16 @@ def may_lose_gradients(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
 
     Args:
         objective: section `objective`.
+        method: that of `objective`.
         has_moved: the weights differ from those of some old log-probs of the trainer.
     """
     if objective.entropy_coef > 0:
         return False
     if objective.kl_coef > 0:
         return True
-    return may_differ(objective, has_moved=has_moved) and objective.resolve().stops_gradients
+    return may_differ(objective, has_moved=has_moved) and method.stops_gradients
 
 
 def may_differ(objective: ObjectiveConfig, *, has_moved: bool) -> bool:
     """Whether a ratio may differ from 1; arguments as in `may_lose_gradients`."""
     return has_moved or objective.old_log_probs == "rollout"
-
-
-def _sum_weights(weights: torch.Tensor, largest: float) -> Sums:
-    total = weights.sum()
-    return {
-        "importance_weights": total,
-        "importance_weights_cut": (weights == largest).sum(),
-        "importance_weights_count": torch.full_like(total, len(weights)),
-    }

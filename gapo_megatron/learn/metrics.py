@@ -37,18 +37,6 @@ def add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
             totals[key] = totals[key] + value
 
 
-def of_family(metrics: Mapping[str, torch.Tensor]) -> Sums:
-    """Sums of a family's own metrics, and the number of their elements."""
-    return {
-        f"method/{name}/{key}": total
-        for name, value in metrics.items()
-        for key, total in {
-            "sum": value.double().sum(),
-            "count": torch.full((), value.numel(), dtype=torch.float64, device=value.device),
-        }.items()
-    }
-
-
 def add_over_ranks(
     sums: Sums, *, group_size: int, device: torch.device, has_own: bool = False
 ) -> Sums:

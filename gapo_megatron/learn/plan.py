@@ -1,17 +1,26 @@
-"""Packing plans from `batching.plan`: for a step, or for a pass that only scores."""
+"""Packing plans, of a step or of a pass that only scores, and the tokens that a rank then needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 
 from gapo_megatron.batching import plan
 from gapo_megatron.config import VERIFIED_SEQUENCES, BatchConfig
+from gapo_megatron.exchange import Channel, deal_tokens
+from gapo_megatron.policy import ParallelGroups
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Plan
 
 ROUNDING_SEQUENCES = 16
 """Number of sequences that measure a step's rounding, with at least two on each data-parallel rank:
 enough for a correlation."""
+
+_TAG = 2
+"""Tag of messages with tokens."""
 
 _EXACT_COST = {"fp32": 4, "bf16": 15, "fp16": 15, "fp8": 15}
 """Cost of a pass in the higher precision, in passes of the run's: float64 products, and logits that
@@ -78,32 +87,6 @@ def plan_step(
     return Plan(steps.minibatches, steps.num_tokens_skipped, steps.num_tokens_computed, rounding)
 
 
-def wanted_sequences(plan: Plan, *, num_sequences: int, every: bool = False) -> list[list[int]]:
-    """Sequences whose tokens each data-parallel rank must have.
-
-    These are the sequences of its updates, those that measure rounding, and the first sequences of
-    the batch, with which every rank verifies its engine's weights.
-
-    Args:
-        plan: the step's plan.
-        num_sequences: B.
-        every: also assign the sequences that no rank computes (A = 0). For a batch sampled by ranks
-            that only generate: a checkpoint gathers the whole batch from the trainers.
-
-    Returns:
-        [data_parallel_size] lists of row numbers, ascending.
-    """
-    wanted = []
-    for rank, rounding in enumerate(plan.rounding):
-        shares = [one.microbatches[rank] for one in plan.minibatches] + [rounding]
-        found = {i for microbatches in shares for indices in microbatches for i in indices}
-        wanted.append(found | {*range(min(VERIFIED_SEQUENCES, num_sequences))})
-    if every:
-        for i in {*range(num_sequences)} - set().union(*wanted):
-            wanted[i % len(wanted)].add(i)
-    return [sorted(one) for one in wanted]
-
-
 def plan_scoring(
     rollouts: Rollouts,
     *,
@@ -135,3 +118,70 @@ def plan_scoring(
         keep_zero_advantage=True,
     ).minibatches
     return packing.microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRanks:
+    """Data-parallel rank of every rank, and the ranks that report log-probs."""
+
+    dp_ranks: tuple[int, ...]
+    """Data-parallel rank of every rank; ranks with the same value compute the same sequences."""
+    scorers: tuple[int, ...]
+    """The rank that reports log-probs for each data-parallel rank: last stage, first copy."""
+
+    @classmethod
+    def gather(
+        cls, groups: ParallelGroups, gloo_group: dist.ProcessGroup | None
+    ) -> DataParallelRanks:
+        """Gather from all ranks. Collectives: one all-gather of two integers; call it once."""
+        reports = groups.is_last_stage and groups.is_first_copy
+        own = torch.tensor([groups.dp_rank, int(reports)])
+        parts = [torch.empty_like(own) for _ in range(groups.world_size)]
+        dist.all_gather(parts, own, group=gloo_group)
+        pairs = [part.tolist() for part in parts]
+        scorers = {dp_rank: rank for rank, (dp_rank, reports) in enumerate(pairs) if reports}
+        return cls(
+            tuple(dp_rank for dp_rank, _ in pairs),
+            tuple(scorers[dp_rank] for dp_rank in range(groups.dp_size)),
+        )
+
+    def wanted(self, batch: Batch, *, every: bool) -> list[Sequence[int]]:
+        """Rows whose tokens every rank must have, ascending.
+
+        These are the sequences of its updates, those that measure rounding, and the first sequences
+        of the batch, with which every rank verifies its engine's weights. A pure function of the
+        table: sender and receiver derive the content of messages from it.
+
+        Args:
+            batch: planned.
+            every: also assign the sequences that no rank computes (A = 0). For a batch sampled by
+                ranks that only generate: a checkpoint gathers the whole batch from the trainers.
+        """
+        assert batch.plan is not None, "the batch is not planned"
+        everything, wanted = {*range(len(batch))}, []
+        for rank, rounding in enumerate(batch.plan.rounding):
+            shares = [one.microbatches[rank] for one in batch.plan.minibatches] + [rounding]
+            found = {i for microbatches in shares for indices in microbatches for i in indices}
+            wanted.append(found | {*range(min(VERIFIED_SEQUENCES, len(batch)))})
+        for i in everything - set().union(*wanted) if every else ():
+            wanted[i % len(wanted)].add(i)
+        return self.by_rank([sorted(one) for one in wanted])
+
+    def by_rank(self, by_dp_rank: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Sequences of every rank, from those of every data-parallel rank."""
+        return [by_dp_rank[dp_rank] for dp_rank in self.dp_ranks]
+
+
+def bring_tokens(batch: Batch, *, ranks: DataParallelRanks, channel: Channel) -> Batch:
+    """Send every rank the tokens of its share; tokens that it already holds are kept.
+
+    Args:
+        batch: planned; the same on every rank except for the tokens.
+        ranks: data-parallel rank of every rank.
+        channel: channel of all ranks.
+
+    Collectives: at most one message between any two ranks.
+    """
+    brought = deal_tokens(batch, ranks.wanted(batch, every=False), channel=channel, tag=_TAG)
+    both = {name: {**held, **brought.tokens[name]} for name, held in batch.tokens.items()}
+    return batch.with_tokens(both)

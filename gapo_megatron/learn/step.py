@@ -14,6 +14,7 @@ import numpy as np
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import ObjectiveConfig, RolloutConfig
+from gapo_megatron.config.methods import Method
 from gapo_megatron.learn import metrics
 from gapo_megatron.learn.checks import rounding
 from gapo_megatron.learn.checks.bounds import find_widths
@@ -21,10 +22,10 @@ from gapo_megatron.learn.checks.routes import Recorded, StepRoutes
 from gapo_megatron.learn.loss import LogProbs, MinibatchLoss, may_differ, may_lose_gradients
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
+from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Batch
 from gapo_megatron.types import Microbatch
-from gapo_megatron.user_code import is_code
 
 
 @dataclass
@@ -99,7 +100,7 @@ def learn(
     Raises:
         DivergenceError: a loss or gradient is not finite; the weights are those before that update.
     """
-    progress, plan = progress or Progress(), batch.plan
+    progress, plan, method = progress or Progress(), batch.plan, objective.resolve()
     assert plan is not None, "the batch is not planned"
     if must_stop():
         return None
@@ -117,7 +118,6 @@ def learn(
     lengths, table = batch.num_fed_tokens.numpy(), batch.table
     # Older weights sampled tokens whose log-probs the trainer has not kept.
     is_stale = bool((table["num_carried_tokens"] > table["num_scored_tokens"]).any())
-    has_bounds = objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
         if i and must_stop():
             return None
@@ -130,25 +130,26 @@ def learn(
                 old_log_probs=old,
                 ref_log_probs=reference[i],
                 objective=objective,
+                method=method,
                 rollouts_per_prompt=batch.rollouts_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
                 measures_staleness=rollout.max_staleness > 0 or is_stale,
             )
             has_moved = bool(old) or batch.has_scored
-            if has_bounds and may_differ(objective, has_moved=has_moved):
+            if method.bounds != "fixed" and may_differ(objective, has_moved=has_moved):
                 marked = routes.following(i, packed[i], counts=False)
                 loss = replace(loss, widths=find_widths(policy, marked, loss))
             result = update(
                 policy,
                 routes.following(i, packed[i]),
                 loss,
-                skip_inactive=may_lose_gradients(objective, has_moved=has_moved),
+                skip_inactive=may_lose_gradients(objective, method, has_moved=has_moved),
                 with_entropy=objective.entropy_coef > 0,
             )
             # The loss is computed on the last pipeline stage only.
             progress.add(result, packed[i] if policy.groups.is_last_stage else [], lengths)
         routes.forget(i)
-    summary = _summarize(policy, batch, progress, objective) | routes.summarize()
+    summary = _summarize(policy, batch, progress, objective, method) | routes.summarize()
     if progress.scores is not None:
         with stopwatch("rounding"):
             summary |= rounding.measure(policy, batch, progress.scores, objective, rollout, routes)
@@ -187,7 +188,7 @@ def _score(
 
 
 def _summarize(
-    policy: Policy, batch: Batch, progress: Progress, objective: ObjectiveConfig
+    policy: Policy, batch: Batch, progress: Progress, objective: ObjectiveConfig, method: Method
 ) -> dict[str, float]:
     """Metrics of the step, the same bits on every rank. Collective."""
     assert batch.plan is not None
@@ -197,7 +198,7 @@ def _summarize(
             sums,
             group_size=batch.rollouts_per_prompt,
             device=policy.device,
-            has_own=is_code(objective.resolve().family),
+            has_own=method.family not in FAMILIES,
         ),
         batch.plan,
         objective,

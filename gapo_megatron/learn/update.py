@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.device.flags import Flags
-from gapo_megatron.device.transfer import to_host
+from gapo_megatron.compat.megatron_optimizer import clip_and_step
+from gapo_megatron.device import Flags, to_host
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.learn.forward import Scored, run_pass, without_backward
-from gapo_megatron.policy import optimizer as optim
+from gapo_megatron.learn.score import Scored, run_pass, without_backward
+from gapo_megatron.policy.optimizer import learning_rate as scheduled_rate
 from gapo_megatron.policy.pipeline import WithGradients
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.types import Microbatch
@@ -73,7 +72,7 @@ def update(
             many rows may have no gradient.
         with_entropy: also compute the entropy that `loss` reads (`Scored.entropy`).
 
-    Collectives: for each pass those of `forward.run_pass`; with `skip_inactive` and expert
+    Collectives: for each pass those of `score.run_pass`; with `skip_inactive` and expert
     parallelism, on the last stage, one flag per micro-batch over the expert parallel group; the
     gradient reduction over data and context parallel ranks (begun in the last backward pass with
     `parallel.overlap_grad_reduce`); the gradient norm; one flag over all ranks. At the end the
@@ -86,14 +85,33 @@ def update(
     """
     settings, scale = policy.optimizer_settings, policy.loss_scale
     if learning_rate is None:
-        learning_rate = optim.learning_rate(settings, policy.num_updates)
-    options = {"skip_inactive": skip_inactive, "with_entropy": with_entropy}
+        learning_rate = scheduled_rate(settings, policy.num_updates)
+    losses: list[Tensor] = []
+
+    def head(scored: Scored) -> tuple[Tensor, Outputs]:
+        value, outputs = loss(scored)
+        losses.append(value.detach())
+        value, num_active = _cut_backward(policy, value, scored, skip_inactive=skip_inactive)
+        if scale is not None:
+            value = value * scale.value
+        return value, outputs | {"active_rows": num_active}
+
     with cpu.device_scope():
         while True:
-            grad_norm, outputs = _gradient(policy, microbatches, loss, **options)
+            flags = Flags()
+            losses.clear()
+            policy.begin_update()
+            outputs = run_pass(
+                policy, microbatches, head, flags, forward_only=False, with_entropy=with_entropy
+            )
+            if scale is not None:
+                policy.unscale_gradients()
+            policy.optimizer.prepare_grads()
+            grad_norm = float(policy.optimizer.get_grad_norm())
+            _check_finite(policy, losses, grad_norm, flags)
             if math.isfinite(grad_norm):
                 break
-            assert scale is not None  # otherwise `_gradient` has raised
+            assert scale is not None  # otherwise the check has raised
             scale.overflowed()
             if policy.groups.rank == 0:
                 logger.info(
@@ -104,48 +122,13 @@ def update(
         if grad_norm > 0:
             if scale is not None:
                 scale.updated()
-            optim.set_learning_rate(policy.optimizer, learning_rate)
-            optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=settings.clip_grad)
+            for group in policy.optimizer.param_groups:
+                group["lr"] = learning_rate
+            clip_and_step(policy.optimizer, grad_norm=grad_norm, max_norm=settings.clip_grad)
             policy.num_updates += 1
     values = iter(to_host([value for output in outputs for value in output.values()]))
     outputs = [{name: next(values) for name in output} for output in outputs]
     return UpdateResult(grad_norm, learning_rate, outputs)
-
-
-def _gradient(
-    policy: Policy,
-    microbatches: Sequence[Microbatch],
-    loss: Loss,
-    *,
-    skip_inactive: bool,
-    with_entropy: bool,
-) -> tuple[float, list[Outputs]]:
-    """Run a forward and backward pass, and prepare gradients for a step.
-
-    Returns:
-        Norm of the whole gradient, not finite if it overflowed and may be repeated at a smaller
-        loss scale; and the results of `loss`, on the device.
-    """
-    flags = Flags()
-    losses: list[Tensor] = []
-
-    def head(scored: Scored) -> tuple[Tensor, Outputs]:
-        value, outputs = loss(scored)
-        losses.append(value.detach())
-        value, num_active = _cut_backward(policy, value, scored, skip_inactive=skip_inactive)
-        if policy.loss_scale is not None:
-            value = value * policy.loss_scale.value
-        return value, outputs | {"active_rows": num_active}
-
-    policy.begin_update()
-    outputs = run_pass(
-        policy, microbatches, head, flags, forward_only=False, with_entropy=with_entropy
-    )
-    policy.unscale_gradients()
-    policy.optimizer.prepare_grads()
-    grad_norm = float(policy.optimizer.get_grad_norm())
-    _check_finite(policy, losses, grad_norm, flags)
-    return grad_norm, outputs
 
 
 def _cut_backward(
@@ -163,13 +146,19 @@ def _cut_backward(
         The loss from which the backward pass starts, and the number of rows with a gradient
         (float64 scalar on the device).
     """
-    inputs, gradients = _differentiate(loss, scored)
+    # The log-probs and entropy [R] that the loss depends on, and its gradients at them: the same on
+    # every tensor and context parallel rank, which must run or skip the backward pass together.
+    inputs: tuple[Tensor, ...] = ()
+    gradients: tuple[Tensor, ...] = ()
+    if loss.requires_grad:
+        given = [one for one in (scored.log_probs, scored.entropy) if one is not None]
+        found = torch.autograd.grad(loss, given, allow_unused=True)
+        pairs = [(x, g) for x, g in zip(given, found, strict=True) if g is not None]
+        inputs, gradients = zip(*pairs, strict=True) if pairs else ((), ())
     # NaN != 0: it reaches the gradient and is reported there.
-    active = [gradient != 0 for gradient in gradients]
-    if active:
-        is_active = functools.reduce(torch.logical_or, active)
-    else:
-        is_active = torch.zeros_like(scored.log_probs, dtype=torch.bool)
+    is_active = torch.zeros_like(scored.log_probs, dtype=torch.bool)
+    for gradient in gradients:
+        is_active = is_active | (gradient != 0)
     # Upper bound that the host knows without reading the device.
     num_active = len(is_active) if gradients else 0
     if skip_inactive:
@@ -182,21 +171,6 @@ def _cut_backward(
     else:
         loss = WithGradients.apply(loss.detach(), gradients, *inputs)
     return loss, is_active.sum().double()
-
-
-def _differentiate(loss: Tensor, scored: Scored) -> tuple[list[Tensor], list[Tensor]]:
-    """The log-probs and entropy [R] that the loss depends on, and its gradients at them.
-
-    Computed once, before the backward pass, which starts from them. Empty: the loss depends on no
-    row. The same on every tensor and context parallel rank, which must run or skip the backward
-    pass together.
-    """
-    if not loss.requires_grad:
-        return [], []
-    inputs = [scored.log_probs] if scored.entropy is None else [scored.log_probs, scored.entropy]
-    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
-    found = [(x, g) for x, g in zip(inputs, gradients, strict=True) if g is not None]
-    return [x for x, _ in found], [g for _, g in found]
 
 
 def _read_active(policy: Policy, is_active: Tensor, scored: Scored) -> int:

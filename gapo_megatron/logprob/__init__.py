@@ -7,7 +7,7 @@ Imports neither megatron nor vllm.
 
 from gapo_megatron.logprob.implementation import Resolved, choose_implementation, choose_together
 from gapo_megatron.logprob.operator import token_log_probs
-from gapo_megatron.logprob.row_plan import RowPlan
+from gapo_megatron.logprob.rows import RowPlan
 from gapo_megatron.logprob.sequences import Sequences
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gapo_megatron.logprob import tiles
-from gapo_megatron.logprob.statistics import accumulation_dtype
+from gapo_megatron.logprob.tiles import accumulation_dtype
 
 ROW_MULTIPLE = 16
 """Blocks in the backward pass are padded to a multiple of this many rows: BLAS libraries use other

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gapo_megatron.device.flags import Flags
+from gapo_megatron.device import Flags
 from gapo_megatron.logprob import tiles
 from gapo_megatron.logprob.block import BlockRows, block_gradient, pad
-from gapo_megatron.logprob.checks import check_labels, check_rows, check_tensors, flag_not_finite
 from gapo_megatron.logprob.implementation import Name, choose_implementation
-from gapo_megatron.logprob.row_plan import RowPlan, active_rows
-from gapo_megatron.logprob.statistics import (
-    MAXIMUM,
-    SUM_EXP,
-    TARGET,
-    WEIGHTED,
-    merge_stats,
+from gapo_megatron.logprob.rows import (
+    RowPlan,
+    active_rows,
+    check_labels,
+    check_rows,
+    check_tensors,
+    flag_not_finite,
 )
+from gapo_megatron.logprob.tiles import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
 
 
 def token_log_probs(
@@ -116,7 +115,9 @@ def token_log_probs(
     if row_plan is None:
         check_labels(labels, vocab_size)
         check_rows(labels, row_index, len(hidden) * (tp_size if sequence_parallel else 1))
-    code = choose_implementation(hidden.device, hidden.dtype, implementation)
+    code: Any = tiles
+    if implementation != "torch":
+        code = choose_implementation(hidden.device, hidden.dtype, implementation)
     options = _Options(
         inverse_temperature=1 / temperature,
         vocab_start=vocab_start,
@@ -214,9 +215,20 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(maximum)
         active, edges = active_rows(grad_log_probs, grad_entropy, options.row_plan)
         positions = active if row_index is None else row_index[active]
-        if edges is None:
-            edges = _edges(positions, len(hidden), options)
-        blocks = list(_blocks(edges, weight, options))
+        group = options.tp_group if options.sequence_parallel else None
+        if edges is None:  # rows before the positions of each rank, and the total
+            edges = [0, len(positions)]
+            if group is not None:
+                starts = torch.arange(group.size() + 1, device=positions.device) * len(hidden)
+                edges = torch.searchsorted(positions, starts).tolist()
+        # By the shape of the whole shard, the same on every rank, because ranks must agree on the
+        # blocks; the last shards may hold fewer tokens. Rows of a block are of one rank.
+        step, _ = options.code.block_shape(weight)
+        blocks = [
+            (owner, slice(start, min(start + step, end)))
+            for owner, (begin, end) in enumerate(itertools.pairwise(edges))
+            for start in range(begin, end, step)
+        ]
 
         # Where dW and dX are added.
         total = None
@@ -230,10 +242,13 @@ class _TokenLogProbs(torch.autograd.Function):
         # Block by block.
         whole = _gather_positions(hidden, options) if blocks else hidden
         summing: _Summing | None = None
-        for block in blocks:
-            rows = active[block.rows]
+        for owner, block in blocks:
+            rows, kept_rows = active[block], None
+            if kept is not None:  # the first ones, because rows increase
+                whole_is_kept = len(kept) >= len(maximum)
+                kept_rows = (kept, rows if whole_is_kept else rows[rows < len(kept)])
             grad_block = block_gradient(
-                whole.index_select(0, positions[block.rows]),
+                whole.index_select(0, positions[block]),
                 weight[: options.num_columns],
                 BlockRows(
                     columns[rows],
@@ -242,7 +257,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad_log_probs[rows],
                     None if grad_entropy is None else entropy[rows],
                     None if grad_entropy is None else grad_entropy[rows],
-                    None if kept is None else (kept, _those_kept(rows, len(kept), len(maximum))),
+                    kept_rows,
                 ),
                 grad_weight=total,
                 hidden_needs_grad=hidden_needs_grad,
@@ -251,7 +266,7 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             if grad_hidden is not None and grad_block is not None:
                 # Ranks sum this block while they compute the next one.
-                started = _Summing(grad_block, positions[block.rows], block.owner, options)
+                started = _Summing(grad_block, positions[block], owner, options)
                 if summing is not None:
                     summing.finish(grad_hidden)
                 summing = started
@@ -263,11 +278,6 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, *(None for _ in others)
 
 
-def _those_kept(rows: torch.Tensor, num_kept: int, num_rows: int) -> torch.Tensor:
-    """The first of `rows`, which increase, whose logits are kept."""
-    return rows if num_kept >= num_rows else rows[rows < num_kept]
-
-
 def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
     """Hidden states [T, H] of all positions, by an all-gather with sequence parallelism."""
     group = options.tp_group
@@ -277,33 +287,6 @@ def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
     shards = [torch.empty_like(hidden) for _ in range(group.size())]
     dist.all_gather(shards, hidden, group=group)
     return torch.cat(shards)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Consecutive active rows; with sequence parallelism, all from one rank's positions."""
-
-    rows: slice
-    owner: int
-    """Tensor-parallel rank that holds their hidden states; 0 without sequence parallelism."""
-
-
-def _edges(positions: torch.Tensor, num_local: int, options: _Options) -> Sequence[int]:
-    """Number of active rows before each tensor-parallel rank's positions, and the total."""
-    if not options.sequence_parallel or options.tp_group is None:
-        return [0, len(positions)]
-    starts = torch.arange(options.tp_group.size() + 1, device=positions.device) * num_local
-    edges: list[int] = torch.searchsorted(positions, starts).tolist()
-    return edges
-
-
-def _blocks(edges: Sequence[int], weight: torch.Tensor, options: _Options) -> Iterator[_Block]:
-    # By the shape of the whole shard, which is the same on every rank, because ranks must agree on
-    # the blocks; the last shards may hold fewer tokens.
-    step, _ = options.code.block_shape(weight)
-    for owner, (begin, end) in enumerate(itertools.pairwise(edges)):
-        for start in range(begin, end, step):
-            yield _Block(slice(start, min(start + step, end)), owner)
 
 
 class _Summing:

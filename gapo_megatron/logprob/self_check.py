@@ -1,4 +1,4 @@
-"""Checks an implementation on this device: small shapes against float64.
+"""Checks an implementation on this device: small shapes against the torch tiles in float64.
 
 Takes milliseconds once Triton has compiled the kernels. Training runs the same compiled kernels.
 """
@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gapo_megatron.logprob import tiles
 from gapo_megatron.logprob.sequences import Sequences
-from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
+from gapo_megatron.logprob.tiles import MAXIMUM, SUM_EXP, TARGET, WEIGHTED
 
 NUM_ROWS, NUM_COLUMNS, HIDDEN_SIZE = 384, 4144, 192
 """Several blocks of rows, partial last tiles, several steps through H; 17 tiles of 256 columns, so
@@ -46,13 +47,17 @@ def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
     Returns:
         A description of the first fault; "" if there is none.
     """
+    inputs = _problem(device, dtype)
+    in_float64 = [values.double() if values.is_floating_point() else values for values in inputs]
     for inverse_temperature, with_entropy in itertools.product(INVERSE_TEMPERATURES, (False, True)):
-        found = _found(code, device, dtype, inverse_temperature, with_entropy)
-        expected = _expected(device, dtype, inverse_temperature)
-        for name, (values, repeated) in found.items():
-            if not torch.equal(values, repeated):
+        found, again, expected = (
+            _results(one, *given, inverse_temperature, with_entropy=with_entropy)
+            for one, given in ((code, inputs), (code, inputs), (tiles, in_float64))
+        )
+        for name, values in found.items():
+            if not torch.equal(values, again[name]):
                 return f"{name} is not reproducible: its bits differ (entropy: {with_entropy})"
-            exact = expected[f"{name} with entropy" if with_entropy else name]
+            exact = expected[name]
             bound = EXACT + (torch.finfo(dtype).eps / 2 * exact.abs() if name == "dz" else 0)
             error = (values.double() - exact).abs()
             if not (error <= bound).all():  # NaN fails, too
@@ -133,66 +138,37 @@ def _problem(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     )
 
 
-def _found(
+def _results(
     code: Any,
-    device: torch.device,
-    dtype: torch.dtype,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    upstream: Tensor,
     inverse_temperature: float,
+    *,
     with_entropy: bool,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each result, twice."""
-    hidden, weight, labels, upstream = _problem(device, dtype)
-
-    def run() -> dict[str, Tensor]:
-        stats = code.softmax_stats(
-            hidden,
-            weight,
-            labels,
-            inverse_temperature=inverse_temperature,
-            with_entropy=with_entropy,
-        )
-        log_sum = stats[SUM_EXP].log()
-        results = {"log-prob": stats[TARGET] - stats[MAXIMUM] - log_sum}
-        if with_entropy:
-            results["entropy"] = log_sum - stats[WEIGHTED] / stats[SUM_EXP]
-        dz, lost = code.grad_logits(
-            hidden,
-            weight,
-            labels,
-            inverse_temperature=inverse_temperature,
-            maximum=stats[MAXIMUM],
-            inverse_sum=stats[SUM_EXP].reciprocal(),
-            grad_log_probs=upstream[0],
-            entropy=results.get("entropy"),
-            grad_entropy=upstream[1] if with_entropy else None,
-        )
-        assert lost is not None, f"{dtype} is not of 16 bits"
-        return results | {"dz": dz, "row sums of dz": dz.double().sum(1) + lost.double()}
-
-    first, second = run(), run()
-    return {name: (values, second[name]) for name, values in first.items()}
-
-
-def _expected(
-    device: torch.device, dtype: torch.dtype, inverse_temperature: float
 ) -> dict[str, Tensor]:
-    """All results in float64."""
-    hidden, weight, labels, upstream = _problem(device, dtype)
-    z = (hidden.double() @ weight.double().T) * inverse_temperature
-    log_p = z.log_softmax(1)
-    p = log_p.exp()
-    entropy = -(p * log_p).sum(1)
-    g, e = upstream.double()[:, :, None]
-    is_label = torch.nn.functional.one_hot(labels, NUM_COLUMNS)
-    dz = inverse_temperature * g * (is_label - p)
-    with_entropy = dz - inverse_temperature * e * p * (log_p + entropy[:, None])
-    log_prob = log_p.gather(1, labels[:, None])[:, 0]
-    return {
-        "log-prob": log_prob,
-        "log-prob with entropy": log_prob,
-        "entropy with entropy": entropy,
-        "dz": dz,
-        "dz with entropy": with_entropy,
-        "row sums of dz": dz.sum(1),
-        "row sums of dz with entropy": with_entropy.sum(1),
-    }
+    stats = code.softmax_stats(
+        hidden,
+        weight,
+        labels,
+        inverse_temperature=inverse_temperature,
+        with_entropy=with_entropy,
+    )
+    log_sum = stats[SUM_EXP].log()
+    results = {"log-prob": stats[TARGET] - stats[MAXIMUM] - log_sum}
+    if with_entropy:
+        results["entropy"] = log_sum - stats[WEIGHTED] / stats[SUM_EXP]
+    dz, lost = code.grad_logits(
+        hidden,
+        weight,
+        labels,
+        inverse_temperature=inverse_temperature,
+        maximum=stats[MAXIMUM],
+        inverse_sum=stats[SUM_EXP].reciprocal(),
+        grad_log_probs=upstream[0],
+        entropy=results.get("entropy"),
+        grad_entropy=upstream[1] if with_entropy else None,
+    )
+    sums = dz.double().sum(1)  # with what rounding takes from them, exact
+    return results | {"dz": dz, "row sums of dz": sums if lost is None else sums + lost.double()}

@@ -7,7 +7,6 @@ depends on its own rows only: it has the same bits in every micro-batch and para
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,11 +54,11 @@ class Sequences:
 
     def sum(self, values: Tensor) -> Tensor:
         """[B, ...] sums of `values` [T, ...]; zero for a sequence without rows."""
-        return self._reduce(values)
+        return _Reduce.apply(values, None, self, False)  # type: ignore[no-any-return]
 
     def mean(self, values: Tensor) -> Tensor:
         """[B] means of `values` [T]; zero for a sequence without rows."""
-        return self._reduce(values, mean=True)
+        return _Reduce.apply(values, None, self, True)  # type: ignore[no-any-return]
 
     def log_ratio(self, log_probs: Tensor, old_log_probs: Tensor, *, mean: bool = True) -> Tensor:
         """D [B], the mean of log_probs - old_log_probs over a sequence's rows, or their sum.
@@ -69,14 +68,13 @@ class Sequences:
             old_log_probs: [T] likewise; no gradient flows into it.
             mean: divide by the number of rows (0 for a sequence without rows).
         """
-        return self._reduce(log_probs, old_log_probs.detach(), mean=mean)
-
-    def _reduce(self, values: Tensor, minus: Tensor | None = None, *, mean: bool = False) -> Tensor:
-        result: Tensor = _Reduce.apply(values, minus, self, mean)
-        return result
+        minus = old_log_probs.detach()
+        return _Reduce.apply(log_probs, minus, self, mean)  # type: ignore[no-any-return]
 
 
 class _Reduce(torch.autograd.Function):
+    """Sum or mean [B, ...] float64 of values - minus [T, ...] over each sequence's rows."""
+
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, minus: Tensor | None, sequences: Sequences, mean: bool
@@ -84,11 +82,31 @@ class _Reduce(torch.autograd.Function):
         # The kernels read by offsets and check no bounds.
         assert len(values) == len(sequences.ids) and (minus is None or minus.shape == values.shape)
         ctx.sequences, ctx.mean, ctx.dtype = sequences, mean, values.dtype
-        num_sequences = len(sequences.offsets) - 1
+        num_sequences, rest = len(sequences.offsets) - 1, values.shape[1:]
         if not len(values) or not num_sequences:  # no kernel is given nothing to do
-            return values.new_zeros((num_sequences, *values.shape[1:]), dtype=torch.float64)
-        total: Tensor = _code(sequences).reduce(values, minus, sequences, mean=mean)
-        return total
+            return values.new_zeros((num_sequences, *rest), dtype=torch.float64)
+        if sequences.implementation == "triton":
+            from gapo_megatron.logprob import triton_sequences
+
+            total: Tensor = triton_sequences.reduce(values, minus, sequences, mean=mean)
+            return total
+        values = values.double()
+        if minus is not None:
+            values = values - minus.double()
+        if sequences.order is not None:
+            values = values[sequences.order]
+        # Unlike `index_add` on a GPU, which adds in the order in which threads arrive. Always of
+        # two dimensions, of which a thread adds one sequence's rows one by one: of one dimension a
+        # GPU reads several rows at once, if a sequence begins at an aligned address, and adds in an
+        # order that depends on it, that is, on what is packed before.
+        total = torch.segment_reduce(
+            values.reshape(len(values), -1),
+            "sum",
+            offsets=sequences.offsets,
+            unsafe=True,
+            initial=0,
+        ).reshape(-1, *rest)
+        return total / sequences.counts.clamp(min=1) if mean else total
 
     @staticmethod
     @once_differentiable
@@ -96,42 +114,11 @@ class _Reduce(torch.autograd.Function):
         sequences: Sequences = ctx.sequences
         if not len(sequences.ids):
             return grad.new_zeros((0, *grad.shape[1:]), dtype=ctx.dtype), None, None, None
-        by_row = _code(sequences).spread(grad, sequences, mean=ctx.mean, dtype=ctx.dtype)
-        return by_row, None, None, None
+        if sequences.implementation == "triton":
+            from gapo_megatron.logprob import triton_sequences
 
-
-def _code(sequences: Sequences) -> Any:
-    """The module with `reduce` and `spread`."""
-    name = {"torch": "sequences", "triton": "triton_sequences"}[sequences.implementation]
-    return importlib.import_module(f"gapo_megatron.logprob.{name}")
-
-
-def reduce(values: Tensor, minus: Tensor | None, sequences: Sequences, *, mean: bool) -> Tensor:
-    """Sum or mean [B, ...] float64 of values - minus over each sequence's rows; T and B positive.
-
-    Args:
-        values: [T, ...] float32 or float64; [T] for a mean.
-        minus: likewise; None: 0.
-        sequences: the rows of each sequence.
-        mean: divide by the number of rows.
-    """
-    values = values.double()
-    if minus is not None:
-        values = values - minus.double()
-    if sequences.order is not None:
-        values = values[sequences.order]
-    # Unlike `index_add` on a GPU, which adds in the order in which threads arrive. Always of two
-    # dimensions, of which a thread adds one sequence's rows one by one: of one dimension a GPU
-    # reads several rows at once, if a sequence begins at an aligned address, and adds in an order
-    # that depends on it, that is, on what is packed before.
-    columns = values.reshape(len(values), -1)
-    total = torch.segment_reduce(columns, "sum", offsets=sequences.offsets, unsafe=True, initial=0)
-    total = total.reshape(-1, *values.shape[1:])
-    return total / sequences.counts.clamp(min=1) if mean else total
-
-
-def spread(grad: Tensor, sequences: Sequences, *, mean: bool, dtype: torch.dtype) -> Tensor:
-    """Gradients [T, ...] of rows from those of sequences [B, ...] float64, rounded once."""
-    if mean:
-        grad = grad / sequences.counts.clamp(min=1)
-    return grad.to(dtype)[sequences.ids]
+            by_row = triton_sequences.spread(grad, sequences, mean=ctx.mean, dtype=ctx.dtype)
+            return by_row, None, None, None
+        if ctx.mean:
+            grad = grad / sequences.counts.clamp(min=1)
+        return grad.to(ctx.dtype)[sequences.ids], None, None, None  # rounded once

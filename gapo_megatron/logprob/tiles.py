@@ -12,8 +12,11 @@ from collections.abc import Iterator
 
 import torch
 
-from gapo_megatron.device.products import float32_products
-from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
+from gapo_megatron.device import float32_products
+
+MAXIMUM, SUM_EXP, TARGET, WEIGHTED = range(4)
+"""Rows of a statistics tensor [3 or 4, R], with z the logits divided by the temperature:
+m = max z; sum exp(z - m); z[label], or 0 where the label is not in it; sum exp(z - m) (z - m)."""
 
 CPU_ROWS = 192
 """Rows of every product of the forward pass on a CPU.
@@ -23,9 +26,29 @@ A BLAS library chooses kernels, and with them the rounding, by the number of row
 nothing over. Smaller ones are slower.
 """
 
-
 KEPT_BYTES = 2**28
 """Most logits that a forward pass on a CPU keeps for its backward pass."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of logits, statistics and gradient sums for inputs of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_stats(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Merge statistics [3 or 4, R] over two disjoint sets of columns, which may be empty."""
+    maximum = torch.maximum(first[MAXIMUM], second[MAXIMUM])
+    merged = torch.zeros_like(first)
+    merged[MAXIMUM] = maximum
+    for part in (first, second):
+        # An empty set has m = -inf and sums of 0, which stay 0 with any finite shift.
+        shift = torch.where(part[MAXIMUM] == -torch.inf, 0, part[MAXIMUM] - maximum)
+        scale = shift.exp()
+        merged[SUM_EXP] += scale * part[SUM_EXP]
+        merged[TARGET] += part[TARGET]
+        if len(merged) > WEIGHTED:
+            merged[WEIGHTED] += scale * (part[WEIGHTED] + shift * part[SUM_EXP])
+    return merged
 
 
 def row_multiple(hidden: torch.Tensor) -> int:
@@ -84,7 +107,8 @@ def softmax_stats(
         kept: `room_for_logits`, which receives z of its rows.
 
     Returns:
-        [3 or 4, R] in the accumulation dtype (`statistics`). No collectives.
+        [3 or 4, R] in the accumulation dtype; rows as `MAXIMUM` and the others number them. No
+        collectives.
     """
     num_stats = 4 if with_entropy else 3
     dtype = accumulation_dtype(hidden.dtype)

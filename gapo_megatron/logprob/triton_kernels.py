@@ -21,7 +21,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from gapo_megatron.compat.triton import TensorDescriptor, is_interpreted
-from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, merge_stats
+from gapo_megatron.logprob.tiles import MAXIMUM, WEIGHTED, merge_stats
 from gapo_megatron.logprob.triton_tile import (
     finite,
     label_columns,
@@ -94,7 +94,7 @@ def softmax_stats(
         with_entropy: whether to compute the row WEIGHTED.
 
     Returns:
-        [3 or 4, R] float32, as in `statistics`. No collectives.
+        [3 or 4, R] float32, as in `tiles`. No collectives.
 
     Raises:
         ValueError: H is not a multiple of 16 bytes, or weight's rows are not laid out as such.
@@ -273,7 +273,7 @@ def _stats_kernel(
         sum_exp = scale * sum_exp + tl.sum(exp, axis=1)
         m = new_m
 
-    # In the order of `statistics`.
+    # In the order of `tiles.MAXIMUM` and its like.
     num_stats: tl.constexpr = 4 if WITH_ENTROPY else 3
     out = stats + split * num_stats * num_rows + rows
     inside = rows < num_rows

@@ -1,4 +1,4 @@
-"""The two computations of `Sequences` as Triton kernels, one launch each; see `sequences.reduce`.
+"""The two computations of `Sequences` as Triton kernels, one launch each; see `sequences._Reduce`.
 
 A program takes one sequence, block by block of its rows from its own offset, adds in float64 in
 lanes, and then adds up the lanes in a fixed tree: the order depends on the sequence's rows alone.

@@ -1,10 +1,13 @@
-"""The paper's boxed equation: the upper clip width of a correct rollout by its group's c."""
+"""Bounds of ratios: the paper's clip width by c, and a bound against overflow."""
 
 from __future__ import annotations
 
 import torch
 
 from gapo_megatron.errors import ConfigError
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 4.9e8 is far outside every clip, and its gradient still fits float32."""
 
 
 def upper_clip(
@@ -47,3 +50,15 @@ def upper_clip(
         size = torch.full_like(correct, group_size)
     share = ((size - correct) / (size - 1).clamp(min=1)).clamp(min=0)
     return eps_low + (eps_high_max - eps_low) * share
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Exp of values clamped to +-MAX_LOG_RATIO; the clamp leaves every gradient as it is."""
+    return torch.exp(bound(log_ratio))
+
+
+def bound(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp values to +-MAX_LOG_RATIO; the gradient is 1 everywhere."""
+    # A plain clamp has no gradient outside, so a wrong response beyond it would never be pulled
+    # back. Only the value is bounded; inside the bound the correction is exactly zero.
+    return log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()

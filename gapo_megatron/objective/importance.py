@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from gapo_megatron.logprob import Sequences
-from gapo_megatron.objective.ratio import bounded_exp
+from gapo_megatron.objective.clipping import bounded_exp
 
 
 def importance_weights(

@@ -21,21 +21,19 @@ that nearly cancel. So it is accumulated in float64, which costs nothing compare
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gapo_megatron.config.methods import Method
-from gapo_megatron.device.flags import Flags
-from gapo_megatron.errors import ConfigError, DivergenceError, shown
+from gapo_megatron.device import Flags
+from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.logprob import Sequences
-from gapo_megatron.objective.clipping import upper_clip
+from gapo_megatron.objective.clipping import bound, upper_clip
 from gapo_megatron.objective.families import Family, LossInputs, LossResult, find_family
 from gapo_megatron.objective.families.base import CLIP
 from gapo_megatron.objective.families.clipped import clipped_loss
-from gapo_megatron.objective.off_policy_mask import is_off_policy
-from gapo_megatron.objective.ratio import bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,10 +102,16 @@ def policy_loss(
     Source: equations (gapo_objective), (gspo_ratio); aggregation in section 4.1, training details.
     """
     sequences = Sequences.of(sequence_ids, len(advantages))
-    assert len(sequences.offsets) == len(advantages) + 1, "sequences and advantages differ"
-    _check_shapes(log_probs, old_log_probs, sequences.ids, advantages, num_correct)
+    assert log_probs.dim() == 1 and log_probs.shape == old_log_probs.shape == sequences.ids.shape, (
+        f"log_probs {tuple(log_probs.shape)}, old_log_probs {tuple(old_log_probs.shape)} and "
+        f"sequence_ids {tuple(sequences.ids.shape)} must have one entry per response token"
+    )
+    assert advantages.shape == num_correct.shape == (len(sequences.offsets) - 1,), (
+        f"advantages {tuple(advantages.shape)} and num_correct {tuple(num_correct.shape)} must "
+        "have one entry per sequence"
+    )
     _flag_not_finite(flags, log_probs, old_log_probs, sequences.ids, advantages)
-    tokens = _tokens(
+    tokens = _inputs(
         log_probs, old_log_probs, sequences, advantages, num_correct, group_size, method
     )
     if widths is not None:
@@ -115,21 +119,23 @@ def policy_loss(
     denominators = _denominators(
         tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
     )
-    sums, metrics = _evaluate(tokens)
-    kept = metrics.pop("gradient_mass_kept")
-    mass = metrics.pop("gradient_mass")
+    # Without rows every family's loss is 0, and user code may take a maximum of nothing.
+    family = find_family(method) if len(log_probs) else clipped_loss
+    sums, given = family(tokens)
+    sums, clip = _clip(family, tokens, sums, given)
     if tokens.per_token:
         share = 1 / denominators[tokens.sequence_ids]
     else:
         share = tokens.counts / denominators
+    mass, kept = clip["gradient_mass"], clip["gradient_mass_kept"]
     return PolicyLoss(
         loss=(sums / denominators).sum(),
-        ratio=metrics.pop("ratio"),
-        clipped=metrics.pop("clipped"),
+        ratio=clip["ratio"],
+        clipped=clip["clipped"],
         gradient_mass=mass * share,
         gradient_mass_lost=(mass - kept).clamp(min=0) * share,
         per_token=tokens.per_token,
-        metrics=metrics,
+        metrics={name: value.detach() for name, value in given.items() if name not in CLIP},
     )
 
 
@@ -158,14 +164,15 @@ def decide(
         Log of each ratio, float64, and whether it is clipped, bool, never where A = 0: both [B], or
         [T] of a token ratio. Detached, no collectives, nothing waits for the device.
     """
-    tokens = _tokens(
+    tokens = _inputs(
         log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
     )
-    _, metrics = _evaluate(tokens)
-    return metrics["ratio"].log(), metrics["clipped"]
+    family = find_family(method) if len(log_probs) else clipped_loss
+    _, clip = _clip(family, tokens, *family(tokens))
+    return clip["ratio"].log(), clip["clipped"]
 
 
-def _tokens(
+def _inputs(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     sequence_ids: torch.Tensor | Sequences,
@@ -200,62 +207,36 @@ def _tokens(
     )
 
 
-def _evaluate(tokens: LossInputs) -> LossResult:
-    """The family's loss and its metrics, with the ratio and what it has left to be derived.
+def _clip(
+    family: Family, tokens: LossInputs, sums: torch.Tensor, given: Mapping[str, torch.Tensor]
+) -> LossResult:
+    """What a family's loss is after the off-policy mask, and `CLIP` with the ratio, detached.
 
-    Sequences that the off-policy mask drops have no loss, and count as clipped.
+    Metrics that the family has not given are derived. The mask (OPSM) drops wrong responses that
+    became much less likely, in any family:
+
+        M_i = 0 where A_i < 0 and mean_t(old_log_probs - log_probs) > delta, else 1
+
+    M_i multiplies the loss of sequence i, and carries no gradient. Denominators still count dropped
+    responses, and they count as clipped. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, as
+    given by two transcriptions; slime, miles and TRL implement it. delta is 1e-4 in slime and
+    miles, TRL suggests 0.5; the report gives no value.
     """
-    method, has_rows = tokens.method, len(tokens.log_probs) > 0
-    # Without rows every family's loss is 0, and user code may take a maximum of nothing.
-    family = find_family(method) if has_rows else clipped_loss
-    sums, given = _checked(family(tokens), tokens)
-    metrics = {name: value.detach() for name, value in given.items()}
+    clip = {name: given[name].detach() for name in CLIP if name in given}
     with torch.no_grad():
-        metrics["ratio"] = ratio = tokens.ratio()
-        metrics.setdefault("gradient_mass", tokens.per_ratio(tokens.advantages).abs() * ratio)
-    if "clipped" not in metrics:
-        metrics = _clip_of_gradient(family, tokens) | metrics
-    clipped = metrics["clipped"]
-    metrics.setdefault("gradient_mass_kept", torch.where(clipped, 0, metrics["gradient_mass"]))
-    if method.off_policy_mask is not None:
-        is_kept = ~is_off_policy(tokens)
+        clip["ratio"] = ratio = tokens.ratio()
+        clip.setdefault("gradient_mass", tokens.per_ratio(tokens.advantages).abs() * ratio)
+    if "clipped" not in clip:
+        clip = _clip_of_gradient(family, tokens) | clip
+    clip.setdefault("gradient_mass_kept", torch.where(clip["clipped"], 0, clip["gradient_mass"]))
+    if (delta := tokens.method.off_policy_mask) is not None:
+        fall = -tokens.sequences.log_ratio(tokens.log_probs.detach(), tokens.old_log_probs)
+        is_kept = ~((tokens.advantages < 0) & (fall > delta))
         kept = tokens.per_ratio(is_kept)
         sums = torch.where(is_kept, sums, 0)
-        metrics["clipped"] = clipped | ~kept
-        metrics["gradient_mass_kept"] = torch.where(kept, metrics["gradient_mass_kept"], 0)
-    return sums, metrics
-
-
-def _checked(result: Any, tokens: LossInputs) -> LossResult:
-    """What a family has returned. ConfigError: it is not what `LossResult` says."""
-    where = f"family of objective.method ({tokens.method.family!r})"
-    match result:
-        case torch.Tensor() as sums, dict() as metrics:
-            pass
-        case _:
-            kind = type(result).__name__
-            raise ConfigError(f"{where} returned a {kind}; it must return (tensor, dict)")
-    if sums.shape != tokens.advantages.shape:
-        raise ConfigError(
-            f"{where}: the loss has shape {tuple(sums.shape)}; it must be [B], "
-            f"{tuple(tokens.advantages.shape)}"
-        )
-    learns = torch.is_grad_enabled() and tokens.log_probs.requires_grad
-    if learns and not sums.requires_grad:
-        raise ConfigError(f"{where}: the loss has no gradient; it must depend on log_probs")
-    shape = tuple((tokens.sequence_ids if tokens.per_token else tokens.advantages).shape)
-    for name, value in metrics.items():
-        if not isinstance(value, torch.Tensor) or name == "ratio":
-            raise ConfigError(
-                f"{where}: metric {name!r} ({shown(value)}) must be a tensor, and not be 'ratio'"
-            )
-        is_bool = value.dtype == torch.bool
-        if name in CLIP and (tuple(value.shape) != shape or is_bool != (name == "clipped")):
-            raise ConfigError(
-                f"{where}: {name} is {value.dtype} {tuple(value.shape)}; it must be "
-                f"{'bool' if name == 'clipped' else 'float'}, shaped like the ratio, {shape}"
-            )
-    return sums, metrics
+        clip["clipped"] = clip["clipped"] | ~kept
+        clip["gradient_mass_kept"] = torch.where(kept, clip["gradient_mass_kept"], 0)
+    return sums, clip
 
 
 def _clip_of_gradient(family: Family, tokens: LossInputs) -> dict[str, torch.Tensor]:
@@ -311,23 +292,6 @@ def _denominators(
     if max_response_tokens is None:
         raise ConfigError(f"aggregation {method.aggregation!r} needs max_response_tokens")
     return torch.full_like(counts, num_sequences * max_response_tokens, dtype=torch.float64)
-
-
-def _check_shapes(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sequence_ids: torch.Tensor,
-    advantages: torch.Tensor,
-    num_correct: torch.Tensor,
-) -> None:
-    assert log_probs.dim() == 1 and advantages.dim() == 1
-    assert log_probs.shape == old_log_probs.shape == sequence_ids.shape, (
-        f"log_probs {tuple(log_probs.shape)}, old_log_probs {tuple(old_log_probs.shape)} and "
-        f"sequence_ids {tuple(sequence_ids.shape)} must have one entry per response token"
-    )
-    assert num_correct.shape == advantages.shape, (
-        f"num_correct {tuple(num_correct.shape)} and advantages {tuple(advantages.shape)}"
-    )
 
 
 def _flag_not_finite(

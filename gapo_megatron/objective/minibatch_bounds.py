@@ -32,7 +32,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gapo_megatron.config.methods import Method
-from gapo_megatron.objective.ratio import MAX_LOG_RATIO
+from gapo_megatron.objective.clipping import MAX_LOG_RATIO
 
 HIGH_STEP, HIGH_END = 0.05, 3.0
 LOW_STEP, LOW_END = 0.02, 0.9
@@ -70,7 +70,7 @@ def second_moment_bounds(
 
     Tokens of equal |log r| are treated alike: if Alg. 1 removes one of them, all are removed. The
     threshold is halfway between the last kept and the first removed token, so that rounding of exp
-    does not matter. Log-ratios are clamped to +-`ratio.MAX_LOG_RATIO`, as in the loss.
+    does not matter. Log-ratios are clamped to +-`clipping.MAX_LOG_RATIO`, as in the loss.
 
     Args:
         log_ratio: [T] float64.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.device.transfer import to_device
+from gapo_megatron.device import to_device
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.types import Microbatch
 
@@ -52,8 +52,6 @@ def cut(whole: Microbatch, groups: ParallelGroups) -> Microbatch:
         whole: the same on all ranks of the context parallel group.
         groups: this rank's parallel groups.
     """
-    if groups.cp_size == 1:
-        return whole
     held = held_positions(whole.cu_seqlens, cp_rank=groups.cp_rank, cp_size=groups.cp_size)
     place = torch.full_like(whole.tokens[0], -1)
     place[held] = torch.arange(len(held), device=held.device)
@@ -83,7 +81,7 @@ def to_rank(
         num_shards: number of sequence parallel ranks; divides the positions.
         device: device of the result.
     """
-    part = cut(whole, groups)
+    part = cut(whole, groups) if groups.cp_size > 1 else whole
     starts = np.arange(num_shards + 1) * (part.tokens.shape[1] // num_shards)
     row_edges = np.searchsorted(part.row_index.numpy(), starts)
     tensors = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.device.products import float32_products
+from gapo_megatron.device import float32_products
 from gapo_megatron.policy.model import PolicyModel, build_model
 from gapo_megatron.policy.policy import Policy
 

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from gapo_megatron.device.products import float32_products
+from gapo_megatron.device import float32_products
 
 Parallel = Literal["column", "row", "whole", "expert"]
 

@@ -258,13 +258,14 @@ class PolicyModel(HiddenStatesModel):
             hf_config, device, config.params_dtype
         )
         self.hf_config = hf_config
+        self.geometry = geometry_of(hf_config)
         self.rules = rules_for(hf_config)
         self.unpadded_vocab_size = vocab_size = hf_config.vocab_size
         super().__init__(
             config=config,
             transformer_layer_spec=_layer_spec(
                 config,
-                geometry_of(hf_config),
+                self.geometry,
                 layers,
                 transformer_engine=self.uses_transformer_engine,
             ),
@@ -279,7 +280,7 @@ class PolicyModel(HiddenStatesModel):
         )
         self.rotary = Rotary.of(hf_config, device, config.params_dtype)
         if self.uses_transformer_engine:
-            if geometry_of(hf_config).latent is None:  # else the layers have their own
+            if self.geometry.latent is None:  # else the layers have their own
                 set_rotary_frequencies(self, self.rotary.frequencies)
                 share_rotary_tables(self.rotary_pos_emb)
             fuse_weight_gradients(self)
@@ -292,7 +293,7 @@ class PolicyModel(HiddenStatesModel):
         for module in self.modules():
             if isinstance(module, HeadsNorm):
                 module.tp_group = groups.tp_group
-        if self.pre_process and (scale := geometry_of(hf_config).embedding_scale) != 1.0:
+        if self.pre_process and (scale := self.geometry.embedding_scale) != 1.0:
             # Rounded as the weights are, as in transformers and vLLM.
             factor = torch.tensor(scale, dtype=config.params_dtype, device=device)
             self.embedding.register_forward_hook(lambda _, __, hidden: hidden * factor)
@@ -338,7 +339,7 @@ class PolicyModel(HiddenStatesModel):
         """The layout of a micro-batch in the form that this model's layers expect."""
         if self.uses_transformer_engine:
             angles = None
-            if geometry_of(self.hf_config).latent is not None:
+            if self.geometry.latent is not None:
                 angles = self.rotary.angles(microbatch.position_ids)
             packed: PackedSeqParams = PackedAngles(
                 qkv_format="thd",
@@ -357,9 +358,10 @@ class PolicyModel(HiddenStatesModel):
                 rotary=self.rotary,
                 dtype=self.config.params_dtype,
                 cp_group=self.cp_group,
-                window=geometry_of(self.hf_config).window,
+                window=self.geometry.window,
             )
-        set_choice(packed, microbatch.choose_experts)
+        if microbatch.choose_experts is not None:
+            set_choice(packed, microbatch.choose_experts)
         return packed
 
 

@@ -16,7 +16,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from gapo_megatron.compat import apex, megatron_optimizer, transformer_engine
 from gapo_megatron.compat.megatron_optimizer import (
     CHECKPOINT_METADATA,
-    clip_and_step,
     create_state,
     gather_in_pieces,
     gather_state,
@@ -39,8 +38,6 @@ __all__ = [
     "inner_optimizers",
     "learning_rate",
     "load_state",
-    "set_learning_rate",
-    "step",
     "wrap_model",
 ]
 
@@ -208,14 +205,3 @@ def learning_rate(config: OptimizerConfig, num_updates: int) -> float:
         return floor
     share = 1 - x if config.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2
     return floor + (peak - floor) * share
-
-
-def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:
-    """Set the learning rate of every parameter group for the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-def step(optimizer: MegatronOptimizer, *, grad_norm: float, clip_grad: float) -> None:
-    """Clip to `clip_grad` and update the weights; needs reduced gradients, a finite `grad_norm`."""
-    clip_and_step(optimizer, grad_norm=grad_norm, max_norm=clip_grad)

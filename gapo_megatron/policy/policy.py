@@ -106,7 +106,8 @@ class Policy:
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         self.reduction = GradientReduction(model) if config.parallel.overlap_grad_reduce else None
         self._num_shards = groups.tp_size if config.parallel.sequence_parallel else 1
-        align = fp8_multiple(config.model) * num_chunks(groups.cp_size)
+        self._sequence_align = num_chunks(groups.cp_size)
+        align = fp8_multiple(config.model) * self._sequence_align
         self.sequence_multiple = self._num_shards * align
         self._model_settings = config.model
         self.exported = exported_by(config, self.hf_config, num_ranks=groups.world_size)
@@ -185,7 +186,7 @@ class Policy:
             batch,
             indices,
             align=self.sequence_multiple,
-            sequence_align=num_chunks(self.groups.cp_size),
+            sequence_align=self._sequence_align,
             vocab_size=self.hf_config.vocab_size,
             for_loss=self.groups.is_last_stage,
             device="cpu",

@@ -12,7 +12,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.learn.checks.carry import carry
-from gapo_megatron.learn.share import DataParallelRanks, bring_tokens
+from gapo_megatron.learn.plan import DataParallelRanks, bring_tokens
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import Rollouter

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from gapo_megatron import exchange
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.adapter_sync import Sending, low_rank_adapter
 from gapo_megatron.rollout.sync import score_probe

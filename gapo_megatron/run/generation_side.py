@@ -18,8 +18,7 @@ from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.learn.plan import plan_step, rounding_share
-from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.learn.plan import DataParallelRanks, plan_step, rounding_share
 from gapo_megatron.models.lora import FactorRules, in_pairs, rules_of
 from gapo_megatron.models.rules import split_all
 from gapo_megatron.objective import make_batch

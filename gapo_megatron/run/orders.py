@@ -42,7 +42,7 @@ class Order:
     source_state: Mapping[str, Any] | None = None
     """`begin`: data position of the next problems."""
     dp_ranks: Sequence[int] = ()
-    """`begin` with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
+    """`begin` with `scorers`: `learn.plan.DataParallelRanks` of the trainers."""
     scorers: Sequence[int] = ()
     has_open_groups: bool = False
     """`begin`: whether groups of a checkpoint follow (`run.open_groups`)."""

@@ -29,7 +29,7 @@ from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.io.run_folder import VERIFIERS_FOLDER, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.checks.range_check import check_range
-from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.export import exported_by

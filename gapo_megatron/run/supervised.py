@@ -28,8 +28,8 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.formats.weights import write_hf
 from gapo_megatron.learn.checks.range_check import check_range
-from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.score import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize

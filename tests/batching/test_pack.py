@@ -8,7 +8,6 @@ from gapo_megatron.batching import pack, unpack
 from gapo_megatron.errors import DataError
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import LossMicrobatch
-from tests.batches import readable
 from tests.messages import mentions
 
 lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -75,38 +74,6 @@ def test_every_row_predicts_its_label(pairs, align, data):
         assert len(bounds) == len(chosen) + 1
     assert packed.max_seqlen == longest
     assert packed.indices == tuple(chosen)
-
-
-def test_types_are_those_of_the_contract():
-    packed = pack(make([(2, 3)]), [0], device=torch.device("cpu"))
-    assert packed.tokens.shape == packed.position_ids.shape == (1, 4)
-    assert packed.cu_seqlens.dtype == torch.int32
-    for tensor in (packed.tokens, packed.position_ids, packed.row_index, packed.labels):
-        assert tensor.dtype == torch.int64
-    assert packed.sequence_ids.dtype == torch.int64
-    assert packed.row_index.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("align", [1, 4])
-def test_nothing_to_compute_is_a_microbatch_too(align):
-    """A rank without work takes part in every collective with padding, and scores no row."""
-    packed = pack(make([(2, 3)]), (), align=align, device="cpu")
-    assert packed.tokens.shape == (1, align)
-    assert packed.cu_seqlens.tolist() == [0, align]
-    assert packed.max_seqlen == align
-    assert len(packed.row_index) == len(packed.labels) == len(packed.sequence_ids) == 0
-    assert packed.row_index.dtype == packed.labels.dtype == torch.int64
-    assert packed.indices == ()
-
-
-def test_the_batch_is_left_alone():
-    batch = make([(2, 3), (1, 1)])
-    before = readable(batch)
-    packed = pack(batch, [0, 1], align=4, device="cpu")
-    packed.tokens.zero_()
-    packed.labels.zero_()
-    packed.rollout_log_probs.fill_(1)
-    assert readable(batch) == before
 
 
 @pytest.mark.parametrize("pair", [(0, 3), (3, 0)])

@@ -23,7 +23,7 @@ from transformers import (
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.formats.weights import read_hf
-from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import Scored
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import ParallelGroups, Policy, initialize
 from gapo_megatron.policy.attention import PackedAttention

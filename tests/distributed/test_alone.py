@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.compat.megatron_optimizer import clip_and_step
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.rules import Rule, find_rule, shard_size
-from gapo_megatron.policy import Policy, destroy, optimizer
+from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.policy.export import find_locations
 from gapo_megatron.policy.lora import Lora
 from tests.dist import SOAK, run_distributed, single_rank
@@ -154,7 +155,7 @@ def train_alone(policy: Policy, layout: Layout) -> dict[str, Alone]:
             prepare()
             norm = float(policy.optimizer.get_grad_norm())
             settings = policy.optimizer_settings
-            optimizer.step(policy.optimizer, grad_norm=norm, clip_grad=settings.clip_grad)
+            clip_and_step(policy.optimizer, grad_norm=norm, max_norm=settings.clip_grad)
             steps = {name: parameter.detach() - before[name] for name, parameter in own.items()}
             found[kind] = Alone(norm, {name: gradients[name] for name in own}, steps)
         return bool(prepare())

@@ -13,7 +13,7 @@ import torch
 
 from gapo_megatron.batching import pack
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.learn import forward
+from gapo_megatron.learn import score as score_module
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import destroy
@@ -42,7 +42,7 @@ def sequence_that_is_named(folder: Path, poisoned: int) -> str:
         return token_log_probs(hidden.index_fill(0, bad, torch.nan), *args, **options)
 
     try:
-        with patch.object(forward, "token_log_probs", with_nan):
+        with patch.object(score_module, "token_log_probs", with_nan):
             log_probs(policy, [microbatch])
     except DivergenceError as error:
         return str(error)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.learn import update as step
-from gapo_megatron.learn.forward import Scored
-from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.score import Scored, log_probs
 from gapo_megatron.learn.update import update
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import destroy

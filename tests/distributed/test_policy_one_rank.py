@@ -20,8 +20,7 @@ from gapo_megatron.compat.megatron import share_rotary_tables
 from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
-from gapo_megatron.learn.forward import Scored
-from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.score import Scored, log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import find_rule

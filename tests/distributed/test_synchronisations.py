@@ -22,8 +22,8 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.checks.carry import carry
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.models.tables import geometry_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.config import Config
-from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import Scored
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for

@@ -300,36 +300,6 @@ def test_kl_and_entropy_count_for_every_sequence(
             assert f"loss/{name}" not in report.metrics
 
 
-def test_importance_weights_count_in_the_loss_alone(folder: Path) -> None:
-    largest = 1.25
-    # An engine whose log-probs are on both sides of the trainer's.
-    log_probs = [ROLLOUTS.rollout_log_probs[i] - 2.5 for i in ROLLOUTS.rows_here]
-    sampled = with_columns(ROLLOUTS, rollout_log_probs=log_probs)
-    report = step(folder, sampled, num_steps=2, objective={"importance_weight_max": largest})
-    config = make_config(folder, objective={"importance_weight_max": largest})
-    updates = report.updates[NUM_MINIBATCHES:]
-    old = load_model(folder, updates[0].weights)
-    weights: list[float] = []
-    for number, (update, part) in enumerate(zip(updates, minibatches(sampled), strict=True)):
-        model = load_model(folder, update.weights)
-        expected = expected_update(model, part, old=old, config=config)
-        weights += expected.importance_weights.values()
-        assert_update(update, expected, start=number * len(part))
-    # Some are cut off, and some are small.
-    assert max(weights) == largest and min(weights) < 0.9
-    found = report.metrics["mismatch/importance_weight"]
-    assert found == pytest.approx(np.mean(weights), rel=1e-5)
-    cut = np.mean([weight == largest for weight in weights])
-    assert report.metrics["mismatch/importance_weight_cut"] == pytest.approx(cut)
-    unweighted = step(folder)
-    assert "mismatch/importance_weight" not in unweighted.metrics
-    weighted = step(folder, sampled, objective={"importance_weight_max": largest})
-    advantages = [name for name in unweighted.metrics if "/advantage/" in name]
-    assert advantages and all(
-        weighted.metrics[name] == unweighted.metrics[name] for name in advantages
-    )
-
-
 def test_a_batch_without_advantage_moves_nothing(folder: Path) -> None:
     rollouts = make_judged(("wwww", "cccc", "wwwu", "uuuu"))
     report = step(folder, rollouts, optimizer={"weight_decay": 0.1})
@@ -378,23 +348,3 @@ def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
     # Nor does it count as wrong.
     wrong = make_judged((*VERDICTS[:2], "cwwc", *VERDICTS[3:]), seed=1)
     assert step(folder, wrong).updates[0].loss != step(folder).updates[0].loss
-
-
-def test_an_unknown_verdict_narrows_the_clip_of_its_group(folder: Path) -> None:
-    """k counts the group's valid rollouts: at c = 2 the clip is narrower for k = 3 than for 4."""
-
-    def judged(letters: str) -> Rollouts:
-        return make_judged((*VERDICTS[:5], letters, *VERDICTS[6:]), seed=1)
-
-    start = 5 * GROUP_SIZE
-    ratios = step(folder, judged("ccuw")).updates[1].ratios
-    deviation, highest = max((ratios[start + i] - 1, i) for i in (0, 1))
-    assert deviation > 1e-4
-    # The first update knows no clip, so the same ratio comes back. eps_high(2) is eps_low plus 1/2
-    # of the range at k = 3 and plus 2/3 at k = 4: 0.9 and 1.13 of the deviation.
-    widths = {"eps_low": 0.2 * deviation, "eps_high_max": 1.6 * deviation}
-    update = step(folder, judged("ccuw"), objective=widths).updates[1]
-    assert update.ratios[start + highest] == ratios[start + highest]
-    assert update.clipped[start + highest]
-    whole = step(folder, judged("ccww"), objective=widths).updates[1]
-    assert not whole.clipped[start + highest]

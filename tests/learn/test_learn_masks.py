@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +21,6 @@ from tests.learn_setup import (
     minibatches,
     put_in_masked,
     run_learn,
-    with_columns,
 )
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -68,16 +66,3 @@ def test_what_stands_at_a_masked_token_is_never_read(
     folder: Path, rollouts: Rollouts, report: Report
 ) -> None:
     assert_same_bits(step(folder, put_in_masked(rollouts, -7.5)), report)
-
-
-def test_masks_of_sampled_tokens_alone_change_no_bit(folder: Path) -> None:
-    rollouts = carry_some(make_judged(), make_config(folder))
-    masks = [np.ones(len(rollouts.response_ids[i]), dtype=bool) for i in rollouts.rows_here]
-    all_sampled = with_columns(rollouts, response_masks=masks)
-    assert_same_bits(step(folder, all_sampled), step(folder, rollouts))
-
-
-def test_a_stop_changes_no_bit(
-    folder: Path, rollouts: Rollouts, report: Report, tmp_path: Path
-) -> None:
-    assert_same_bits(step(folder, rollouts, stop_in=tmp_path), report)

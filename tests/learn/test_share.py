@@ -13,8 +13,7 @@ import torch.distributed as dist
 from gapo_megatron.checkpoint import OpenStep, files
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.exchange import GroupChannel
-from gapo_megatron.learn.plan import wanted_sequences
-from gapo_megatron.learn.share import DataParallelRanks, bring_tokens
+from gapo_megatron.learn.plan import DataParallelRanks, bring_tokens
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.sync import first_sequences
 from gapo_megatron.rollouts import COLUMNS, Batch
@@ -53,7 +52,8 @@ def needed(batch: Batch, *, dp_rank: int) -> set[int]:
 
 def wanted_of(batch: Batch, *, every: bool = False) -> list[list[int]]:
     assert batch.plan is not None
-    return wanted_sequences(batch.plan, num_sequences=len(batch), every=every)
+    dp_ranks = tuple(range(len(batch.plan.rounding)))
+    return [[*one] for one in DataParallelRanks(dp_ranks, dp_ranks).wanted(batch, every=every)]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 5])

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.learn import forward
+from gapo_megatron.learn import score as score_module
 from gapo_megatron.learn import update as update_module
-from gapo_megatron.learn.forward import Scored
-from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.score import Scored, log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.logprob import Sequences, token_log_probs
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.loss_scale import LossScale
-from gapo_megatron.policy.pipeline import WithGradients
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     ClippedLoss,
@@ -128,54 +126,6 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
     assert (result.grad_norm == 0) == (clipped is ALL)
 
 
-@pytest.mark.parametrize("clipped", [(), (0, 6), (3, 4), ALL])
-def test_nobody_has_to_ask(folder: Path, groups: ParallelGroups, clipped: Collection[int]) -> None:
-    """Without waiting, every micro-batch with rows has a backward pass, and adds zeros."""
-    policy, other = build(folder, groups), build(folder, groups)
-    passes = count_backward(policy)
-    result = update(policy, MICROBATCHES, ClippedLoss(BATCH, MICROBATCHES, clipped))
-    expected = train(other, clipped)
-    assert len(passes) == 3
-    assert result.outputs == expected.outputs
-    # The order of the head's sums is another: zeros are among them.
-    torch.testing.assert_close(gradients(policy), gradients(other), rtol=1e-4, atol=1e-6)
-    assert (result.grad_norm == 0) == (expected.grad_norm == 0) == (clipped is ALL)
-    if not clipped:
-        assert equal(state(policy), state(other))
-
-
-@pytest.mark.parametrize("skip_inactive", [False, True])
-def test_the_loss_is_differentiated_once(
-    folder: Path, groups: ParallelGroups, skip_inactive: bool
-) -> None:
-    """To find the rows with a gradient, and the backward pass starts from what was found."""
-    times: list[int] = []
-
-    class Watched(ClippedLoss):
-        def __call__(self, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-            value, outputs = super().__call__(scored)
-            value.register_hook(lambda _: times.append(scored.index))
-            return value + 0, outputs
-
-    policy = build(folder, groups)
-    passes = count_backward(policy)
-    loss = Watched(BATCH, MICROBATCHES, (3, 4))
-    update(policy, MICROBATCHES, loss, skip_inactive=skip_inactive)
-    assert sorted(times) == [0, 1, 2, 3]
-    assert len(passes) == (2 if skip_inactive else 3)
-
-
-def test_given_gradients_are_scaled_as_the_loss_is() -> None:
-    first, second, unused = (torch.ones(3, requires_grad=True) for _ in range(3))
-    gradients = [torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.0, 3.0, 0.0]), None]
-    loss = WithGradients.apply(torch.tensor(5.0).double(), gradients, first, second, unused)
-    (8 * loss).backward()
-    assert loss.item() == 5 and loss.dtype == torch.float64
-    found = [leaf.grad.tolist() for leaf in (first, second, unused)]
-    assert found == [[8, 0, -16], [0, 24, 0], [0, 0, 0]]
-    assert first.grad.dtype == torch.float32
-
-
 def test_an_update_without_gradient_never_was(folder: Path, groups: ParallelGroups) -> None:
     """With momenta and decay, which a step of zero gradient would apply."""
     settings = {"weight_decay": 0.1, "schedule": "cosine", "decay_steps": 5}
@@ -208,20 +158,6 @@ def test_a_loss_that_ignores_log_probs_moves_nothing(folder: Path, groups: Paral
     assert equal(state(policy), before) and passes == []
 
 
-def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGroups) -> None:
-    policy = build(folder, groups)
-    passes = count_backward(policy)
-
-    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-        entropy = scored.entropy
-        assert entropy is not None
-        return (entropy[1:2] if scored.index == 1 else entropy * 0).sum(), {}
-
-    result = update(policy, MICROBATCHES, loss, skip_inactive=True, with_entropy=True)
-    assert [outputs["active_rows"].item() for outputs in result.outputs] == [0, 1, 0, 0]
-    assert len(passes) == 1 and result.grad_norm > 0
-
-
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_not_skipped(
@@ -241,20 +177,6 @@ def test_a_loss_that_is_not_finite_is_not_skipped(
     with pytest.raises(DivergenceError, match=r"\bupdate 1\b.*\bnorm\b"):
         update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before) and policy.num_updates == 1
-
-
-def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: ParallelGroups) -> None:
-    """The loss is 0, but the root of 0 has no derivative: NaN is neither zero nor above it."""
-    policy = build(folder, groups)
-    before = state(policy)
-
-    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = scored.log_probs
-        return (log_probs - log_probs.detach()).square().sum().sqrt(), {}
-
-    with pytest.raises(DivergenceError, match=r"\bnorm\b.*\bnan\b"):
-        update(policy, MICROBATCHES, loss)
-    assert equal(state(policy), before)
 
 
 def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
@@ -278,7 +200,7 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
     ):
         found = mentions("micro-batch 1", f"row {row}", "sequence 4", f"hidden[{place}]")
         with (
-            patch.object(forward, "token_log_probs", poisoned),
+            patch.object(score_module, "token_log_probs", poisoned),
             pytest.raises(DivergenceError, match=found),
         ):
             run()
@@ -317,8 +239,8 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
     summed_by: list[str] = []
     policy = build(folder, groups, model={"precision": "bf16", "head": head})
     with (
-        patch.object(forward, "token_log_probs", watched),
-        patch.object(forward, "Sequences", sums),
+        patch.object(score_module, "token_log_probs", watched),
+        patch.object(score_module, "Sequences", sums),
     ):
         train(policy, ())
     assert summed_by == [policy.head] * len(MICROBATCHES)

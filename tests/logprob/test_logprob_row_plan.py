@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.device.flags import Flags
+from gapo_megatron.device import Flags
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.logprob import RowPlan, token_log_probs
 from tests.logprob_setup import problem

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from benchmarks.head_instructions import count, disassemble
 from gapo_megatron.logprob import operator, self_check, tiles, triton_kernels
-from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
+from gapo_megatron.logprob.tiles import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
 from gapo_megatron.logprob.triton_kernels import softmax_stats
 from tests import logprob_setup
 from tests.messages import mentions

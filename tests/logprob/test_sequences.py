@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapo_megatron.config.methods import METHODS
-from gapo_megatron.logprob import Sequences, self_check
+from gapo_megatron.logprob import Sequences, self_check, sequences
 from gapo_megatron.objective import diagnostics, policy_loss
 from tests.synchronisations import counted_waits
 
@@ -184,26 +184,24 @@ def test_means_in_any_order_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "what"),
     [
-        ("reduce", lambda total: total.float().double(), "log-ratio is off"),
-        ("reduce", lambda total: total + 1e-3 * torch.rand([]).double(), "bits"),
-        ("spread", lambda rows: rows.roll(1, 0), "gradient of a log-ratio is off"),
-        ("reduce", lambda total: total if total.dim() == 1 else total.flip(1), "sum per sequence"),
-        ("reduce", lambda total: total * torch.nan, ""),
+        ("forward", lambda total: total.float().double(), "log-ratio is off"),
+        ("forward", lambda total: total + 1e-3 * torch.rand([]).double(), "bits"),
+        ("backward", lambda found: (found[0].roll(1, 0), *found[1:]), "gradient of a log-ratio is"),
+        ("forward", lambda total: total if total.dim() == 1 else total.flip(1), "sum per sequence"),
+        ("forward", lambda total: total * torch.nan, ""),
     ],
 )
 def test_the_self_check_finds_what_is_wrong(name: str, change: Any, what: str) -> None:
-    from gapo_megatron.logprob import sequences
-
     cpu = torch.device("cpu")
     assert self_check.find_reduction_fault("torch", cpu) == ""
-    right, turn = getattr(sequences, name), []
+    right, turn = getattr(sequences._Reduce, name), []
 
-    def wrong(*args: Any, **options: Any) -> Tensor:
+    def wrong(*args: Any) -> Any:
         turn.append(name)
-        found = right(*args, **options)
-        expected_run = 2 if name == "reduce" else 1  # calls of the run that it is compared with
+        found = right(*args)
+        expected_run = 2 if name == "forward" else 1  # calls of the run that it is compared with
         return found if len(turn) <= expected_run else change(found)
 
-    with patch.object(sequences, name, wrong):
+    with patch.object(sequences._Reduce, name, staticmethod(wrong)):
         fault = self_check.find_reduction_fault("torch", cpu)
     assert fault and what in fault

@@ -64,16 +64,6 @@ def test_group_size_may_differ_between_sequences():
     assert widths.tolist() == pytest.approx([0.28, 0.28, 0.2 + 0.08 * 4 / 6], abs=1e-15)
 
 
-def test_groups_too_small_to_compare_get_a_finite_width():
-    widths = upper_clip(
-        torch.tensor([0, 0, 1]),
-        group_size=torch.tensor([0, 1, 1]),
-        eps_low=3e-3,
-        eps_high_max=5e-3,
-    )
-    assert bool(((widths >= 3e-3) & (widths <= 5e-3)).all())
-
-
 def test_refuses_one_rollout_and_crossed_widths():
     with pytest.raises(ConfigError, match=r"\bgroup_size\b.*\b1\b"):
         upper_clip(torch.tensor([1]), group_size=1, eps_low=3e-3, eps_high_max=5e-3)

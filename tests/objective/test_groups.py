@@ -50,30 +50,6 @@ def test_advantages_match_the_reference(rows, normalize_std, gamma):
         assert got == pytest.approx(expected, abs=1e-14)
 
 
-@pytest.mark.parametrize("c", range(1, 8))
-def test_a_correct_rollout_gets_the_share_that_is_wrong(c):
-    rewards = torch.tensor([[1.0] * c + [0.0] * (8 - c)])
-    advantages = group_advantages(rewards)[0]
-    assert advantages[:c].tolist() == [(8 - c) / 8] * c
-    assert advantages[c:].tolist() == [-c / 8] * (8 - c)
-
-
-@given(rows=verdict_rows, normalize_std=st.booleans())
-def test_a_group_sums_to_zero(rows, normalize_std):
-    advantages = group_advantages(torch.tensor(rows), normalize_std=normalize_std)
-    # 16 float64 roundings of numbers below 4.
-    assert advantages.sum(dim=1).abs().max() < 1e-13
-
-
-@pytest.mark.parametrize("normalize_std", [False, True])
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3])
-def test_equal_rewards_say_exactly_nothing(reward, normalize_std):
-    """Nine times 0.1 divided by 9 is not 0.1: a zero found by subtraction would not be zero."""
-    rewards = torch.full((1, 9), reward, dtype=torch.float64)
-    advantages = group_advantages(rewards, normalize_std=normalize_std, focal_gamma=1.0)
-    assert bool((advantages == 0).all())
-
-
 WEIGHTS = [0.3, 0.5, 0.15, 1 / 3, 0.1, 0.7, 1e-3]
 
 
@@ -133,31 +109,6 @@ def test_unknown_is_not_wrong():
     assert (num_correct.tolist(), group_size.tolist()) == ([1], [3])
 
 
-@pytest.mark.parametrize("row", [[NAN, NAN, NAN], [1.0, NAN, NAN], [0.0, NAN, NAN]])
-def test_fewer_than_two_valid_rollouts_say_nothing(row):
-    advantages = group_advantages(torch.tensor([row]), normalize_std=True, focal_gamma=0.5)
-    assert advantages.tolist() == [[0.0, 0.0, 0.0]]
-
-
-def test_standard_deviation_is_the_sample_one():
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize_std=True)
-    # sqrt of (0.75^2 + 3 * 0.25^2) / 3 is 0.5; exact in float64.
-    assert advantages[0].tolist() == [1.5, -0.5, -0.5, -0.5]
-
-
-def test_focal_shaping_shrinks_easy_groups():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
-    plain = group_advantages(rewards)
-    shaped = group_advantages(rewards, focal_gamma=2.0)
-    assert torch.equal(shaped, plain * torch.tensor([[0.75**2], [0.25**2]]))
-
-
-def test_counts_are_integers():
-    num_correct, group_size = group_counts(torch.tensor([[1.0, 1.0], [0.0, NAN]]))
-    assert num_correct.dtype == group_size.dtype == torch.int64
-    assert (num_correct.tolist(), group_size.tolist()) == ([2, 0], [2, 1])
-
-
 def test_refuses_what_is_not_a_group():
     with pytest.raises(ConfigError, match=r"batch\.rollouts_per_prompt\b.*\b1\b"):
         group_advantages(torch.ones(3, 1))
@@ -208,14 +159,6 @@ def test_a_batch_needs_no_tokens():
     assert (part.table == whole.table).all() and part.rows_here == [1]
     for name in ("advantages", "num_correct", "group_size", "valid"):
         assert getattr(part, name).equal(getattr(whole, name)), name
-
-
-def test_the_method_decides_the_advantages():
-    groups, verdicts = [group("a", *[[1]] * 4)], ["cwww"]
-    raw = batch_of(groups, verdicts).advantages
-    assert raw.tolist() == [0.75, -0.25, -0.25, -0.25]
-    assert torch.equal(batch_of(groups, verdicts, "dapo").advantages, 2 * raw)
-    assert torch.equal(batch_of(groups, verdicts, "f_gspo").advantages, 0.75 * raw)
 
 
 def test_bad_rollouts_are_named():

@@ -140,25 +140,6 @@ def test_balanced_bounds_are_those_of_the_algorithm(tokens, share):
     )
 
 
-@pytest.mark.parametrize(
-    ("log_ratio", "advantages", "expected"),
-    [
-        # 1.2 / 2.2 already.
-        ([math.log(2), 0.0], [1.0, -1.0], (0.4, 0.2)),
-        # c_high / (c_high + 2.2) >= 0.4 from 1.4667 on: 1.5.
-        ([math.log(2), math.log(2.2)], [1.0, -1.0], (0.4, 0.5)),
-        # 2 / (2 + 9): c_high to its end, then c_low to its own.
-        ([math.log(2), math.log(9)], [1.0, -1.0], (0.1, 2.0)),
-        ([0.3], [-1.0], (0.1, 2.0)),
-        ([0.3], [1.0], (0.4, 0.2)),
-    ],
-)
-def test_balanced_by_hand(log_ratio, advantages, expected):
-    tokens = np.array(log_ratio), np.array(advantages)
-    found = balanced_bounds(*tokens, np.ones(len(log_ratio)), 0.4, START)
-    assert found == pytest.approx(expected, abs=1e-12)
-
-
 def test_balanced_counts_tokens_by_their_probability():
     log_ratio, advantages = np.array([0.0, 0.0]), np.array([1.0, -1.0])
     even = find_bounds(log_ratio, advantages, np.array([-1.0, -1.0]), BAPO)
@@ -174,25 +155,3 @@ def test_bounds_have_the_same_bits_in_any_order_of_tokens(tokens, seed):
         assert find_bounds(*tokens, method) == find_bounds(*tokens[:, order], method)
         active = tokens[:, tokens[1] != 0]
         assert find_bounds(*tokens, method) == find_bounds(*active, method)
-
-
-@settings(max_examples=60, deadline=None)
-@given(tokens=minibatches(min_size=1))
-def test_balanced_bounds_cut_what_lies_beyond_them(tokens):
-    log_ratio, advantages, _ = tokens
-    widths = find_bounds(*tokens, BAPO)
-    lower, upper = widths or START
-    gradient, clipped = gradient_of(log_ratio, advantages, widths, BAPO)
-    for log, a, value, flag in zip(log_ratio, advantages, gradient, clipped, strict=True):
-        ratio = math.exp(log)
-        assume(min(abs(ratio - 1 - upper), abs(ratio - 1 + lower)) > 1e-12)
-        is_cut = (a > 0 and ratio > 1 + upper) or (a < 0 and ratio < 1 - lower)
-        assert flag == is_cut and (value == 0) == (is_cut or a == 0)
-
-
-def test_methods_that_find_bounds_clip_tokens():
-    for method in METHODS.values():
-        if method.bounds != "fixed":
-            assert (method.ratio, method.family) == ("token", "clipped")
-        assert (method.second_moment_max is not None) == (method.bounds == "second_moment")
-        assert (method.positive_share_min is not None) == (method.bounds == "balanced")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gapo_megatron.objective import METHODS, decide, policy_loss
+from gapo_megatron.objective import METHODS, policy_loss
 
 DELTA = 1e-3
 FAMILIES = ("opsm", "gapo", "cispo", "sapo", "gmpo")
@@ -39,12 +39,6 @@ def loss_of(mean, method, advantage=-0.5):
     return result, gradient
 
 
-def test_the_preset():
-    assert METHODS["opsm"].off_policy_mask == 1e-4
-    plain = dataclasses.replace(METHODS["grpo"], name="opsm", normalize_std=False)
-    assert dataclasses.replace(METHODS["opsm"], off_policy_mask=None) == plain
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("advantage", "mean", "dropped"),
@@ -76,20 +70,3 @@ def test_both_sides_of_delta_and_both_signs(name, advantage, mean, dropped):
     own = rows == 0
     assert torch.equal(result.gradient_mass_lost[own], result.gradient_mass[own])
     assert torch.equal(result.gradient_mass_lost[~own], plain.gradient_mass_lost[~own])
-
-
-@pytest.mark.parametrize(("old", "masked"), [("trainer", [0, 0]), ("rollout", [1, 0])])
-def test_a_sampler_apart_is_seen_around_its_own_log_probs_alone(old, masked):
-    """Half a nat a token, before any update; only the wrong response can be masked."""
-    new = torch.full((3,), -1.0, dtype=torch.float64)
-    old_log_probs = new if old == "trainer" else new + 0.5
-    method = dataclasses.replace(METHODS["opsm"], eps_low=0.9, eps_high_max=0.9)  # never clips here
-    _, clipped = decide(new, old_log_probs, sequence_ids=IDS, method=method, **COMMON)
-    assert clipped.tolist() == [masked[i] for i in IDS]
-
-
-def test_what_is_dropped_counts_as_outside_the_clip():
-    new = torch.tensor([-2e-3, -2e-3, -2e-3], dtype=torch.float64)
-    old = torch.zeros(3, dtype=torch.float64)
-    _, clipped = decide(new, old, sequence_ids=IDS, method=with_mask("cispo"), **COMMON)
-    assert clipped.tolist() == [True, True, False]

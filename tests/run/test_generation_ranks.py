@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.policy.adapters import FULL_WEIGHTS
 from gapo_megatron.policy.export import Exported
 from gapo_megatron.rollout.verify import WeightCheck

@@ -19,7 +19,7 @@ from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import CheckpointConfig, Config, load_config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.io.run_folder import mark_finished
-from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.table import to_rollouts

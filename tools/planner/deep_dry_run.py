@@ -22,7 +22,7 @@ from gapo_megatron.compat.megatron import main_grad, spread_tokens_evenly
 from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.checks import check_shapes

@@ -47,13 +47,13 @@ def find_widths(
     tokens = [torch.empty(0, 3, dtype=torch.float64, device=policy.device)]
     for index, now in enumerate(scores):
         assert now is not None  # present on the last stage
-        given = loss.given(index)
-        old = loss.find_old_log_probs(index, now).double()
+        given = loss.microbatches[index]
+        old = loss.find_old_log_probs(index, now)[1].double()
         advantages = given.advantages[given.sequence_ids]
         rows = torch.stack([now.double() - old, advantages, old], dim=1)
         tokens.append(rows[advantages != 0])
     log_ratio, advantages, old_log_probs = _gather(torch.cat(tokens), policy.groups.dp_group).T
-    return find_bounds(log_ratio, advantages, old_log_probs, loss.objective.resolve())
+    return find_bounds(log_ratio, advantages, old_log_probs, loss.method)
 
 
 def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> np.ndarray:

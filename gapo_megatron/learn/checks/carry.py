@@ -14,9 +14,8 @@ import numpy as np
 
 from gapo_megatron.exchange import Channel, Column, deal, deal_tokens
 from gapo_megatron.learn.checks.routes import following_engine
-from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.plan import DataParallelRanks, plan_scoring
 from gapo_megatron.learn.score import score
-from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Rollouts
 

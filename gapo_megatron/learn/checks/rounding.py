@@ -42,7 +42,10 @@ _REMEDIES = {
 _ROUTES = -1
 """Number under which `StepRoutes` has the routes of these sequences."""
 
-_SUMS = ("count", "x", "y", "xx", "yy", "xy", "errors", "engine_count", "engine")
+_SUMS = (
+    *("count", "x", "y", "xx", "yy", "xy", "errors"),
+    *("engine_count", "engine", "decided", "changed"),
+)
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,14 @@ def measure(
     assert batch.plan is not None
     has_routes = routes is not None and routes.has(_ROUTES)
     after = Scores.of(policy, batch, routes)
-    method, group_size = objective.resolve(), batch.rollouts_per_prompt
+    method = objective.resolve()
     if objective.old_log_probs == "rollout":  # compare with the engine's log-probs
         engine = {i: _of_engine(batch, i) for i in before.in_run}
         before = replace(before, in_run=engine)
-    local = torch.zeros(len(_SUMS) + 2 * (group_size + 1), dtype=torch.float64)
+    local = torch.zeros(len(_SUMS), dtype=torch.float64)
     if after.in_run and policy.groups.is_first_copy:
-        local = _local_sums(batch, before, after, method, len(local))
-    sums = _sum_over_ranks(local.to(policy.device))
-    named = dict(zip(_SUMS, sums[: len(_SUMS)].tolist(), strict=True))
-    decided, changed = (part.tolist() for part in sums[len(_SUMS) :].view(2, group_size + 1))
+        local = _local_sums(batch, before, after, method)
+    named = dict(zip(_SUMS, _sum_over_ranks(local.to(policy.device)).tolist(), strict=True))
     if not named["count"]:
         return {}
     metrics = _summarize(named, method)
@@ -153,12 +154,8 @@ def measure(
             moved = _moved_by_routes(policy, batch, after, method, routes)
             metrics["experts/ratio_by_routes"] = moved
         routes.forget(_ROUTES)
-    if method.bounds == "fixed":  # other methods compute bounds for each mini-batch
-        name = "numerics/clip_decisions_changed"
-        shares = zip(decided, changed, strict=True)
-        metrics |= {f"{name}/c{c}": part / whole for c, (whole, part) in enumerate(shares) if whole}
-        if total := sum(decided):
-            metrics[name] = sum(changed) / total
+    if method.bounds == "fixed" and named["decided"]:  # others compute bounds for each mini-batch
+        metrics["numerics/clip_decisions_changed"] = named["changed"] / named["decided"]
     # Otherwise the engine's log-probs are not those of the policy at the start of the step.
     has_older_weights = rollout.max_staleness > 0 or batch.has_carried
     if has_older_weights or rollout.top_p != 1:
@@ -170,8 +167,8 @@ def measure(
     return metrics
 
 
-def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, length: int) -> Tensor:
-    """[length] float64: `_SUMS` over ratios, then by c clip decisions and changed decisions."""
+def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method) -> Tensor:
+    """`_SUMS` over this rank's ratios: x are the exact log-ratios, y those seen."""
     indices, facts = [*after.in_run], _facts(batch, after.in_run)
 
     def joined(scores: dict[int, Tensor]) -> Tensor:
@@ -181,17 +178,12 @@ def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, len
     exact, would_be = decide(joined(after.exact), joined(before.exact), **facts, method=method)
     products = [exact, seen, exact**2, seen**2, exact * seen, (seen - exact) ** 2]
     engine = torch.stack([(_of_engine(batch, i) - before.exact[i]).mean() for i in indices])
-    sums = [len(exact), *map(_total, products), len(engine), _total(engine**2)]
-    per_token = len(seen) > len(indices)
-    c = facts["num_correct"][facts["sequence_ids"]] if per_token else facts["num_correct"]
-    advantages = facts["advantages"]
-    has_signal = (advantages[facts["sequence_ids"]] if per_token else advantages) != 0
-    num_c = (length - len(_SUMS)) // 2
-    by_c = [
-        torch.bincount(c[mask], minlength=num_c).tolist()
-        for mask in (has_signal, has_signal & (is_clipped != would_be))
-    ]
-    return torch.tensor([*sums, *by_c[0], *by_c[1]], dtype=torch.float64)
+    has_signal = facts["advantages"] != 0
+    if len(seen) > len(indices):  # ratios of tokens
+        has_signal = has_signal[facts["sequence_ids"]]
+    counts = [int(has_signal.sum()), int((has_signal & (is_clipped != would_be)).sum())]
+    sums = [len(exact), *map(_total, products), len(engine), _total(engine**2), *counts]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def _facts(batch: Batch, scores: dict[int, Tensor]) -> dict[str, Tensor]:
@@ -248,8 +240,6 @@ def _summarize(sums: dict[str, float], method: Method) -> dict[str, float]:
         "numerics/ratio_signal": math.sqrt(sums["xx"] / n),
         "numerics/ratio_rounding": math.sqrt(sums["errors"] / n),
         "numerics/engine_rounding": math.sqrt(sums["engine"] / sums["engine_count"]),
-        "numerics/eps_low": method.eps_low,
-        "numerics/eps_high_max": method.eps_high_max,
     }
     if method.is_band:
         for name in ("ratio", "engine"):

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.compat.megatron_router import layers_with_experts
-from gapo_megatron.device.transfer import to_device
+from gapo_megatron.device import to_device
 from gapo_megatron.errors import RolloutError
-from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.context import held_positions, num_chunks
 from gapo_megatron.rollouts import Rollouts
@@ -54,7 +53,7 @@ class Recorded:
 
 def counts_shape(policy: Policy) -> tuple[int, int]:
     """Shape of `Recorded.counts` of a model with experts."""
-    num_experts = geometry_of(policy.hf_config).num_experts
+    num_experts = policy.stages[0].geometry.num_experts
     return policy.hf_config.num_hidden_layers, num_experts + 2 * len(_SHARES)
 
 
@@ -92,7 +91,7 @@ class StepRoutes:
         self._policy = policy
         self._rollouts = rollouts
         self._replayed = replayed
-        self._num_experts = geometry_of(policy.hf_config).num_experts
+        self._num_experts = policy.stages[0].geometry.num_experts
         if self._num_experts and recorded.counts is None:
             shape = counts_shape(policy)
             recorded.counts = torch.zeros(shape, dtype=torch.int64, device=policy.device)
@@ -239,7 +238,7 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
     """
     groups, layers = policy.groups, layers_with_experts(policy.stages)
     num_layers, multiple = policy.hf_config.num_hidden_layers, num_chunks(groups.cp_size)
-    geometry = geometry_of(policy.hf_config)
+    geometry = policy.stages[0].geometry
     # All tokens, packed as `batching.pack` packs them.
     num_tokens = microbatch.tokens.shape[1] * groups.cp_size
     packed = np.zeros((num_tokens, num_layers, geometry.experts_per_token), np.uint8)

@@ -7,11 +7,13 @@ denominators, checks.
 
 import functools
 
+import torch
+
 from gapo_megatron import user_code
 from gapo_megatron.config.methods import Method
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.objective.families.aspo import aspo_loss
-from gapo_megatron.objective.families.base import Family, LossInputs, LossResult
+from gapo_megatron.objective.families.base import CLIP, Family, LossInputs, LossResult
 from gapo_megatron.objective.families.cispo import cispo_loss
 from gapo_megatron.objective.families.clipped import clipped_loss
 from gapo_megatron.objective.families.dcpo import dcpo_loss
@@ -41,19 +43,53 @@ def find_family(method: Method) -> Family:
     Raises:
         ConfigError: it cannot be loaded or called.
     """
-    return _load(method.family) if user_code.is_code(method.family) else FAMILIES[method.family]
+    return FAMILIES.get(method.family) or _load(method.family)
 
 
 @functools.cache
 def _load(name: str) -> Family:
+    """The user's function, with a check of what it returns in every call."""
     setting = "family of objective.method"
-    family: Family = user_code.load(name, setting=setting)
+    family = user_code.load(name, setting=setting)
     if not callable(family):
         raise ConfigError(
             f"{setting} ({name!r}) must be a function from LossInputs to (loss, metrics), not "
             f"{type(family).__name__}"
         )
-    return family
+
+    def checked(tokens: LossInputs) -> LossResult:
+        result = family(tokens)
+        where = f"{setting} ({name!r})"
+        match result:
+            case torch.Tensor() as sums, dict() as metrics:
+                pass
+            case _:
+                kind = type(result).__name__
+                raise ConfigError(f"{where} returned a {kind}; it must return (tensor, dict)")
+        if sums.shape != tokens.advantages.shape:
+            raise ConfigError(
+                f"{where}: the loss has shape {tuple(sums.shape)}; it must be [B], "
+                f"{tuple(tokens.advantages.shape)}"
+            )
+        learns = torch.is_grad_enabled() and tokens.log_probs.requires_grad
+        if learns and not sums.requires_grad:
+            raise ConfigError(f"{where}: the loss has no gradient; it must depend on log_probs")
+        shape = tuple((tokens.sequence_ids if tokens.per_token else tokens.advantages).shape)
+        for metric, value in metrics.items():
+            if not isinstance(value, torch.Tensor) or metric == "ratio":
+                raise ConfigError(
+                    f"{where}: metric {metric!r} ({shown(value)}) must be a tensor, and not be "
+                    "'ratio'"
+                )
+            is_bool = value.dtype == torch.bool
+            if metric in CLIP and (tuple(value.shape) != shape or is_bool != (metric == "clipped")):
+                raise ConfigError(
+                    f"{where}: {metric} is {value.dtype} {tuple(value.shape)}; it must be "
+                    f"{'bool' if metric == 'clipped' else 'float'}, shaped like the ratio, {shape}"
+                )
+        return sums, metrics
+
+    return checked
 
 
 __all__ = ["FAMILIES", "Family", "LossInputs", "LossResult", "find_family"]

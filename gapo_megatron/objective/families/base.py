@@ -9,7 +9,7 @@ import torch
 
 from gapo_megatron.config.methods import Method
 from gapo_megatron.logprob import Sequences
-from gapo_megatron.objective.ratio import bounded_exp
+from gapo_megatron.objective.clipping import bounded_exp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,19 +61,14 @@ class LossInputs:
         """
         if self.per_token:
             return bounded_exp(self.log_ratio)
-        return bounded_exp(self.sequence_log_ratio(mean=self.method.ratio != "product"))
-
-    def sequence_log_ratio(self, *, mean: bool = True) -> torch.Tensor:
-        """[B] float64 with autograd: mean (or sum) of `log_ratio` over each sequence's tokens."""
-        return self.sequences.log_ratio(self.log_probs, self.old_log_probs, mean=mean)
+        is_mean = self.method.ratio != "product"
+        return bounded_exp(
+            self.sequences.log_ratio(self.log_probs, self.old_log_probs, mean=is_mean)
+        )
 
     def per_ratio(self, values: torch.Tensor) -> torch.Tensor:
         """Expand values of sequences [B] to the shape of `ratio`."""
         return values[self.sequence_ids] if self.per_token else values
-
-    def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """[B] float64 with autograd: sums of `values` [T] over the tokens of each sequence."""
-        return self.sequences.sum(values)
 
     def sum_losses(self, losses: torch.Tensor) -> torch.Tensor:
         """[B] float64 with autograd: `losses`, shaped like `ratio`, summed over each sequence.
@@ -83,7 +78,7 @@ class LossInputs:
         kind of ratio.
         """
         if self.per_token:
-            return self.sum_tokens(losses)
+            return self.sequences.sum(losses)
         return losses if self.method.ratio == "product" else self.counts * losses
 
 

@@ -21,7 +21,7 @@ def cispo_loss(tokens: LossInputs) -> LossResult:
     bounded = torch.maximum(torch.minimum(ratio, 1 + upper), 1 - lower)
     weight = advantages * bounded
     token_weight = weight if tokens.per_token else weight[tokens.sequence_ids]
-    return tokens.sum_tokens(-token_weight * tokens.log_probs.double()), {
+    return tokens.sequences.sum(-token_weight * tokens.log_probs.double()), {
         "clipped": (advantages != 0) & (bounded != ratio),
         "gradient_mass_kept": weight.abs(),
     }

@@ -34,7 +34,7 @@ def dppo_loss(tokens: LossInputs) -> LossResult:
     masked |= (advantages < 0) & (-growth > tokens.per_ratio(tokens.lower))
     weight = advantages * ratio.clamp(max=tokens.method.ratio_max)
     weight = torch.where(masked, 0, weight)
-    return tokens.sum_tokens(-weight * tokens.log_probs.double()), {
+    return tokens.sequences.sum(-weight * tokens.log_probs.double()), {
         "clipped": masked,
         "gradient_mass_kept": weight.abs(),
     }

@@ -6,7 +6,7 @@
 l is [B] and counts once per response, so every token has the gradient -A w, not divided by L.
 eps_low and eps_high are the two constants c of the band, in log space. The gradient of the whole
 response is exactly 0 for A > 0 above the band and A < 0 below it. On the other side only
-`ratio.MAX_LOG_RATIO` bounds w. With `ratio="sequence"` the same gate applies to w = exp(S / L),
+`clipping.MAX_LOG_RATIO` bounds w. With `ratio="sequence"` the same gate applies to w = exp(S / L),
 which every token carries: an older form of the third party's code, to first order in the width.
 
 Source: arXiv 2509.09177 (abstracts of its versions and reviews were read), and a third party's code
@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import torch
 
+from gapo_megatron.objective.clipping import bounded_exp
 from gapo_megatron.objective.families.base import LossInputs, LossResult
-from gapo_megatron.objective.ratio import bounded_exp
 
 
 def fspo_loss(tokens: LossInputs) -> LossResult:
     """See the module for the equation."""
     assert not tokens.per_token, "FSPO clips whole responses"
     ratio, advantages = tokens.ratio(), tokens.advantages
-    total = tokens.sequence_log_ratio(mean=False).detach()
+    total = tokens.sequences.log_ratio(tokens.log_probs.detach(), tokens.old_log_probs, mean=False)
     root = tokens.counts.clamp(min=1).double().sqrt()  # 1 for a response without tokens
     high, low = tokens.upper * root, -tokens.lower * root
     too_high = (advantages > 0) & (total > high)

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import torch
 
+from gapo_megatron.objective.clipping import bounded_exp
 from gapo_megatron.objective.families.base import LossInputs, LossResult
-from gapo_megatron.objective.ratio import bounded_exp
 
 
 def gmpo_loss(tokens: LossInputs) -> LossResult:

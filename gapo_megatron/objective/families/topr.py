@@ -34,7 +34,7 @@ def topr_loss(tokens: LossInputs) -> LossResult:
     tapered = torch.maximum(torch.minimum(ratio, 1 + upper), 1 - lower)
     weight = advantages * torch.where(advantages < 0, tapered, 1)
     token_weight = weight if tokens.per_token else weight[tokens.sequence_ids]
-    return tokens.sum_tokens(-token_weight * tokens.log_probs.double()), {
+    return tokens.sequences.sum(-token_weight * tokens.log_probs.double()), {
         "clipped": (advantages < 0) & (tapered != ratio),
         "gradient_mass": advantages.abs() * untapered,
         "gradient_mass_kept": weight.abs(),

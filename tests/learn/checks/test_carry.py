@@ -23,7 +23,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.exchange import GroupChannel, deal_tokens
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.checks import carry as carry_module
-from gapo_megatron.learn.share import DataParallelRanks
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
@@ -244,27 +244,6 @@ def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
         assert nothing == (None, None), name
         assert version == carried[0][1][0] == [5] * len(log_probs), name
         assert log_probs == pytest.approx(carried[0][1][1], abs=1e-5), name
-
-
-def test_a_checkpoint_keeps_every_bit(policy: Policy, folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder)
-    groups = carry(policy, GROUPS, config, policy_version=5)
-    save_open_groups(tmp_path, groups)
-    read = load_open_groups(tmp_path)
-    assert carried_of(read) == carried_of(groups)
-    for one, other in pairs(read, groups):
-        assert (one.prompt, one.sample) == (other.prompt, other.sample)
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert one.log_probs.tolist() == other.log_probs.tolist()
-        assert (one.token_ids.dtype, one.log_probs.dtype) == (np.int32, np.float32)
-        assert (one.finished, one.truncated) == (other.finished, other.truncated)
-    with pytest.raises(AssertionError, match=mentions(0, "9 tokens")):
-        save_open_groups(tmp_path, GROUPS)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    save_open_groups(empty, [])
-    assert not list(empty.iterdir())
-    assert load_open_groups(empty) == []
 
 
 def test_what_the_environment_gave_is_carried_as_zero(

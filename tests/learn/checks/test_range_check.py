@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn.checks import range_check
 from gapo_megatron.learn.checks.range_check import check_range
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
@@ -73,20 +72,12 @@ def without_groups() -> Iterator[None]:
     destroy()
 
 
-def test_a_model_within_the_range_passes_and_nothing_changes(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_within_the_range_passes_and_nothing_changes(folder: Path) -> None:
     policy = build(folder)
     microbatches = [policy.pack(PROBE, (i,)) for i in range(3)]
     before = log_probs(policy, microbatches)
-    caplog.clear()
     check_range(policy, PROBE)
     check_range(policy, Rollouts.of([], []))
-    assert caplog.records == []
-    monkeypatch.setattr(range_check, "_WARNS_ABOVE", 1.0)
-    check_range(policy, PROBE)
-    (record,) = caplog.records
-    assert re.search(mentions("fp16", "bf16", "65504"), record.getMessage())
     after = log_probs(policy, microbatches)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not watched(policy)

@@ -217,16 +217,6 @@ def test_the_policy_is_itself_afterwards(policy: Policy, monkeypatch: pytest.Mon
     assert policy.stages[0].config.params_dtype == torch.float32
 
 
-def test_at_equal_weights_there_is_neither_signal_nor_rounding(
-    policy: Policy, folder: Path
-) -> None:
-    config = config_of(folder)
-    metrics = measured(policy, BATCH, Scores.of(policy, BATCH), config)
-    assert metrics["numerics/ratio_signal"] == metrics["numerics/ratio_rounding"] == 0
-    assert metrics["numerics/clip_decisions_changed"] == 0
-    assert "numerics/ratio_correlation" not in metrics
-
-
 @pytest.mark.parametrize("objective", [{}, GRPO], ids=["sequence", "token"])
 def test_sums_are_those_of_a_loop(policy: Policy, folder: Path, objective: dict[str, Any]) -> None:
     config = config_of(folder, objective=objective)
@@ -277,7 +267,7 @@ def test_a_decision_counts_where_only_rounding_crosses_the_edge(
     config = config_of(folder)
     method = config.objective.resolve()
     chosen = [i for indices in shares_of(BATCH)[0] for i in indices]
-    noise, expected = {}, {}
+    noise = {}
     for c in (1, 2, 3):
         right = next(i for i in chosen if i % 2 == 0 and 1 + i % 3 == c)
         edge = upper_clip(
@@ -286,13 +276,12 @@ def test_a_decision_counts_where_only_rounding_crosses_the_edge(
             eps_low=method.eps_low,
             eps_high_max=method.eps_high_max,
         )
-        inside = float(edge) * (0.9 if c == 2 else 1.1)
-        noise[right] = math.log1p(inside)
-        of_c = [i for i in chosen if 1 + i % 3 == c]
-        expected[f"numerics/clip_decisions_changed/c{c}"] = (c != 2) / len(of_c)
+        noise[right] = math.log1p(float(edge) * (0.9 if c == 2 else 1.1))
     found = planted(policy, config, noise)
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["numerics/clip_decisions_changed"] == pytest.approx(2 / len(chosen))
+    # Rules with bounds of their own for each mini-batch make no decisions here.
+    bapo = planted(policy, config_of(folder, objective={"method": "bapo"}), noise)
+    assert bapo and not any("decisions" in name for name in bapo)
 
 
 @pytest.mark.parametrize(("has_carried", "top_p"), [(True, 1.0), (False, 0.9)])
@@ -304,20 +293,6 @@ def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
     with patch.object(type(BATCH), "has_carried", has_carried):
         found = planted(policy, config, {0: 1e-3})
     assert found and not any("engine" in name for name in found)
-
-
-def test_a_clip_around_the_engine_sees_its_rounding_too(policy: Policy, folder: Path) -> None:
-    """Without an update only the difference of engine and trainer remains."""
-    config = config_of(folder, objective={"old_log_probs": "rollout"})
-    found = measured(policy, BATCH, Scores.of(policy, BATCH), config)
-    assert found["numerics/ratio_signal"] == 0
-    engine = found["numerics/engine_rounding"]
-    assert found["numerics/ratio_rounding"] == pytest.approx(engine, rel=1e-5)
-
-
-def test_bounds_of_a_mini_batch_make_no_decisions_here(policy: Policy, folder: Path) -> None:
-    found = planted(policy, config_of(folder, objective={"method": "bapo"}), {0: 0.5})
-    assert found and not any("decisions" in name for name in found)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
@@ -348,19 +323,6 @@ def test_a_batch_without_an_advantage_has_no_figures(policy: Policy, folder: Pat
 
 
 # --- what it finds --------------------------------------------------------------------------------
-
-
-def test_bf16_rounds_more_than_fp16_and_fp32_hardly(policy: Policy, folder: Path) -> None:
-    found = {
-        precision: over_a_step(
-            folder, config_of(folder, model={"precision": precision}), policy.groups
-        )
-        for precision in ("bf16", "fp16", "fp32")
-    }
-    rms = {name: one["numerics/ratio_rounding"] for name, one in found.items()}
-    # Three bits apart in every rounding; the batch is small.
-    assert rms["bf16"] > 4 * rms["fp16"] > 400 * rms["fp32"]
-    assert found["fp32"]["numerics/ratio_correlation"] > 1 - 1e-6
 
 
 def _of_layout(folder: Path, layout: dict[str, Any]) -> dict[str, float]:

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gapo_megatron.checkpoint import OpenStep, load_latest
 from gapo_megatron.compat import cpu
-from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.errors import CheckpointError, RolloutError
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import step as learn_module
@@ -33,9 +31,8 @@ from gapo_megatron.learn.checks.routes import (
     replayer,
     summarize,
 )
-from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.plan import DataParallelRanks, plan_scoring
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.learn.update import update
 from gapo_megatron.objective import make_batch
@@ -127,26 +124,6 @@ def scored_by_loop(folder: Path, rollouts: Rollouts) -> list[np.ndarray]:
     return [one.float().numpy() for one in scored]
 
 
-def test_recomputed_layers_replay_the_same_routes(folder: Path) -> None:
-    """Routes that no router would choose: with others in a recomputed layer gradients differ."""
-    found = []
-    for recompute in ("none", "full"):
-        policy = load_policy(config_of(folder, model={"recompute": recompute}))
-        batch = make_batch(ROLLOUTS, config_of(folder).objective.resolve())
-        packed = [policy.pack(batch, indices) for indices in ((0, 1, 2), (4, 5))]
-        marked = [replace(one, choose_experts=replayer(any_routes(one))) for one in packed]
-        seen: list[dict[str, Tensor]] = []
-        for microbatches in (marked, packed):
-            with patch.object(policy.optimizer, "prepare_grads", _keep(policy, seen)):
-                update(policy, microbatches, WeightedLoss(batch, microbatches), learning_rate=0.0)
-        found.append(seen)
-        destroy()
-    (replayed, free), (again, free_again) = found
-    for name, gradient in replayed.items():
-        assert torch.equal(gradient, again[name]) and torch.equal(free[name], free_again[name])
-    assert any(not torch.equal(gradient, free[name]) for name, gradient in replayed.items())
-
-
 def test_recomputed_layers_replay_the_routes_of_their_own_micro_batch(folder: Path) -> None:
     """Pipeline stages run micro-batches forward before the backward pass of an earlier one."""
     found = []
@@ -171,17 +148,6 @@ def test_recomputed_layers_replay_the_routes_of_their_own_micro_batch(folder: Pa
         destroy()
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
     assert any(gradient.any() for gradient in found[0].values())
-
-
-def _keep(policy: Policy, seen: list[dict[str, Tensor]]) -> Callable[[], bool]:
-    prepare = policy.optimizer.prepare_grads
-
-    def keep() -> bool:
-        seen.append(gradients(policy))
-        found: bool = prepare()
-        return found
-
-    return keep
 
 
 def any_routes(microbatch: Microbatch) -> Routes:
@@ -350,12 +316,6 @@ def test_tokens_are_counted_once_and_padding_is_not(folder: Path) -> None:
     num_tokens = int(batch.num_fed_tokens[:2].sum()) - 5
     assert found[0][:, :-4].sum(dim=1).tolist() == [num_tokens * TOP_K] * 2
     assert torch.equal(*found)
-
-
-def test_nothing_is_replayed_beside_the_engines_log_probs() -> None:
-    """There is no pass of the trainer that could record."""
-    assert ObjectiveConfig(method="gapo").replayed_routes == "trainer"
-    assert ObjectiveConfig(method="gapo", old_log_probs="rollout").replayed_routes == "none"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])

@@ -1,14 +1,68 @@
-"""Checks of the log-prob operator's inputs; messages name the argument and, if any, the row."""
+"""Rows of the log-prob operator: what its caller knows of them, and checks of its inputs.
+
+Messages name the argument and, if any, the row.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 
+from gapo_megatron.device import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.logprob.row_plan import RowPlan
-from gapo_megatron.logprob.statistics import accumulation_dtype
+from gapo_megatron.logprob.tiles import accumulation_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass
+class RowPlan:
+    """Row counts known on the host, so that no pass has to synchronise with the device.
+
+    For callers that pack the rows themselves: labels and row_index are not checked.
+
+    Attributes:
+        flags: receives a flag for results that are not finite; the caller reads it.
+        row_edges: number of rows before the positions of each tensor-parallel rank, and R at the
+            end; (0, R) without sequence parallelism. Increasing.
+        num_active: exact number of rows with a gradient between two edges, set before the backward
+            pass. None: the backward pass computes all rows.
+        sequence_of: maps a row to its sequence in the batch, for messages; may synchronise.
+    """
+
+    flags: Flags
+    row_edges: Sequence[int]
+    num_active: Sequence[int] | None = None
+    sequence_of: Callable[[int], int] | None = None
+
+
+def active_rows(
+    grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None, row_plan: RowPlan | None
+) -> tuple[torch.Tensor, Sequence[int] | None]:
+    """Select the rows with a gradient; the others (clipped sequences, A = 0) would add zeros.
+
+    Args:
+        grad_log_probs: [R].
+        grad_entropy: [R], or None.
+        row_plan: without `num_active` all rows are selected; None: synchronises to count them.
+
+    Returns:
+        [R_active] int64, increasing, and the number of them before each edge, as in
+        `RowPlan.row_edges`; None without a `row_plan`.
+    """
+    if row_plan is not None and row_plan.num_active is None:
+        return torch.arange(len(grad_log_probs), device=grad_log_probs.device), row_plan.row_edges
+    is_active = grad_log_probs != 0
+    if grad_entropy is not None:
+        is_active = is_active | (grad_entropy != 0)
+    if row_plan is None or row_plan.num_active is None:
+        return is_active.nonzero()[:, 0], None
+    edges = [0, *itertools.accumulate(row_plan.num_active)]
+    # Without synchronising for its length.
+    return torch.nonzero_static(is_active, size=edges[-1])[:, 0], edges
 
 
 def check_tensors(
@@ -23,32 +77,20 @@ def check_tensors(
         raise ValueError(
             f"hidden {tuple(hidden.shape)} {hidden.dtype} must be [T, H] in one of {DTYPES}, H > 0"
         )
-    width = hidden.shape[1]
-    if weight.dim() != 2 or weight.shape[1] != width or weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} must be [V_local, {width}] "
-            f"{hidden.dtype} like hidden"
-        )
     if len(weight) == 0:
         raise ValueError("weight has no row: V_local must be at least 1")
-    if labels.dim() != 1 or labels.dtype != torch.int64:
-        raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype} must be [R] torch.int64")
-    if row_index is not None and (
-        row_index.shape != labels.shape or row_index.dtype != torch.int64
+    like_hidden, accumulated = (len(weight), hidden.shape[1]), accumulation_dtype(weight.dtype)
+    for name, tensor, shape, dtype, rule in (
+        ("weight", weight, like_hidden, hidden.dtype, "[V_local, H] like hidden"),
+        ("labels", labels, (len(labels),), torch.int64, "[R]"),
+        ("row_index", row_index, labels.shape, torch.int64, "[R] like labels"),
+        ("main_grad", main_grad, weight.shape, accumulated, "like weight"),
     ):
-        raise ValueError(
-            f"row_index {tuple(row_index.shape)} {row_index.dtype} must be [{len(labels)}] "
-            "torch.int64 like labels"
-        )
-    if main_grad is not None and (
-        main_grad.shape != weight.shape or main_grad.dtype != accumulation_dtype(weight.dtype)
-    ):
-        raise ValueError(
-            f"main_grad {tuple(main_grad.shape)} {main_grad.dtype} must be {tuple(weight.shape)} "
-            f"{accumulation_dtype(weight.dtype)}"
-        )
-    others = {"weight": weight, "labels": labels, "row_index": row_index, "main_grad": main_grad}
-    for name, tensor in others.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} {tensor.dtype} must be {tuple(shape)} {dtype}: "
+                f"{rule}"
+            )
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name} ({tensor.device}) must be on hidden's {hidden.device}")
 

@@ -1,1 +1,0 @@
-"""Device operations without waiting on the host, and the precision of products."""

@@ -91,15 +91,6 @@ def test_a_common_offset_costs_nothing_beyond_the_logits_own_rounding() -> None:
             assert torch.equal(value, expected)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_gradients_agree_with_finite_differences() -> None:
-    hidden, weight, labels = problem(5, 90, dtype=torch.float64, hidden_size=3)
-    leaves = (hidden.requires_grad_(), weight.requires_grad_())
-    assert torch.autograd.gradcheck(
-        lambda h, w: both(h, w, labels, temperature=0.8, vocab_size=85), leaves
-    )
-
-
 @pytest.mark.parametrize("output", [0, 1])
 def test_a_gradient_may_arrive_for_one_output_only(output: int) -> None:
     inputs = problem(20, 30, dtype=torch.float64)
@@ -111,19 +102,6 @@ def test_a_gradient_may_arrive_for_one_output_only(output: int) -> None:
         grads.append([leaf.grad for leaf in leaves])
     for ours, expected in zip(*grads, strict=True):
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_only_the_gradient_that_is_needed_is_computed(which: int) -> None:
-    hidden, weight, labels = problem(20, 30)
-    whole = with_gradients(both, hidden, weight, labels)[2 + which]
-    leaves = [hidden, weight]
-    leaves[which].requires_grad_()
-    gradient = torch.randn(20, generator=torch.Generator().manual_seed(1))
-    gradient[::3] = 0
-    token_log_probs(*leaves, labels).backward(gradient)
-    assert leaves[1 - which].grad is None
-    assert leaves[which].grad is not None and leaves[which].grad.shape == whole.shape
 
 
 def test_padded_columns_take_no_part() -> None:
@@ -173,44 +151,10 @@ def test_rows_without_gradient_are_skipped(
     assert all_hidden.count_nonzero() == kept_hidden.count_nonzero()
 
 
-def test_without_any_gradient_the_backward_computes_nothing(
-    recorded_tiles: list[tuple[int, int]],
-) -> None:
-    hidden, weight, labels = problem(20, 50)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    (token_log_probs(*leaves, labels) * 0.0).sum().backward()
-    assert len(recorded_tiles) == 1  # the forward's
-    assert leaves[0].grad is not None and not leaves[0].grad.any()
-    assert leaves[1].grad is not None and not leaves[1].grad.any()
-
-
 def test_logits_exist_one_tile_at_a_time(recorded_tiles: list[tuple[int, int]]) -> None:
     with_gradients(both, *problem(3000, 9000, hidden_size=4))
     assert len(recorded_tiles) > 10
     assert max(x * w for x, w in recorded_tiles) <= 2**20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_no_rows(dtype: torch.dtype) -> None:
-    inputs = problem(0, 30, dtype=dtype)
-    log_probs, entropy, grad_hidden, grad_weight = with_gradients(both, *inputs)
-    assert log_probs.shape == entropy.shape == (0,)
-    assert grad_hidden.shape == (0, 64)
-    assert grad_weight.shape == (30, 64) and not grad_weight.any()
-
-
-def test_inputs_are_left_as_they_were() -> None:
-    inputs = problem(50, 70)
-    before = [t.clone() for t in inputs]
-    leaves = [t.requires_grad_() for t in inputs[:2]]
-    upstream = torch.randn(50)
-    upstream_before = upstream.clone()
-    log_probs, entropy = both(*leaves, inputs[2], temperature=0.5)
-    kept = log_probs.detach().clone(), entropy.detach().clone()
-    torch.autograd.backward([log_probs, entropy], [upstream, upstream])
-    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
-    assert torch.equal(upstream, upstream_before)
-    assert torch.equal(log_probs, kept[0]) and torch.equal(entropy, kept[1])
 
 
 @given(

@@ -190,11 +190,6 @@ def test_what_is_wrong_with_the_device_is_not_the_kernels_fault(
         _choose("cuda", torch.bfloat16, HOPPER, "auto")
 
 
-def test_what_is_asked_for_by_name_is_not_checked(on_a_gpu: dict[str, Any]) -> None:
-    kernels = on_a_gpu["code"] = wrong("softmax_stats", lambda stats: 2 * stats)
-    assert chosen("cuda", torch.bfloat16, HOPPER, "triton") is kernels
-
-
 def choose_where_one_may_fail(failing: int | None) -> tuple[str, list[str]]:
     """What this rank takes, and what it warns of, if the kernels are wrong on rank `failing`."""
     fault = "off by a mile" if dist.get_rank() == failing else ""

@@ -18,7 +18,7 @@ Temperature
 - It is applied where the engine did not sample with it:
   test_weight_sync.py::test_the_engine_must_agree_with_the_model_at_temperature_one
 - The gradient lacks its 1 / temperature:
-  test_logprob.py::test_gradients_agree_with_finite_differences
+  test_logprob.py::test_values_and_gradients_agree_with_float64
 
 Gradients
 - Wrong ones unless every row has the same upstream gradient:
@@ -33,7 +33,7 @@ Gradients
 - Entropy needs all logits at once:
   test_logprob.py::test_logits_exist_one_tile_at_a_time
 - Labels are shifted across sequences, so nothing may be packed:
-  test_batching_pack.py::test_every_row_predicts_its_label
+  batching/test_pack.py::test_every_row_predicts_its_label
 - A batch without any gradient moves weights all the same, by Adam's momenta and decay:
   test_skip.py::test_an_update_without_gradient_never_was
 
@@ -179,15 +179,6 @@ def test_rows_that_are_not_scored_may_hold_anything(value: float) -> None:
     assert leaves[0].grad is not None and not leaves[0].grad[[*range(10), *range(30, 40)]].any()
     assert torch.equal(leaves[0].grad[rows], expected[0].grad)
     assert torch.equal(leaves[1].grad, expected[1].grad)
-
-
-def test_probabilities_of_zero_have_no_entropy_and_no_gradient() -> None:
-    """In a peer: 0 times a logarithm of 0."""
-    hidden, weight, labels = torch.ones(4, 1), torch.full((50, 1), -1e30), torch.zeros(4).long()
-    weight[0] = 3.0
-    log_probs, entropy, *gradients = with_gradients(both, hidden, weight, labels)
-    assert not log_probs.any() and not entropy.any()
-    assert all(not gradient.any() for gradient in gradients)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ happened before this file is read. So the tests of the kernels run on a GPU here
 process of their own, which `test_in_the_interpreter` starts on this same file.
 """
 
-import functools
 import itertools
 import os
 import re
@@ -20,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.head_instructions import count, disassemble
-from gapo_megatron.logprob import operator, self_check, tiles, triton_kernels
-from gapo_megatron.logprob.tiles import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
+from gapo_megatron.logprob import operator, self_check, triton_kernels
+from gapo_megatron.logprob.tiles import MAXIMUM, SUM_EXP, TARGET
 from gapo_megatron.logprob.triton_kernels import softmax_stats
 from tests import logprob_setup
 from tests.messages import mentions
@@ -181,20 +180,6 @@ def test_no_rows_or_no_columns_are_empty_statistics(shape: tuple[int, int]) -> N
 
 
 @on_kernels
-def test_shards_merge_to_the_whole() -> None:
-    hidden, weight, columns = problem(kind="peaked")
-    edges = [0, TILE + 1, TILE + 1, NUM_COLUMNS]  # the second shard is empty
-    shards = [
-        run_stats(hidden, weight[start:stop], columns - start)
-        for start, stop in itertools.pairwise(edges)
-    ]
-    merged = log_prob_and_entropy(functools.reduce(merge_stats, shards))
-    whole = log_prob_and_entropy(run_stats(hidden, weight, columns))
-    # Shards sum in other tiles: float32 sums of numbers up to NUM_COLUMNS.
-    assert (merged - whole).abs().max() <= 1e-5
-
-
-@on_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_whatever_its_neighbours(dtype: torch.dtype) -> None:
     # Several blocks of rows, so that a row changes block and neighbours.
@@ -222,14 +207,6 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(dtype: torch.dtype) -> 
     spoilt[1::2] = torch.nan
     for part, whole in zip(bits_of(torch.arange(total), spoilt), everything, strict=True):
         assert torch.equal(part[::2], whole[::2])
-
-
-@on_kernels
-def test_entropy_changes_no_other_statistic() -> None:
-    inputs = problem()
-    options = {"inverse_temperature": INVERSE_TEMPERATURE}
-    without = softmax_stats(*inputs, with_entropy=False, **options)
-    assert torch.equal(without, run_stats(*inputs)[:WEIGHTED])
 
 
 @on_kernels
@@ -350,21 +327,6 @@ def test_a_bad_row_does_not_look_finite(value: float) -> None:
 
 
 @on_kernels
-@pytest.mark.parametrize("kind", ["plain", "offset-200"])
-def test_agrees_with_the_torch_tiles(kind: str) -> None:
-    inputs = problem(kind=kind)
-    options = {"inverse_temperature": INVERSE_TEMPERATURE, "with_entropy": True}
-    stats, expected = softmax_stats(*inputs, **options), tiles.softmax_stats(*inputs, **options)
-    # Both are that far from float64 at most.
-    difference = log_prob_and_entropy(stats) - log_prob_and_entropy(expected)
-    assert difference.abs().max() <= 2 * bound(kind)
-    upstream = upstream_gradients(NUM_ROWS, with_entropy=True)
-    dz, _ = gradient(*inputs, stats, upstream)
-    expected_dz, _ = gradient(*inputs, expected, upstream, code=tiles.grad_logits)
-    assert (dz - expected_dz).abs().max() <= 20 * bound(kind)
-
-
-@on_kernels
 def test_rows_must_start_at_16_bytes() -> None:
     hidden, weight, columns = problem(40, 10, hidden_size=44)
     with pytest.raises(ValueError, match=mentions("hidden:", "16 bytes", "(40, 42)")):
@@ -404,9 +366,3 @@ def test_the_self_check_finds_no_fault(dtype: torch.dtype, monkeypatch: pytest.M
             monkeypatch.setattr(self_check, name, size)
         monkeypatch.setattr(triton_kernels, "MAX_SPLITS", 2)  # three tiles each
     assert self_check.find_fault(triton_kernels, torch.device(DEVICE), dtype) == ""
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="is about the interpreter")
-def test_bfloat16_is_refused_in_the_interpreter() -> None:
-    with pytest.raises(AssertionError, match="bfloat16"):
-        run_stats(*problem(dtype=torch.bfloat16))

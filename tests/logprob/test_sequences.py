@@ -1,6 +1,5 @@
 """Sums over the rows of each sequence: by offsets, in float64, with the bits of its own rows."""
 
-from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -9,12 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.logprob import Sequences, self_check, sequences
 from gapo_megatron.objective import diagnostics, policy_loss
-from tests.synchronisations import counted_waits
 
 
 def in_order(*lengths: int) -> Sequences:
@@ -63,19 +60,6 @@ def test_neighbours_and_the_way_to_the_offsets_do_not_change_a_bit() -> None:
     assert torch.equal(of_ids.log_ratio(new[mixed], old[mixed]), packed.log_ratio(new, old))
 
 
-def test_log_ratio_by_hand() -> None:
-    log_probs = torch.tensor([1.0, 3.0, 2.0, 10.0], requires_grad=True)
-    old = torch.tensor([0.0, 0.0, 1.0, 5.0], requires_grad=True)
-    sequences = in_order(2, 0, 2)
-    mean, total = (sequences.log_ratio(log_probs, old, mean=mean) for mean in (True, False))
-    assert mean.dtype == total.dtype == torch.float64
-    assert mean.tolist() == [2.0, 0.0, 3.0] and total.tolist() == [4.0, 0.0, 6.0]
-    (mean + 10 * total).sum().backward()
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [10.5, 10.5, 10.5, 10.5]
-    assert old.grad is None
-
-
 def test_the_gradient_of_a_sequence_is_rounded_once() -> None:
     """g / n in float64, then float32: the bits that autograd gives row by row."""
     lengths = tuple(range(60))
@@ -84,39 +68,6 @@ def test_the_gradient_of_a_sequence_is_rounded_once() -> None:
     in_order(*lengths).log_ratio(log_probs, torch.zeros(sum(lengths))).backward(upstream)
     expected = [float(u) / n for u, n in zip(upstream, lengths, strict=True) for _ in range(n)]
     assert torch.equal(log_probs.grad, torch.tensor(expected, dtype=torch.float64).float())
-
-
-def test_rows_of_another_micro_batch_are_refused() -> None:
-    """Such as one rank's rows before they are joined: kernels would read beyond them."""
-    with pytest.raises(AssertionError):
-        in_order(2, 3).sum(torch.zeros(4))
-    with pytest.raises(AssertionError):
-        in_order(2, 3).log_ratio(torch.zeros(5), torch.zeros(1))
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_offsets_need_no_sort_and_no_search() -> None:
-    log_probs = torch.zeros(9, requires_grad=True)
-    with Operators() as seen, counted_waits() as waits:
-        in_order_9 = Sequences(torch.tensor([0] * 4 + [1] * 5), torch.tensor([0, 4, 9]))
-        in_order_9.log_ratio(log_probs, torch.ones(9)).sum().backward()
-    assert not waits
-    assert seen.names["segment_reduce"] == 1
-    assert seen.names["index"] == 1  # of the gradient, from sequences to rows
-    searching = {"sort", "argsort", "searchsorted", "index_put", "index_put_", "index_add_"}
-    assert not searching & seen.names.keys()
-    with Operators() as seen:
-        Sequences.of(in_order_9.ids, 2)
-    assert searching & seen.names.keys()
 
 
 def test_segment_reduce_has_the_kernel_that_adds_row_by_row() -> None:
@@ -169,16 +120,6 @@ def test_a_micro_batch_without_a_sequence_gives_no_kernel_nothing_to_do(method: 
     assert all(rows > 0 and segments > 0 for rows, segments in seen)
     assert float(loss.loss.detach()) == 0 and log_probs.grad.shape == (0,)
     assert all(not values.any() for values in sums.values())
-
-
-def test_means_in_any_order_by_hand() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
-    means = Sequences.of(torch.tensor([0, 2, 0, 2]), 3).mean(values)
-    assert means.dtype == torch.float64
-    assert means.tolist() == [2.0, 0.0, 6.0]
-    means.sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [0.5, 0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -190,18 +190,6 @@ def masked(episode, *mask):
     return dataclasses.replace(episode, response_mask=np.array(mask, dtype=bool))
 
 
-def test_masks_reach_the_batch_and_its_counts():
-    first, second = group("a", [1, 2, 3], [4, 5])
-    batch = batch_of([(masked(first, True, False, True), second)], ["cw"])
-    assert {i: mask.tolist() for i, mask in batch.response_masks.items()} == {
-        0: [True, False, True]
-    }
-    assert batch.is_sampled(1).tolist() == [True, True]
-    assert batch.num_sampled_tokens.tolist() == [2, 2]
-    plain = batch_of([(first, second)], ["cw"])
-    assert not plain.response_masks and plain.num_sampled_tokens.tolist() == [3, 2]
-
-
 @pytest.mark.parametrize("mask", [(True,), (True, True, True), (False, False)])
 def test_a_mask_that_is_not_the_responses_is_refused(mask):
     first, second = group("a", [3], [1, 2])

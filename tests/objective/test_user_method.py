@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from gapo_megatron.config import Config, ObjectiveConfig, load_config, load_recorded
 from gapo_megatron.config.roles import changed_work, changes
@@ -28,7 +28,7 @@ from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import make_config, make_judged, run_learn
 from tests.messages import mentions
-from tests.objective_reference import ROUNDING, cases
+from tests.objective.response import loss_of
 from tests.report_setup import write_run
 from tests.train_setup import CONFIG
 
@@ -89,48 +89,23 @@ def test_a_family_equal_to_clipped_trains_to_the_same_bits_as_the_preset(folder:
     assert not mine.metrics
 
 
-@pytest.fixture(scope="module")
-def spo(tmp_path_factory: pytest.TempPathFactory) -> ObjectiveConfig:
-    """The example of the documentation, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("spo")
-    text = examples()["spo.py"].replace('"spo.py:spo"', f'"{folder}/spo.py:spo"')
-    (folder / "spo.py").write_text(text)
-    return ObjectiveConfig(method=f"{folder}/spo.py:GAPO_SPO")
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases())
-def test_the_example_of_a_loss_equals_a_loop_over_tokens(spo: ObjectiveConfig, case) -> None:
-    method = spo.resolve()
-    log_probs, old, ids = case.tensors()
-    result = case.loss(method, log_probs, old, ids)
-    result.loss.backward()
-
-    again, _, _ = case.tensors()
-    total, start, clipped = torch.zeros((), dtype=torch.float64), 0, []
-    for c, advantage, count in zip(case.num_correct, case.advantages, case.counts, strict=True):
-        rows = range(start, start + count)
-        start += count
-        ratio = torch.exp(sum(again[t] - old[t] for t in rows) / count)
-        a, width = float(advantage), 3e-3
-        if a > 0:
-            width += 2e-3 * (8 - c) / 7
-        one = -a * ratio + abs(a) * (ratio - 1) ** 2 / (2 * width)
-        total = total + count * one
-        clipped.append(bool(a and (float(ratio.detach()) - 1) * (1 if a > 0 else -1) > width))
-    total = total / (sum(case.counts) + 5)
-    total.backward()
-
-    size = max(1.0, abs(float(total.detach())))
-    assert float(result.loss.detach()) == pytest.approx(
-        float(total.detach()), rel=1e-9, abs=ROUNDING * size
+def test_the_example_of_a_loss_is_the_equation_beside_it(folder: Path) -> None:
+    """-A s + |A| (s - 1)^2 / (2 width), for each of a response's tokens."""
+    (folder / "spo.py").write_text(
+        examples()["spo.py"].replace('"spo.py:spo"', f'"{folder}/spo.py:spo"')
     )
-    torch.testing.assert_close(log_probs.grad, again.grad, rtol=1e-9, atol=ROUNDING * size * 1e3)
-    near = [abs(abs(float(one) - 1) / 3e-3 - 1) < 1e-6 for one in result.ratio]
-    assert [
-        found == wanted or close
-        for found, wanted, close in zip(result.clipped.tolist(), clipped, near, strict=True)
-    ] == [True] * len(clipped)
+    method = ObjectiveConfig(method=f"{folder}/spo.py:GAPO_SPO").resolve()
+    for advantage, width in ((0.5, 3e-3 + 2e-3 * 4 / 7), (-0.5, 3e-3)):
+        for shift in (2e-3, 6e-3, -2e-3, -6e-3):
+            log_probs = torch.full((3,), shift, dtype=torch.float64, requires_grad=True)
+            result = loss_of(method, advantage, log_probs, torch.zeros(3, dtype=torch.float64))
+            ratio = math.exp(shift)
+            penalty = abs(advantage) * (ratio - 1) ** 2 / (2 * width)
+            assert float(result.loss.detach()) == pytest.approx(
+                -advantage * ratio + penalty, rel=1e-9
+            )
+            away = (ratio - 1) * (1 if advantage > 0 else -1)
+            assert result.clipped.tolist() == [away > width]
 
 
 def test_overrides_replace_numbers_as_in_a_preset(folder: Path) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from gapo_megatron.exchange import Channel, Column, deal, deal_tokens
-from gapo_megatron.learn.checks.routes import following_engine
+from gapo_megatron.learn.checks.routes import StepRoutes
 from gapo_megatron.learn.plan import DataParallelRanks, plan_scoring
 from gapo_megatron.learn.score import score
 from gapo_megatron.policy import Policy
@@ -68,7 +68,8 @@ def carry(
     shares = [sorted(new[[i for one in dealt for i in one]].tolist()) for dealt in packing]
     share = deal_tokens(groups, ranks.by_rank(shares), channel=channel, tag=_TOKENS)
     microbatches = [new[list(indices)].tolist() for indices in packing[policy.groups.dp_rank]]
-    mark = partial(following_engine, policy, share)
+    routes = StepRoutes(policy, share, replayed="rollout" if share.has_routes else "none")
+    mark = partial(routes.following, 0, counts=False)
     scored = score(policy, share, microbatches, mark=mark)
     log_probs = _to_holders(
         {i: values.numpy() for i, values in scored.items()} if policy.groups.is_first_copy else {},

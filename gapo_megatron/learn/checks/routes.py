@@ -276,19 +276,6 @@ def routes_of_engine(policy: Policy, rollouts: Rollouts, microbatch: Microbatch)
     return Known(dict(zip(layers, on_device, strict=True)), known)
 
 
-def following_engine(
-    policy: Policy, rollouts: Rollouts, microbatches: Sequence[Microbatch]
-) -> list[Microbatch]:
-    """Micro-batches, packed from `rollouts`, whose passes follow its routes if it has any."""
-    if not rollouts.has_routes:
-        return [*microbatches]
-    known = [routes_of_engine(policy, rollouts, one) for one in microbatches]
-    return [
-        replace(one, choose_experts=replayer(routes.routes, routes.is_known))
-        for one, routes in zip(microbatches, known, strict=True)
-    ]
-
-
 def recorder(routes: Routes, *, num_experts: int) -> ChooseExperts:
     """The routers' own choice, kept in `routes`."""
     dtype = torch.uint8 if num_experts <= 256 else torch.int16

@@ -26,7 +26,6 @@ from gapo_megatron.learn.checks.routes import (
     Recorded,
     Routes,
     StepRoutes,
-    following_engine,
     recorder,
     replayer,
     summarize,
@@ -96,14 +95,9 @@ def test_updates_are_those_of_a_loop_in_float64(folder: Path, replayed: str) -> 
     assert 0.5 < report.metrics["experts/same_routes_share"] < 1  # there was something to replay
 
 
-@pytest.mark.parametrize("old", ["trainer", "rollout"])
-def test_updates_follow_the_engines_routes_like_a_loop_in_float64(folder: Path, old: str) -> None:
+def test_updates_follow_the_engines_routes_like_a_loop_in_float64(folder: Path) -> None:
     """Routes that no router would choose, so that every pass that chooses freely is seen."""
-    objective = {"routing_replay": "rollout", "old_log_probs": old}
-    config = config_of(folder, objective=objective)
-    rollouts = with_engines_routes(ROLLOUTS)
-    if old == "rollout":  # an engine whose log-probs belong to its routes
-        rollouts = with_columns(rollouts, rollout_log_probs=scored_by_loop(folder, rollouts))
+    config, rollouts = config_of(folder, replayed="rollout"), with_engines_routes(ROLLOUTS)
     report = run_learn(config, rollouts)
     assert_updates([report], folder, config, rollouts)
     measured = run_learn(config, rollouts, measures_rounding=True).metrics
@@ -362,7 +356,9 @@ def test_routes_of_another_model_are_refused(
     routes = [None if (one := rows.routes_of(i)) is None else change(one) for i in range(len(rows))]
     rollouts = with_columns(ROLLOUTS, routes=routes)
     with pytest.raises(RolloutError, match=mentions("sequence 0", "routing_replay", *named)):
-        following_engine(policy, rollouts, [policy.pack(rollouts, (0, 1))])
+        StepRoutes(policy, rollouts, replayed="rollout").following(
+            0, [policy.pack(rollouts, (0, 1))]
+        )
 
 
 def test_carried_tokens_are_scored_with_the_engines_routes(folder: Path, policy: Policy) -> None:

@@ -68,7 +68,7 @@ def pack(
             padding is a separate sequence. A multiple of `sequence_align`.
         sequence_align: every sequence is padded at its end to a multiple of it, to be split over
             context parallel ranks; causal attention does not see the padding.
-        vocab_size: the model's vocabulary size; None: tokens are not checked.
+        vocab_size: the model's vocabulary size; None: any.
         for_loss: make a `LossMicrobatch`, if `batch` is a `Batch`.
         device: device of the tensors.
 
@@ -86,13 +86,13 @@ def pack(
     assert (prompt_lengths > 0).all() and (response_lengths > 0).all(), (
         "a prompt or a response is empty"
     )
-    for i, *parts in zip(indices, prompts, responses, strict=True) if vocab_size else ():
+    limit = np.inf if vocab_size is None else vocab_size
+    for i, *parts in zip(indices, prompts, responses, strict=True):
         for name, ids in zip(("prompt", "response"), parts, strict=True):
-            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            outside = ids[(ids < 0) | (ids >= limit)]
             if len(outside):
                 raise DataError(
-                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are "
-                    f"0..{vocab_size - 1}"
+                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are below {limit}"
                 )
     fed_lengths = prompt_lengths + response_lengths - 1
     fillers = -fed_lengths % sequence_align

@@ -48,10 +48,10 @@ def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
         A description of the first fault; "" if there is none.
     """
     inputs = _problem(device, dtype)
-    in_float64 = [values.double() if values.is_floating_point() else values for values in inputs]
+    in_float64 = tuple(one.double() if one.is_floating_point() else one for one in inputs)
     for inverse_temperature, with_entropy in itertools.product(INVERSE_TEMPERATURES, (False, True)):
         found, again, expected = (
-            _results(one, *given, inverse_temperature, with_entropy=with_entropy)
+            _results(one, given, inverse_temperature, with_entropy=with_entropy)
             for one, given in ((code, inputs), (code, inputs), (tiles, in_float64))
         )
         for name, values in found.items():
@@ -139,15 +139,9 @@ def _problem(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def _results(
-    code: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    upstream: Tensor,
-    inverse_temperature: float,
-    *,
-    with_entropy: bool,
+    code: Any, inputs: tuple[Tensor, ...], inverse_temperature: float, *, with_entropy: bool
 ) -> dict[str, Tensor]:
+    hidden, weight, labels, upstream = inputs
     stats = code.softmax_stats(
         hidden,
         weight,

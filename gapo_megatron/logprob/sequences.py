@@ -54,11 +54,11 @@ class Sequences:
 
     def sum(self, values: Tensor) -> Tensor:
         """[B, ...] sums of `values` [T, ...]; zero for a sequence without rows."""
-        return _Reduce.apply(values, None, self, False)  # type: ignore[no-any-return]
+        return _Reduce.apply(values, None, self, False)
 
     def mean(self, values: Tensor) -> Tensor:
         """[B] means of `values` [T]; zero for a sequence without rows."""
-        return _Reduce.apply(values, None, self, True)  # type: ignore[no-any-return]
+        return _Reduce.apply(values, None, self, True)
 
     def log_ratio(self, log_probs: Tensor, old_log_probs: Tensor, *, mean: bool = True) -> Tensor:
         """D [B], the mean of log_probs - old_log_probs over a sequence's rows, or their sum.
@@ -69,7 +69,7 @@ class Sequences:
             mean: divide by the number of rows (0 for a sequence without rows).
         """
         minus = old_log_probs.detach()
-        return _Reduce.apply(log_probs, minus, self, mean)  # type: ignore[no-any-return]
+        return _Reduce.apply(log_probs, minus, self, mean)
 
 
 class _Reduce(torch.autograd.Function):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -111,11 +112,33 @@ def policy_loss(
         "have one entry per sequence"
     )
     _flag_not_finite(flags, log_probs, old_log_probs, sequences.ids, advantages)
-    tokens = _inputs(
-        log_probs, old_log_probs, sequences, advantages, num_correct, group_size, method
-    )
+    # Clip widths in float64, beside the log-probs: what a family starts from.
+    advantages = advantages.detach().double()
+    if not isinstance(group_size, torch.Tensor):  # filled on the device: a copy would wait
+        group_size = torch.full_like(num_correct, group_size)
+    lower = torch.full_like(advantages, method.eps_low)
+    upper = torch.full_like(advantages, method.eps_high_max)
+    if method.adaptive:  # incorrect rollouts get eps_low
+        width = upper_clip(
+            num_correct,
+            group_size=group_size,
+            eps_low=method.floor,
+            eps_high_max=method.eps_high_max,
+        )
+        upper = torch.where(advantages > 0, width, method.eps_low)
     if widths is not None:
-        tokens = dataclasses.replace(tokens, lower=widths[0], upper=widths[1])
+        lower, upper = widths
+    tokens = LossInputs(
+        log_probs,
+        old_log_probs.detach(),
+        sequences,
+        advantages=advantages,
+        num_correct=num_correct,
+        group_size=group_size,
+        lower=lower,
+        upper=upper,
+        method=method,
+    )
     denominators = _denominators(
         tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
     )
@@ -140,71 +163,25 @@ def policy_loss(
 
 
 def decide(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    *,
-    sequence_ids: torch.Tensor | Sequences,
-    advantages: torch.Tensor,
-    num_correct: torch.Tensor,
-    group_size: int | torch.Tensor,
-    method: Method,
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, *, method: Method, **facts: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-ratios of two policies, and what the clip of `method` makes of them, without a loss.
 
     Args:
         log_probs: [T] of the policy that learns; T = response tokens of B sequences.
         old_log_probs: [T] of the policy that the clip is around.
-        sequence_ids: as in `policy_loss`, like all that follow.
-        advantages: [B].
-        num_correct: [B] int64.
-        group_size: k, an int or [B] int64.
         method: ratio, clip widths.
+        facts: `sequence_ids`, `advantages`, `num_correct` and `group_size` of `policy_loss`.
 
     Returns:
         Log of each ratio, float64, and whether it is clipped, bool, never where A = 0: both [B], or
         [T] of a token ratio. Detached, no collectives, nothing waits for the device.
     """
-    tokens = _inputs(
-        log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
-    )
-    family = find_family(method) if len(log_probs) else clipped_loss
-    _, clip = _clip(family, tokens, *family(tokens))
-    return clip["ratio"].log(), clip["clipped"]
-
-
-def _inputs(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sequence_ids: torch.Tensor | Sequences,
-    advantages: torch.Tensor,
-    num_correct: torch.Tensor,
-    group_size: int | torch.Tensor,
-    method: Method,
-) -> LossInputs:
-    """Clip widths in float64, beside the log-probs: what a family starts from."""
-    advantages = advantages.detach().double()
-    if not isinstance(group_size, torch.Tensor):  # filled on the device: a copy would wait
-        group_size = torch.full_like(num_correct, group_size)
-    upper = torch.full_like(advantages, method.eps_high_max)
-    if method.adaptive:  # incorrect rollouts get eps_low
-        width = upper_clip(
-            num_correct,
-            group_size=group_size,
-            eps_low=method.floor,
-            eps_high_max=method.eps_high_max,
-        )
-        upper = torch.where(advantages > 0, width, method.eps_low)
-    return LossInputs(
-        log_probs,
-        old_log_probs.detach(),
-        Sequences.of(sequence_ids, len(advantages)),
-        advantages=advantages,
-        num_correct=num_correct,
-        group_size=group_size,
-        lower=torch.full_like(advantages, method.eps_low),
-        upper=upper,
-        method=method,
-    )
+    # Of the loss nothing is used, neither its denominator nor its flag of what is not finite.
+    method = dataclasses.replace(method, aggregation="token_mean")
+    unused: dict[str, Any] = {"num_tokens_global": 1, "flags": Flags()}
+    result = policy_loss(log_probs.detach(), old_log_probs, method=method, **facts, **unused)
+    return result.ratio.log(), result.clipped
 
 
 def _clip(

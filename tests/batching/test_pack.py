@@ -85,7 +85,7 @@ def test_an_empty_prompt_or_response_is_refused(pair):
 def test_a_token_that_the_model_does_not_have_is_refused():
     batch = make([(2, 3), (1, 2)])  # tokens 1..8
     pack(batch, [0, 1], vocab_size=9, device="cpu")
-    with pytest.raises(DataError, match=mentions("sequence 1", "response", "8", "0..7")):
+    with pytest.raises(DataError, match=mentions("sequence 1", "response", "8", "below 8")):
         pack(batch, [0, 1], vocab_size=8, device="cpu")
     batch.prompt_ids[0][1] = -1
     with pytest.raises(DataError, match=mentions("sequence 0", "prompt", "-1")):

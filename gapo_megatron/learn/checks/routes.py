@@ -97,8 +97,6 @@ class StepRoutes:
             recorded.counts = torch.zeros(shape, dtype=torch.int64, device=policy.device)
         self._counts = recorded.counts
         self._routes = recorded.routes
-        self._of_engine: dict[int, list[Known]] = {}
-        """Number of a mini-batch -> the engine's routes, until its update is done."""
 
     def recording(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Micro-batches of mini-batch `number` whose next pass, without gradients, records.
@@ -108,8 +106,7 @@ class StepRoutes:
         if not self._num_experts:
             return [*microbatches]
         if self._replayed == "rollout":
-            known = [routes_of_engine(self._policy, self._rollouts, one) for one in microbatches]
-            return self._marked(microbatches, known, share="engine_same_routes")
+            return self._marked(number, microbatches, share="engine_same_routes")
         recorded = self._routes[number] = [{} for _ in microbatches]
         return [
             replace(microbatch, choose_experts=recorder(routes, num_experts=self._num_experts))
@@ -128,18 +125,10 @@ class StepRoutes:
         """
         if not self._num_experts:
             return [*microbatches]
-        if self._replayed == "rollout":
-            if number not in self._of_engine:
-                self._of_engine[number] = [
-                    routes_of_engine(self._policy, self._rollouts, one) for one in microbatches
-                ]
-            known = self._of_engine[number]
-            # The weights are still those that the step begins with in mini-batch 0.
-            share = "same_routes" if number else "engine_same_routes"
-        else:
-            recorded = self._routes.get(number, [{} for _ in microbatches])
-            known, share = [Known(routes) for routes in recorded], "same_routes"
-        return self._marked(microbatches, known, share=share if counts else None, load=counts)
+        # In mini-batch 0 the weights are still those that the step begins with.
+        at_begin = self._replayed == "rollout" and number == 0
+        share = "engine_same_routes" if at_begin else "same_routes"
+        return self._marked(number, microbatches, share=share if counts else None, load=counts)
 
     def tracing(self, number: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Passes that only score: the first records, later ones replay; none is counted."""
@@ -165,7 +154,6 @@ class StepRoutes:
     def forget(self, number: int) -> None:
         """Free the routes of mini-batch `number`, which no further pass follows."""
         self._routes.pop(number, None)
-        self._of_engine.pop(number, None)
 
     def summarize(self) -> dict[str, float]:
         """`experts/*` (docs/metrics.md) of the step, the same on every rank.
@@ -182,13 +170,18 @@ class StepRoutes:
 
     def _marked(
         self,
+        number: int,
         microbatches: Sequence[Microbatch],
-        known: Sequence[Known],
         *,
         share: str | None,
         load: bool = False,
     ) -> list[Microbatch]:
         """Micro-batches that follow; counted for a share of the metrics, and for the load."""
+        if self._replayed == "rollout":
+            known = [routes_of_engine(self._policy, self._rollouts, one) for one in microbatches]
+        else:
+            recorded = self._routes.get(number, [{} for _ in microbatches])
+            known = [Known(routes) for routes in recorded]
         return [
             replace(one, choose_experts=self._follower(one, routes, share=share, load=load))
             for one, routes in zip(microbatches, known, strict=True)

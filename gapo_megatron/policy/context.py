@@ -52,6 +52,8 @@ def cut(whole: Microbatch, groups: ParallelGroups) -> Microbatch:
         whole: the same on all ranks of the context parallel group.
         groups: this rank's parallel groups.
     """
+    if groups.cp_size == 1:
+        return whole
     held = held_positions(whole.cu_seqlens, cp_rank=groups.cp_rank, cp_size=groups.cp_size)
     place = torch.full_like(whole.tokens[0], -1)
     place[held] = torch.arange(len(held), device=held.device)
@@ -81,7 +83,7 @@ def to_rank(
         num_shards: number of sequence parallel ranks; divides the positions.
         device: device of the result.
     """
-    part = cut(whole, groups) if groups.cp_size > 1 else whole
+    part = cut(whole, groups)
     starts = np.arange(num_shards + 1) * (part.tokens.shape[1] // num_shards)
     row_edges = np.searchsorted(part.row_index.numpy(), starts)
     tensors = {

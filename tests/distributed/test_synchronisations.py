@@ -265,7 +265,7 @@ def count_carry(folder: Path) -> list[Waits]:
 
 def test_carrying_waits_once(folder: Path) -> None:
     ((few, many),) = run_distributed(count_carry, 1, folder)
-    assert few["cpu at gapo_megatron/transfer.py:to_host"] == 1
+    assert few["cpu at gapo_megatron/device.py:to_host"] == 1
     # `plan` looks at lengths, on the host.
     assert {call for call in many - few if "plan.py" not in call} == set()
 

@@ -1,4 +1,4 @@
-"""The one pass over micro-batches: forward through model and head, and backward unless it scores.
+"""One pass over micro-batches: forward through model and head, and backward unless it only scores.
 
 All scoring uses this module: the old pass of `learn`, rollouts carried to the next step, the
 measurement of rounding and the check after a weight sync. `score` takes sequences, `log_probs`

@@ -78,10 +78,12 @@ def carry(
         ranks=ranks,
         channel=channel,
     )
-    carried = {
-        i: _extend(groups, i, log_probs[i]) if i in log_probs else before
-        for i, before in groups.carried_log_probs.items()
-    }
+    carried = {**groups.carried_log_probs}
+    for i, values in log_probs.items():
+        # Earlier values stay; tokens appended by the environment get 0.
+        every, before = np.zeros(len(groups.response_ids[i]), dtype=np.float32), carried[i]
+        every[groups.is_sampled(i)] = values
+        carried[i] = np.concatenate([before, every[len(before) :]])
     changed = groups.carried().changed(num_scored_tokens=np.where(is_new, num_tokens, num_scored))
     return changed.with_tokens({**changed.tokens, "carried_log_probs": carried})
 
@@ -112,18 +114,3 @@ def _to_holders(
         tag=_LOG_PROBS,
     )
     return found["log_probs"]
-
-
-def _extend(groups: Rollouts, row: int, log_probs: np.ndarray) -> np.ndarray:
-    """Carried log-probs of all tokens: earlier values unchanged, then those of the new tokens.
-
-    Args:
-        groups: table with the row.
-        row: row of the response.
-        log_probs: [num_sampled_tokens] at these weights; tokens appended by the environment get
-            0.
-    """
-    every = np.zeros(len(groups.response_ids[row]), dtype=np.float32)
-    every[groups.is_sampled(row)] = log_probs
-    before = groups.carried_log_probs[row]
-    return np.concatenate([before, every[len(before) :]])

@@ -6,6 +6,7 @@ denominators, checks.
 """
 
 import functools
+from typing import Any
 
 import torch
 
@@ -59,37 +60,35 @@ def _load(name: str) -> Family:
 
     def checked(tokens: LossInputs) -> LossResult:
         result = family(tokens)
-        where = f"{setting} ({name!r})"
-        match result:
-            case torch.Tensor() as sums, dict() as metrics:
-                pass
-            case _:
-                kind = type(result).__name__
-                raise ConfigError(f"{where} returned a {kind}; it must return (tensor, dict)")
-        if sums.shape != tokens.advantages.shape:
-            raise ConfigError(
-                f"{where}: the loss has shape {tuple(sums.shape)}; it must be [B], "
-                f"{tuple(tokens.advantages.shape)}"
-            )
-        learns = torch.is_grad_enabled() and tokens.log_probs.requires_grad
-        if learns and not sums.requires_grad:
-            raise ConfigError(f"{where}: the loss has no gradient; it must depend on log_probs")
-        shape = tuple((tokens.sequence_ids if tokens.per_token else tokens.advantages).shape)
-        for metric, value in metrics.items():
-            if not isinstance(value, torch.Tensor) or metric == "ratio":
-                raise ConfigError(
-                    f"{where}: metric {metric!r} ({shown(value)}) must be a tensor, and not be "
-                    "'ratio'"
-                )
-            is_bool = value.dtype == torch.bool
-            if metric in CLIP and (tuple(value.shape) != shape or is_bool != (metric == "clipped")):
-                raise ConfigError(
-                    f"{where}: {metric} is {value.dtype} {tuple(value.shape)}; it must be "
-                    f"{'bool' if metric == 'clipped' else 'float'}, shaped like the ratio, {shape}"
-                )
-        return sums, metrics
+        if fault := _fault(result, tokens):
+            raise ConfigError(f"{setting} ({name!r}): {fault}")
+        return result
 
     return checked
+
+
+def _fault(result: Any, tokens: LossInputs) -> str:
+    """What is wrong with the result of a user's family; "" if it is a `LossResult`."""
+    match result:
+        case torch.Tensor() as sums, dict() as metrics:
+            pass
+        case _:
+            return f"it returned a {type(result).__name__}; it must return (tensor, dict)"
+    if (found := tuple(sums.shape)) != (wanted := tuple(tokens.advantages.shape)):
+        return f"the loss has shape {found}; it must be [B], {wanted}"
+    learns = torch.is_grad_enabled() and tokens.log_probs.requires_grad
+    if learns and not sums.requires_grad:
+        return "the loss has no gradient; it must depend on log_probs"
+    shape = tuple((tokens.sequence_ids if tokens.per_token else tokens.advantages).shape)
+    for name, value in metrics.items():
+        if not isinstance(value, torch.Tensor) or name == "ratio":
+            return f"metric {name!r} ({shown(value)}) must be a tensor, and not be 'ratio'"
+        kind = "bool" if name == "clipped" else "float"
+        is_kind = (value.dtype == torch.bool) == (name == "clipped")
+        if name in CLIP and (tuple(value.shape) != shape or not is_kind):
+            there = f"{value.dtype} {tuple(value.shape)}"
+            return f"{name} is {there}; it must be {kind}, shaped like the ratio, {shape}"
+    return ""
 
 
 __all__ = ["FAMILIES", "Family", "LossInputs", "LossResult", "find_family"]

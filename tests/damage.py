@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,44 +97,3 @@ def trap_object(folder: Path, trace: Path) -> str:
 
 
 TRAPS = (trap_metadata, trap_common, trap_object)
-
-
-_AGAIN = b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(99))  # a pair of the last, twice
-HOSTILE_PICKLES = {
-    "a deep tuple as key": b"\x80\2})" + b"\x85" * 250_000 + b"Ns.",
-    "a deep tuple of marks as key": b"\x80\2}" + b"(" * 250_000 + b"t" * 250_000 + b"Ns.",
-    "a deep tuple, which a memo holds": b"\x80\2})" + b"\x85q\0h\0\x86" * 200_000 + b"Ns.",
-    "a deep tuple, which BUILD leaves": b"\x80\2})" + (b"\x85" * 999 + b"Nb") * 300 + b"Ns.",
-    "a deep tuple, which APPENDS leaves": b"\x80\2})" + (b"\x85" * 999 + b"(e") * 300 + b"Ns.",
-    "a deep tuple in a set": b"\x80\4\x8f()" + b"\x85" * 250_000 + b"\x90.",
-    "a tuple of the same twice": b"\x80\2}()q\0" + _AGAIN + b"u.",
-    "a large index": b"\x80\2}r\xff\xff\xff\xff.",
-    "a large index in digits": b"\x80\2}p99999999999\n.",
-    "a long text": b"\x80\4\x8d" + (2**62).to_bytes(8, "little") + b"x.",
-    "long bytes": b"\x80\4\x8e" + (2**40).to_bytes(8, "little") + b"x.",
-    "a long frame": b"\x80\4\x95" + (2**62).to_bytes(8, "little") + b"N.",
-    "a long number": b"\x80\2\x8b\xff\xff\xff\x7f\1.",
-    "nothing marked": b"\x80\2t.",
-    "nothing there": b"\x80\2N" + b"\x85\x86" * 9 + b".",
-    "many operations": b"\x80\2" + b"N0" * 300_000 + b".",
-}
-"""Each would end the process, fill its memory, take for ever, or is just wrong."""
-
-
-def deflated(content: bytes) -> bytes:
-    """The same file of `torch.save`'s, compressed as it never compresses."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
-    return made.getvalue()
-
-
-def as_torch_save(content: bytes) -> bytes:
-    """A file of `torch.save`'s around a pickle made by hand."""
-    stream, made = io.BytesIO(), io.BytesIO()
-    torch.save(None, stream)
-    with zipfile.ZipFile(stream) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
-    return made.getvalue()

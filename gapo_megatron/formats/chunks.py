@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from gapo_megatron.compat.torch import file_view
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.formats.unpickle import load_data
 from gapo_megatron.io.documents import open_file
@@ -119,8 +118,8 @@ class Chunks:
         at = f"{path}: {self._key} at {list(chunk.offsets)}"
         try:
             with open_file(path) as file:
-                stream: Any = _Part(file.fileno(), info.offset, info.length)
-                tensor = load_data(stream, map_location="cpu")
+                part = file_view(file, info.offset, info.length)
+                tensor = load_data(part, map_location="cpu")
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise ConversionError(f"{at} cannot be read: {error}") from None
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (
@@ -129,40 +128,6 @@ class Chunks:
         ):
             raise ConversionError(f"{at} is not {list(chunk.sizes)} {self._dtype}")
         return tensor
-
-
-class _Part(io.RawIOBase):
-    """A section of a file, as a file with a position of its own."""
-
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self._descriptor, self._offset, self._length = descriptor, offset, length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}
-        self._position = start[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        done = 0
-        while done < len(view):
-            start = self._offset + self._position
-            got = os.preadv(self._descriptor, [view[done:]], start)
-            if not got:
-                break
-            done += got
-            self._position += got
-        return done
 
 
 def _slices(low: Sequence[int], high: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:

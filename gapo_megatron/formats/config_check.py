@@ -6,6 +6,8 @@ would only give a bad model. Both are reported here, before a tensor is read.
 
 from __future__ import annotations
 
+import argparse
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.errors import ConversionError
+from gapo_megatron.formats import megatron_args
+from gapo_megatron.formats.megatron_record import Record
 from gapo_megatron.formats.model_folder import check_dtypes, check_sizes
 from gapo_megatron.formats.weights import Entry
 from gapo_megatron.models.config_json import read_facts
-from gapo_megatron.models.parts import SCORES, layer_types, periodic_layer_types
+from gapo_megatron.models.parts import layer_types, periodic_layer_types
 from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
@@ -56,66 +60,62 @@ def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
 
 
 def compare_configs(
-    hf_config: PretrainedConfig, record: Mapping[str, Any], *, source: str = "the Megatron folder"
+    hf_config: PretrainedConfig, record: Record, *, source: str = "the Megatron folder"
 ) -> None:
     """Refuse a Megatron folder that records another model than config.json describes.
 
     Args:
         hf_config: config of the Hugging Face side.
-        record: what the folder records of its model, under the names of config.json. Missing and
-            null fields are not compared. Rope is compared if any of its fields is there: as in
-            config.json, a base without a scaling means no scaling.
+        record: what the folder records of its model. Missing and null fields of config.json are not
+            compared. Rope is compared if any of its fields is there: as in config.json, a base
+            without a scaling means no scaling.
         source: where the record is from, for errors.
 
     Raises:
         ConfigError: the record's rope cannot be used, see `read_rope`.
         ConversionError: lists every field that differs, with both values.
     """
+    if isinstance(record, argparse.Namespace):
+        found = megatron_args.differences(hf_config, record)
+    else:
+        found = _differences(hf_config, record, source)
+    if found:
+        told = (
+            f"{name} is {_shown(there)} there and {_shown(here)} here"
+            for name, there, here in found
+        )
+        raise ConversionError(
+            f"{source} records another model than config.json describes: {'; '.join(told)}"
+        )
+
+
+# --- two configs ---------------------------------------------------------------------------------
+
+
+def _differences(
+    hf_config: PretrainedConfig, record: Mapping[str, Any], source: str
+) -> list[tuple[Any, ...]]:
+    """Fields that differ, with their values there and here."""
     names = architecture_of(hf_config).model_fields
     ours = {name: getattr(hf_config, name, None) for name in names}
     geometry = geometry_of(hf_config)
     # Of latent attention transformers calls the rotated part head_dim.
     ours |= {"head_dim": geometry.rotary_dim, "num_key_value_heads": geometry.kv_heads}
-    ours["softmax_type"] = "learnable" if geometry.sinks else "vanilla"
-    if geometry.num_experts:
-        ours |= {
-            "num_experts": geometry.num_experts,
-            "moe_intermediate_size": geometry.expert_intermediate,
-            "scoring_func": SCORES[geometry.sigmoid_router],
-            "first_k_dense_replace": geometry.num_dense,
-            "shared_expert_intermediate_size": geometry.shared_intermediate,
-            # Neutral values, where the architecture has no such field.
-            "norm_topk_prob": getattr(hf_config, "norm_topk_prob", True),
-            "routed_scaling_factor": getattr(hf_config, "routed_scaling_factor", 1.0),
-            "n_group": getattr(hf_config, "n_group", 1),
-            "topk_group": getattr(hf_config, "topk_group", 1),
-        }
     if geometry.windowed:
         ours["layer_types"] = layer_types(geometry.windowed)
         record = _with_layer_types(record, geometry.num_layers)
     pairs = {n: (record[n], ours[n]) for n in ours if record.get(n) is not None}
     fields = hf_config.to_dict()
-    # 0: arguments say that no window was computed; of a model that is only converted they always do
-    if "sliding_window" in record and (record["sliding_window"] != 0 or geometry.window):
+    if "sliding_window" in record:
         pairs["sliding_window"] = (_window(record), _window(fields))
-    if "swiglu_limit" in record:
-        pairs["swiglu_limit"] = record["swiglu_limit"], geometry.gate_limit
     if any(record.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")):
         read = architecture_of(hf_config).read_rope
         theirs, own = read(record, source=source).fields, read(fields).fields
         pairs |= {name: (theirs.get(name), own.get(name)) for name in {**theirs, **own}}
-    differences = [
-        f"{name} is {_shown(there)} there and {_shown(here)} here"
-        for name, (there, here) in pairs.items()
-        if (there or None) != (here or None)  # a missing switch is off
+    # A missing switch is off.
+    return [
+        (n, there, here) for n, (there, here) in pairs.items() if (there or None) != (here or None)
     ]
-    if differences:
-        raise ConversionError(
-            f"{source} records another model than config.json describes: {'; '.join(differences)}"
-        )
-
-
-# --- two configs ---------------------------------------------------------------------------------
 
 
 def _window(fields: Mapping[str, Any]) -> int | None:
@@ -133,4 +133,4 @@ def _with_layer_types(record: Mapping[str, Any], num_layers: int) -> Mapping[str
 
 
 def _shown(value: Any) -> str:
-    return "not stated" if value is None else repr(value)
+    return "not stated" if value is None else reprlib.repr(value)

@@ -6,10 +6,11 @@ a run. Errors that only the tokenizer's library finds are in `data.tokenizer`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,12 +38,6 @@ TOKENIZER_FILES = (
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_IDS = "whole numbers of 0 or more, below vocab_size ({vocab_size}) of config.json"
-_ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_Check = Callable[[Any, int], bool]
-"""Takes a value and the vocabulary size; returns whether the value is valid."""
-
 
 def check_model_folder(
     folder: str | Path, *, weights: bool = True, field: str | None = None
@@ -58,8 +53,8 @@ def check_model_folder(
         The model that config.json describes.
 
     Raises:
-        ConfigError: see `read_facts`; a tokenizer file or generation_config.json is damaged, or
-            names token ids beyond the vocabulary; or a file that is to be copied cannot be read.
+        ConfigError: see `read_facts`; a tokenizer file or generation_config.json is no JSON object,
+            or names token ids beyond the vocabulary; or a file that is to be copied cannot be read.
         ConversionError: the weights are integers or have 8 bits, or belong to another model than
             config.json describes; a ConfigError instead if `field` is given.
     """
@@ -68,7 +63,7 @@ def check_model_folder(
         facts = read_facts(root)
         _check_readable(root)
         end_tokens(root, facts.vocab_size)
-        check_tokenizer_files(root, facts.vocab_size)
+        _check_tokenizer_files(root, facts.vocab_size)
         if weights and any((root / name).exists() for name in (SINGLE, INDEX)):
             _check_weights(root, facts)
     except (ConfigError, ConversionError) as error:
@@ -127,69 +122,17 @@ def end_tokens(root: Path, vocab_size: int) -> dict[str, tuple[int, ...]]:
                 continue
             ids = value if field == "eos_token_id" and isinstance(value, list) else [value]
             for one in ids:
-                if not _is_id(one, vocab_size):
+                if not (type(one) is int and 0 <= one < vocab_size):
                     raise ConfigError(
-                        f"{root / name}: {field} ({one!a:.80}) must be token ids: "
-                        f"{_IDS.format(vocab_size=vocab_size)}"
+                        f"{root / name}: {field} ({one!a:.80}) must be token ids: whole numbers "
+                        f"of 0 or more, below vocab_size ({vocab_size}) of config.json"
                     )
             if field == "eos_token_id":
                 found[name] = tuple(ids)
     return found
 
 
-def _is_id(value: Any, vocab_size: int) -> bool:
-    return type(value) is int and 0 <= value < vocab_size
-
-
-def _odd_entry(vocabulary: Any, vocab_size: int) -> str | None:
-    """The first invalid entry of a vocabulary; None if all are tokens of the model."""
-    if isinstance(vocabulary, list):  # [token, score] in the order of ids
-        return f"{len(vocabulary)} of them" if len(vocabulary) > vocab_size else None
-    if not isinstance(vocabulary, dict):
-        return f"{vocabulary!a:.80}"
-    tokens: dict[Any, str] = {}
-    for token, one in vocabulary.items():
-        if not _is_id(one, vocab_size):
-            return f"{token!a:.40}: {one!a:.40}"
-        if (other := tokens.setdefault(one, token)) != token:
-            return f"{other!a:.40} and {token!a:.40}: both {one}"
-    return None
-
-
-def _is_token(value: Any, vocab_size: int) -> bool:
-    """A token: its text, or a table of its text and flags."""
-    if not isinstance(value, dict):
-        return isinstance(value, str)
-    flags = [value[name] for name in _ADDED_FLAGS if name in value]
-    return isinstance(value.get("content"), str) and all(isinstance(one, bool) for one in flags)
-
-
-def _are_tokens(value: Any, vocab_size: int) -> bool:
-    """A list of tokens, or a table of named ones."""
-    tokens = value.values() if isinstance(value, dict) else value
-    return isinstance(value, dict | list) and all(_is_token(one, vocab_size) for one in tokens)
-
-
-def _are_added(value: Any, vocab_size: int) -> bool:
-    """Tokens with their ids, in the form of tokenizer.json."""
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and _is_token(one, vocab_size) and _is_id(one.get("id"), vocab_size)
-        for one in value
-    )
-
-
-def _are_added_by_id(value: Any, vocab_size: int) -> bool:
-    """Tokens by their ids, in the form of tokenizer_config.json: the keys are strings."""
-    return isinstance(value, dict) and all(
-        re.fullmatch(r"[0-9]{1,9}", key)
-        and int(key) < vocab_size
-        and isinstance(one, dict)
-        and _is_token(one, vocab_size)
-        for key, one in value.items()
-    )
-
-
-def _is_template(value: Any, vocab_size: int) -> bool:
+def _is_template(value: Any) -> bool:
     if isinstance(value, list):
         if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value):
             return False
@@ -198,91 +141,60 @@ def _is_template(value: Any, vocab_size: int) -> bool:
     return all(isinstance(one, str) and len(one) <= MAX_TEMPLATE_CHARACTERS for one in texts)
 
 
-def _is(kind: type) -> _Check:
-    return lambda value, vocab_size: isinstance(value, kind)
+def _stated_ids(files: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Ids of tokens that a tokenizer's files state, by file and field."""
+    main, settings = files.get("tokenizer.json", {}), files.get("tokenizer_config.json", {})
+    model = main.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # [token, score] in the order of ids
+        vocabulary = dict(enumerate(range(len(vocabulary))))
+    added = main.get("added_tokens")
+    if isinstance(added, list):
+        ids = [one.get("id") if isinstance(one, dict) else one for one in added]
+        yield "tokenizer.json: added_tokens", ids
+    decoder = settings.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        ids = [int(key) if re.fullmatch("[0-9]{1,9}", key) else key for key in decoder]
+        yield "tokenizer_config.json: added_tokens_decoder", ids
+    for name, tokens in (
+        ("tokenizer.json: model.vocab", vocabulary),
+        ("added_tokens.json", files.get("added_tokens.json")),
+        ("vocab.json", files.get("vocab.json")),
+    ):
+        if isinstance(tokens, dict):
+            yield name, [*tokens.values()]
 
 
-_GENERATION: dict[str, tuple[str, _Check]] = {
-    "max_new_tokens": ("a whole number of 1 or more", lambda v, _: type(v) is int and v >= 1),
-    "cache_implementation": ("a name", _is(str)),
-    **dict.fromkeys(("compile_config", "watermarking_config"), ("a table", _is(dict))),
-}
-"""Fields of generation_config.json that transformers checks when vLLM reads the file."""
-
-_RULES: dict[str, tuple[str, _Check]] = {
-    **dict.fromkeys((*_SPECIAL, "mask_token"), ("a token: its text, or a table", _is_token)),
-    **dict.fromkeys(
-        ("additional_special_tokens", "extra_special_tokens"), ("a list of tokens", _are_tokens)
-    ),
-    **dict.fromkeys(
-        (
-            *("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"),
-            *("clean_up_tokenization_spaces", "legacy", "use_default_system_prompt"),
-        ),
-        ("true or false", _is(bool)),
-    ),
-    "added_tokens_decoder": (f"tokens by their ids: {_IDS}", _are_added_by_id),
-    "chat_template": (
-        f"a template, or several by name, of {MAX_TEMPLATE_CHARACTERS} characters at most",
-        _is_template,
-    ),
-    "tokenizer_class": ("a name", _is(str)),
-}
-_FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
-    "tokenizer_config.json": _RULES,
-    "special_tokens_map.json": _RULES,
-    "generation_config.json": _GENERATION,
-    "tokenizer.json": {
-        "added_tokens": (f"a list of tokens with their ids: {_IDS}", _are_added),
-        "model": ("a table", _is(dict)),
-    },
-}
-"""File of a model folder -> field -> its rule, if it is there and not null."""
-
-
-def check_tokenizer_files(root: Path, vocab_size: int) -> None:
-    """Check the tokenizer's files that are there.
-
-    Args:
-        root: the model folder.
-        vocab_size: the model's vocabulary size.
+def _check_tokenizer_files(root: Path, vocab_size: int) -> None:
+    """Check the tokenizer's files that are there; most of what is in them its library checks.
 
     Raises:
-        ConfigError: names file, field, value and rule.
+        ConfigError: a file is no JSON object, names code, or its chat template is none; or a token
+            has an id that the model does not have, or of another token. The library would give it
+            a new one.
     """
     files: dict[str, Any] = {}
-    for name in (*_FIELDS, "added_tokens.json", "vocab.json"):
-        try:
-            files[name] = read_object(root / name)
-        except FileNotFoundError:
-            continue
-    for name, rules in _FIELDS.items():
-        fields = files.get(name, {})
-        for field, (rule, holds) in rules.items():
-            value = fields.get(field)
-            if value is not None and not holds(value, vocab_size):
-                raise ConfigError(
-                    f"{root / name}: {field} ({value!a:.80}) must be "
-                    f"{rule.format(vocab_size=vocab_size)}"
-                )
-    refuse_code(files.get("tokenizer_config.json", {}), source=f"{root / 'tokenizer_config.json'}")
-    # transformers would read these instead of tokenizer.json.
-    if others := files.get("tokenizer_config.json", {}).get("fast_tokenizer_files"):
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if name.endswith(".json"):
+            with contextlib.suppress(FileNotFoundError):
+                files[name] = read_object(root / name)
+    settings, source = files.get("tokenizer_config.json", {}), root / "tokenizer_config.json"
+    refuse_code(settings, source=str(source))
+    template = settings.get("chat_template")
+    if template is not None and not _is_template(template):
         raise ConfigError(
-            f"{root / 'tokenizer_config.json'}: fast_tokenizer_files ({others!a:.80}) are not read"
+            f"{source}: chat_template ({template!a:.80}) must be a template, or several by name, "
+            f"of {MAX_TEMPLATE_CHARACTERS} characters at most"
         )
-    model = files.get("tokenizer.json", {}).get("model") or {}
-    for name, vocabulary in (
-        ("tokenizer.json: model.vocab", model.get("vocab", {})),
-        ("added_tokens.json", files.get("added_tokens.json", {})),
-        ("vocab.json", files.get("vocab.json", {})),
-    ):
-        if (odd := _odd_entry(vocabulary, vocab_size)) is not None:
-            rule = _IDS.format(vocab_size=vocab_size)
-            raise ConfigError(
-                f"{root}/{name} ({odd}) must be tokens with ids: {rule}; take out tokens that the "
-                "model has no embedding for"
-            )
+    for where, ids in _stated_ids(files):
+        seen: set[int] = set()
+        for one in ids:
+            if type(one) is not int or not 0 <= one < vocab_size or one in seen:
+                raise ConfigError(
+                    f"{root}/{where}: {one!a:.40} must be the id of one token: a whole number of 0 "
+                    f"or more, below vocab_size ({vocab_size}) of config.json"
+                )
+            seen.add(one)
     if (path := root / "chat_template.jinja").exists():
         read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
 

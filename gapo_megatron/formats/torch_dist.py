@@ -41,7 +41,8 @@ from gapo_megatron.errors import ConversionError
 from gapo_megatron.formats import disk_keys
 from gapo_megatron.formats.chunks import Chunks
 from gapo_megatron.formats.manifest import MANIFEST_NAME, Manifest
-from gapo_megatron.formats.megatron_record import Found, find_megatron, to_args
+from gapo_megatron.formats.megatron_args import to_args
+from gapo_megatron.formats.megatron_record import Found, find_megatron
 from gapo_megatron.formats.weights import Entry, in_model_order
 from gapo_megatron.formats.workers import Read, worker_pool
 from gapo_megatron.models.rules import Place, Rule

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from gapo_megatron.compat.pickle import CheckedUnpickler
 from gapo_megatron.compat.torch import pickle_in, storage_info
 from gapo_megatron.errors import ConversionError, printable
 from gapo_megatron.formats.manifest import is_plain_name
@@ -72,7 +71,7 @@ def read_metadata(root: Path) -> Metadata:
     path = root / ".metadata"
     try:
         with open_file(path) as file:
-            content = _Content(file.read(_MAX_BYTES))
+            content = io.BytesIO(file.read(_MAX_BYTES))
         return _metadata_of(_DataUnpickler(content, path, _METADATA).load())
     except FileNotFoundError:
         raise ConversionError(f"{path} is missing") from None
@@ -113,9 +112,6 @@ def read_common(root: Path, metadata: Metadata) -> dict[str, Any]:
 def load_data(file: Any, **options: Any) -> Any:
     """Read a file of `torch.save` that holds tensors and plain values alone.
 
-    First its sizes and its pickle are checked (`pickle_in`, `CheckedUnpickler`): torch's own reader
-    of data can be made to end the process, or to fill its memory.
-
     Args:
         file: opened, at its start.
         options: options of `torch.load`.
@@ -125,11 +121,9 @@ def load_data(file: Any, **options: Any) -> Any:
             something else.
     """
     try:
-        _DataUnpickler(_Content(pickle_in(file)), Path(), _ANY).load()
+        return torch.load(file, weights_only=True, **options)
     except (AttributeError, LookupError, MemoryError, OverflowError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    file.seek(0)
-    return torch.load(file, weights_only=True, **options)
 
 
 def check_extra_state(value: Any, *, source: str) -> None:
@@ -140,7 +134,7 @@ def check_extra_state(value: Any, *, source: str) -> None:
     """
     content: Any = value
     if isinstance(value, torch.Tensor):
-        content = _Content(value.detach().cpu().numpy().tobytes())
+        content = io.BytesIO(value.detach().cpu().numpy().tobytes())
     if not isinstance(content, io.BytesIO) or not content.getbuffer():
         return  # none is kept
     try:
@@ -173,17 +167,7 @@ class _StandIn:
         self.state = state
 
 
-class _Content(io.BytesIO):
-    """Bytes that raise EOFError when more are read than there are."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        content = super().read(size)
-        if size and len(content) < size:
-            raise EOFError(f"it ends {size - len(content)} bytes early")
-        return content
-
-
-class _DataUnpickler(CheckedUnpickler):
+class _DataUnpickler(pickle.Unpickler):
     """Makes a stand-in of every object whose name is on a list, and refuses all others."""
 
     def __init__(self, file: io.BytesIO, path: Path, known: re.Pattern[str]) -> None:
@@ -217,7 +201,7 @@ class _DataUnpickler(CheckedUnpickler):
 
     def _load_storage(self, content: bytes) -> Any:
         """Check the pickle inside the pickle: `torch.save`'s older format, of five pickles."""
-        file = _Content(content)
+        file = io.BytesIO(content)
         for _ in range(5):
             _DataUnpickler(file, self._path, _ANY).load()  # torch knows which names it writes
         file.seek(0)
@@ -226,7 +210,7 @@ class _DataUnpickler(CheckedUnpickler):
 
 def _load(file: Any, path: Path) -> Any:
     """Read a file of `torch.save`, with stand-ins."""
-    content = _Content(pickle_in(file))
+    content = io.BytesIO(pickle_in(file))
     file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # torch knows its own
     if foreign := [name for name in names if not _COMMON.fullmatch(name)]:

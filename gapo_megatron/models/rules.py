@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -284,25 +284,7 @@ def to_megatron(
             for name in rule.hf_names(place):
                 homes.setdefault(name, []).append((rule, place))
     waiting: dict[str, dict[str, Tensor]] = {}
-    seen: set[str] = set()
-    copies: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        # A stored output layer without a rule must be a copy: it would be lost otherwise.
-        if _OUTPUT not in homes and name in (_OUTPUT, _EMBEDDING):
-            copies[name] = tensor
-            one, other = copies[name], copies.get(_OUTPUT if name == _EMBEDDING else _EMBEDDING)
-            if other is not None and not (one.dtype == other.dtype and one.equal(other)):
-                raise ConversionError(
-                    f"{_OUTPUT} differs from {_EMBEDDING}, but config.json ties them "
-                    "(tie_word_embeddings is true)"
-                )
-        if name not in homes:
-            if _is_redundant(name):
-                continue
-            raise ConversionError(f"{name} has no place in the model that config.json describes")
-        if name in seen:
-            raise ConversionError(f"{name} occurs twice")
-        seen.add(name)
+    for name, tensor in checked(rules, _without_copies(homes, tensors)):
         for rule, place in homes[name]:
             target = rule.megatron_name(place)
             parts = waiting.setdefault(target, {})
@@ -310,7 +292,24 @@ def to_megatron(
             if len(parts) == len(rule.hf):
                 del waiting[target]
                 yield target, rule.merge([parts[n] for n in rule.hf_names(place)], place)
-    check_names(rules, seen)
+
+
+def _without_copies(
+    wanted: Container[str], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Leave out what the other tensors determine; an output layer must be the embedding then."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if _OUTPUT not in wanted and name in (_OUTPUT, _EMBEDDING):
+            copies[name] = tensor
+            one, *others = copies.values()
+            if not all(one.dtype == other.dtype and one.equal(other) for other in others):
+                raise ConversionError(
+                    f"{_OUTPUT} differs from {_EMBEDDING}, but config.json ties them "
+                    "(tie_word_embeddings is true)"
+                )
+        if name in wanted or not _is_redundant(name):
+            yield name, tensor
 
 
 def split_all(

@@ -19,8 +19,9 @@ class Adapter(Protocol):
     The rest of the package only knows the architecture's own parameters, for which `models` has
     rules. Gradient buffers and optimizer cover the parameters with `requires_grad`. Checkpoints
     save and resume every parameter, the adapter's too, under its module's name; of an adapter that
-    can be switched off, only what is trained, and the digest of the base. Modules that an adapter
-    adds must describe their shards to Megatron-core (`sharded_state_dict`).
+    can be switched off, only what is trained, and the digest of the base. What an adapter adds is
+    in the submodule `model.OWN` of a stage, which must describe its shards to Megatron-core
+    (`sharded_state_dict`); the architecture's parameters keep their names.
     """
 
     def attach(self, stage: PolicyModel) -> None:
@@ -31,18 +32,8 @@ class Adapter(Protocol):
         the device and in the dtype of their module.
         """
 
-    def base_name(self, name: str) -> str | None:
-        """The parameter's name without the adapter; None if it is the adapter's own.
-
-        Parameters with a base name are loaded from a model folder, and together they must be
-        all parameters of the model. The others keep their values.
-
-        Args:
-            name: name of a parameter of a stage, or its key in a checkpoint of the policy.
-        """
-
     def merge(self, stage: nn.Module, name: str, weight: Tensor) -> Tensor:
-        """The shard to export for a parameter with a base name: the weight as the model uses it.
+        """The shard to export of an architecture's parameter: the weight as the model uses it.
 
         Args:
             stage: the stage that has the parameter.
@@ -92,10 +83,6 @@ class FullWeights:
 
     def attach(self, stage: PolicyModel) -> None:
         """Add nothing; every parameter has `requires_grad`."""
-
-    def base_name(self, name: str) -> str | None:
-        """The name itself: every parameter is the architecture's."""
-        return name
 
     def merge(self, stage: nn.Module, name: str, weight: Tensor) -> Tensor:
         """The weight itself."""

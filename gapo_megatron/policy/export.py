@@ -47,8 +47,6 @@ def find_locations(
     stages: Sequence[PolicyModel],
     layers: Sequence[Sequence[int]],
     groups: ParallelGroups,
-    *,
-    base_name: Callable[[str], str | None] = str,
 ) -> dict[str, Location]:
     """Find the architecture's parameters on this rank, by the rules' names with global numbers.
 
@@ -58,16 +56,13 @@ def find_locations(
         stages: this rank's virtual stages.
         layers: global numbers of each stage's layers.
         groups: this rank's parallel groups.
-        base_name: a parameter's name without an adapter; None: its own (`Adapter.base_name`).
     """
     locations, rules = {}, stages[0].rules
     num_experts = max((rule.num_experts or 0 for rule in rules), default=0)
     first_expert = groups.ep_rank * (num_experts // groups.ep_size)
     for stage, numbers in zip(stages, layers, strict=True):
         for name, parameter in stage.named_weights():
-            if (found := base_name(name)) is None:
-                continue
-            rule, place = find_rule(rules, found, numbers=numbers)
+            rule, place = find_rule(rules, name, numbers=numbers)
             if place.expert is not None:
                 place = place._replace(expert=place.expert + first_expert)
             locations[rule.megatron_name(place)] = Location(stage, name, parameter)

@@ -29,8 +29,7 @@ from gapo_megatron.formats.torch_dist import MegatronFolder
 from gapo_megatron.formats.unpickle import check_extra_state, explain, read_metadata
 from gapo_megatron.io.files import real
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
-from gapo_megatron.policy.model import PolicyModel
+from gapo_megatron.policy.model import PolicyModel, is_own
 
 logger = logging.getLogger(__name__)
 
@@ -120,16 +119,15 @@ def first_problem(problem: str | None) -> str | None:
     return next((one for one in problems if one is not None), None)
 
 
-def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL_WEIGHTS) -> None:
+def load_weights(stage: PolicyModel, folder: str | Path) -> None:
     """Load a pipeline stage from a checkpoint of any layout; each rank reads its part.
 
     Other tensors in the folder, such as an optimizer's, are not read. Weights are cast to the
-    model's precision; rows of vocabulary padding become zero.
+    model's precision; rows of vocabulary padding become zero. An adapter's own parameters stay.
 
     Args:
         stage: the stage as built.
         folder: the folder with the `.metadata`; see `find_weights`.
-        adapter: attached to the stage; its own parameters are not loaded.
 
     Collectives: those of `load_sharded`.
 
@@ -139,7 +137,7 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
     folder = Path(folder)
 
     def is_of_model(name: str) -> bool:
-        return not _is_extra_state(name) and adapter.base_name(name) is not None
+        return not _is_extra_state(name) and not is_own(name)
 
     with cpu.device_scope():
         keys = read_metadata(folder).state_dict_metadata.keys()
@@ -153,7 +151,7 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
         # and a folder written with other layers has none.
         wanted = {name: part for name, part in wanted.items() if is_of_model(name)}
         for part in wanted.values():
-            part.key = find_spelling(stage.rules, adapter.base_name(part.key) or part.key, keys)
+            part.key = find_spelling(stage.rules, part.key, keys)
         state = load_sharded({"model": wanted}, folder)["model"]
         missing, unexpected = stage.load_state_dict(state, strict=False)
     lost = [name for name in missing if is_of_model(name)]

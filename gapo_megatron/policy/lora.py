@@ -39,13 +39,11 @@ from gapo_megatron.policy.low_rank import (
     merge_squares,
     relative_rounding,
 )
-from gapo_megatron.policy.model import PolicyModel
+from gapo_megatron.policy.model import OWN, PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTE = "adapter"
-"""Submodule of a stage with all its factors; also the first part of their keys on disk."""
 _PARALLEL: dict[int | None, Parallel] = {0: "column", 1: "row", None: "whole"}
 """Kind of parallel layer by the dimension in which tensor parallelism shards its weight."""
 
@@ -98,7 +96,7 @@ class Lora:
         self._factors = {one.weight.megatron: one for one in found}
         self.exported = replace(exported, rules=rules_of(found))
         self.scale = settings.scale
-        self._settings, self._groups, self._seed = settings, groups, seed
+        self._groups, self._seed = groups, seed
         self._num_experts = max((one.num_experts or 0 for one in rules), default=0)
         self._is_on = True
         if groups.rank == 0:
@@ -143,7 +141,7 @@ class Lora:
             module = stage.get_submodule(module_name)
             return_normed_input(module)
             module.register_forward_hook(functools.partial(self._add, parts))
-        stage.add_module(_ATTRIBUTE, bound)
+        stage.add_module(OWN, bound)
         if stage.pre_process and stage.config.recompute_granularity is not None:
             # A recomputed part has a backward pass only if its input asks for a gradient, and no
             # weight in front of the first one does.
@@ -187,10 +185,6 @@ class Lora:
         return torch.cat([part.added_to(of_y, of_x) for part, of_y, of_x in shares]), bias
 
     # --- the seam ----------------------------------------------------------------------------
-
-    def base_name(self, name: str) -> str | None:
-        """The name itself, or None for a factor: the base keeps its names."""
-        return None if name.startswith(f"{_ATTRIBUTE}.") else name
 
     def merge(self, stage: nn.Module, name: str, weight: Tensor) -> Tensor:
         """W + scale * B A, computed in float32 or more and rounded once; W if switched off."""
@@ -307,7 +301,7 @@ class _Bound(nn.ModuleList):
 
     def _sharded(self, rule: Rule, place: Place, factor: Tensor) -> Any:
         groups = self._groups
-        key = f"{_ATTRIBUTE}.{place.fill(rule.megatron.replace('local_experts.{expert}.', ''))}"
+        key = f"{OWN}.{place.fill(rule.megatron.replace('local_experts.{expert}.', ''))}"
         if rule.num_experts is not None and place.expert is not None:
             stacked = (0, place.expert, rule.num_experts)
             return sharded_factor(
@@ -320,7 +314,7 @@ class _Bound(nn.ModuleList):
 
 
 def _bound(stage: nn.Module) -> _Bound:
-    bound = stage.get_submodule(_ATTRIBUTE)
+    bound = stage.get_submodule(OWN)
     assert isinstance(bound, _Bound)
     return bound
 

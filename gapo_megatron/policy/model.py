@@ -241,6 +241,15 @@ def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype.itemsize == 2 and is_installed()
 
 
+OWN = "adapter"
+"""Submodule of a stage with all that an adapter adds; also the first part of its keys on disk."""
+
+
+def is_own(name: str) -> bool:
+    """Whether a parameter of a stage is an adapter's own, not the architecture's."""
+    return name.startswith(f"{OWN}.")
+
+
 class PolicyModel(HiddenStatesModel):
     """One virtual stage of the policy; the last returns hidden states for our own output layer."""
 
@@ -320,8 +329,10 @@ class PolicyModel(HiddenStatesModel):
         return self.output_layer.weight
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The stage's parameters, and its buffers that the rules name (`Rule.is_buffer`)."""
-        yield from self.named_parameters()
+        """The architecture's parameters, and the buffers that its rules name (`Rule.is_buffer`)."""
+        for name, parameter in self.named_parameters():
+            if not is_own(name):
+                yield name, parameter
         rules = [rule for rule in self.rules if rule.is_buffer]
         for name, buffer in self.named_buffers():
             if any(rule.place_in(name) is not None for rule in rules):

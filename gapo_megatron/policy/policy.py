@@ -114,7 +114,7 @@ class Policy:
         self.exported.check(groups)
         self.adapter = adapter
         layers = self.exported.layers[groups.pp_rank]
-        self._locations = find_locations(self.stages, layers, groups, base_name=adapter.base_name)
+        self._locations = find_locations(self.stages, layers, groups)
         self._parameters = {name: location.parameter for name, location in self._locations.items()}
         weights = [weight for stage in self.stages for weight in stage.parameters()]
         self._has_base = adapter.switched_off() is not None
@@ -261,7 +261,7 @@ class Policy:
         check_digests(weights, on_bytes=on_bytes)
         self._weight_offload.to_device()
         for stage in self.stages:
-            load_weights(stage, weights.root, self.adapter)
+            load_weights(stage, weights.root)
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:

@@ -205,13 +205,14 @@ class WeightedLoss:
         return loss, {"loss": loss.detach()}
 
 
-def reference_log_probs(model: PreTrainedModel, batch: Rollouts) -> list[Tensor]:
+def reference_log_probs(model: Callable[..., Any], batch: Rollouts) -> list[Tensor]:
     """transformers, one sequence at a time: log-probs of every response, with autograd."""
     result = []
     for i in batch.rows_here:
         prompt = batch.prompt_ids[i]
         ids = torch.from_numpy(np.concatenate([prompt, batch.response_ids[i]])).long()
-        scores = model(ids[None]).logits[0, :-1].float().log_softmax(dim=-1)
+        logits = model(ids[None]).logits[0, :-1]
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         result.append(scores.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
     return result
 

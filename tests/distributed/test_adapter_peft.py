@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gapo_megatron import checkpoint
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.learn.score import log_probs as score
 from gapo_megatron.models.lora import factors_of
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups
@@ -23,15 +24,12 @@ from gapo_tools.conversion.adapter_checkpoint import AdapterCheckpoint
 from gapo_tools.conversion.directions import Options
 from tests.attempt_setup import make_attempt
 from tests.distributed.checkpoint_setup import make_state
-from tests.distributed.conversion_setup import ARCHITECTURES, MOONLIGHT, hf_config, save_model
-from tests.distributed.lora_setup import ALPHA, RANK, TARGETS, randomise
-from tests.distributed.policy_setup import load_policy, make_config
+from tests.distributed.conversion_setup import ARCHITECTURES, hf_config, save_model
+from tests.distributed.lora_setup import ALPHA, EVERY_TARGET, RANK, randomise
+from tests.distributed.policy_setup import load_policy, make_config, reference_log_probs
+from tests.distributed.training_setup import BATCH, MODELS
 from tests.messages import mentions
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ARCHITECTURES},
-    "moonlight": ("deepseek_v3", MOONLIGHT),
-}
 OF_EXPERTS = {"fc1", "fc2", "experts"}
 """Targets that an adapter folder of a model with experts cannot hold."""
 
@@ -46,18 +44,19 @@ def log_probs(model: Any) -> Tensor:
         return model.eval()(ids).logits.log_softmax(dim=-1)
 
 
-def save_run(run: Path, base: Path, targets: list[str], groups: ParallelGroups) -> None:
-    """A checkpoint of random factors."""
+def save_run(run: Path, base: Path, targets: list[str], groups: ParallelGroups) -> Tensor:
+    """A checkpoint of random factors, and log-probs of the policy."""
     section = {"kind": "lora", "rank": RANK, "alpha": ALPHA, "targets": targets}
     config = make_config(base, adapter=section)
     policy = load_policy(config, groups)
     randomise(policy)
     attempt = make_attempt(run)
     checkpoint.save(run, make_state(1), policy=policy, config=config, attempt=attempt)
+    return torch.cat(score(policy, [policy.pack(BATCH, range(len(BATCH)))]))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_peft_computes_what_the_merged_model_does(
+@pytest.mark.parametrize("model", [*ARCHITECTURES, "moonlight"])
+def test_peft_the_merged_model_and_the_policy_compute_the_same(
     groups: ParallelGroups, tmp_path: Path, model: str
 ) -> None:
     """With every target of the model that a folder can hold; others are refused by name."""
@@ -65,7 +64,7 @@ def test_peft_computes_what_the_merged_model_does(
     base, merged, peft = (tmp_path / one for one in ("base", "merged", "peft"))
     save_model(base, name, **changes)
     rules = rules_for(hf_config(name, **changes))
-    every = {one.target for one in factors_of(rules, targets=TARGETS["latent"], rank=RANK)}
+    every = {one.target for one in factors_of(rules, targets=EVERY_TARGET, rank=RANK)}
     has_experts = any(rule.num_experts for rule in rules)
     refused = every & OF_EXPERTS if has_experts else set()
     for target in sorted(refused):
@@ -75,9 +74,12 @@ def test_peft_computes_what_the_merged_model_does(
             convert_adapter(run, peft, Options(), kind="peft")
         assert not peft.exists()
     run = tmp_path / "run"
-    save_run(run, base, sorted(every - refused), groups)
+    of_policy = save_run(run, base, sorted(every - refused), groups)
     convert_adapter(run, peft, Options(), kind="peft")
     convert_adapter(run, merged, Options(), kind="merged")
+    # fp32 rounding beside log-probs of down to -30; without factors, whole units.
+    of_merged = torch.cat(reference_log_probs(loaded(merged).eval(), BATCH)).detach()
+    assert (of_policy - of_merged).abs().max() < 1e-3
     expected = log_probs(loaded(merged))
     assert (expected - log_probs(loaded(base))).abs().max() > 1
     found = log_probs(PeftModel.from_pretrained(loaded(base), peft))

@@ -23,21 +23,21 @@ from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.policy.export import find_locations
 from gapo_megatron.policy.lora import Lora
 from tests.dist import SOAK, run_distributed, single_rank
-from tests.distributed.conversion_setup import ARCHITECTURES, MOONLIGHT, save_model
-from tests.distributed.lora_setup import TARGETS, randomise
-from tests.distributed.policy_setup import (
-    CP,
-    EP,
-    PP,
-    SP,
-    TP,
-    VPP,
-    WeightedLoss,
-    join_gradients,
-    load_policy,
-    make_config,
+from tests.distributed.conversion_setup import ARCHITECTURES
+from tests.distributed.lora_setup import TARGETS
+from tests.distributed.policy_setup import CP, EP, PP, SP, TP, VPP, WeightedLoss, join_gradients
+from tests.distributed.training_setup import (
+    APART,
+    BATCH,
+    LORA,
+    TOGETHER,
+    WITH_EXPERTS,
+    Layout,
+    build,
+    config_of,
+    name_of,
+    save_models,
 )
-from tests.distributed.training_setup import APART, BATCH, TOGETHER, Layout
 
 # Without experts; a tied embedding is on the last pipeline stage a second time.
 DENSE: dict[str, Layout] = {
@@ -59,33 +59,28 @@ EXPERTS: dict[str, Layout] = {
     "expert, context": ({"parallel": {EP: 2, CP: 2}}, APART),
 }
 LAYOUTS = DENSE | EXPERTS
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ARCHITECTURES},
-    "moonlight": ("deepseek_v3", MOONLIGHT),
-}
-WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "moonlight")
-LORA = "+ LoRA"
-WITH_LORA = [f"{name} {LORA}" for name in ("qwen2", "gemma3_text", *WITH_EXPERTS)]
 SOME = [
     ("gpt_oss", "sequence, data"),
     ("gpt_oss", "expert, sequence"),
     ("gpt_oss", "expert, sequence, pipeline"),
     ("deepseek_v3", "expert of four, sequence"),
-    (f"deepseek_v3 {LORA}", "expert of four, sequence"),
+    (f"deepseek_v3{LORA}", "expert of four, sequence"),
     ("glm4_moe", "expert, sequence, context"),
     ("qwen3", "tensor, pipeline"),
     ("olmo2", "tensor, data"),
-    (f"qwen2 {LORA}", "tensor, pipeline"),
+    (f"qwen2{LORA}", "tensor, pipeline"),
 ]
 EVERY = [
     (model, layout)
-    for name in MODELS
-    for model in (name, f"{name} {LORA}")
-    if model in WITH_LORA or LORA not in model
-    for layout in (EXPERTS if name in WITH_EXPERTS else DENSE)
+    for model in (*ARCHITECTURES, "moonlight", *(f"{name}{LORA}" for name in TARGETS))
+    for layout in (EXPERTS if name_of(model) in WITH_EXPERTS else DENSE)
 ]
 # As many as two cores get through before ranks are taken to hang.
 PARTS = [EVERY[i : i + 26] for i in range(0, len(EVERY), 26)]
+
+
+# Clipping cuts every kind; a large eps keeps steps proportional to clipped gradients.
+OPTIMIZER = {"learning_rate": 1.0, "eps": 1e-3, "clip_grad": 1e-4, "weight_decay": 0.0}
 
 
 class Alone(NamedTuple):
@@ -95,22 +90,6 @@ class Alone(NamedTuple):
     gradients: dict[str, Tensor]
     """This rank's, summed over ranks, by the names of the rules."""
     steps: dict[str, Tensor]
-
-
-def build(root: Path, model: str, layout: Layout) -> Policy:
-    """Clipping cuts every kind; a large eps keeps steps proportional to clipped gradients."""
-    name, _, adapter = model.partition(" +")
-    lora = {"kind": "lora", "rank": 3, "alpha": 5.0, "targets": TARGETS["dense"]}
-    if name in WITH_EXPERTS:
-        lora["targets"] = TARGETS["experts" if name == "qwen3_moe" else "latent"]
-    if name in ("glm4_moe", "gpt_oss"):
-        lora["targets"] = TARGETS["sinks"]
-    sections = layout[0] | ({"adapter": lora} if adapter else {})
-    optimizer = {"learning_rate": 1.0, "eps": 1e-3, "clip_grad": 1e-4, "weight_decay": 0.0}
-    policy = load_policy(make_config(root / name, **sections, optimizer=optimizer))
-    if adapter:
-        randomise(policy)
-    return policy
 
 
 def rules_of(policy: Policy) -> list[Rule]:
@@ -176,7 +155,7 @@ class Deviation(NamedTuple):
 
 
 def deviations(root: Path, model: str, layout: Layout) -> dict[str, Deviation]:
-    policy = build(root, model, layout)
+    policy = build(config_of(root, model, **layout[0], optimizer=OPTIMIZER))
     found, groups = train_alone(policy, layout), policy.groups
     reference: dict[str, Alone] = torch.load(root / f"{model}.pt", weights_only=False)
     rules = {name: rule for name, _, rule in trained(policy)}
@@ -211,12 +190,12 @@ def all_deviations(root: Path, cases: list[tuple[str, str]]) -> list[dict[str, D
 
 def save_references(root: Path, cases: list[tuple[str, str]]) -> None:
     """Models, and what one rank makes of each kind of their parameters."""
-    for model in dict.fromkeys(model for model, _ in cases):
-        name = model.partition(" ")[0]
-        if not (root / name).exists():
-            save_model(root / name, MODELS[name][0], **MODELS[name][1])
+    models = list(dict.fromkeys(model for model, _ in cases))
+    save_models(root, models)
+    for model in models:
         with single_rank():
-            one = train_alone(build(root, model, ({}, TOGETHER)), ({}, TOGETHER))
+            policy = build(config_of(root, model, optimizer=OPTIMIZER))
+            one = train_alone(policy, ({}, TOGETHER))
             destroy()
         # More than is clipped to.
         assert min(kind.norm for kind in one.values()) > 2e-4

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import Config
-from gapo_megatron.errors import CheckpointError, ConversionError, FencedError
+from gapo_megatron.errors import CheckpointError, ConversionError
 from gapo_megatron.formats import manifest
 from gapo_megatron.formats.unpickle import read_common, read_metadata
 from gapo_megatron.io.run_folder import checkpoints_dir
@@ -463,23 +463,3 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
 
 def test_a_step_under_way_is_kept_for_its_own_layout(hf_dir, tmp_path):
     run_distributed(stop_within_a_step, 2, hf_dir, tmp_path)
-
-
-def lose_the_run(hf_dir: str, run_dir: Path) -> None:
-    config = make_config(hf_dir, layout="single")
-    policy = load_policy(config)
-    attempt = make_attempt(run_dir)
-    (run_dir / "OWNER").write_text("8.1\n")  # while this attempt computes
-    state = make_state(1)
-    arguments = {"policy": policy, "config": config}
-    with pytest.raises(FencedError, match=mentions("8.1", "7.0")):
-        checkpoint.save(run_dir, state, attempt=attempt, **arguments)
-    assert checkpoint.load_latest(run_dir, policy=policy, config=config) is None
-    # The new owner's first save removes what the old one had written.
-    owner = make_attempt(run_dir, name="8.1")
-    checkpoint.save(run_dir, state, attempt=owner, **arguments)
-    assert [path.name for path in checkpoints_dir(run_dir).iterdir()] == ["step_00000001"]
-
-
-def test_an_attempt_that_lost_the_run_publishes_nothing(hf_dir, tmp_path):
-    run_distributed(lose_the_run, 1, hf_dir, tmp_path)

@@ -10,12 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import destroy, export
 from gapo_megatron.policy import model as model_module
-from gapo_megatron.policy.model import PolicyModel
 from tests.dist import run_distributed
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
 from tests.distributed.policy_setup import (
@@ -31,7 +30,6 @@ from tests.distributed.policy_setup import (
     make_config,
     read_weights,
 )
-from tests.transfer_setup import rule_of
 
 NUM_LAYERS = 4
 SMALL = 20_000
@@ -150,25 +148,6 @@ def test_what_is_held_is_bounded(name: str, sent: list[dict[tuple[str, int], Sen
             assert not large or len(small) > len(large)
         # Query, key and value: [160, 48] in fp32.
         assert max([*many.broadcasts, *many.gathers]) <= max(SMALL, 4 * 160 * 48)
-
-
-class _Stage(nn.Module):
-    """A parameter and two buffers of the second of two stages, whose layer 0 is layer 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        which = {"num_layers": 4, "in_layers": range(1, 4)}
-        self.rules = [rule_of("layers.{layer}.scale", (2,), is_buffer=True, **which)]
-        layer = nn.Linear(2, 2, bias=False)
-        layer.register_buffer("scale", torch.ones(2))
-        layer.register_buffer("counter", torch.zeros(2))
-        self.layers = nn.ModuleList([layer])
-
-
-def test_buffers_that_the_rules_name_are_weights() -> None:
-    stage: Any = _Stage()
-    found = [name for name, _ in PolicyModel.named_weights(stage)]
-    assert found == ["layers.0.weight", "layers.0.scale"]
 
 
 def send_twice(folder: Path) -> list[dict[str, Tensor]]:

@@ -152,23 +152,6 @@ def test_an_overflow_takes_no_step_and_the_pass_is_repeated_at_half_the_scale(
     assert equal(state(at_once), state(policy))
 
 
-def test_without_a_scale_small_gradients_are_lost(folder: Path, groups: ParallelGroups) -> None:
-    """The purpose of the scale: a loss with small gradients, compared with its multiple."""
-    microbatches, norms = pack_all(BATCH, SPLIT), []
-    for scale, size in ((1.0, 2.0**-18), (SMALL, 2.0**-18), (SMALL, 1.0)):
-        policy = build(folder, groups, scale=scale)
-        loss = WeightedLoss(BATCH, microbatches)
-
-        def smaller(scored: Scored, f: float = size, of: WeightedLoss = loss) -> Any:
-            value, outputs = of(scored)
-            return value * f, outputs
-
-        norms.append(update(policy, microbatches, smaller).grad_norm / size)
-    lost, kept, whole = norms
-    assert kept == pytest.approx(whole, rel=0.02)
-    assert lost != pytest.approx(whole, rel=0.1)
-
-
 def test_at_scale_one_a_gradient_that_is_not_finite_is_a_divergence(
     folder: Path, groups: ParallelGroups
 ) -> None:
@@ -183,26 +166,6 @@ def test_at_scale_one_a_gradient_that_is_not_finite_is_a_divergence(
     with pytest.raises(DivergenceError):
         update(policy, microbatches, lambda scored: (scored.log_probs.sum() * torch.inf, {}))
     assert policy.loss_scale == LossScale(4.0)
-
-
-def test_recomputation_gives_the_same_bits(folder: Path, groups: ParallelGroups) -> None:
-    found = []
-    for recompute in ("none", "selective", "full"):
-        policy = build(folder, groups, model={"recompute": recompute})
-        found.append((train(policy, num_updates=2), policy.loss_scale, state(policy)))
-    for norms, scale, tensors in found[1:]:
-        assert (norms, scale) == found[0][:2] and equal(tensors, found[0][2])
-
-
-def test_reference_weights_come_and_go_bit_for_bit(folder: Path, groups: ParallelGroups) -> None:
-    policy = build(folder, groups, objective={"kl_coef": 0.1})
-    initial = state(policy)
-    train(policy)
-    current = state(policy)
-    with policy.reference_weights():
-        held = [tensor for _, tensor in policy.iterate_hf_weights()]
-        assert equal(held, initial[: len(held)])
-    assert equal(state(policy), current) and not equal(current, initial)
 
 
 # Per layout of two ranks: [parallel] settings, and the micro-batches of each data parallel rank.
@@ -257,38 +220,32 @@ def train_on_ranks(
     return Report(norms, policy.loss_scale, weights)
 
 
-def overflow_on_one_rank(root: Path, scale: float, factor: float) -> Report:
-    """An update in which only data parallel rank 1's loss has gradients that may overflow."""
+def diverge_on_one_rank(root: Path) -> Report:
+    """An update in which data parallel rank 1's loss alone has gradients that overflow."""
     config = make_config(root / "dense")
     groups = initialize(config.parallel)
-    policy = build(root / "dense", groups, scale=scale)
-    before = [tensor.clone() for _, tensor in policy.iterate_hf_weights()]
+    policy = build(root / "dense", groups, scale=4.0)
+    before = copies(policy)
     microbatches = [policy.pack(BATCH, indices) for indices in APART[groups.dp_rank]]
     weighted = WeightedLoss(BATCH, microbatches)
 
     def loss(scored: Scored) -> Any:
         value, outputs = weighted(scored)
-        return value * (factor if groups.dp_rank else 1.0), outputs
+        return value * (2.0**40 if groups.dp_rank else 1.0), outputs
 
-    norm = 0.0
-    try:
-        norm = update(policy, microbatches, loss).grad_norm
-    except DivergenceError:
-        assert equal([tensor for _, tensor in policy.iterate_hf_weights()], before)
-    weights = copies(policy)
+    with pytest.raises(DivergenceError):
+        update(policy, microbatches, loss)
+    after, scale = copies(policy), policy.loss_scale
     destroy()
-    assert policy.loss_scale is not None
-    return Report([norm], policy.loss_scale, weights)
+    assert scale is not None and equal([*before.values()], [*after.values()])
+    return Report([], scale, after)
 
 
 def in_all_layouts(root: Path) -> dict[str, Report]:
     found = {name: train_on_ranks(root, name) for name in LAYOUTS}
     found["planted"] = train_on_ranks(root, "expert", SMALL, SMALL / 8)
     found["not planted"] = train_on_ranks(root, "expert", SMALL / 8)
-    found["one rank"] = overflow_on_one_rank(root, SMALL, 2.0**12)
-    begins = found["one rank"].scale.value
-    found["one rank, from there"] = overflow_on_one_rank(root, begins, 2.0**12)
-    found["diverges"] = overflow_on_one_rank(root, 4.0, 2.0**40)
+    found["diverges"] = diverge_on_one_rank(root)
     return found
 
 
@@ -334,19 +291,8 @@ def test_an_overflow_in_one_experts_part_repeats_the_pass_on_every_rank(
         assert planted.norms == without.norms and alike(planted, without)
 
 
-def test_an_overflow_on_one_rank_repeats_the_pass_on_every_rank(
-    ranks: tuple[Path, list[dict[str, Report]]],
-) -> None:
-    for rank in ranks[1]:
-        found, again = rank["one rank"], rank["one rank, from there"]
-        assert found.scale.num_overflows > 0 and found.norms[0] > 0
-        assert again.scale == LossScale(found.scale.value, 0, 1)
-        assert found.norms == again.norms and alike(found, again)
-
-
 def test_a_divergence_on_one_rank_is_one_on_every_rank(
     ranks: tuple[Path, list[dict[str, Report]]],
 ) -> None:
     for rank in ranks[1]:
-        assert rank["diverges"].norms == [0.0]
         assert rank["diverges"].scale == LossScale(1.0, 2, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,7 @@ from gapo_megatron.policy.exact import exact_arithmetic, exact_stages
 from gapo_megatron.policy.optimizer import inner_optimizers
 from tests.attempt_setup import make_attempt
 from tests.distributed.checkpoint_setup import make_state, tensors_on_disk
-from tests.distributed.lora_setup import (
-    ALPHA,
-    BATCHES,
-    RANK,
-    TARGETS,
-    factors,
-    lora_config,
-    lora_of,
-    randomise,
-    save_model,
-)
+from tests.distributed.lora_setup import ALPHA, RANK, factors, lora_config, lora_of, randomise
 from tests.distributed.policy_setup import (
     WeightedLoss,
     copies,
@@ -43,22 +32,22 @@ from tests.distributed.policy_setup import (
     pack_all,
     read_weights,
 )
+from tests.distributed.training_setup import BATCH, save_models
 from tests.messages import mentions
 
-KINDS = ("dense", "experts", "latent")
-MICROBATCHES = {kind: pack_all(BATCHES[kind], ((0, 1, 2, 3, 4), (5, 6, 7))) for kind in KINDS}
+NAMES = ["qwen2", "qwen3_moe", "deepseek_v3"]
+MICROBATCHES = pack_all(BATCH, ((0, 1, 2, 3, 4), (5, 6, 7)))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
-    for kind, path in paths.items():
-        save_model(path, kind)
-    return paths
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("models")
+    save_models(path, NAMES)
+    return path
 
 
-def load(folder: Path, groups: ParallelGroups, kind: str = "dense", **sections: Any) -> Policy:
-    return load_policy(lora_config(folder, kind, **sections), groups)
+def load(root: Path, groups: ParallelGroups, model: str = "qwen2", /, **sections: Any) -> Policy:
+    return load_policy(lora_config(root / model, model, **sections), groups)
 
 
 class NewTensors(TorchDispatchMode):
@@ -76,12 +65,12 @@ class NewTensors(TorchDispatchMode):
         return result
 
 
-def train(policy: Policy, kind: str = "dense") -> None:
-    update(policy, MICROBATCHES[kind], WeightedLoss(BATCHES[kind], MICROBATCHES[kind]))
+def train(policy: Policy) -> None:
+    update(policy, MICROBATCHES, WeightedLoss(BATCH, MICROBATCHES))
 
 
-def scores(policy: Policy, kind: str = "dense") -> Tensor:
-    return torch.cat(log_probs(policy, MICROBATCHES[kind]))
+def scores(policy: Policy) -> Tensor:
+    return torch.cat(log_probs(policy, MICROBATCHES))
 
 
 def save(run_dir: Path, policy: Policy, config: Any) -> Path:
@@ -90,16 +79,16 @@ def save(run_dir: Path, policy: Policy, config: Any) -> Path:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", NAMES)
 def test_a_run_starts_as_its_base_and_trains_only_factors(
-    folders: dict[str, Path], groups: ParallelGroups, kind: str
+    root: Path, groups: ParallelGroups, model: str
 ) -> None:
-    folder = folders[kind]
-    policy = load(folder, groups, kind)
+    folder = root / model
+    policy = load(root, groups, model)
     base = dict(read_weights(folder))
     assert equal(base, copies(policy))
     plain = load_policy(make_config(folder), groups)
-    assert torch.equal(scores(policy, kind), scores(plain, kind))
+    assert torch.equal(scores(policy), scores(plain))
     before = {name: p.detach().clone() for name, p in policy.stages[0].named_parameters()}
     own = {name for name in before if name.startswith("adapter.")}
     masters = [
@@ -110,18 +99,18 @@ def test_a_run_starts_as_its_base_and_trains_only_factors(
     ]
     assert sum(p.numel() for p in masters) == sum(before[name].numel() for name in own)
     for _ in range(2):  # A has no gradient in the first: B is zero
-        train(policy, kind)
+        train(policy)
     after = dict(policy.stages[0].named_parameters())
     assert {name for name in before if not torch.equal(before[name], after[name])} == own
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", NAMES)
 def test_the_export_is_the_base_plus_the_factors(
-    folders: dict[str, Path], groups: ParallelGroups, kind: str
+    root: Path, groups: ParallelGroups, model: str
 ) -> None:
-    policy = load(folders[kind], groups, kind)
+    policy = load(root, groups, model)
     randomise(policy)
-    base, merged, found = dict(read_weights(folders[kind])), copies(policy), factors(policy)
+    base, merged, found = dict(read_weights(root / model)), copies(policy), factors(policy)
     linear = {name for name in base if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))}
     assert {f"{name}.weight" for name in found} == linear
     for name, weight in base.items():
@@ -135,37 +124,21 @@ def test_the_export_is_the_base_plus_the_factors(
         else:
             assert torch.equal(merged[name], weight)
     # The base with the factors beside it computes what the merged weights compute.
-    plain = load_policy(make_config(folders[kind]), groups)
+    plain = load_policy(make_config(root / model), groups)
     plain.load_hf_weights(merged.items())
-    torch.testing.assert_close(scores(policy, kind), scores(plain, kind), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores(policy), scores(plain), rtol=1e-5, atol=1e-5)
 
 
-def test_the_scale_may_depend_on_the_root_of_the_rank(
-    folders: dict[str, Path], groups: ParallelGroups
-) -> None:
-    settings = {"kind": "lora", "rank": 4, "alpha": 6.0, "targets": ["proj"]}
-    plain, stable = (
-        load(folders["dense"], groups, adapter={**settings, "rank_stabilized": is_stable})
-        for is_stable in (False, True)
-    )
-    for policy in (plain, stable):
-        for low_rank in policy.stages[0].get_submodule("adapter"):  # type: ignore[attr-defined]
-            assert low_rank.scale == (3.0 if policy is stable else 1.5)
-    assert lora_of(plain).num_bound == 4
-
-
-def test_the_reference_is_the_adapter_switched_off(
-    folders: dict[str, Path], groups: ParallelGroups
-) -> None:
+def test_the_reference_is_the_adapter_switched_off(root: Path, groups: ParallelGroups) -> None:
     """Without a copy, and whatever `objective.kl_coef` is."""
-    policy = load(folders["dense"], groups)
+    policy = load(root, groups)
     base = scores(policy)
     randomise(policy)
     now, merged = scores(policy), copies(policy)
     assert not torch.equal(base, now)
     with pytest.raises(ZeroDivisionError), policy.reference_weights():
         assert torch.equal(base, scores(policy))
-        assert equal(copies(policy), dict(read_weights(folders["dense"])))
+        assert equal(copies(policy), dict(read_weights(root / "qwen2")))
         raise ZeroDivisionError
     assert torch.equal(now, scores(policy)) and equal(merged, copies(policy))
     assert policy._reference.copy is None
@@ -173,49 +146,29 @@ def test_the_reference_is_the_adapter_switched_off(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_exact_policy_has_the_factors_unrounded(
-    folders: dict[str, Path], groups: ParallelGroups, precision: str
+    root: Path, groups: ParallelGroups, precision: str
 ) -> None:
     """A merge into bf16 weights would be off by their rounding: here 1e-2 and more."""
-    model = {"hf_dir": str(folders["dense"]), "precision": precision}
-    policy = load(folders["dense"], groups, model=model)
+    model = {"hf_dir": str(root / "qwen2"), "precision": precision}
+    policy = load(root, groups, model=model)
     randomise(policy)
     dtype = policy.stages[0].config.params_dtype
-    weights = {name: weight.to(dtype).float() for name, weight in read_weights(folders["dense"])}
+    weights = {name: weight.to(dtype).float() for name, weight in read_weights(root / "qwen2")}
     for name, (a, b) in factors(policy).items():
         weights[f"{name}.weight"] += ALPHA / RANK * b.float() @ a.float()
-    plain = load_policy(make_config(folders["dense"]), groups)
+    plain = load_policy(make_config(root / "qwen2"), groups)
     plain.load_hf_weights(weights.items())
     with exact_arithmetic(policy):
         exact = scores(policy)
     torch.testing.assert_close(exact.float(), scores(plain), rtol=1e-5, atol=1e-5)
 
 
-def test_weights_in_host_memory_come_back_with_the_factors(
-    folders: dict[str, Path], groups: ParallelGroups
-) -> None:
-    policy = load(folders["dense"], groups, optimizer={"offload": "all"})
-    train(policy)
-    now = scores(policy)
-    kept = factors(policy)
-
-    def make_room() -> None:
-        policy.make_room()
-        policy.make_room_of_weights()
-
-    make_room()
-    assert torch.equal(now, scores(policy))
-    make_room()
-    found = factors(policy)
-    for name, pair in kept.items():
-        assert all(map(torch.equal, pair, found[name]))
-
-
 def test_the_reference_of_weights_in_host_memory_is_the_base(
-    folders: dict[str, Path], groups: ParallelGroups
+    root: Path, groups: ParallelGroups
 ) -> None:
     """With a KL term and everything offloaded: nothing is copied, and the factors come back."""
     sections = {"optimizer": {"offload": "all"}, "objective": {"kl_coef": 0.1}}
-    policy = load(folders["dense"], groups, **sections)
+    policy = load(root, groups, **sections)
     base = scores(policy)
     for _ in range(2):  # B is zero before the first update
         train(policy)
@@ -226,13 +179,17 @@ def test_the_reference_of_weights_in_host_memory_is_the_base(
         with policy.reference_weights():
             assert torch.equal(base, scores(policy))
         assert torch.equal(now, scores(policy))
+        kept = factors(policy)
+        policy.make_room_of_weights()
+        for name, pair in factors(policy).items():
+            assert all(map(torch.equal, pair, kept[name]))
     assert policy._reference.copy is None
 
 
 def test_a_checkpoint_holds_the_factors_and_the_bases_digest(
-    folders: dict[str, Path], groups: ParallelGroups, tmp_path: Path
+    root: Path, groups: ParallelGroups, tmp_path: Path
 ) -> None:
-    config = lora_config(folders["dense"], "dense")
+    config = lora_config(root / "qwen2", "qwen2")
     policy = load_policy(config, groups)
     train(policy)
     saved = save(tmp_path, policy, config)
@@ -244,7 +201,7 @@ def test_a_checkpoint_holds_the_factors_and_the_bases_digest(
     with pytest.raises(ConversionError, match=mentions(saved, "adapter.decoder", "--adapter")):
         MegatronFolder(saved, policy.stages[0].rules)
     # Full weights have no base.
-    plain_config = make_config(folders["dense"])
+    plain_config = make_config(root / "qwen2")
     plain = load_policy(plain_config, groups)
     other = save(tmp_path / "plain", plain, plain_config)
     assert plain.base_sha256() is None
@@ -252,11 +209,9 @@ def test_a_checkpoint_holds_the_factors_and_the_bases_digest(
 
 
 @pytest.mark.parametrize("damage", ["a factor is missing", "a factor has another name"])
-def test_a_resume_needs_every_factor(
-    folders: dict[str, Path], groups: ParallelGroups, damage: str
-) -> None:
+def test_a_resume_needs_every_factor(root: Path, groups: ParallelGroups, damage: str) -> None:
     """Frozen weights are not in a checkpoint, so a missing name is no error as such."""
-    policy = load(folders["dense"], groups)
+    policy = load(root, groups)
     state = policy.sharded_state_dict()
     of_stage = dict(policy.stages[0].state_dict())
     frozen = {n for n, one in policy.stages[0].named_parameters() if not one.requires_grad}
@@ -271,13 +226,10 @@ def test_a_resume_needs_every_factor(
 
 
 def test_filling_other_stages_makes_no_copies_but_of_adapted_weights(
-    folders: dict[str, Path], groups: ParallelGroups
+    root: Path, groups: ParallelGroups
 ) -> None:
     """Another copy of the embedding would be the largest tensor of all."""
-    plain, adapted = (
-        load_policy(make_config(folders["dense"]), groups),
-        load(folders["dense"], groups),
-    )
+    plain, adapted = load_policy(make_config(root / "qwen2"), groups), load(root, groups)
     for policy in (plain, adapted):
         (stage,) = exact_stages(policy)
         embedding = stage.embedding.word_embeddings.weight
@@ -287,19 +239,17 @@ def test_filling_other_stages_makes_no_copies_but_of_adapted_weights(
         assert bool(new.shapes) == (policy is adapted)
 
 
-def test_another_base_is_refused(
-    folders: dict[str, Path], groups: ParallelGroups, tmp_path: Path
-) -> None:
-    config = lora_config(folders["dense"], "dense")
+def test_another_base_is_refused(root: Path, groups: ParallelGroups, tmp_path: Path) -> None:
+    config = lora_config(root / "qwen2", "qwen2")
     policy = load_policy(config, groups)
     save(tmp_path, policy, config)
-    tensors = load_file(folders["dense"] / "model.safetensors")
+    tensors = load_file(root / "qwen2" / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     tensors[name][0, 0] = torch.nextafter(tensors[name][0, 0], torch.tensor(9.0))
     policy.load_hf_weights(tensors.items())
     digests = [read_manifest(tmp_path / "checkpoints/step_00000001").base_sha256 or ""]
     digests.append(policy.base_sha256() or "")
-    folder = str(folders["dense"])
+    folder = str(root / "qwen2")
     with pytest.raises(ConfigError, match=mentions(folder, *(d[:12] for d in digests[::-1]))):
         checkpoint.load_latest(tmp_path, policy=policy, config=config)
 
@@ -314,15 +264,15 @@ def test_another_base_is_refused(
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused_by_name(
-    folders: dict[str, Path],
+    root: Path,
     groups: ParallelGroups,
     tmp_path: Path,
     adapter: dict[str, Any],
     name: str,
 ) -> None:
-    config = lora_config(folders["dense"], "dense")
+    config = lora_config(root / "qwen2", "qwen2")
     save(tmp_path, load_policy(config, groups), config)
-    other = make_config(folders["dense"], adapter=adapter)
+    other = make_config(root / "qwen2", adapter=adapter)
     policy = load_policy(other, groups)
     with pytest.raises(ConfigError, match=mentions(name, "run.output_dir")):
         checkpoint.check_resume(tmp_path, policy.hf_config, other)
@@ -330,47 +280,17 @@ def test_a_checkpoint_of_another_adapter_is_refused_by_name(
         checkpoint.load_latest(tmp_path, policy=policy, config=other)
 
 
-def test_the_bound_layers_are_counted_and_named(
-    folders: dict[str, Path], groups: ParallelGroups, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="gapo_megatron.policy.lora"):
-        policy = load(folders["experts"], groups, "experts")
-    # Four layers of two attention layers and four experts of two.
-    assert lora_of(policy).num_bound == 40
-    assert all(text in caplog.text for text in ("40 linear layers", "qkv: 4", "experts: 32"))
-
-
-@pytest.mark.parametrize(("kind", "target"), [("dense", "experts"), ("experts", "fc1")])
-def test_a_target_that_binds_nothing_is_refused(
-    folders: dict[str, Path], groups: ParallelGroups, kind: str, target: str
-) -> None:
-    adapter = {"kind": "lora", "targets": ["qkv", target]}
-    with pytest.raises(
-        ConfigError, match=mentions("adapter.targets", repr(target), *TARGETS[kind])
-    ):
-        load(folders[kind], groups, kind, adapter=adapter)
-
-
 @pytest.mark.parametrize("target", ["qkv", "proj", "fc1", "fc2"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_every_layer_learns_whatever_else_is_bound(
-    folders: dict[str, Path], groups: ParallelGroups, target: str, recompute: str
+    root: Path, groups: ParallelGroups, target: str, recompute: str
 ) -> None:
     """The first layer too: in front of it every weight is frozen."""
     adapter = {"kind": "lora", "rank": RANK, "targets": [target]}
-    model = {"hf_dir": str(folders["dense"]), "precision": "fp32", "recompute": recompute}
-    policy = load(folders["dense"], groups, adapter=adapter, model=model)
+    model = {"hf_dir": str(root / "qwen2"), "precision": "fp32", "recompute": recompute}
+    policy = load(root, groups, adapter=adapter, model=model)
     before = factors(policy)
     train(policy)
     after = factors(policy)
     assert len({name.split(".")[2] for name in after}) == 4
     assert all(not torch.equal(before[name][1], after[name][1]) for name in before)
-
-
-def test_experts_alone_can_be_trained(folders: dict[str, Path], groups: ParallelGroups) -> None:
-    adapter = {"kind": "lora", "rank": RANK, "targets": ["experts"]}
-    policy = load(folders["experts"], groups, "experts", adapter=adapter)
-    before = factors(policy)
-    train(policy, "experts")
-    after = factors(policy)
-    assert any(not torch.equal(before[name][1], after[name][1]) for name in before)

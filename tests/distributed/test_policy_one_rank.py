@@ -11,9 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron import share_rotary_tables
@@ -30,9 +28,11 @@ from gapo_megatron.policy.model import build_model
 from gapo_megatron.policy.optimizer import inner_optimizers
 from tests.convert_setup import make_config as make_hf_config
 from tests.distributed.conversion_setup import hf_config
-from tests.distributed.conversion_setup import save_model as save_conversion_model
 from tests.distributed.policy_setup import (
+    EP,
     MODELS,
+    PP,
+    TP,
     WeightedLoss,
     copies,
     equal,
@@ -246,37 +246,19 @@ def test_log_probs_gradients_and_updates_are_those_of_transformers(
         torch.testing.assert_close(value, trained[key].detach(), rtol=0, atol=3e-7, msg=key)
 
 
-def test_old_and_new_log_probs_have_equal_bits(folder: Path, groups: ParallelGroups) -> None:
+def test_recomputation_gives_the_same_gradients_and_the_ratio_is_one(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    found = []
     for recompute in ("none", "selective", "full"):
         policy = build(folder, groups, model={"recompute": recompute})
         train(policy)
+        found.append(gradients(policy))
         old = log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
         _, new = train(policy)
         assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
-
-
-def test_recomputation_gives_the_same_gradients(folder: Path, groups: ParallelGroups) -> None:
-    expected: list[Tensor] = []
-    for recompute in ("none", "selective", "full"):
-        policy = build(folder, groups, model={"recompute": recompute})
-        train(policy)
-        found = gradients(policy)
-        expected = expected or found
         # The same kernels on the same inputs: the same bits.
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), recompute
-
-
-def test_the_split_into_microbatches_does_not_matter(folder: Path, groups: ParallelGroups) -> None:
-    policy = build(folder, groups)
-    found = []
-    for split in ([range(8)], TWO_MICROBATCHES, [(3,), (), (7, 1, 0, 2), (4, 5, 6)]):
-        microbatches = pack_all(BATCH, split)
-        policy.load_hf_weights(read_weights(folder))
-        update(policy, microbatches, WeightedLoss(BATCH, microbatches))
-        found.append(torch.cat([x.flatten() for x in gradients(policy)]))
-    # Gradients are sums over 200 tokens of order 1e-2; another order moves the last bits (fp32).
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True)), recompute
 
 
 def test_a_loss_without_gradient_is_a_step_of_zero(folder: Path, groups: ParallelGroups) -> None:
@@ -378,13 +360,6 @@ def test_temperature_and_entropy_reach_the_head(folder: Path, groups: ParallelGr
     )
 
 
-def test_a_missing_tensor_is_named(folder: Path, groups: ParallelGroups) -> None:
-    policy = Policy.build(make_config(folder), groups, "cpu")
-    tensors = [item for item in read_weights(folder) if "layers.1.mlp.up_proj" not in item[0]]
-    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.up_proj"):
-        policy.load_hf_weights(tensors)
-
-
 @pytest.mark.parametrize(
     ("precision", "value"),  # finite, but not in this precision; the other is, in bfloat16 too
     [("bf16", 3.4e38), ("fp16", 65536.0)],
@@ -437,44 +412,16 @@ def test_user_mistakes_are_config_errors(
 @pytest.mark.parametrize(
     ("name", "changes", "parallel", "named"),
     [
-        (
-            "qwen2",
-            {"num_attention_heads": 8},
-            {"tensor_model_parallel_size": 4},
-            ["tensor_model_parallel_size (4)", "num_key_value_heads (2)"],
-        ),
-        (
-            "qwen2",
-            {},
-            {"tensor_model_parallel_size": 5},
-            ["tensor_model_parallel_size (5)", "num_attention_heads (6)"],
-        ),
-        (
-            "qwen2",
-            {},
-            {"pipeline_model_parallel_size": 3},
-            ["pipeline_model_parallel_size (3)", "num_hidden_layers (4)"],
-        ),
-        (
-            "qwen2",
-            {},
-            {"expert_model_parallel_size": 2},
-            ["expert_model_parallel_size (2)", "qwen2"],
-        ),
-        (
-            "qwen3_moe",
-            {},
-            {"expert_model_parallel_size": 3},
-            ["expert_model_parallel_size (3)", "num_experts (4)"],
-        ),
-        ("qwen3_moe", {}, {"tensor_model_parallel_size": 2}, ["sequence_parallel", "true"]),
+        ("qwen2", {"num_attention_heads": 8}, {TP: 4}, [f"{TP} (4)", "num_key_value_heads (2)"]),
+        ("qwen2", {}, {TP: 5}, [f"{TP} (5)", "num_attention_heads (6)"]),
+        ("qwen2", {}, {PP: 3}, [f"{PP} (3)", "num_hidden_layers (4)"]),
+        ("qwen2", {}, {EP: 2}, [f"{EP} (2)", "qwen2"]),
+        ("qwen3_moe", {}, {EP: 3}, [f"{EP} (3)", "num_experts (4)"]),
+        ("qwen3_moe", {}, {TP: 2}, ["sequence_parallel", "true"]),
         ("qwen3_moe", {"num_experts_per_tok": 1}, {}, ["num_experts_per_tok (1)"]),
         ("mistral", {"sliding_window": 4096}, {}, ["sliding_window (4096)"]),
         ("qwen3", {"attention_bias": True}, {}, ["attention_bias (true)"]),
-        ("seed_oss", {"hidden_act": "gelu"}, {}, ["hidden_act ('gelu')"]),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}, {}, ["final_logit_softcapping (30.0)"]),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, {}, ["attn_logit_softcapping (50.0)"]),
-        ("gemma3_text", {"use_bidirectional_attention": True}, {}, ["use_bidirectional_attention"]),
         ("gemma3_text", {"hidden_activation": "silu"}, {}, ["hidden_activation ('silu')"]),
         ("phi3", {"mlp_bias": True}, {}, ["mlp_bias (true)"]),
         ("llama", {"hidden_act": "gelu"}, {}, ["hidden_act ('gelu')"]),
@@ -503,22 +450,6 @@ def test_a_window_excludes_transformer_engines_ring() -> None:
             check_shapes(hf_config(name), parallel, config.model)
     check_shapes(hf_config("phi3", sliding_window=None), parallel, config.model)
     check_shapes(hf_config("phi3"), parallel, make_config(Path("unused")).model)  # fp32
-
-
-def test_experts_whose_shares_are_not_normalised(tmp_path: Path, groups: ParallelGroups) -> None:
-    for normalised in (True, False):
-        save_conversion_model(tmp_path, "qwen3_moe", norm_topk_prob=normalised)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        batch = make_batch(vocab_size=model.config.vocab_size)
-        expected = torch.cat([x.detach() for x in reference_log_probs(model, batch)])
-        policy = build(tmp_path, groups)
-        found = log_probs(policy, pack_all(batch, TWO_MICROBATCHES))
-        # fp32 rounding, as above.
-        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
-    # Without biases they are computed as Megatron-core does it.
-    linears = [one for one in policy.stages[0].modules() if isinstance(one, RowParallelLinear)]
-    assert any(one.is_expert for one in linears)
-    assert not any(one.explicit_expert_comm for one in linears)
 
 
 @pytest.mark.parametrize("norms", ["te", "local", "plain"])

@@ -221,22 +221,25 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "names",
+    "cases",
     [
-        ["tied", "larger buckets", "experts apart"],
-        pytest.param(list(TWO_RANKS), marks=pytest.mark.system),
+        {name: TWO_RANKS[name] for name in ("tied", "larger buckets", "experts apart")},
+        pytest.param(TWO_RANKS, marks=pytest.mark.system),
+        pytest.param(FOUR_RANKS, marks=pytest.mark.system),
     ],
-    ids=["some", "every"],
+    ids=["some", "two", "four"],
 )
-def test_two_ranks_move_as_without_the_overlap(folder: Path, names: list[str]) -> None:
-    cases = {name: TWO_RANKS[name] for name in names}
-    ranks = run_distributed(train_cases, 2, folder, cases)
+def test_ranks_move_as_without_the_overlap(folder: Path, cases: dict[str, Case]) -> None:
+    ranks = run_distributed(train_cases, 4 if cases is FOUR_RANKS else 2, folder, cases)
     for name, case in cases.items():
         compare([found[name] for found in ranks], where=name)
         for rank, found in enumerate(ranks):
+            outer, inner = divmod(rank, len(ranks) // 2)
+            dp_rank, stage = (inner, outer) if PP in case.parallel else (outer, 0)
+            if CP in case.parallel:
+                dp_rank = 0
             report = found[name][0]
-            dp_rank = 0 if CP in case.parallel else rank
-            expected = num_begun(case, num_buckets=report.num_buckets, dp_rank=dp_rank, stage=0)
+            expected = num_begun(case, num_buckets=report.num_buckets, dp_rank=dp_rank, stage=stage)
             assert report.num_begun == expected, (name, rank)
 
 
@@ -245,19 +248,6 @@ def test_a_run_resumes_with_and_without_the_overlap(folder: Path, tmp_path: Path
         assert len(others) == 5
         for other in others:
             assert all(torch.equal(other[name], weight) for name, weight in first.items())
-
-
-@pytest.mark.system
-def test_four_ranks_move_as_without_the_overlap(folder: Path) -> None:
-    ranks = run_distributed(train_cases, 4, folder, FOUR_RANKS)
-    for name, case in FOUR_RANKS.items():
-        compare([rank[name] for rank in ranks], where=name)
-        for rank, cases in enumerate(ranks):
-            found = cases[name][0]
-            outer, inner = divmod(rank, 2)
-            dp_rank, stage = (inner, outer) if PP in case.parallel else (outer, 0)
-            expected = num_begun(case, num_buckets=found.num_buckets, dp_rank=dp_rank, stage=stage)
-            assert found.num_begun == expected, (name, rank)
 
 
 @pytest.fixture

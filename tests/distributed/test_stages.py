@@ -1,4 +1,4 @@
-"""Pipeline ranks with several or unequal stages: their layers, and equal results."""
+"""Pipeline ranks with several or unequal stages: their layers, and the shapes between them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
+from gapo_megatron.policy import destroy
 from gapo_megatron.policy.pipeline import PlannedCommunicator
-from tests.dist import run_distributed, single_rank
-from tests.distributed.policy_setup import save_model
-from tests.distributed.test_policy import (
-    ONE_SHARE,
-    TOGETHER,
-    compare,
-    train,
-    train_clipped,
+from tests.dist import run_distributed
+from tests.distributed.policy_setup import (
+    PP,
+    VPP,
+    WeightedLoss,
+    load_policy,
+    make_batch,
+    make_config,
+    save_model,
 )
 from tests.messages import mentions
 
-PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-NUM_LAYERS = 6
 LAYOUTS: dict[str, dict[str, Any]] = {
     "virtual": {PP: 2, VPP: 3},
     "uneven": {PP: 2, LAST: 1},
@@ -57,14 +59,20 @@ def planned_shapes(folder: Path) -> list[str]:
     with patch.object(PlannedCommunicator, "_communicate_shapes", compared):
         for layout, sizes in LAYOUTS.items():
             num_shapes = 0
-            train(folder, sizes, [[(0, 1, 2), (3,), (4, 5), (6,), (7,)]])
+            policy, batch = load_policy(make_config(folder, parallel=sizes)), make_batch()
+            shares = ((0, 1, 2), (3,), (4, 5), (6,), (7,))
+            microbatches = [policy.pack(batch, indices) for indices in shares]
+            log_probs(policy, microbatches)
+            update(policy, microbatches, WeightedLoss(batch, microbatches))
+            destroy()
             assert num_shapes > 0
             good.append(layout)
     return good
 
 
-def test_every_stage_knows_the_shapes_that_it_would_be_told(folders: dict[str, Path]) -> None:
-    for good in run_distributed(planned_shapes, 2, folders["qwen2_tied"]):
+def test_every_stage_knows_the_shapes_that_it_would_be_told(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied", num_layers=6)
+    for good in run_distributed(planned_shapes, 2, tmp_path):
         assert good == [*LAYOUTS]
 
 
@@ -95,58 +103,6 @@ def test_nothing_travels_that_is_not_planned(first_stage: PlannedCommunicator) -
         first_stage._communicate_shapes(None, None, True, False)
     with pytest.raises(AssertionError, match=mentions("received gradient")):
         first_stage._communicate_shapes(None, None, False, True)
-
-
-def train_on_two(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
-    reports: dict[tuple[str, str], Any] = {}
-    for layout, sizes in LAYOUTS.items():
-        for model, folder in folders.items():
-            reports[model, layout] = train(folder, sizes, TOGETHER)
-        reports["skipping", layout] = train_clipped(folders["qwen2_tied"], sizes, ONE_SHARE)
-    return reports
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {name: tmp_path_factory.mktemp(name) for name in ("qwen2_tied", "qwen3")}
-    for name, folder in paths.items():
-        save_model(folder, name, num_layers=NUM_LAYERS)
-    return paths
-
-
-def test_stages_compute_what_one_rank_does(folders: dict[str, Path]) -> None:
-    """Three micro-batches: Megatron-core's schedule wants four of two ranks with virtual stages."""
-    ranks = run_distributed(train_on_two, 2, folders)
-    for model, folder in folders.items():
-        with single_rank():
-            expected = train(folder, {}, [[tuple(range(8))]])
-        for layout in LAYOUTS:
-            compare([rank[model, layout] for rank in ranks], expected, where=f"{model}, {layout}")
-    with single_rank():
-        one = train_clipped(folders["qwen2_tied"], {}, ONE_SHARE)
-    for layout in LAYOUTS:
-        for rank in ranks:
-            found = rank["skipping", layout]
-            assert found.num_updates == one.num_updates == 2, layout
-            assert found.grad_norms == pytest.approx(one.grad_norms, rel=2e-5), layout
-    for layout in LAYOUTS:
-        # The first stage does not know what can be left out; the last one does.
-        assert ranks[1]["skipping", layout].num_active == [2, 0, 1], layout
-
-
-SHARES = [[(0,), (1, 2, 3), (4, 5), (6,), (7,)]]
-
-
-@pytest.mark.system
-def test_four_ranks_with_virtual_stages(tmp_path: Path) -> None:
-    """Five micro-batches: Megatron-core's schedule wants eight of four ranks."""
-    save_model(tmp_path, "qwen2_tied", num_layers=8)
-    with single_rank():
-        expected = train(tmp_path, {}, [[tuple(range(8))]])
-    ranks = run_distributed(train, 4, tmp_path, {PP: 4, VPP: 2}, SHARES)
-    for rank in ranks[:-1]:
-        compare([rank, ranks[-1]], expected, where="four", everything=False)
-    assert set(ranks[-1].log_probs) == set(expected.log_probs)
 
 
 def layers(num_layers: int, **sizes: int) -> list[list[list[int]]]:

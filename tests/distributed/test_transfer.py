@@ -116,16 +116,15 @@ def send_adapters(world: World, root: Path, folder: Path) -> list[Any]:
     rank = torch.distributed.get_rank()
     reports: list[Any] = []
     for name, (model, parallel) in ADAPTED.items():
-        kind = "experts" if "moe" in model else "dense"
         bf16 = {"hf_dir": str(root / model), "precision": "bf16"}
-        config = lora_config(root / model, kind, parallel=parallel, model=bf16)
+        config = lora_config(root / model, model, parallel=parallel, model=bf16)
         bridge = bridge_of(world, SMALL)
         if bridge.is_generation:
             hf_config = AutoConfig.from_pretrained(root / model)
             exported = exported_by(config, hf_config, num_ranks=bridge.num_training)
             merged = [*split_all(exported.rules, bridge.receive_whole(exported))]
             base = [*split_all(exported.rules, bridge.receive_whole(exported))]
-            found = factors_of(exported.rules, targets=TARGETS[kind], rank=RANK)
+            found = factors_of(exported.rules, targets=TARGETS[model], rank=RANK)
             whole = bridge.receive_whole(replace(exported, rules=rules_of(found)))
             received = [merged, base, [*in_pairs(found, whole)]]
             torch.save(received, folder / f"{name}-received{rank}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PretrainedConfig
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.formats.config_check import check_config, compare_configs
-from gapo_megatron.formats.megatron_record import from_args, to_args
+from gapo_megatron.formats.megatron_args import to_args
 from gapo_megatron.formats.weights import Entry
 from gapo_megatron.models.rope import Rope, read_rope
 from gapo_megatron.models.rules import hf_shapes
@@ -286,77 +287,6 @@ def test_a_record_of_another_model_is_refused(model_type, record, said):
         compare_configs(CONFIGS[model_type], record)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"apply_layernorm_1p": True}, r"apply_layernorm_1p \(True\) .* must be False"),
-        ({"rotary_seq_len_interpolation_factor": 4}, r"factor \(4\) .* must be None"),
-        ({"swiglu": True, "activation_func_clamp_value": 7.0}, r"swiglu \(True\) .* must be False"),
-        ({"softmax_type": "off-by-one"}, r"softmax_type \('off-by-one'\) .* 'learnable'"),
-        ({"normalization": "LayerNorm"}, r"normalization \('LayerNorm'\) .* must be 'RMSNorm'"),
-        ({"window_size": (4096, -1)}, r"window_size \(\(4096, -1\)\) .* must be \(N, 0\)"),
-        (
-            {"window_size": (15, 0), "window_attn_skip_freq": [1, 0]},
-            r"window_attn_skip_freq \(\[1, 0\]\) .* each of 3 layers",
-        ),
-        (
-            {"window_size": (15, 0), "window_attn_skip_freq": "all"},
-            r"window_attn_skip_freq \('all'\)",
-        ),
-        (
-            {"moe_router_score_function": "sigmoid"},
-            r"moe_router_enable_expert_bias \(False\) .* must be True for .* \('sigmoid'\)",
-        ),
-    ],
-)
-def test_arguments_that_no_name_or_shape_shows_are_refused(changes, said):
-    args = vars(to_args(CONFIGS["qwen3_moe"]))
-    with pytest.raises(ConversionError, match=f"^common.pt: .*{said}"):
-        from_args(args | changes, source="common.pt")
-
-
-def test_arguments_say_what_is_rotated_and_seen():
-    config = CONFIGS["phi3"]
-    args = vars(to_args(config))
-    assert (args["window_size"], args["rotary_percent"]) == ((15, 0), 1.0)
-    compare_configs(config, from_args(args))
-    with pytest.raises(ConversionError, match="sliding_window is 17 there and 16 here"):
-        compare_configs(config, from_args(args | {"window_size": [16, 0]}))
-    with pytest.raises(ConversionError, match=r"factor is 0\.5 there and not stated"):
-        compare_configs(config, from_args(args | {"rotary_percent": 0.5}))
-    with pytest.raises(ConversionError, match="sliding_window is 16 there and not stated here"):
-        compare_configs(CONFIGS["llama"], {"sliding_window": from_args(args)["sliding_window"]})
-    with pytest.raises(ConversionError, match="sliding_window is 0 there and 16 here"):
-        compare_configs(config, from_args(args | {"window_size": None}))
-    del args["window_size"]  # of a version that does not state it
-    compare_configs(config, from_args(args))
-
-
-@pytest.mark.parametrize(
-    ("model_type", "equal", "other"),
-    [("phi3", None, 2), ("gemma3_text", 3, None), ("gemma3_text", [1, 1, 0], [1, 0, 1])],
-)
-def test_arguments_say_which_layers_have_the_window(model_type, equal, other):
-    layers = {"sliding_window_pattern": 3} if model_type == "gemma3_text" else {}
-    config = make_config(model_type, sliding_window=16, **layers)
-    args = vars(to_args(config))
-    compare_configs(config, from_args(args | {"window_attn_skip_freq": equal}))
-    with pytest.raises(ConversionError, match="layer_types is "):
-        compare_configs(config, from_args(args | {"window_attn_skip_freq": other}))
-
-
-def test_arguments_leave_out_a_rotary_base_beside_another():
-    """They have one base; config.json beside them says both."""
-    ropes = {
-        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-    }
-    config = make_config("gemma3_text", rope_parameters=ropes)
-    compare_configs(config, from_args(vars(to_args(config))))
-    with pytest.raises(ConversionError, match=r"sliding_attention is .* 10000\.0.* 20000\.0"):
-        compare_configs(config, {"rope_theta": 1e6})
-
-
 def test_a_period_of_windows_is_another_spelling_of_the_layers():
     config = make_config("gemma3_text", sliding_window_pattern=3)
     older = {"sliding_window": 4096, "sliding_window_pattern": 3}
@@ -370,49 +300,97 @@ def test_a_period_of_windows_is_another_spelling_of_the_layers():
             compare_configs(one, {"sliding_window_pattern": 2})
 
 
+# --- Megatron-LM's arguments ---------------------------------------------------------------------
+
+# What names and shapes tell, or has a meaning only beside another argument (see the tables below).
+UNDECIDED = {
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "max_position_embeddings"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "ffn_hidden_size"),
+    *("kv_channels", "group_query_attention", "num_query_groups", "rope_scaling_factor"),
+    "window_attn_skip_freq",
+}
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-SCALED |= {"original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.7}
-ROTARY = {
-    "gpt_oss": (CONFIGS["gpt_oss"], {"yarn_rotary_scaling_factor": 9.0}),
-    "latent": (CONFIGS["deepseek_v3"], {"rope_type": "yarn", "rotary_scaling_factor": 40}),
-    "latent, scaled": (
-        make_config("deepseek_v3", rope_parameters=SCALED),
-        {"mscale_all_dim": 0.5},
+SCALED |= {"original_max_position_embeddings": 32}
+WITH_ARGS = CONFIGS | {
+    "gemma3_text": make_config("gemma3_text", sliding_window=16, sliding_window_pattern=3),
+    "with a head of keys for each of queries": make_config("qwen2", num_key_value_heads=6),
+    "latent, scaled": make_config(
+        "deepseek_v3", rope_parameters=SCALED | {"mscale": 1.0, "mscale_all_dim": 0.7}
     ),
-    "latent, of YaRN's own magnitude": (
-        make_config(
-            "deepseek_v3",
-            rope_parameters={k: v for k, v in SCALED.items() if not k.startswith("mscale")},
-        ),
-        {"original_max_position_embeddings": 64},
-    ),
+    "latent, of YaRN's own magnitude": make_config("deepseek_v3", rope_parameters=SCALED),
 }
 
 
-@pytest.mark.parametrize("name", ROTARY)
-def test_arguments_say_how_positions_are_scaled(name: str) -> None:
-    """Also where Megatron-core's default is another kind, or config.json's."""
-    config, change = ROTARY[name]
-    args = vars(to_args(config))
-    compare_configs(config, from_args(args))
-    with pytest.raises((ConfigError, ConversionError)):
-        compare_configs(config, from_args(args | change))
-    of_kind = "position_embedding_type" if name == "gpt_oss" else "rope_type"
-    other = "rope" if args[of_kind] == "yarn" else "yarn"
-    with pytest.raises((ConfigError, ConversionError), match="rope_type"):
-        compare_configs(config, from_args(args | {of_kind: other}))
+def args_with(name: str, **changes: Any) -> Namespace:
+    return Namespace(**vars(to_args(WITH_ARGS[name])) | changes)
+
+
+def another(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case str():
+            return "another"
+        case list() | tuple():
+            return [7 for _ in value]
+        case _:
+            return (value or 0) + 7
+
+
+@pytest.mark.parametrize("name", WITH_ARGS)
+def test_arguments_of_another_model_are_refused(name):
+    """Each that changes what is computed, wherever Megatron-LM's own default is another."""
+    compare_configs(WITH_ARGS[name], args_with(name))
+    compare_configs(WITH_ARGS[name], Namespace())  # of a version that states none of them
+    args = vars(args_with(name))
+    of_experts = {one for one in args if one.startswith("moe_") and not args["num_experts"]}
+    for one in args.keys() - UNDECIDED - of_experts:
+        changed = args_with(name, **{one: another(args[one])})
+        with pytest.raises(ConversionError, match=f"^common.pt .*{one} is "):
+            compare_configs(WITH_ARGS[name], changed, source="common.pt")
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "changes"),
     [
-        ("qwen3_moe", {"moe_router_pre_softmax": False}, "norm_topk_prob is True there and False"),
-        ("gpt_oss", {"softmax_type": "vanilla"}, "softmax_type is 'vanilla' there"),
-        ("glm4_moe", {"softmax_type": "learnable"}, "softmax_type is 'learnable' there"),
+        # Megatron-LM's defaults of what a model does not have.
+        ("qwen2", {"moe_router_topk": 2, "rope_scaling_factor": 8.0}),
+        ("qwen3_moe", {"ffn_hidden_size": 192, "moe_router_num_groups": None}),
+        ("deepseek_v3", {"kv_channels": 8, "group_query_attention": True, "num_query_groups": 2}),
+        ("with a head of keys for each of queries", {"num_query_groups": 1}),
+        # Layers by a period, one by one, or all of them.
+        ("qwen3_moe", {"moe_layer_freq": [1, 1, 1]}),
+        ("phi3", {"window_size": [15, 0], "window_attn_skip_freq": None}),
+        ("gemma3_text", {"window_attn_skip_freq": 3}),
+        ("gemma3_text", {"window_attn_skip_freq": [1, 1, 0]}),
+        ("llama", {"window_attn_skip_freq": 2}),
     ],
 )
-def test_arguments_say_how_experts_and_attention_are_weighted(name, change, said):
-    args = vars(to_args(CONFIGS[name]))
-    compare_configs(CONFIGS[name], from_args(args))
+def test_another_spelling_of_an_argument_is_no_difference(name, changes):
+    compare_configs(WITH_ARGS[name], args_with(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("qwen2", {"ffn_hidden_size": 99}, "ffn_hidden_size is 99 there and 64 here"),
+        ("qwen2", {"kv_channels": 8}, "kv_channels is 8"),
+        ("qwen2", {"num_query_groups": 3}, "num_query_groups is 3"),
+        ("with a head of keys for each of queries", {"group_query_attention": True}, "query_att"),
+        ("llama", {"rope_scaling_factor": 8.0}, "rope_scaling_factor is 8.0 there and 32.0 here"),
+        ("phi3", {"window_attn_skip_freq": 2}, "window_attn_skip_freq is 2"),
+        ("gemma3_text", {"window_attn_skip_freq": [1, 0, 1]}, "window_attn_skip_freq is "),
+        (
+            "glm4_moe",
+            {"moe_router_topk_scaling_factor": None},
+            "factor is not stated there and 1.5",
+        ),
+        ("glm4_moe", {"moe_layer_freq": 1}, "moe_layer_freq is 1 there"),
+        # The arguments have one base; config.json beside them says both.
+        ("gemma3_text", {"rotary_base": 10000.0}, "rotary_base is 10000.0 there and 'one of sev"),
+        ("qwen2", {"num_layers": object()}, "num_layers is <object"),
+    ],
+)
+def test_arguments_that_mean_something_together_are_compared_together(name, changes, said):
     with pytest.raises(ConversionError, match=said):
-        compare_configs(CONFIGS[name], from_args(args | change))
+        compare_configs(WITH_ARGS[name], args_with(name, **changes))

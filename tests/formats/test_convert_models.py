@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from gapo_megatron.formats.config_check import check_config, compare_configs
-from gapo_megatron.formats.megatron_record import from_args, to_args
+from gapo_megatron.formats.megatron_args import to_args
 from gapo_megatron.formats.weights import Entry
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rope import Rope
@@ -188,4 +188,4 @@ def test_config_is_taken_as_it_is(real):
     rope = rope_of(config.to_dict())
     assert rope == ROPES.get(real.name, Rope(1_000_000.0, "default", {}))
     # Megatron-LM's arguments state the same model.
-    compare_configs(config, from_args(vars(to_args(config))))
+    compare_configs(config, to_args(config))

@@ -12,9 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import AdapterConfig, ParallelConfig
-from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.formats.config_check import compare_configs
-from gapo_megatron.formats.megatron_record import from_args, to_args
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.checks import check_positions, check_shapes
 from gapo_megatron.models.config_json import ModelFacts, facts_of
@@ -24,7 +22,6 @@ from gapo_megatron.models.tables import architecture_of, geometry_of, rope_of, r
 from gapo_megatron.policy.rotary import Rotary
 from gapo_tools.planner.flops import Shape
 from tests.configs import config_of
-from tests.distributed.conversion_setup import hf_config
 from tests.messages import mentions
 
 FP8 = shipped_fields("DeepSeek-V3")["quantization_config"]
@@ -129,21 +126,6 @@ def test_factors_stand_beside_what_makes_heads(name: str, made_of: str) -> None:
     ):
         found = factors_of(rules_for(facts), targets=[target], rank=4)
         assert {one.weight.hf[0].rpartition("self_attn.")[2] for one in found} == expected
-
-
-def test_megatron_lms_arguments_tell_latent_sizes_apart() -> None:
-    config = hf_config("deepseek_v3")
-    args = vars(to_args(config))
-    compare_configs(config, from_args(args))
-    for name, field in (
-        ("q_lora_rank", "q_lora_rank"),
-        ("kv_lora_rank", "kv_lora_rank"),
-        ("qk_head_dim", "qk_nope_head_dim"),
-        ("qk_pos_emb_head_dim", "qk_rope_head_dim"),
-        ("v_head_dim", "v_head_dim"),
-    ):
-        with pytest.raises(ConversionError, match=f"{field} is 99 there"):
-            compare_configs(config, from_args(args | {name: 99}))
 
 
 def test_every_reader_has_the_same_rotary_positions() -> None:

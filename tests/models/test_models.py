@@ -25,7 +25,7 @@ from transformers import (
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.formats.megatron_record import to_args
+from gapo_megatron.formats.megatron_args import to_args
 from gapo_megatron.formats.model_folder import check_model_folder
 from gapo_megatron.models import Architecture, architecture_of, tables
 from gapo_megatron.models.config_json import facts_of, read_facts

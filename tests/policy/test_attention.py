@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,86 +31,42 @@ on_gpu = [
 
 
 class Kernels:
-    """Stand-ins of torch's two, one sequence after another; what they were handed."""
+    """Stand-ins of torch's two, which go back from the output and its log-sum-exp; their calls."""
 
     def __init__(self) -> None:
         self.forward_calls: list[tuple[Any, ...]] = []
         self.backward_calls: list[tuple[Any, ...]] = []
         self.was_deterministic: list[bool] = []
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor,
-        scale: float,
-        *,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-    ) -> Any:
-        assert window_size_right == (-1 if window_size_left < 0 else 0)
-        parts = []
-        for start, end in itertools.pairwise(bounds.tolist()):
-            q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-            mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-            if window_size_left >= 0:
-                mask = mask.triu(-window_size_left)
-            output = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
-            )
-            parts.append(output[0].transpose(0, 1))
-        return torch.cat(parts)
+    def scores(
+        self, query: Tensor, key: Tensor, bounds: Tensor, scale: float, **window: int
+    ) -> Tensor:
+        """[N, T, T], of pairs that do not attend minus infinity."""
+        assert window in ({}, {"window_size_left": window.get("window_size_left"), **ONLY_LEFT})
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        numbers = torch.arange(len(query))
+        starts = torch.bucketize(numbers, bounds[1:], right=True)
+        age = numbers[:, None] - numbers
+        sees = (starts[:, None] == starts) & (age >= 0)
+        sees &= age <= window.get("window_size_left", len(query))
+        scores = torch.einsum("tnd,snd->nts", query, key) * scale
+        return scores.masked_fill(~sees, -torch.inf)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float, **window: int
     ) -> Any:
         self.forward_calls.append(args)
-        output = self.attend(query, key, value, args[0], scale, **window)
-        log_sum_exp, state = torch.zeros(query.shape[1], len(query)), torch.zeros(2)
-        return output, log_sum_exp, state, torch.zeros(()), torch.zeros(0)
-
-    def backward(self, grad: Tensor, *args: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
-        self.backward_calls.append(args)
-        self.was_deterministic.append(torch.are_deterministic_algorithms_enabled())
-        inputs = [x.detach().requires_grad_() for x in args[:3]]
-        with torch.enable_grad():
-            output = self.attend(*inputs, args[5], scale, **window)
-        return torch.autograd.grad(output, inputs, grad)
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """As on a GPU in bf16, but in float32."""
-    found = Kernels()
-    monkeypatch.setattr(sequences, "has_fused_kernel", lambda *_: True)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", found.forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", found.backward)
-    yield found
-
-
-class ExactKernels(Kernels):
-    """With the log-sum-exp, and a backward pass from it and the output, as torch's have it."""
-
-    def scores(self, query: Tensor, key: Tensor, bounds: Tensor, scale: float) -> Tensor:
-        """[N, T, T], of pairs that do not attend minus infinity."""
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        numbers = torch.arange(len(query))
-        starts = torch.bucketize(numbers, bounds[1:], right=True)
-        sees = (starts[:, None] == starts) & (numbers[:, None] >= numbers)
-        scores = torch.einsum("tnd,snd->nts", query, key) * scale
-        return scores.masked_fill(~sees, -torch.inf)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float) -> Any:
-        scores = self.scores(query, key, args[0], scale)
+        scores = self.scores(query, key, args[0], scale, **window)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         output = torch.einsum("nts,snd->tnd", scores.softmax(-1), value)
         return output, scores.logsumexp(-1), torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
-    def backward(self, grad: Tensor, *args: Any, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, grad: Tensor, *args: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
+        self.backward_calls.append(args)
+        self.was_deterministic.append(torch.are_deterministic_algorithms_enabled())
         query, key, value, output, log_sums, bounds = args[:6]
         repeats = query.shape[1] // key.shape[1]
-        shares = (self.scores(query, key, bounds, scale) - log_sums[..., None]).exp()
+        shares = (self.scores(query, key, bounds, scale, **window) - log_sums[..., None]).exp()
         of_values = torch.einsum("nts,tnd->snd", shares, grad)
         of_shares = torch.einsum("tnd,snd->nts", grad, value.repeat_interleave(repeats, dim=1))
         lost = (grad * output).sum(-1).T[..., None]
@@ -122,14 +77,24 @@ class ExactKernels(Kernels):
         return of_queries, *grouped
 
 
+ONLY_LEFT = {"window_size_right": 0}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """As on a GPU in bf16, but in float32."""
+    found = Kernels()
+    monkeypatch.setattr(sequences, "has_fused_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", found.forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", found.backward)
+    return found
+
+
 @pytest.mark.parametrize("lengths", PACKINGS, ids=str)
 def test_sinks_are_those_of_a_plain_softmax(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the fused kernel, which has none, and by padded attention: outputs and gradients."""
-    kernels = ExactKernels()
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernels.forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", kernels.backward)
     given = inputs(sum(lengths))
     attention = layer(sinks=torch.tensor([-1.0, 0.0, 0.5, 3.0]))
     sinks = attention.softmax_offset

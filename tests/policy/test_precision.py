@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.compat.transformer_engine import free_fp8_copies, why_not
+from gapo_megatron.compat.transformer_engine import why_not
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_shapes
@@ -187,13 +187,6 @@ def test_matrices_that_fp8_cannot_multiply_are_refused(
     with refused:
         check_shapes(hf_config, parallel, model)
     check_shapes(hf_config, parallel, ModelConfig(hf_dir="unused", precision="bf16"))
-
-
-def test_copies_in_fp8_are_given_back() -> None:
-    layer = torch.nn.Linear(2, 2)
-    layer._fp8_workspaces = {"weight": torch.zeros(2)}  # type: ignore[assignment]
-    free_fp8_copies(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(layer)))
-    assert layer._fp8_workspaces == {}
 
 
 @pytest.mark.parametrize(

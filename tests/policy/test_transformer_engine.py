@@ -152,21 +152,17 @@ def test_without_it_experts_are_added_up_in_order(
     assert scatters.found == {("index_add_", True)}
 
 
-@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize(
     ("name", "modules"), [("qwen2", ["mlp"]), ("qwen3_moe", ["layernorm", "moe_act"])]
 )
 def test_selective_recomputes_what_fused_attention_leaves(
-    tmp_path: Path, name: str, modules: list[str]
+    tmp_path: Path, name: str, modules: list[str], request: pytest.FixtureRequest
 ) -> None:
+    assert fused_config(tmp_path, name, "selective").recompute_modules == ["core_attn"]
+    request.getfixturevalue("fused")
     config = fused_config(tmp_path, name, "selective")
     assert (config.recompute_granularity, config.recompute_modules) == ("selective", modules)
     assert fused_config(tmp_path, name).recompute_granularity is None
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_without_it_selective_recomputes_attention(tmp_path: Path, name: str) -> None:
-    assert fused_config(tmp_path, name, "selective").recompute_modules == ["core_attn"]
 
 
 @pytest.mark.parametrize(

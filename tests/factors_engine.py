@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gapo_megatron.config import AdapterConfig
-from gapo_megatron.errors import ConversionError, RolloutError, WeightSyncError
+from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.engine import Needs
 from gapo_megatron.rollout.factors import check_factors, factor_shapes
 from gapo_megatron.types import Factors
@@ -41,10 +41,7 @@ class FactorsEngine(TransformersEngine):
         if self.needs != "factors":
             raise RolloutError(f"update_adapter, but the engine needs {self.needs} weights")
         self.policy_version, held = -1, list(factors)
-        try:
-            check_factors(held, self._shapes)
-        except ConversionError as error:
-            raise WeightSyncError(str(error)) from error
+        check_factors(held, self._shapes)
         self.received.append("factors")
         if not self._forgets:
             self._model = with_factors(self._base, held, scale)

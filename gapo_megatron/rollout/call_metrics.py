@@ -1,4 +1,4 @@
-"""Metrics of an environment's calls, by c."""
+"""Metrics of what the table does not have: an environment's calls, by c, and draft tokens."""
 
 from __future__ import annotations
 
@@ -7,55 +7,33 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from gapo_megatron.rollout.calls import CallCounts
-from gapo_megatron.types import Episode, Outcome, Verdict
+from gapo_megatron.types import Episode
 
 _NAMES = ("rollouts", "turns", "calls", "errors", "cut", "seconds")
 
-Sums = Mapping[int, Mapping[str, float]]
-"""Sums over rollouts by c."""
+Sums = Mapping[int, np.ndarray]
+"""Sums over rollouts by c, in the order of `_NAMES`."""
 
 
 def sum_calls(
     groups: Sequence[Sequence[Episode]],
-    verdicts: Sequence[Sequence[Verdict]],
+    num_correct: Sequence[int],
     counts: Mapping[tuple[str, int], CallCounts],
-    *,
-    judges_truncated: bool = True,
 ) -> Sums:
     """Sums of turns, calls, failed calls and seconds over judged groups, by their c.
 
     Args:
         groups: episodes, failed ones included.
-        verdicts: their verdicts.
+        num_correct: c of each group.
         counts: `Calls.counts`.
-        judges_truncated: False: a truncated response does not count as correct, as in the table
-            (`table.to_rollouts`).
     """
-    sums: dict[int, dict[str, float]] = {}
-    for group, judged in zip(groups, verdicts, strict=True):
-        num_correct = count_correct(group, judged, judges_truncated=judges_truncated)
+    parts = []
+    for group, c in zip(groups, num_correct, strict=True):
         for one in group:
             cost = counts.get((one.prompt.id, one.sample), CallCounts())
-            found = {
-                "rollouts": 1,
-                "turns": num_turns(one),
-                "calls": cost.num_calls,
-                "errors": cost.num_errors,
-                "cut": cost.num_cut,
-                "seconds": cost.seconds,
-            }
-            sums[num_correct] = added(sums.get(num_correct, {}), found)
-    return sums
-
-
-def count_correct(
-    group: Sequence[Episode], judged: Sequence[Verdict], *, judges_truncated: bool
-) -> int:
-    """Number of correct responses of a group, its c; see `sum_calls`."""
-    return sum(
-        verdict.outcome is Outcome.CORRECT and (judges_truncated or not one.truncated)
-        for one, verdict in zip(group, judged, strict=True)
-    )
+            costs = (cost.num_calls, cost.num_errors, cost.num_cut, cost.seconds)
+            parts.append({c: np.array([1, num_turns(one), *costs])})
+    return join_sums(parts)
 
 
 def num_turns(episode: Episode) -> int:
@@ -66,29 +44,53 @@ def num_turns(episode: Episode) -> int:
 
 def join_sums(parts: Iterable[Sums]) -> Sums:
     """Sums over the groups of all parts."""
-    joined: dict[int, dict[str, float]] = {}
+    joined: dict[int, np.ndarray] = {}
     for part in parts:
-        for num_correct, sums in part.items():
-            joined[num_correct] = added(joined.get(num_correct, {}), sums)
+        for c, sums in part.items():
+            joined[c] = joined.get(c, 0) + sums
     return joined
-
-
-def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Sums of two parts, by name."""
-    return {name: one.get(name, 0) + value for name, value in other.items()}
 
 
 def call_metrics(sums: Sums) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics, which a resumed run repeats, and timings, which it need not (docs/metrics.md)."""
     metrics, timings = dict[str, float](), dict[str, float]()
-    total = {name: sum(part[name] for part in sums.values()) for name in _NAMES}
+    total = _named(sum(sums.values(), np.zeros(len(_NAMES))))
     for name in ("turns", "calls"):
         metrics[f"environment/{name}"] = total[name] / max(total["rollouts"], 1)
     metrics["environment/error_share"] = total["errors"] / max(total["calls"], 1)
     metrics["environment/cut_share"] = total["cut"] / max(total["rollouts"], 1)
     timings["perf/environment_s"] = total["seconds"] / max(total["rollouts"], 1)
-    for c, part in sorted(sums.items()):
+    for c in sorted(sums):
+        part = _named(sums[c])
         for name in ("turns", "calls", "errors"):
             metrics[f"per_c/{name}/c{c}"] = part[name] / part["rollouts"]
         timings[f"perf/environment_s/c{c}"] = part["seconds"] / part["rollouts"]
     return metrics, timings
+
+
+def _named(sums: np.ndarray) -> dict[str, float]:
+    return dict(zip(_NAMES, sums.tolist(), strict=True))
+
+
+def count_drafts(groups: Sequence[Sequence[Episode]]) -> np.ndarray:
+    """[3] numbers of tokens: sampled in this step, proposed by a draft, and accepted.
+
+    Those of a response that earlier steps began are carried, and the engine does not say how many
+    of them were proposed.
+    """
+    counts = np.zeros(3, np.int64)
+    for one in (one for group in groups for one in group):
+        # Over-sampling and an environment exclude each other: every carried token is sampled.
+        num_carried = 0 if one.carried_versions is None else len(one.carried_versions)
+        counts += (one.num_sampled_tokens - num_carried, one.num_drafted, one.num_accepted)
+    return counts
+
+
+def draft_metrics(parts: Sequence[np.ndarray]) -> dict[str, float]:
+    """Shares of proposed and of sampled tokens that were accepted, by `count_drafts` of all ranks.
+
+    Absent where nothing was proposed, or sampled.
+    """
+    sampled, drafted, accepted = np.sum(parts, axis=0).tolist()
+    metrics = {"rollout/draft_acceptance": accepted / drafted} if drafted else {}
+    return metrics | ({"rollout/draft_share": accepted / sampled} if sampled else {})

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,10 +79,6 @@ class Acting:
         """Whether a call that was interrupted is made again (`Environment.may_repeat`)."""
         return bool(getattr(self.environment, "may_repeat", False))
 
-    def checked(self, answer: Any) -> tuple[int, ...] | str | None:
-        """`check_answer` with the model's limits."""
-        return check_answer(answer, max_tokens=self.max_response_tokens, vocab_size=self.vocab_size)
-
     def calls(self, name: str, replicas: Replicas) -> Calls:
         """The calls of one step or evaluation. `name`: of its journal. Reads a file, if any."""
         caller, timing = None, Timing()
@@ -94,7 +90,6 @@ class Acting:
                 self.run_dir,
                 name,
                 replica=replicas.rank // replicas.size,
-                check=self.checked,
                 environment=what,
                 may_repeat=self.may_repeat,
             )
@@ -234,7 +229,7 @@ class _Caller:
         self._begun: list[_Call] = []
         self._stuck_since_s: float | None = None
         """Start of the current stall: every running call has been given up."""
-        self._spent_s: dict[tuple[str, int], float] = {}
+        self._spent_s: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._results: queue.SimpleQueue[Reply | GapoError] = queue.SimpleQueue()
         self._closed: set[tuple[str, int]] = set()
         """Problem id and sample of the episodes that have ended."""
@@ -256,7 +251,7 @@ class _Caller:
         self._begin()
         replies = list(self._arrived(wait_s))
         for reply in replies:
-            self._spend(reply)
+            self._spent_s[reply.prompt, reply.sample] += reply.seconds
         self._begin()
         return replies
 
@@ -294,10 +289,6 @@ class _Caller:
             wait_s = 0.0
             yield result
 
-    def _spend(self, reply: Reply) -> None:
-        place = reply.prompt, reply.sample
-        self._spent_s[place] = self._spent_s.get(place, 0.0) + reply.seconds
-
     def _begin(self) -> None:
         """Begin calls in order, while fewer than `environment.max_concurrent` run."""
         config, running = self._acting.config, self._acting.running
@@ -305,7 +296,7 @@ class _Caller:
         running[:] = [one for one in running if one.is_running]
         while self._waiting and len(running) < config.max_concurrent:
             episode = self._waiting.popleft()
-            left_s = config.episode_timeout_s - self._spent_s.get(_place(episode), 0.0)
+            left_s = config.episode_timeout_s - self._spent_s[_place(episode)]
             call = _Call(
                 episode,
                 *min(
@@ -369,9 +360,12 @@ class _Caller:
             return
         result: dict[str, Any]
         try:
-            answer = self._acting.environment.respond(call.episode.for_user())
-            kind = "text" if isinstance(answer, str) else "tokens"
-            result = {kind: self._acting.checked(answer)}
+            answer = check_answer(
+                self._acting.environment.respond(call.episode.for_user()),
+                max_tokens=self._acting.max_response_tokens,
+                vocab_size=self._acting.vocab_size,
+            )
+            result = {"text" if isinstance(answer, str) else "tokens": answer}
         except BaseException as error:  # a thread: also SystemExit, which would leave no answer
             result = {"failure": said(error)[:MOST_CHARACTERS]}
         is_closed = _place(call.episode) in self._closed

@@ -203,6 +203,6 @@ class AdapterEngine(Engine, Protocol):
         Collectives: those of `factors`, in lockstep on all ranks.
 
         Raises:
-            WeightSyncError: factors are missing, extra, repeated, misshapen or not finite; names
-                them. The adapter is then undefined, the version is -1. On every rank.
+            WeightSyncError: factors are missing, extra or misshapen; names them. The adapter is
+                then undefined, the version is -1. On every rank.
         """

@@ -18,7 +18,7 @@ from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Engine, Request
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.process_state import generators_restored
-from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy, Tally
+from gapo_megatron.rollout.progress import Ending, Occupancy, Tally, progress_bar
 from gapo_megatron.rollout.requests import Responses, SamplingSettings
 from gapo_megatron.types import Episode, Prompt
 from gapo_megatron.user_code import contained
@@ -202,8 +202,8 @@ class _Run:
         left: Sequence[Completion] = ()
         try:
             self._advance(begun)
-            with GenerationProgress(len(begun), shown=shown) as bar:
-                self._end = self._take_steps(len(begun), bar)
+            with progress_bar(len(begun), shown=shown) as advance_bar:
+                self._end = self._take_steps(len(begun), advance_bar)
         finally:
             left = self._engine.abort()
             if self._calls and self._end.aborted:
@@ -229,7 +229,7 @@ class _Run:
         self._occupancy.capacity_s += len(ends) * max(one.seconds for one in ends)
         return any(one.aborted for one in ends)
 
-    def _take_steps(self, num_open: int, bar: GenerationProgress) -> Ending:
+    def _take_steps(self, num_open: int, advance_bar: Callable[[int, int], None]) -> Ending:
         engine, responses = self._engine, self._responses
         last, taken_s, num_steps = self._start, 0.0, 0
         while self._tally or (num_open and responses.num_whole < self._wanted):
@@ -259,7 +259,7 @@ class _Run:
             if completions:
                 num_tokens = sum(len(one.token_ids) for one in completions)
                 self.num_tokens += num_tokens
-                bar.advance(len(ended), num_tokens)
+                advance_bar(len(ended), num_tokens)
         return Ending(False, taken_s, last - self._start)
 
     def _advance(self, items: Iterable[Episode | Request]) -> list[Episode]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +57,6 @@ class Journal:
         name: str,
         *,
         replica: int,
-        check: Callable[[Any], Any],
         environment: str = "",
         may_repeat: bool = False,
     ) -> None:
@@ -69,7 +66,6 @@ class Journal:
             run_dir: the run folder.
             name: name of the step (`step_name`) or the evaluation.
             replica: number of this replica, which writes a file of its own.
-            check: refuses what is no answer, as of a call (`answers.check_answer`).
             environment: what answers, and its limits: the calls of another one are other calls.
             may_repeat: a call without an answer counts as never made (`Environment.may_repeat`).
 
@@ -80,7 +76,6 @@ class Journal:
         """
         folder = run_dir / JOURNAL_FOLDER
         self._path = folder / f"{name}_{replica}.jsonl"
-        self._check = check
         self._environment = environment
         self._may_repeat = may_repeat
         self._lock = threading.Lock()
@@ -133,34 +128,19 @@ class Journal:
         with naming(path):
             content = _whole_lines(path)
         for number, line in enumerate(content.splitlines(), 1):
-            try:
-                digest, _, text = line.partition(b" ")
-                if digest != _digest(text):
-                    raise ValueError("it does not match its digest")
-                record = json.loads(text)
-                if "begun" in record:
-                    self._begun.add(record["begun"])
-                    continue
-                name, reply = record.pop("call"), self._to_reply(record)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            digest, _, text = line.partition(b" ")
+            if digest != _digest(text):
                 raise DataError(
-                    f"{path}:{number}: not a record of a call ({type(error).__name__}: {error}); "
-                    "remove the file, and calls of this step are made again"
-                ) from None
+                    f"{path}:{number}: the record of a call does not match its digest; remove the "
+                    "file, and calls of this step are made again"
+                )
+            record = json.loads(text)
+            if "begun" in record:
+                self._begun.add(record["begun"])
+                continue
+            name, tokens = record.pop("call"), record.pop("tokens")
+            reply = Reply(**record, tokens=None if tokens is None else tuple(tokens))
             self._replies.setdefault(name, reply)
-
-    def _to_reply(self, record: dict[str, Any]) -> Reply:
-        """A recorded reply. TypeError, ValueError, KeyError: it is none."""
-        tokens, text = self._check(record["tokens"]), self._check(record["text"])
-        if isinstance(tokens, str) or isinstance(text, tuple):
-            raise TypeError("a text as tokens, or tokens as a text")
-        reply = Reply(**record | {"tokens": tokens, "text": text})
-        for name, kind in {"prompt": str, "sample": int, "failure": str, "seconds": float}.items():
-            if type(getattr(reply, name)) is not kind:
-                raise TypeError(f"{name} must be of type {kind.__name__}")
-        if not 0 <= reply.seconds < math.inf:
-            raise ValueError(f"seconds ({reply.seconds}) must be finite and at least 0")
-        return reply
 
 
 def to_line(record: dict[str, Any]) -> bytes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -172,44 +171,38 @@ class Ending:
     seconds: float
 
 
-class GenerationProgress:
-    """Finished responses and tokens/s. Runs without a thread: vLLM needs the interpreter."""
+@contextlib.contextmanager
+def progress_bar(num_requests: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Finished responses and tokens/s. Runs without a thread: vLLM needs the interpreter.
 
-    def __init__(self, num_requests: int, *, shown: bool) -> None:
-        console = Console(stderr=True, markup=False)
-        self._progress = Progress(
-            TextColumn("rollout"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens_per_s]:,.0f} tokens/s"),
-            TimeElapsedColumn(),
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            disable=not (shown and console.is_terminal),
-        )
-        self._task = self._progress.add_task("rollout", total=num_requests, tokens_per_s=0.0)
-        self._num_tokens = 0
-        self._start = self._refreshed = time.monotonic()
+    Yields:
+        A function that counts responses that have just ended, and tokens just sampled.
+    """
+    console = Console(stderr=True, markup=False)
+    progress = Progress(
+        TextColumn("rollout"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens_per_s]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not (shown and console.is_terminal),
+    )
+    task = progress.add_task("rollout", total=num_requests, tokens_per_s=0.0)
+    sum_tokens, start_s = 0, time.monotonic()
+    refreshed_s = start_s
 
-    def advance(self, num_requests: int, num_tokens: int) -> None:
-        """Count responses that have just ended, and the tokens in them."""
-        self._num_tokens += num_tokens
-        now = time.monotonic()
-        rate = self._num_tokens / max(now - self._start, 1e-9)
-        self._progress.update(self._task, advance=num_requests, tokens_per_s=rate)
-        if now - self._refreshed > _REFRESH_S:
-            self._refreshed = now
-            self._progress.refresh()
+    def advance(num_ended: int, num_tokens: int) -> None:
+        nonlocal sum_tokens, refreshed_s
+        sum_tokens += num_tokens
+        now_s = time.monotonic()
+        rate = sum_tokens / max(now_s - start_s, 1e-9)
+        progress.update(task, advance=num_ended, tokens_per_s=rate)
+        if now_s - refreshed_s > _REFRESH_S:
+            refreshed_s = now_s
+            progress.refresh()
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+    with progress:
+        yield advance

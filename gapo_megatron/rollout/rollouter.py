@@ -17,9 +17,15 @@ from gapo_megatron.config import BatchConfig, RewardConfig
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.exchange import Channel, deal_tokens, gather_tokens
-from gapo_megatron.rollout.call_metrics import Sums, call_metrics, join_sums, sum_calls
+from gapo_megatron.rollout.call_metrics import (
+    Sums,
+    call_metrics,
+    count_drafts,
+    draft_metrics,
+    join_sums,
+    sum_calls,
+)
 from gapo_megatron.rollout.calls import Acting, Calls
-from gapo_megatron.rollout.draft_metrics import draft_metrics, sum_drafts
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.journal import evaluation_name, step_name
@@ -29,15 +35,13 @@ from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.selection import (
     choose,
-    count_versions,
     informative,
     rollout_metrics,
     source_metrics,
-    version_metrics,
 )
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.types import Episode, Prompt, Verdict
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 _TAG = 1
 """Tag of messages with the tokens of open groups."""
@@ -121,8 +125,7 @@ class Rollouter:
 
         Collectives: per round those of `rollout.generate`, of `rewards.score`, and two
         `Replicas.gather_tables`; messages with the tokens of open groups between ranks; at the end
-        that of `Samples.take`, and gathers of counts of verdicts, versions, calls and draft
-        tokens.
+        that of `Samples.take`, and gathers of counts of verdicts, calls and draft tokens.
 
         Raises:
             ConfigError: most verdicts were unknown in several steps (`rewards.UnknownWatch`).
@@ -169,16 +172,13 @@ class Rollouter:
         metrics["reward/unknown_share"] = self._unknown.check(
             step, now.verdicts, gather=replicas.gather, is_first=replicas.is_first_rank
         )
-        if self._batch.partial_rollouts:
-            counts = self._engine.replicas.gather([count_versions(groups)])
-            metrics |= version_metrics(counts, step)
         if self._acting.config.is_called:
-            sums = join_sums(self._engine.replicas.gather(now.call_sums))
+            sums = join_sums(replicas.gather(now.call_sums))
             by_c, timings = call_metrics(sums)
             metrics |= by_c
             stopwatch.notes |= timings
         if self.counts_drafts:
-            metrics |= draft_metrics(join_sums(self._engine.replicas.gather(now.draft_sums)))
+            metrics |= draft_metrics(replicas.gather(now.draft_counts))
         batch = groups.take_groups(choose(groups, wanted))
         batch = replace(batch, metrics=metrics | self._source_metrics(groups, batch))
         if self.samples is None:
@@ -343,11 +343,12 @@ class Rollouter:
         for group, judged in zip(kept, verdicts, strict=True):
             counts = (judges_truncated or not one.truncated for one in group)
             now.verdicts.append(tuple(itertools.compress(judged, counts)))
-        now.call_sums.append(
-            sum_calls(kept, verdicts, calls.counts, judges_truncated=judges_truncated)
-        )
-        now.draft_sums.append(sum_drafts(kept, verdicts, judges_truncated=judges_truncated))
-        complete = self._join_ranks(self._to_rollouts(kept, verdicts))
+        judged_here = self._to_rollouts(kept, verdicts)
+        is_correct = judged_here.table["outcome"] == Outcome.CORRECT.code
+        num_correct = is_correct.reshape(-1, max(judged_here.rollouts_per_prompt, 1)).sum(axis=1)
+        now.call_sums.append(sum_calls(kept, num_correct.tolist(), calls.counts))
+        now.draft_counts.append(count_drafts(kept))
+        complete = self._join_ranks(judged_here)
         return complete, self._join_ranks(self._to_rollouts(left))
 
     def _join_ranks(self, rollouts: Rollouts) -> Rollouts:
@@ -394,7 +395,7 @@ class _Step:
     """Verdicts of this rank, by group, without those that `reward.truncated` leaves out."""
     call_sums: list[Sums] = field(default_factory=list)
     """Costs of the environment's calls for the groups that this rank has judged, by round."""
-    draft_sums: list[Sums] = field(default_factory=list)
+    draft_counts: list[np.ndarray] = field(default_factory=list)
     """Numbers of draft tokens of the same groups, by round."""
 
 

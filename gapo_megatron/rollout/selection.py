@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -54,7 +53,11 @@ def rollout_metrics(
         metrics["rollout/sampling_rounds"] = float(num_rounds)
         metrics["rollout/replaced_group_share"] = 1 - batch.rollout_prompts / rollouts.num_groups
     if batch.partial_rollouts:
-        metrics |= _carried_metrics(rollouts, step)
+        num_carried = int(rollouts.table["num_carried_sampled"].sum(dtype=np.int64))
+        metrics["rollout/carried_token_share"] = num_carried / max(num_tokens, 1)
+        metrics["rollout/oldest_version_gap"] = float(
+            step - int(rollouts.table["oldest_version"].min())
+        )
     elif batch.oversampling > 1:
         lost_share = num_lost_tokens / (num_lost_tokens + num_tokens)
         metrics["rollout/lost_token_share"] = lost_share
@@ -88,38 +91,3 @@ def source_metrics(
         if known.any():
             metrics[f"data/{name}/reward"] = float(rewards[known].sum() / known.sum())
     return metrics
-
-
-def _carried_metrics(rollouts: Rollouts, step: int) -> dict[str, float]:
-    """Share of the batch's tokens that earlier steps have sampled, and the age of the oldest."""
-    table = rollouts.table
-    num_carried = int(table["num_carried_sampled"].sum(dtype=np.int64))
-    return {
-        "rollout/carried_token_share": num_carried / max(rollouts.num_sampled, 1),
-        "rollout/oldest_version_gap": float(step - int(table["oldest_version"].min())),
-    }
-
-
-def count_versions(rollouts: Rollouts) -> Counter[int]:
-    """Sampled tokens of the rows on this rank, by the version of the weights that sampled them."""
-    counts: Counter[int] = Counter()
-    for row in rollouts.rows_here:
-        counts.update(rollouts.versions(row)[rollouts.is_sampled(row)].tolist())
-    return counts
-
-
-def version_metrics(parts: Iterable[Mapping[int, int]], step: int) -> dict[str, float]:
-    """Share of the step's tokens that the weights of each earlier step have sampled.
-
-    Args:
-        parts: `count_versions` of every rank.
-        step: index of the step.
-    """
-    counts: Counter[int] = Counter()
-    for part in parts:
-        counts.update(part)
-    total = max(counts.total(), 1)
-    return {
-        f"rollout/token_share/{step - version}": counts[version] / total
-        for version in sorted(counts, reverse=True)
-    }

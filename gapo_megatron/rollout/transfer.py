@@ -7,8 +7,7 @@ then exchange their ranges. With W bytes, T ranks that train and G receivers, a 
 and a receiver gets W: W / G from the trainers, the rest from the other receivers.
 
 Both sides compute the same buckets, so no message has a header; whether they do is compared before
-the first one. A trainer that fails sends meaningless bytes from then on, so that nobody waits for
-it, and at the end all ranks learn why.
+the first one. A rank that fails ends: the others' operations fail with its connections.
 
 An engine may hold tensors: vLLM keeps those of a fused module (query, key and value; gate and up;
 all experts of a layer) until the last of them has arrived. So every bucket is received into new
@@ -23,7 +22,6 @@ parameter that is larger than a bucket counts as one:
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.compat.torch_groups import OutsideGroup
-from gapo_megatron.errors import WeightSyncError, said
+from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.models.rules import Place, Rule
 from gapo_megatron.policy.export import Bucket, Exported, buckets
 
@@ -45,8 +43,6 @@ TRANSFER_BYTES = {"cuda": 2**28, "cpu": 2**25}
 """Bytes of a bucket of whole parameters, by device type."""
 _ALIGNMENT = 128
 """Elements of which a range is a multiple: between unaligned addresses NCCL copies slowly."""
-_TEXT_BYTES = 2048
-"""Longest text of an error that other ranks get."""
 
 
 @dataclass(slots=True)
@@ -54,7 +50,7 @@ class Route:
     """Groups over which parameters travel; in those of all ranks the trainers come first."""
 
     texts: OutsideGroup
-    """All ranks, gloo: the outcome. It may be the group of other messages, which need not have
+    """All ranks, gloo: the end. It may be the group of other messages, which need not have
     arrived; a time-out here ends those too."""
     pieces: OutsideGroup
     """All ranks, on the parameters' device: from trainers to receivers."""
@@ -128,38 +124,23 @@ def send(exported: Exported, shard_of: Callable[[str], Tensor], route: Route) ->
             not change before the return.
         route: the groups to send over.
 
-    Collectives: over all ranks a maximum at the beginning and one at the end, messages between; if
-    a trainer has failed, a broadcast of its error.
+    Collectives: over all ranks a maximum at the beginning and one at the end, messages between.
 
     Raises:
-        WeightSyncError: another rank failed (names its error), does not take part within the
-            groups' time limit, or expects other parameters; or a shard has another dtype or size.
-        Exception: whatever `shard_of` raises, and what it leaves no memory for; the other ranks
-            get its text as a WeightSyncError.
+        WeightSyncError: another rank is gone, does not take part within the groups' time limit, or
+            expects other parameters; or a shard has another dtype or size.
+        Exception: whatever `shard_of` raises; the process must then end.
     """
     num_receivers = _begin(exported, route)
-    failure: BaseException | None = None
-    buffers: Tensor | None = None
     sending: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
     outgoing = _outgoing(exported, route, num_receivers)
+    # A bucket of another dtype is one buffer of the model, and needs none of these.
+    longest = max((part.buffered_numel for part in outgoing), default=0)
+    buffers = torch.empty(2, longest, dtype=exported.dtype, device=route.pieces.device)
     for turn, one in enumerate(outgoing):
         if len(sending) == 2:
             _finish(route.pieces, sending.popleft()[0], "an earlier bucket")
-        contents: list[Tensor] | None = None
-        if failure is None:
-            try:
-                if buffers is None:
-                    longest = max(part.buffered_numel for part in outgoing)
-                    # A bucket of another dtype is one buffer of the model, and needs none of these.
-                    buffers = torch.empty(
-                        2, longest, dtype=exported.dtype, device=route.pieces.device
-                    )
-                contents = one.contents(shard_of, buffers[turn % 2])
-            except BaseException as error:  # the others are told at the end, and it is raised
-                failure, buffers = error, None
-                traceback.clear_frames(error.__traceback__)  # memory may be what is missing
-        if contents is None:
-            contents = one.meaningless(device=route.pieces.device)
+        contents = one.contents(shard_of, buffers[turn % 2])
         to = [exported.num_ranks + message.receiver for message in one.messages]
         with _naming(f"bucket {one.number}"):
             works = route.pieces.send_all([*zip(contents, to, strict=True)], tag=one.number)
@@ -167,7 +148,7 @@ def send(exported: Exported, shard_of: Callable[[str], Tensor], route: Route) ->
         del contents
     while sending:
         _finish(route.pieces, sending.popleft()[0], "the last buckets")
-    _end(route, failure)
+    _end(route)
 
 
 class _Outgoing(NamedTuple):
@@ -199,12 +180,6 @@ class _Outgoing(NamedTuple):
             flat = torch.cat(pieces, out=buffer[: stop - start])
         return [*flat.split([one.stop - one.start for one in self.messages])]
 
-    def meaningless(self, *, device: torch.device) -> list[Tensor]:
-        """Contents for a rank that has failed: of one message's size, since memory may be short."""
-        sizes = [one.stop - one.start for one in self.messages]
-        memory = torch.empty(max(sizes), dtype=self.bucket.dtype, device=device)
-        return [memory[:size] for size in sizes]
-
 
 def _outgoing(exported: Exported, route: Route, num_receivers: int) -> list[_Outgoing]:
     """What this rank sends, in order."""
@@ -234,9 +209,9 @@ def receive(exported: Exported, route: Route) -> Iterator[tuple[Rule, Place, Ten
     each bucket.
 
     Raises:
-        WeightSyncError: a trainer failed (names its error), another rank does not take part within
-            the groups' time limit, or expects other parameters. The tensors yielded so far are then
-            not the weights of any version.
+        WeightSyncError: another rank is gone, does not take part within the groups' time limit, or
+            expects other parameters. The tensors yielded so far are then not the weights of any
+            version.
     """
     num_receivers = _begin(exported, route)
     planned = plan(exported, num_receivers=num_receivers, bucket_bytes=route.bucket_bytes)
@@ -248,7 +223,7 @@ def receive(exported: Exported, route: Route) -> Iterator[tuple[Rule, Place, Ten
         _finish(route.receivers, arrival.works, f"bucket {arrival.number}")
         yield from arrival.whole()
         del arrival  # before memory for another bucket is needed
-    _end(route, None)
+    _end(route)
 
 
 @dataclass(slots=True)
@@ -329,21 +304,9 @@ def _fingerprint(exported: Exported, bucket_bytes: int) -> int:
     return int.from_bytes(digest[:7])
 
 
-def _end(route: Route, failure: BaseException | None) -> None:
-    """Wait until all ranks have everything; raise on all if one has failed. Collective."""
-    texts = route.texts
-    failed = torch.tensor([-1 if failure is None else texts.rank])
-    _finish(texts, [texts.maximum(failed)], "the end")
-    if (rank := int(failed)) < 0:
-        return
-    text = (said(failure) if failure else "-").encode()[:_TEXT_BYTES]
-    content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    content[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    _finish(texts, [texts.broadcast(content, source=rank)], "the end")
-    if failure is not None:
-        raise failure
-    shown = content.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-    raise WeightSyncError(f"weights: rank {rank} of the trainers aborted: {shown}")
+def _end(route: Route) -> None:
+    """Wait until all ranks have everything. Collective."""
+    _finish(route.texts, [route.texts.maximum(torch.zeros(1))], "the end")
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,39 +62,26 @@ def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarr
             values there.
     """
     found = engine.replicas.gather([_compare(engine.score(probe), log_probs)])
-    worst = max(range(len(found)), key=lambda rank: found[rank].mean_abs_diff)
-    result = found[worst]
-    if not result.mean_abs_diff <= engine.verify_bound:
+    rank = max(range(len(found)), key=lambda rank: found[rank][0].mean_abs_diff)
+    worst, where = found[rank]
+    if not worst.mean_abs_diff <= engine.verify_bound:
         raise WeightSyncError(
-            f"weight sync, version {engine.policy_version}: on rank {worst} the mean difference of "
-            f"log-probs in sequence {result.sequence} is {result.mean_abs_diff:.3g} per token, "
-            f"above rollout.verify_bound ({engine.verify_bound:g}); worst at response token "
-            f"{result.position}: trainer {result.trainer:.6f}, engine {result.engine:.6f}"
+            f"weight sync, version {engine.policy_version}: on rank {rank} the mean difference of "
+            f"log-probs is {worst.mean_abs_diff:.3g} per token, above rollout.verify_bound "
+            f"({engine.verify_bound:g}), in {where}"
         )
     return WeightCheck(
-        result.mean_abs_diff,
-        max(item.max_abs_diff for item in found),
-        max(item.ratio_deviation for item in found),
+        worst.mean_abs_diff,
+        max(one.max_abs_diff for one, _ in found),
+        max(one.ratio_deviation for one, _ in found),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Worst:
-    """The sequence with the largest mean difference, and the token of the largest in it."""
-
-    mean_abs_diff: float
-    max_abs_diff: float
-    sequence: int
-    position: int
-    trainer: float
-    engine: float
-    ratio_deviation: float = 0.0
-    """See `WeightCheck`; of all sequences."""
-
-
-def _compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> _Worst:
-    worst = _Worst(0.0, 0.0, 0, 0, 0.0, 0.0)
-    largest, deviations = 0.0, []
+def _compare(
+    engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
+) -> tuple[WeightCheck, str]:
+    """The differences on this rank, and the worst token of the worst sequence in words."""
+    worst, largest, where, deviations = 0.0, 0.0, "", []
     for i, (ours, theirs) in enumerate(zip(trainer, engine, strict=True)):
         if len(ours) == 0:
             continue
@@ -105,7 +91,10 @@ def _compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> _Wo
         deviations.append(abs(float(np.expm1(signed.mean()))))
         at = int(diff.argmax())
         largest = max(largest, float(diff[at]))
-        if (mean := float(diff.mean())) >= worst.mean_abs_diff:
-            worst = _Worst(mean, 0.0, i, at, float(ours[at]), float(theirs[at]))
-    mean = sum(deviations) / max(len(deviations), 1)
-    return dataclasses.replace(worst, max_abs_diff=largest, ratio_deviation=mean)
+        if (mean := float(diff.mean())) >= worst:
+            worst = mean
+            where = (
+                f"sequence {i} (worst at response token {at}: trainer {ours[at]:.6f}, engine "
+                f"{theirs[at]:.6f})"
+            )
+    return WeightCheck(worst, largest, sum(deviations) / max(len(deviations), 1)), where

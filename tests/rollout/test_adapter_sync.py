@@ -9,14 +9,13 @@ from transformers import PreTrainedModel
 
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout import sync as sync_module
-from gapo_megatron.rollout.adapter_sync import Sending, needs_of
+from gapo_megatron.rollout.adapter_sync import Sending
 from gapo_megatron.rollout.engine import Needs
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.types import Prompt
 from tests.adapter_setup import FakeAdapter, FakePolicy, make_factors, with_factors
 from tests.factors_engine import FactorsEngine
 from tests.rollout_setup import expected_log_probs, make_model, perturb
-from tests.transformers_engine import TransformersEngine
 
 SCALE = 1.5
 
@@ -64,14 +63,6 @@ def test_the_base_is_sent_once_and_then_only_factors(trained: PreTrainedModel) -
         assert policy.num_weights_sent == (version == 0)
         engine.sleep()
     assert engine.received == ["weights", "factors", "factors", "factors"]
-
-
-def test_an_engine_without_factors_gets_merged_weights(trained: PreTrainedModel) -> None:
-    engine = TransformersEngine(other_model(), eos_token_id=0)
-    assert needs_of(engine) == "merged"
-    check = sync(policy_of(trained, seed=0), engine, probe(), policy_version=1)  # type: ignore[arg-type]
-    assert 0 < check.max_abs_diff < 1e-5
-    assert check.merge_rounding == 0.25
 
 
 @pytest.mark.parametrize("needs", ["base", "merged"])

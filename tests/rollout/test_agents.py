@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import tomllib
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,27 +21,22 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import torch.distributed as dist
 
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.io import connections
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import Session
 from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.agents.live import AgentError
-from gapo_megatron.rollout.agents.server import Server
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER
-from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.acting import acting_of
-from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout.test_chat import ids_of, tokenizer_of
 from tests.scripted_engine import ScriptedEngine
@@ -283,16 +275,6 @@ def test_a_request_that_changes_what_was_said_is_refused(change: Any, words: lis
     assert all(re.search(mentions("refused", *words), one.failure) for one in bad)
 
 
-def test_a_template_that_rewrites_turns_is_refused_by_name() -> None:
-    def solve(session: Session) -> None:
-        message = ask(session, [QUESTION])
-        ask(session, [QUESTION, message, FURTHER])
-
-    episodes, _ = run(solve, says("84"), prompts=PROMPTS[:1], tokenizer=tokenizer_of("qwen3"))
-    for one in episodes:
-        assert re.search(mentions("qwen3", "user"), one.failure)
-
-
 def test_a_key_of_no_session_is_refused() -> None:
     def solve(session: Session) -> str:
         number, _, secret = session.api_key.partition("-")
@@ -323,69 +305,6 @@ def test_a_key_of_no_session_is_refused() -> None:
     assert one.final_text == str([401] * 4 + [400, 400, 400, 413])
 
 
-HALF_SENT = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
-STRANGERS = [b"", HALF_SENT, HALF_SENT + b"X-API-Key: 1-x\r\n\r\n"]
-"""What they send: nothing, half of a request, or a key of no session."""
-
-
-def connect(server: Server, sent: bytes) -> socket.socket:
-    address = urllib.parse.urlsplit(server.base_url)
-    client = socket.create_connection((address.hostname, address.port), timeout=HANG_S)
-    client.sendall(sent)
-    return client
-
-
-def wait_for_end(client: socket.socket) -> None:
-    with contextlib.suppress(ConnectionResetError):
-        while client.recv(2**16):
-            pass
-
-
-def test_many_connections_without_a_key_close_the_oldest(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(connections, "_MOST", 20)
-    server = Server()
-    with contextlib.ExitStack() as opened:
-        clients = [
-            opened.enter_context(contextlib.closing(connect(server, sent)))
-            for sent in STRANGERS * 100
-        ]
-        for client in clients[:280]:
-            wait_for_end(client)
-        assert len(server._strangers) == 20
-    assert len(caplog.records) == 1  # one line for all of them
-
-
-def test_a_connection_must_bring_a_key_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every request; between two it may be idle for longer."""
-    monkeypatch.setattr(connections, "_WAIT_S", 0.2)
-
-    def solve(session: Session) -> str:
-        key, models = {"X-API-Key": session.api_key}, "/v1/models"
-        connection = http.client.HTTPConnection(urllib.parse.urlsplit(session.base_url).netloc)
-        connection.request("GET", models, headers=key)
-        connection.getresponse().read()
-        for sent in STRANGERS:
-            with connect(agents._server, sent) as stranger:
-                wait_for_end(stranger)
-        connection.request("GET", models, headers=key)
-        assert connection.getresponse().read()
-        connection.sock.sendall(HALF_SENT)
-        wait_for_end(connection.sock)
-        return ask(session, [QUESTION]).content
-
-    agents = Agents(TOKENIZER, functools.partial(solve))
-    (one,), _ = run(
-        solve,
-        says("84"),
-        agents=agents,
-        prompts=PROMPTS[:1],
-        settings=replace(SETTINGS, num_samples=1),
-    )
-    assert (one.failure, one.final_text) == ("", "84")
-
-
 @pytest.mark.parametrize(
     ("given", "outside"),
     [
@@ -408,22 +327,6 @@ def test_exceptions_from_a_proxy_stay(
     Agents(TOKENIZER, functools.partial(once))
     hosts = ["127.0.0.1", "corp.internal", "example.org"]
     assert [one for one in hosts if not urllib.request.proxy_bypass(one)] == outside
-
-
-def test_an_agent_behind_a_proxy_is_no_stranger() -> None:
-    def solve(session: Session) -> str:
-        headers = {"X-API-Key": session.api_key, "X-Forwarded-For": "192.0.2.1"}
-        connection = http.client.HTTPConnection(urllib.parse.urlsplit(session.base_url).netloc)
-        connection.request("GET", "/v1/models", headers=headers)
-        assert connection.getresponse().read()
-        strangers.append(len(agents._server._strangers))
-        connection.close()
-        return ask(session, [QUESTION]).content
-
-    agents, strangers = Agents(TOKENIZER, functools.partial(solve)), list[int]()
-    settings = replace(SETTINGS, num_samples=1)
-    run(solve, says("84"), agents=agents, prompts=PROMPTS[:1], settings=settings)
-    assert strangers == [0]
 
 
 def test_a_request_that_fails_for_any_reason_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,23 +633,7 @@ def test_an_agent_that_repeats_otherwise_is_unknown() -> None:
         agents.close(whole)
 
 
-# --- ranks of a replica, and the config -----------------------------------------------------------
-
-
-def _generate_on_two_ranks() -> Any:
-    replicas = Replicas.create(2, gloo_group=dist.group.WORLD)
-    engine = ScriptedEngine(says(f"Let me see. {CALL}", "84"), replicas=replicas)
-    episodes, agents = run(calculates, says(), engine=engine)
-    content = [
-        (one.token_ids.tolist(), one.is_sampled.tolist(), agents.judge(one)) for one in episodes
-    ]
-    return content, "_server" in vars(agents)
-
-
-def test_the_ranks_of_a_replica_get_the_same_episodes() -> None:
-    (content, serves), (other, other_serves) = run_distributed(_generate_on_two_ranks, 2)
-    assert content == other and {judged for _, _, judged in content} == {("It is 84", "84")}
-    assert (serves, other_serves) == (True, False)
+# --- the config -----------------------------------------------------------------------------------
 
 
 def test_a_function_with_a_session_is_an_agent(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import re
@@ -21,21 +20,24 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from gapo_megatron import rewards
-from gapo_megatron.config import EnvironmentConfig, RewardConfig
+from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import DataError, MachineError
 from gapo_megatron.rollout import calls as calls_module
 from gapo_megatron.rollout import environments
-from gapo_megatron.rollout.call_metrics import call_metrics, sum_calls
+from gapo_megatron.rollout.call_metrics import (
+    call_metrics,
+    count_drafts,
+    draft_metrics,
+    sum_calls,
+)
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, begin, generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals, to_line
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
-from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from gapo_megatron.types import Episode, Prompt
 from tests.acting import EOS, acting_of, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
@@ -174,7 +176,7 @@ def test_tokens_without_room_truncate_a_response(num_tokens: int) -> None:
     (one,) = groups[0]
     assert one.truncated and not one.failure and one.response_mask is None
     assert one.token_ids[-1] == EOS
-    sums = sum_calls(groups, [[Verdict(Outcome.WRONG)]], calls.counts)
+    sums = sum_calls(groups, [0], calls.counts)
     assert call_metrics(sums)[0]["environment/cut_share"] == 1
 
 
@@ -203,21 +205,6 @@ def test_broken_environments_are_unknown_and_harm_no_other() -> None:
                 assert one.token_ids.tolist() == good.token_ids.tolist()
             num_broken += bool(reason)
     assert num_broken >= 200
-
-    def judge(episode: Episode) -> tuple[str, str]:
-        if episode.sample == 17:
-            raise RuntimeError("cannot be judged")
-        return "1", "1"
-
-    with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
-        judging = rewards.Judging(pool, PROMPTS, judge=judge)
-        judging.add([one for group in groups for one in group])
-        verdicts = rewards.score(judging, groups)
-    assert verdicts is not None
-    for group, judged in zip(groups, verdicts, strict=True):
-        for one, verdict in zip(group, judged, strict=True):
-            is_known = not one.failure and one.sample != 17
-            assert verdict.outcome is (Outcome.CORRECT if is_known else Outcome.UNKNOWN)
 
 
 def test_all_calls_of_an_episode_have_one_limit() -> None:
@@ -335,26 +322,6 @@ def _ask_on_two_ranks() -> Any:
         time.sleep(random.uniform(0, 0.01))
         return answer_of(episode)
 
-    calls = calls_of(respond, replicas=replicas, run=in_thread)
-    groups = generate(engine, PROMPTS, SETTINGS, calls=calls)
-    counts = {place: (one.num_calls, one.seconds) for place, one in calls.counts.items()}
-    return engine.added, {*asked}, content_of(groups), counts
-
-
-def test_the_ranks_of_a_replica_add_the_same_requests_at_the_same_steps() -> None:
-    (added, asked, content, counts), (others, by_other, *rest) = run_distributed(
-        _ask_on_two_ranks, 2
-    )
-    assert added == others and len(added) == NUM_TURNS * 64
-    assert (asked, by_other) == ({0}, set())
-    assert [content, counts] == rest
-    assert content == run(answer_of)
-
-
-def _begin_on_two_ranks() -> Any:
-    rank = dist.get_rank()
-    replicas = Replicas.create(2, gloo_group=dist.group.WORLD)
-
     class First:
         """Begins in another way on each rank, and fails on one."""
 
@@ -363,16 +330,25 @@ def _begin_on_two_ranks() -> Any:
                 raise ValueError(f"rank {rank}")
             return [rank + 4]
 
-    calls = calls_of(answer_of, replicas=replicas)
-    begun = calls.agree([begin(First(), one) for one in PROMPTS[:3]])  # type: ignore[arg-type]
-    return [(one.token_ids, one.failure) for one in begun]
+    calls = calls_of(respond, replicas=replicas, run=in_thread)
+    prompts = calls.agree([begin(First(), one) for one in PROMPTS[:3]])  # type: ignore[arg-type]
+    begun = [(one.token_ids, one.failure) for one in prompts]
+    groups = generate(engine, PROMPTS, SETTINGS, calls=calls)
+    counts = {place: (one.num_calls, one.seconds) for place, one in calls.counts.items()}
+    return engine.added, {*asked}, content_of(groups), counts, begun
 
 
-def test_the_ranks_of_a_replica_begin_as_its_first_does() -> None:
-    first, second = run_distributed(_begin_on_two_ranks, 2)
-    assert first == second
-    assert first[0] == (PROMPTS[0].token_ids, "begin: ValueError: rank 0")
-    assert first[1:] == [((4,), "")] * 2
+def test_the_ranks_of_a_replica_add_the_same_requests_at_the_same_steps() -> None:
+    (added, asked, content, *same), (others, by_other, *rest) = run_distributed(
+        _ask_on_two_ranks, 2
+    )
+    assert added == others and len(added) == NUM_TURNS * 64
+    assert (asked, by_other) == ({0}, set())
+    assert [content, *same] == rest
+    assert content == run(answer_of)
+    begun = same[-1]
+    assert begun[0] == (PROMPTS[0].token_ids, "begin: ValueError: rank 0")
+    assert begun[1:] == [((4,), "")] * 2
 
 
 @pytest.mark.parametrize(
@@ -501,29 +477,6 @@ def _record(line: bytes) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"tokens": [100_000]}, {"tokens": [-1]}, {"tokens": ["5"]}, {"tokens": [True]}),
-        *({"tokens": 5}, {"tokens": "5"}, {"text": 5}, {"text": "\ud800"}, {"more": 1}),
-        *({"seconds": "0.1"}, {"seconds": math.nan}, {"seconds": -1.0}, {"seconds": math.inf}),
-        *({"sample": "0"}, {"prompt": 0}, {"failure": None}, {"call": None, "begun": []}),
-    ],
-)
-def test_a_journal_with_what_is_no_answer_names_its_line(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
-    """Though its digest is right; the vocabulary has 100,000 tokens."""
-    run(answer_of, run_dir=tmp_path)
-    path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    number = next(i for i, line in enumerate(lines) if "call" in _record(line))
-    lines[number] = to_line(_record(lines[number]) | change)
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(DataError, match=mentions(f"{path}:{number + 1}")):
-        calls_of(answer_of, run_dir=tmp_path)
-
-
 def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:
     """One changed byte anywhere; and a FIFO in its place, which nobody writes to."""
     run(answer_of, run_dir=tmp_path)
@@ -557,14 +510,16 @@ def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:
     remove_journals(tmp_path / "none", before=4)
 
 
-def test_costs_are_by_the_c_of_the_table() -> None:
-    """Under `reward.truncated = "unknown"` a truncated response is not correct, either."""
-    whole = Episode(PROMPTS[0], 0, np.array([5, EOS], np.int32), np.zeros(2, np.float32))
-    group, correct = [whole, replace(whole, sample=1, truncated=True)], Verdict(Outcome.CORRECT)
-    for judges_truncated, c in ((True, 2), (False, 1)):
-        sums = sum_calls([group], [[correct, correct]], {}, judges_truncated=judges_truncated)
-        rows = to_rollouts([group], [[correct, correct]], judges_truncated=judges_truncated)
-        assert [*sums] == [c] == [int((rows.table["outcome"] == 1).sum())]
+def test_only_draft_tokens_of_this_step_count() -> None:
+    """Those of earlier steps have versions; of ranks that only generate, no log-probs."""
+    tokens, versions = np.zeros(10, np.int32), np.zeros(6, np.int32)
+    one = Episode(PROMPTS[0], 0, tokens, np.zeros(10, np.float32), num_drafted=4, num_accepted=2)
+    parts = [count_drafts([[one, replace(one, carried_versions=versions)]]), count_drafts([])]
+    assert draft_metrics(parts) == {
+        "rollout/draft_acceptance": 4 / 8,
+        "rollout/draft_share": 4 / (10 + 4),
+    }
+    assert draft_metrics([count_drafts([])] * 2) == {}
 
 
 # --- the document ---------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode
 from tests.draft_setup import write_draft
 from tests.rollout_setup import (
-    EOS,
-    LONG,
     TOLERANCE,
     VOCAB,
     build_engine,
@@ -45,7 +43,6 @@ DRAFTS = {
     "ngram": {"draft": "ngram", "draft_ngram": 1, "draft_tokens": 3},
     "eagle3": {"draft": "eagle3", "draft_tokens": 2},
 }
-NUM_PROMPTS, NUM_SAMPLES = 8, 64
 
 
 def sharper_model() -> torch.nn.Module:
@@ -66,11 +63,9 @@ def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
         rollout = rollout | {"draft_hf_dir": str(write_draft(folder / "draft"))}
     with process_group():
         engine = build_engine(make_config(folder, **rollout), load_weights=False)
-        engine.wake()
         update_weights(engine, weights(model).items(), policy_version=0)
-        groups = generate(engine, make_prompts(NUM_PROMPTS), num_samples=NUM_SAMPLES, seed=2)
         yield SimpleNamespace(
-            engine=engine, model=model, initial=weights(model), kind=request.param, groups=groups
+            engine=engine, model=model, initial=weights(model), kind=request.param
         )
         engine.close()
 
@@ -93,7 +88,7 @@ def counts_of(groups) -> tuple[int, int]:
 # --- the same distribution ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (0.6, 0.8)])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8)])
 def test_log_probs_are_those_of_the_distribution_sampled_from(fresh, temperature, top_p):
     """vLLM as it is reads the temperature of proposed tokens from memory that nothing was written
     to: log-probs are then off by whole units, or NaN."""
@@ -102,9 +97,6 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(fresh, temperature
         fresh.engine, prompts, temperature=temperature, top_p=top_p, num_samples=8, seed=5
     )
     assert counts_of(groups)[1] > 0
-    if top_p == 1:
-        assert largest_difference(fresh.model, prompts, groups, temperature) < BOUND
-        return
     for prompt, group in zip(prompts, groups, strict=True):
         for one in group:
             expected = nucleus_log_probs(fresh.model, prompt, one, temperature, top_p)
@@ -119,7 +111,7 @@ def nucleus_log_probs(model, prompt, episode: Episode, temperature: float, top_p
     found = []
     for row, token in enumerate(episode.token_ids, start=len(prompt.token_ids) - 1):
         ordered, order = probs[row].sort(descending=True)
-        kept = order[: int((ordered.cumsum(0) < top_p).sum()) + 1]
+        kept = order[: int((ordered.cumsum(0) < top_p).sum()) + 1] if top_p < 1 else order
         assert token in kept
         found.append(float((probs[row, int(token)] / probs[row, kept].sum()).log()))
     return np.array(found)
@@ -131,80 +123,21 @@ FALSE_ALARM, NUM_BINS = 1e-4, 16
 def test_tokens_follow_the_model(fresh):
     """512 responses against the exact probabilities of each token given those before it.
 
-    Every statistic has a known distribution, whatever the lengths; each fails a right engine with
-    probability 1e-4, but seeds are fixed. What a wrong one cannot hide, with 99 %:
-
-    - 0.28 standard deviations, (3.9 + 2.4) / sqrt(512), of a response's sum of log-probs less their
-      expected values, or of its ends less theirs (so of its length).
-    - n-grams, whose proposals are known: of 5 thousand proposals 15 % more or fewer accepted ones.
-    - The distribution of the 4 thousand tokens in place of rejected ones, of the 5 thousand others,
-      and of all: shares of 16 equally likely bins, from the likely tokens to the others, that
-      differ by sqrt(64.3 / n) of their size (rms): 13, 11 and 8 %.
+    Fails a right engine with probability 1e-4, but seeds are fixed. A wrong one cannot hide, with
+    99 %, shares of 16 equally likely bins, from the likely tokens to the others, that differ by 8 %
+    of their size (rms).
     """
-    tokens, proposals, probs = judged(fresh)
-    rows = np.arange(len(tokens))
-    log_probs = np.log(probs)
-    mean = (probs * log_probs).sum(1)
-    variance = (probs * log_probs**2).sum(1) - mean**2
-    assert_zero(log_probs[rows, tokens] - mean, variance)
-    ends = probs[:, EOS]
-    assert_zero((tokens == EOS) - ends, ends * (1 - ends))
-    assert_drawn(tokens, probs)
-    if fresh.kind == "ngram":
-        is_proposed, is_accepted = proposals >= 0, tokens == proposals
-        accepted = probs[rows, proposals]
-        assert_zero((is_accepted - accepted)[is_proposed], (accepted - accepted**2)[is_proposed])
-        assert_drawn(tokens[~is_proposed], probs[~is_proposed])
-        is_rejected = is_proposed & ~is_accepted
-        rest = probs[is_rejected]
-        rest[np.arange(len(rest)), proposals[is_rejected]] = 0
-        assert_drawn(tokens[is_rejected], rest / rest.sum(1, keepdims=True))
-
-
-def judged(built) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Response tokens [n], the tokens proposed for their positions [n], and probs [n, VOCAB].
-
-    Proposals are repeated from the responses; -1 where there was none, or not known.
-    """
-    tokens, proposals, probs = [], [], []
-    for prompt, group in zip(make_prompts(NUM_PROMPTS), built.groups, strict=True):
+    tokens, probs = [], []
+    prompts = make_prompts(8)
+    groups = generate(fresh.engine, prompts, num_samples=64, seed=2)
+    for prompt, group in zip(prompts, groups, strict=True):
         ids = [torch.tensor([*prompt.token_ids, *one.token_ids.tolist()]) for one in group]
         with torch.no_grad():  # causal: what follows a response does not matter
-            logits = built.model(pad_sequence(ids, batch_first=True)).logits.double()
+            logits = fresh.model(pad_sequence(ids, batch_first=True)).logits.double()
         for one, rows in zip(group, logits[:, len(prompt.token_ids) - 1 :], strict=True):
-            found = [-1] * len(one.token_ids)
-            if built.kind == "ngram":
-                found, count = repeat_proposals(prompt.token_ids, one.token_ids.tolist())
-                assert count == one.num_drafted
             tokens.append(one.token_ids)
-            proposals.append(found)
-            probs.append(rows[: len(found)].softmax(-1).numpy())
-    return np.concatenate(tokens), np.concatenate(proposals), np.concatenate(probs)
-
-
-def repeat_proposals(prompt: Sequence[int], response: Sequence[int]) -> tuple[list[int], int]:
-    """What n-grams of one token proposed for each token of a response, or -1; how many there were.
-
-    They are the tokens after the first occurrence of the last token. A step verifies them up to the
-    first that is rejected; the first step has none.
-    """
-    tokens, found, count = [*prompt], [], 0
-    while len(found) < len(response):
-        after = tokens.index(tokens[-1]) + 1
-        proposals = tokens[after : after + DRAFTS["ngram"]["draft_tokens"]] if found else []
-        count += len(proposals)
-        for one in [*proposals, -1]:
-            if len(found) < len(response):
-                tokens.append(response[len(found)])
-                found.append(one)
-            if tokens[-1] != one:
-                break
-    return found, count
-
-
-def assert_zero(excess: np.ndarray, variance: np.ndarray) -> None:
-    """Values with mean 0 and these variances, each given those before it."""
-    assert abs(excess.sum()) < stats.norm.isf(FALSE_ALARM / 2) * np.sqrt(variance.sum())
+            probs.append(rows[: len(one.token_ids)].softmax(-1).numpy())
+    assert_drawn(np.concatenate(tokens), np.concatenate(probs))
 
 
 def assert_drawn(tokens: np.ndarray, probs: np.ndarray) -> None:
@@ -268,26 +201,6 @@ def test_same_seeds_give_the_same_samples_in_any_order_and_company(fresh):
     if fresh.kind == "ngram":  # an EAGLE-3 draft's choices may depend on rounding, as by a batch
         assert tokens_of(generate(fresh.engine, prompts[::-1])) == tokens_of(groups)[::-1]
         assert tokens_of(generate(fresh.engine, prompts[2:3])) == tokens_of(groups)[2:3]
-
-
-def test_what_is_interrupted_goes_on_at_other_weights(fresh):
-    """Partial rollouts: aborted inside a response, synced in place, continued from its tokens."""
-    prompts = make_prompts(8)
-    groups = generate(fresh.engine, prompts, num_groups=2, **LONG)
-    begun = {prompt.id: group for prompt, group in zip(prompts, groups, strict=True)}
-    is_open = [(i, j) for i, group in enumerate(groups) for j in (0, 1) if not group[j].finished]
-    assert any(len(groups[i][j].token_ids) for i, j in is_open)
-    assert largest_difference(fresh.model, prompts, groups) < BOUND
-    perturb(fresh.model, seed=3)
-    update_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
-    rest = generate(fresh.engine, prompts, begun=begun, step=1, **LONG)
-    assert all(one.finished for group in rest for one in group)
-    for i, j in is_open:
-        old, new = groups[i][j], rest[i][j]
-        count = len(old.token_ids)
-        assert new.token_ids[:count].tolist() == old.token_ids.tolist()
-        (expected,) = trainer_log_probs(fresh.model, [prompts[i].token_ids], [new.token_ids])
-        assert np.abs(expected[count:] - new.log_probs[count:]).max() < BOUND
 
 
 def test_a_sync_is_verified_and_leaves_a_draft_as_it_is(fresh):

@@ -3,8 +3,10 @@
 import json
 import random
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +16,8 @@ import torch
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.formats.weights import write_hf
 from gapo_megatron.models.tables import geometry_of
-from gapo_megatron.rollout import generate as generate_module
-from gapo_megatron.rollout.progress import Occupancy
+from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm import weights as weights_module
@@ -46,6 +48,7 @@ from tests.rollout_setup import (
     weights,
 )
 from tests.two_turn import TwoTurn
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(
@@ -117,22 +120,6 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(fresh):
         assert largest_difference(fresh.model, prompts, groups, temperature) < TOLERANCE
 
 
-def test_samples_follow_the_model(fresh):
-    # 4000 first tokens of one prompt against the model's own distribution: Pearson's chi-square
-    # over tokens expected at least 10 times. With 15 of them, 2.5 per token has probability 1e-3,
-    # and the seeds are fixed; a sampler at temperature 0.9 gives more than 5.
-    (prompt,) = make_prompts(1)
-    (group,) = generate(fresh.engine, [prompt], num_samples=4000, max_response_tokens=1)
-    counts = Counter(int(r.token_ids[0]) for r in group)
-    with torch.no_grad():
-        logits = fresh.model(torch.tensor([prompt.token_ids])).logits[0, -1]
-    expected = 4000 * logits.softmax(-1).numpy()
-    frequent = np.flatnonzero(expected >= 10)
-    observed = np.array([counts[int(token)] for token in frequent])
-    assert len(frequent) > 5
-    assert ((observed - expected[frequent]) ** 2 / expected[frequent]).sum() < 2.5 * len(frequent)
-
-
 def test_same_seed_gives_the_same_samples_and_others_differ(fresh):
     prompts = make_prompts(3)
     first, again = generate(fresh.engine, prompts), generate(fresh.engine, prompts)
@@ -153,26 +140,6 @@ def test_samples_depend_neither_on_order_nor_on_company(fresh):
     assert tokens_of(generate(fresh.engine, prompts[2:3])) == groups[2:3]
     fewer = tokens_of(generate(fresh.engine, prompts, num_samples=2))
     assert fewer == [group[:2] for group in groups]
-
-
-# Attribute of vLLM's scheduler: requests that it lets run at a time.
-LIMIT = "max_num_active_reqs"
-
-
-def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
-    prompts = make_prompts(16)
-    everything = tokens_of(generate(fresh.engine, prompts, **LONG))
-    groups = generate(fresh.engine, prompts, num_groups=5, **LONG)
-    kept = [i for i, group in enumerate(groups) if all(r.finished for r in group)]
-    assert tokens_of(groups[i] for i in kept) == [everything[i] for i in kept]
-    # All begin at once, so the longest response of a group says when it is whole.
-    longest = [max(map(len, group)) for group in everything]
-    last = sorted(longest)[4]
-    assert kept == [i for i, n in enumerate(longest) if n <= last]
-    others = [n for i, n in enumerate(longest) if i not in kept]
-    assert last < min(others) < max(others)
-    assert not fresh.engine.llm.has_unfinished_requests()
-    assert tokens_of(generate(fresh.engine, prompts, num_groups=0)) == [[[]] * 4] * 16
 
 
 def test_what_is_interrupted_goes_on_from_its_tokens_at_other_weights(fresh):
@@ -215,31 +182,51 @@ def test_what_is_interrupted_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) > 0.05
 
 
-def test_goes_on_from_what_an_environment_says(fresh):
-    """Log-probs are those of sampled tokens, given all tokens before."""
-    prompts = make_prompts(4)
-    alone = generate(fresh.engine, prompts, **LONG)
-    calls = calls_of(TwoTurn((20, 21, 22)).respond, eos_token_ids=fresh.ends)
-    groups = generate(fresh.engine, prompts, calls=calls, **LONG)
-    rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
-    first_turns = [r for group in alone for r in group]
-    num_spoken = 0
-    for (prompt, rollout), first in zip(rollouts, first_turns, strict=True):
+def test_goes_on_from_what_an_environment_says(fresh, monkeypatch):
+    """Log-probs are those of sampled tokens, given all tokens before.
+
+    By what vLLM says of each request, those before are cached, and none of an earlier generation;
+    the prompts alone fill a block of 128 tokens.
+    """
+    prompts = make_prompts(20, length=130)
+    settings = {"num_samples": 1, "max_response_tokens": 30}
+    alone = generate(fresh.engine, prompts, **settings)
+    step, ended = fresh.engine.llm.step, list[tuple[str, int]]()
+    is_idle, environment = threading.Event(), TwoTurn((20, 21, 22))
+
+    def watched():
+        outputs = step()
+        ended.extend((o.request_id, o.num_cached_tokens) for o in outputs if o.finished)
+        return outputs
+
+    def respond(episode):
+        assert is_idle.wait(HANG_S)  # until the engine has nothing left to decode
+        return environment.respond(episode)
+
+    monkeypatch.setattr(fresh.engine.llm, "step", watched)
+    calls = calls_of(respond, run=in_thread, eos_token_ids=fresh.ends, call_timeout_s=1000)
+    replies = calls.replies
+    calls.replies = lambda *, wait: (wait and is_idle.set(), replies(wait=wait))[1]
+    groups = generate(fresh.engine, prompts, calls=calls, **settings)
+    cached = dict(reversed(ended))
+    assert len(cached) == len(prompts) and {*cached.values()} == {0}
+    for one in cached.items():
+        ended.remove(one)
+    assert len(ended) > 3 and min(count for _, count in ended) >= 128
+    for prompt, (first,), (one,) in zip(prompts, alone, groups, strict=True):
         n = len(first.token_ids)
-        assert rollout.token_ids[:n].tolist() == first.token_ids.tolist()
-        if rollout.response_mask is None:
-            assert rollout.truncated
+        assert one.token_ids[:n].tolist() == first.token_ids.tolist()
+        if one.response_mask is None:
+            assert one.truncated
             continue
-        num_spoken += 1
-        assert np.flatnonzero(~rollout.response_mask).tolist() == [n, n + 1, n + 2]
-        assert rollout.token_ids[n : n + 3].tolist() == [20, 21, 22]
-        assert rollout.truncated == (int(rollout.token_ids[-1]) not in fresh.ends)
-        expected = expected_log_probs(fresh.model, prompt.token_ids, rollout.token_ids)
-        difference = np.abs(expected - rollout.log_probs)[rollout.response_mask]
+        assert np.flatnonzero(~one.response_mask).tolist() == [n, n + 1, n + 2]
+        assert one.token_ids[n : n + 3].tolist() == [20, 21, 22]
+        assert one.truncated == (int(one.token_ids[-1]) not in fresh.ends)
+        expected = expected_log_probs(fresh.model, prompt.token_ids, one.token_ids)
+        difference = np.abs(expected - one.log_probs)[one.response_mask]
         assert difference.max() < TOLERANCE
-        (scored,) = fresh.engine.score(to_rollouts([[rollout]]))
-        assert np.abs(scored - rollout.log_probs[rollout.response_mask]).max() < TOLERANCE
-    assert num_spoken > 4
+        (scored,) = fresh.engine.score(to_rollouts([[one]]))
+        assert np.abs(scored - one.log_probs[one.response_mask]).max() < TOLERANCE
 
 
 def test_stops_at_the_tokens_that_a_request_names(fresh):
@@ -264,34 +251,16 @@ def test_stops_at_the_tokens_that_a_request_names(fresh):
     assert num_stopped > 4
 
 
-def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
-    """Of more requests than places some wait: none is empty until the last has begun.
-
-    By a clock that advances a second per decoding step.
-    """
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
-    step = fresh.engine.llm.step
-
-    def step_for_a_second():
-        clock.now += 1
-        return step()
-
-    monkeypatch.setattr(generate_module, "time", clock)
-    monkeypatch.setattr(fresh.engine.llm, "step", step_for_a_second)
-    monkeypatch.setattr(fresh.engine.llm.engine_core.engine_core.scheduler, LIMIT, 10)
-    occupancy = Occupancy()
-    hooks = {"occupancy": occupancy, "should_abort": lambda seconds: False}
-    groups = generate(fresh.engine, make_prompts(16), **hooks)
-    waiting, running, taken = [len(one) for group in tokens_of(groups) for one in group], [], []
-    while waiting or running:
-        while waiting and len(running) < 10:
-            running.append(waiting.pop(0))
-        taken.append(1 if waiting else len(running) / 10)
-        running = [left - 1 for left in running if left > 1]
-    assert occupancy.capacity_s == len(taken)
-    assert occupancy.taken_s == pytest.approx(sum(taken))
-    assert 0 < occupancy.idle_share < 0.5
+def test_requests_beyond_the_places_wait(fresh, monkeypatch):
+    scheduler = fresh.engine.llm.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_active_reqs", 10)
+    (one, *others) = make_prompts(16)
+    request = Request("", one.token_ids, np.empty(0, np.int32), 9, 7, 1.0, 1.0, stop_ids=(VOCAB,))
+    for prompt in (one, *others):
+        fresh.engine.add(replace(request, name=prompt.id, prompt_ids=prompt.token_ids))
+    fresh.engine.poll()
+    assert fresh.engine.num_requests() == (10, 6)
+    assert len(fresh.engine.abort()) == 16 and fresh.engine.num_requests() == (0, 0)
 
 
 def test_responses_end_at_eos_or_are_truncated(fresh):
@@ -332,28 +301,12 @@ def test_more_tokens_than_one_engine_step_takes(fresh):
 
 
 def test_the_trainer_keeps_its_generators_and_its_threads(built):
-    assert built.kept_random_state
-    assert built.kept_threads
+    assert built.kept_random_state and built.kept_threads
+    assert built.starts_equal  # from the folder that this package wrote
     states = random_states()
     generate(built.engine, make_prompts(2))
     built.engine.score(Rollouts.of(*sequences(built.engine)))
     assert random_states() == states
-
-
-def test_a_generation_can_be_aborted_and_repeated(fresh):
-    prompts = make_prompts(2)
-    whole = tokens_of(generate(fresh.engine, prompts))
-    asked: list[float] = []
-
-    def after_two_questions(elapsed_s: float) -> bool:
-        asked.append(elapsed_s)
-        return len(asked) == 2
-
-    assert generate(fresh.engine, prompts, should_abort=after_two_questions) is None
-    assert 0 <= asked[0] < asked[1]
-    assert not fresh.engine.llm.has_unfinished_requests()
-    again = generate(fresh.engine, prompts, should_abort=lambda elapsed_s: False)
-    assert tokens_of(again) == whole
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -383,14 +336,11 @@ def test_synced_weights_are_the_ones_generated_with(fresh):
         assert largest_difference(fresh.model, prompts, groups) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"]
-)
-def test_a_corrupted_weight_is_found(fresh, name):
+def test_a_corrupted_weight_is_found(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
     corrupted = weights(fresh.model)
-    corrupted[name][3] += 0.5
+    corrupted["model.layers.1.self_attn.k_proj.weight"][3] += 0.5
     update_weights(fresh.engine, corrupted.items(), policy_version=5)
     actual = fresh.engine.score(Rollouts.of(prompt_ids, response_ids))
     with pytest.raises(WeightSyncError, match=r"\bversion 5\b") as caught:
@@ -440,10 +390,6 @@ def test_a_sync_of_other_tensors_is_an_error_and_the_next_one_mends_it(fresh, ch
     update_weights(fresh.engine, weights(fresh.model).items(), policy_version=5)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
-
-
-def test_an_exported_folder_loads_in_vllm(built):
-    assert built.starts_equal
 
 
 # --- turns -------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from gapo_megatron.config.rules import why_merged
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.verify import verify_weights
-from gapo_megatron.rollout.vllm import RolloutEngine, adapter
+from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm.adapter import Slots
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Factors
@@ -142,19 +140,13 @@ def test_factors_that_do_not_fit_are_refused(synced: SimpleNamespace) -> None:
     refused(rest, name)
     stray = "model.layers.7.self_attn.q_proj"  # a name of a layer that vLLM would ignore
     refused([*good, (stray, a, b)], stray)
-    refused([*good, good[0]], name)
     refused(make_factors(model, rank=9, seed=1), "9")
-    refused([*make_factors(model, rank=3, seed=1)], "3")
-    # vLLM would copy each of these into a corner of its slot, or compute NaN.
+    # vLLM would copy each of these into a corner of its slot.
     for layer in ("o_proj", "k_proj"):
         i = next(i for i, (name, *_) in enumerate(good) if name.endswith(layer))
         name, a, b = good[i]
-        half_in, half_out = a.shape[1] // 2, len(b) // 2
-        damaged = b.clone()
-        damaged[-1, -1] = torch.nan
-        for pair in ((a[:, :half_in], b), (a, b[:half_out]), (a, b[:, :3]), (a[:3], b)):
-            refused([*good[:i], (name, *pair), *good[i + 1 :]], name, "shape")
-        refused([*good[:i], (name, a, damaged), *good[i + 1 :]], name, "nan")
+        for pair in ((a[:, : a.shape[1] // 2], b), (a, b[: len(b) // 2]), (a, b[:, :3])):
+            refused([*good[:i], (name, *pair), *good[i + 1 :]], name, "shapes")
     assert agrees(engine, with_factors(model, good, SCALE))
 
 
@@ -212,29 +204,6 @@ def test_no_error_of_a_rank_leaves_the_others_waiting(
     with monkeypatch.context() as patched, pytest.raises(WeightSyncError, match="Unforeseen"):
         patched.setattr(synced.engine.llm, "add_lora", fails)
         update(synced.engine, factors_of(synced.model, seed=1), version=7)
-
-
-def test_factors_go_to_disk_if_memory_has_no_room(
-    synced: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine, model, write = synced.engine, synced.model, adapter.write_files
-    places = []
-
-    def first_is_full(*arguments: Any, folder: Path, **settings: Any) -> None:
-        write(*arguments, folder=folder, **settings)
-        places.append(folder)
-        if len(places) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(adapter, "write_files", first_is_full)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    factors = factors_of(model, seed=2)
-    update(engine, factors, version=2)
-    assert [one.parent for one in places] == [Path("/dev/shm"), tmp_path]
-    assert not any(one.exists() for one in places)
-    assert agrees(engine, with_factors(model, factors, SCALE))
-    monkeypatch.setattr(adapter, "_SHARED_MEMORY", str(tmp_path / "gone"))
-    update(engine, factors, version=3)
 
 
 def test_factors_need_weights_beneath_them(built: SimpleNamespace) -> None:

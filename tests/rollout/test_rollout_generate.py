@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,31 +154,14 @@ def test_an_engine_that_has_ended_hands_over_until_the_last_one_has() -> None:
     calls: list[Sequence[Episode]] = []
     asked: list[float] = []
 
-    class Waits(Heartbeat):
-        def beat(self, *, ended: bool) -> bool:
-            return False
-
-        def wait_for_all(
-            self, *, on_beat: Callable[[], object], meanwhile: Callable[[], object]
-        ) -> None:
-            assert engine.num_requests() == (0, 0)
-            before = len(calls), len(asked)
-            meanwhile()
-            on_beat()
-            assert [*map(len, calls[before[0] :])] == [0] and len(asked) == before[1] + 1
-
-    class Replicas(LoneReplicas):
-        def heartbeat(self) -> Heartbeat:
-            return Waits(None)
-
     def should_abort(elapsed_s: float) -> bool:
         asked.append(elapsed_s)
         return False
 
-    engine = ScriptedEngine(of_some_length, replicas=Replicas())
     hooks = Hooks(on_ended=calls.append, should_abort=should_abort)
-    assert generate(engine, PROMPTS, SETTINGS, hooks=hooks) is not None
-    assert len(asked) == 2 + 1  # eleven steps, with a question before each eighth
+    assert generate(ScriptedEngine(of_some_length), PROMPTS, SETTINGS, hooks=hooks) is not None
+    assert len(asked) == 2 + 1  # eleven steps, with a question before each eighth, and one after
+    assert calls[-2] and not calls[-1]
 
 
 def test_a_replica_that_is_told_to_abort_ends_all_of_them() -> None:

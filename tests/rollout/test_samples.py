@@ -114,12 +114,12 @@ def test_few_samples_show_every_c_and_verdict_over_the_steps() -> None:
 def test_every_rank_has_the_same_samples_with_the_reasons_of_their_verdicts() -> None:
     """Two ranks in each of two engines: a response is judged by one of them."""
     setups = [
-        setup_of(config_with(7), replicas=replicas) for replicas in ThreadReplicas.of(4, size=2)
+        setup_of(config_with(64), replicas=replicas) for replicas in ThreadReplicas.of(4, size=2)
     ]
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(samples_of, setups))
-    alone = samples_of(setup_of(config_with(7), replicas=LoneReplicas()))
-    assert len(alone) == 7 and found == [alone] * 4
+    alone = samples_of(setup_of(config_with(64), replicas=LoneReplicas()))
+    assert len(alone) == 9 * GROUP_SIZE and found == [alone] * 4
     assert [one.c for one in alone] == sorted(one.c for one in alone)
     assert {one.c for one in alone} == {0, 1}
     assert {one.verdict for one in alone} == {"correct", "wrong"}
@@ -143,6 +143,7 @@ def test_a_response_that_leaves_its_group_says_why() -> None:
     setup = setup_of(config.model_copy(update={"rollout": rollout, "reward": reward}))
     sampled = setup.collect(2)
     samples = sampled.samples
+    assert not sampled.timelines  # of no environment
     long = [one for one in samples if length_of(one.problem, one.sample) > 6]
     assert long and {(one.verdict, one.reason) for one in long} == {("unknown", "truncated")}
     assert all(one.truncated == (one in long) for one in samples)

@@ -13,7 +13,6 @@ from gapo_megatron.rollout.calls import Calls, in_thread
 from gapo_megatron.rollout.generate import generate
 from gapo_megatron.rollout.journal import JOURNAL_FOLDER
 from gapo_megatron.rollout.requests import SamplingSettings
-from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.run.generation_ranks import TIMELINES
 from gapo_megatron.run.orders import pack, unpack
 from gapo_megatron.types import Episode, Prompt, Span, Timeline
@@ -62,36 +61,6 @@ def test_an_episodes_turns_and_calls_are_noted_in_order() -> None:
     }
 
 
-def test_a_turn_of_several_requests_is_one_span() -> None:
-    """The engine stops at a token that may complete a text, and the model continues."""
-
-    class Plain:
-        """Every token is a letter; `t` may end `st`."""
-
-        def get_vocab(self) -> dict[str, int]:
-            return {letter: ord(letter) for letter in "abst"}
-
-        def encode(self, text: str, **_: Any) -> list[int]:
-            return [ord(letter) for letter in text]
-
-        def decode(self, ids: Any, **_: Any) -> str:
-            return "".join(map(chr, ids))
-
-    texts = iter(["at", "b", "st"])
-    calls = calls_of(lambda episode: None, stop=["st"], tokenizer=Plain())
-    engine = ScriptedEngine(lambda request: [ord(letter) for letter in next(texts)])
-    groups = generate(
-        engine,
-        PROMPTS[:1],
-        SamplingSettings(num_samples=1, max_response_tokens=9, seed=7),
-        calls=calls,
-    )
-    assert groups is not None and calls.timing is not None
-    num_requests, spans = len(engine.asked), calls.timing.spans("a", 0)
-    assert num_requests > 1 and kinds(spans)[0] == (False, len(groups[0][0].token_ids), False)
-    assert [one.is_call for one in spans] == [False, True]
-
-
 def test_a_replayed_call_has_no_length_and_the_journal_no_clock(tmp_path: Path) -> None:
     spans_of(calls_of(answers_once, run_dir=tmp_path))
     (path,) = (tmp_path / JOURNAL_FOLDER).iterdir()
@@ -99,21 +68,6 @@ def test_a_replayed_call_has_no_length_and_the_journal_no_clock(tmp_path: Path) 
     found = spans_of(calls_of(answers_once, run_dir=tmp_path))
     assert kinds(found["b1"]) == [TURN, FAILED] and kinds(found["a0"]) == [TURN, CALL, TURN, END]
     assert all(one.start_s == one.end_s for spans in found.values() for one in spans if one.is_call)
-
-
-def test_without_an_environment_nothing_is_noted() -> None:
-    calls = Calls(
-        Turns(None, (), eos_token_ids=[EOS]),
-        ScriptedEngine(len).replicas,
-        None,
-        timing=None,
-        moves_first=False,
-    )
-    assert generate(ScriptedEngine(lambda _: [EOS]), PROMPTS, SETTINGS, calls=calls) is not None
-    assert not calls.is_called and calls.timing is None
-    setup = setup_of(config_with(4))
-    found = setup.collect(2)
-    assert len(found.samples) == 4 and not found.timelines
 
 
 def test_every_rank_has_the_timelines_of_the_samples(tmp_path: Path) -> None:

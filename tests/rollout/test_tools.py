@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.final_answer import special_tokens
 from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.engine import Completion
 from gapo_megatron.rollout.environments import tools as tools_module
 from gapo_megatron.rollout.environments.tools import Tools, calculate, find_calls
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -256,11 +258,18 @@ def test_metrics_count_turns_calls_and_errors_by_c() -> None:
                 raise RuntimeError("tool")
             return [5] if "call" in text else None
 
+    class Drafting(ScriptedEngine):
+        def poll(self) -> list[Completion]:
+            return [
+                replace(one, num_drafted=4, num_accepted=int(one.name[-1]))
+                for one in super().poll()
+            ]
+
     environment = Calls(TOKENIZER)
     stopwatch = Stopwatch()
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
         rollouter = Rollouter(
-            ScriptedEngine(script),
+            Drafting(script),
             PromptSource(problems, seed=0),
             pool,
             acting_of(environment, eos_token_ids=[EOS]),
@@ -268,12 +277,16 @@ def test_metrics_count_turns_calls_and_errors_by_c() -> None:
             sampling=SamplingSettings(num_samples=4, max_response_tokens=100, seed=7),
             reward=config.reward,
         )
+        rollouter.counts_drafts = True
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=stopwatch)
     assert sampled is not None
     assert sampled.table["outcome"].tolist() == [1, 0, 0, 2] * 2
+    num_sampled = int(sampled.table["num_sampled_tokens"].sum())
     expected = {
         **{"environment/turns": 7 / 4, "environment/calls": 7 / 4},
         "environment/error_share": 1 / 7,
+        "rollout/draft_acceptance": (0 + 2 + 2 * 3 + 3) / (4 * 7),
+        "rollout/draft_share": 2 * (0 + 2 + 2 * 3 + 3) / num_sampled,
         **{"per_c/turns/c1": 7 / 4, "per_c/calls/c1": 7 / 4, "per_c/errors/c1": 1 / 4},
     }
     assert expected.items() <= sampled.metrics.items()

@@ -115,6 +115,10 @@ def test_the_model_continues_where_a_stop_token_ended_no_text() -> None:
     assert one.token_ids[len(first) :].tolist() == [7, EOS]
     assert len(engine.asked) > 3 and len({one.seed for one in engine.asked}) == len(engine.asked)
     assert all(request.stop_ids == turns.stop_ids for request in engine.asked)
+    # Requests without a call between them are one turn.
+    assert calls.timing is not None
+    spans = [(one.is_call, one.num_tokens) for one in calls.timing.spans("0", 0)]
+    assert spans == [(False, len(first)), (True, 1), (False, 1), (True, 0)]
     # Without an environment the response ends at the text.
     groups = generate(engine, [PROMPT], settings, calls=_uncalled())
     assert groups is not None and groups[0][0].token_ids.tolist() == first

@@ -482,10 +482,6 @@ def test_runs_with_draft_tokens_are_resumed_bitwise(root: Path, drafted_run: Pat
     for key in ("rollout/draft_acceptance", "rollout/draft_share"):
         assert 0 < max(line[key] for line in lines) < 1
     for line in lines:
-        shares = {key for key in line if key.startswith("per_c/draft_share/c")}
-        # A group may have no token of this step.
-        groups = {f"per_c/draft_share/c{c}" for c in range(5) if line[f"per_c/groups/c{c}"]}
-        assert shares and shares <= groups
         # Log-probs of accepted tokens are those of the trainer's weights, like all others.
         assert line["mismatch/max_abs_log_prob_diff"] < 2e-4
     stopped = root / "drafted_stopped"

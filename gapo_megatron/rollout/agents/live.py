@@ -17,9 +17,6 @@ from gapo_megatron.rollout.agents.requests import RefusedError
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.types import Episode
 
-_MOST_WAITING = 16
-"""Requests of a session that wait at once; only one can be answered."""
-
 
 class AgentError(Exception):
     """The agent has failed, or does not fit its episode: the verdict is unknown."""
@@ -82,9 +79,8 @@ class LiveAgent:
         with self._lock:
             if self._is_closed:
                 request.answer.set_exception(_ended())
-            elif self._ended or self._events.qsize() >= _MOST_WAITING:
-                what = "has returned" if self._ended else "asks too much at once"
-                request.answer.set_exception(RefusedError(f"the agent {what}"))
+            elif self._ended:
+                request.answer.set_exception(RefusedError("the agent has returned"))
             else:
                 self._events.put(request)
         return request.answer

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 16 * 2**20
 """Largest request."""
-_MOST_FILES = 65536
 _KEEP_ALIVE_S = 600
 """How long a connection may be idle: an agent's tools take their time."""
 
@@ -40,7 +39,8 @@ class Server:
         self._lock = threading.Lock()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        _allow_many_files()
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a session takes two
         threading.Thread(target=self._serve, name="agents' server", daemon=True).start()
 
     def new_secret(self) -> str:
@@ -61,29 +61,18 @@ class Server:
     def _serve(self) -> None:
         import uvicorn
 
-        from gapo_megatron.io.connections import Strangers, protocol_of
-
-        self._strangers = Strangers("the agents' server without a session's key")
         config = uvicorn.Config(
             self._app(),
             log_config=None,
-            log_level="error",  # a stranger can cause any number of warnings
+            log_level="error",
             access_log=False,
             lifespan="off",
             loop="asyncio",
-            # h11 limits headers; httptools keeps any number of bytes in memory.
-            http=protocol_of(self._strangers),
+            http="h11",
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            proxy_headers=False,  # who connects is who `Strangers` knows
         )
-
-        async def serve() -> None:
-            # A process without free descriptors would log thousands of tracebacks a second.
-            asyncio.get_running_loop().set_exception_handler(self._strangers.on_error)
-            await uvicorn.Server(config).serve(sockets=[self._socket])
-
-        asyncio.run(serve())
+        asyncio.run(uvicorn.Server(config).serve(sockets=[self._socket]))
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
@@ -134,7 +123,6 @@ class Server:
                 "no session has this key: it is wrong, or the session's episode has ended",
                 status=401,
             )
-        self._strangers.discard(request.scope["client"])
         return agent
 
 
@@ -165,11 +153,3 @@ async def _refuse(request: Request, error: Any) -> Response:
 async def _not_found(request: Request, error: Any) -> Response:
     what = f"{request.method} {request.url.path} is not served here, only chat completions"
     return await _refuse(request, RefusedError(what, status=error.status_code))
-
-
-def _allow_many_files() -> None:
-    """Raise this process's limit of open files, if it may: a session takes two, or more."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

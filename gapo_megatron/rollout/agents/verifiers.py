@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import itertools
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError, said
@@ -140,7 +141,6 @@ class _Player:
         from gapo_megatron.compat.verifiers import serve_each_run_alone
 
         self._env = env
-        self._tasks = _Tasks(env.taskset)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
         self._serving = env.serving()  # kept: what it serves ends when it is collected
@@ -150,6 +150,7 @@ class _Player:
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         serve_each_run_alone(env)
+        self._tasks, self._rest = list[Any](), iter(env.taskset)
 
     def play(self, session: Session) -> float:
         """The reward of an episode; see the function of this name."""
@@ -157,10 +158,18 @@ class _Player:
         if not {"task", "key"} <= row.keys():
             raise LookupError("the row needs task and key, as tools/prepare_data.py writes them")
         number = row["task"]
-        task = self._tasks[number]
+        task = self._task(number)
         if task.key != row["key"]:
             raise LookupError(f"task {number} has changed since the problem file was made of it")
         return _reward_of(self._wait(self._episode(task, session)))
+
+    def _task(self, number: int) -> Any:
+        """A task by its number; others are read as far as they are needed: they may be infinite."""
+        with _lock:
+            self._tasks += itertools.islice(self._rest, max(number + 1 - len(self._tasks), 0))
+        if number >= len(self._tasks):
+            raise LookupError(f"no task {number}: the taskset has {len(self._tasks)}")
+        return self._tasks[number]
 
     def _wait(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -176,28 +185,6 @@ class _Player:
         )
         context = vf.ModelContext(model=session.model, client=client)
         return await self._env.run_episode(task, context)
-
-
-class _Tasks:
-    """The tasks of a taskset by number, read as far as they are needed: it may be infinite."""
-
-    def __init__(self, taskset: Any) -> None:
-        self._taskset = taskset
-        self._rest: Iterator[Any] | None = None
-        self._read: list[Any] = []
-        self._lock = threading.Lock()
-
-    def __getitem__(self, number: int) -> Any:
-        with self._lock:
-            if self._rest is None:
-                self._rest = iter(self._taskset)
-            while len(self._read) <= number:
-                try:
-                    self._read.append(next(self._rest))
-                except StopIteration:
-                    have = len(self._read)
-                    raise LookupError(f"no task {number}: the taskset has {have}") from None
-            return self._read[number]
 
 
 def _reward_of(episode: Any) -> float:

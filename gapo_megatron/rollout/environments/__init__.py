@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 SETTING = "environment.kind"
 _OURS = {
-    kind: f"gapo_megatron.rollout.environments.{kind}:{name}"
-    for kind, name in {"one_turn": "OneTurn", "tools": "Tools"}.items()
+    "one_turn": "gapo_megatron.rollout.environments.one_turn:OneTurn",
+    "tools": "gapo_megatron.rollout.environments.tools:Tools",
 }
 """Code of the kinds that a word names."""
 _METHODS = ("begin", "respond", "judge")

@@ -8,8 +8,7 @@ within 2**-9 (bf16) of every element. Rows up to the rank that vLLM allocates ar
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +21,7 @@ from transformers import PretrainedConfig
 from gapo_megatron.compat import vllm_weights
 from gapo_megatron.compat.vllm import LLMEngine, LoRARequest
 from gapo_megatron.config import Config
-from gapo_megatron.errors import ConversionError, WeightSyncError, said
+from gapo_megatron.errors import WeightSyncError, said
 from gapo_megatron.formats.adapter_folder import AdapterSettings, tensor_names, write_files
 from gapo_megatron.models.lora import factors_of, why_merged_on
 from gapo_megatron.models.tables import rules_for
@@ -33,7 +32,6 @@ from gapo_megatron.rollout.vllm.weights import check_loaded
 from gapo_megatron.types import Factors
 
 _NAME, _ID = "policy", 1
-_SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,8 @@ def load_factors(
 ) -> LoRARequest:
     """Replace the factors in vLLM's layers, and check that every layer has got its own, bit by bit.
 
-    They travel through files in memory (`/dev/shm`, or the folder for temporary files where that is
-    too small), which are gone afterwards: vLLM's public interface takes a path.
+    They travel through temporary files, which are gone afterwards: vLLM's public interface takes a
+    path.
 
     Args:
         llm: vLLM's engine, with memory for the weights.
@@ -93,9 +91,8 @@ def load_factors(
     `check_loaded`.
 
     Raises:
-        WeightSyncError: on a rank a layer has no factors or no slots, factors are repeated,
-            misshapen or not finite, or vLLM fails; names the rank and the reason. Or see
-            `check_loaded`. On every rank.
+        WeightSyncError: on a rank a layer has no factors or no slots, factors are misshapen, or
+            vLLM fails; names the rank and the reason. Or see `check_loaded`. On every rank.
     """
     held = [(module, a.detach().cpu(), b.detach().cpu()) for module, a, b in factors]
     sent, loaded, problem = Digests(), Digests(), ""
@@ -112,7 +109,7 @@ def load_factors(
         if found:
             raise WeightSyncError(f"factors of the adapter on rank {rank}: {found}")
     check_loaded(sent, loaded, replicas)
-    return LoRARequest(_NAME, _ID, _SHARED_MEMORY)
+    return LoRARequest(_NAME, _ID, "/nowhere")  # it is loaded
 
 
 def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: float) -> Digests:
@@ -130,7 +127,8 @@ def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: f
     }
     rank = len(factors[0][1])
     settings = AdapterSettings(rank, scale * rank)
-    with _write(tensors, settings) as folder:
+    with TemporaryDirectory() as folder:
+        write_files(tensors, settings, base_model="", folder=Path(folder))
         # In place: the requests' id stays the same. Only here: vLLM would load the files again for
         # every step of a request that asks for it.
         if not llm.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True)):
@@ -140,27 +138,3 @@ def _load(llm: LLMEngine, factors: list[Factors], shapes: FactorShapes, scale: f
         sent.note(f"{module}.lora_a", a.to(dtype))
         sent.note(f"{module}.lora_b", b.to(dtype) * settings.scale)
     return sent
-
-
-def _write(tensors: Mapping[str, Tensor], settings: AdapterSettings) -> TemporaryDirectory[str]:
-    """A temporary folder with the factors: in memory, or on disk if that has no room.
-
-    Only writing tells: other ranks of the node write at the same time.
-
-    Raises:
-        ConversionError, OSError: neither has room.
-    """
-    for place in (_SHARED_MEMORY, tempfile.gettempdir()):
-        try:
-            folder = TemporaryDirectory(dir=place)
-        except OSError as error:
-            problem: Exception = error
-            continue
-        try:
-            write_files(tensors, settings, base_model="", folder=Path(folder.name))
-        except (ConversionError, OSError) as error:
-            folder.cleanup()
-            problem = error
-            continue
-        return folder
-    raise problem

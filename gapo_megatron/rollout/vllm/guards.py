@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from gapo_megatron.compat.vllm import shared_memory_named
+from gapo_megatron.rollout.process_state import generators_restored
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -45,12 +44,11 @@ class Guards:
         What one side has given to the device is done before what the other gives to it afterwards.
         The host does not wait. Cheap enough for every decoding step.
         """
-        python, numpy = random.getstate(), np.random.get_state()
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._precision)
         try:
-            with torch.random.fork_rng(self._devices), self._on_its_stream():
+            with generators_restored(self._devices), self._on_its_stream():
                 yield
         finally:
             self._precision = torch.get_float32_matmul_precision()
@@ -58,8 +56,6 @@ class Guards:
             torch.set_num_threads = set_num_threads
             if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
-            random.setstate(python)
-            np.random.set_state(numpy)
 
     @contextlib.contextmanager
     def _on_its_stream(self) -> Iterator[None]:

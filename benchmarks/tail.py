@@ -41,7 +41,7 @@ from gapo_megatron.types import Prompt
 from gapo_tools.planner.engine import Decoding
 from gapo_tools.planner.flops import Shape, element_bytes
 from gapo_tools.planner.hardware import GPUS, Efficiency
-from gapo_tools.planner.planner import read_model
+from gapo_tools.planner.plans import read_model
 from tests.acting import one_turn_inputs
 from tests.scripted_engine import ThreadReplicas
 

@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.dry_run:
         # Another program, with the same command line: training knows nothing of what it needs.
-        runpy.run_module("gapo_tools.dry_run.dry_run", run_name="__main__", alter_sys=True)
+        runpy.run_module("gapo_tools.dry_run.command", run_name="__main__", alter_sys=True)
         return
     with fail_fast():
         train(load_config(arguments.config, arguments.overrides))

@@ -48,7 +48,12 @@ def test_an_error_is_shown_with_its_brackets(demo, monkeypatch):
 
 
 def _arguments(
-    *overrides: str, config: str = CONFIG, world_size: int = 1, tp: int = 1, pp: int = 1, seed=(0,)
+    *overrides: str,
+    config: str = CONFIG,
+    world_size: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    seed: int = 0,
 ):
     return argparse.Namespace(
         config=config, overrides=list(overrides), world_size=world_size, tp=tp, pp=pp, seed=seed
@@ -56,7 +61,7 @@ def _arguments(
 
 
 def _config(demo, *overrides: str, seed: int = 0, **arguments):
-    return load_config(CONFIG, demo._settings(_arguments(*overrides, **arguments), seed))
+    return load_config(CONFIG, demo._settings(_arguments(*overrides, seed=seed, **arguments)))
 
 
 def test_every_run_keeps_to_a_folder_of_its_own(demo):
@@ -82,9 +87,6 @@ def test_a_folder_that_is_given_is_the_runs(demo):
     given, settings = "run.output_dir=runs/x", ("run.num_steps=3", "objective.method=gspo")
     for config in (_config(demo, given, *settings), _config(demo, given, world_size=2, tp=2)):
         assert (config.run.output_dir, config.model.hf_dir) == ("runs/x", "runs/demo/warm_start")
-    several = _arguments(given, seed=(0, 1))
-    assert demo._settings(several, 0) != demo._settings(several, 1)
-    assert "run.output_dir=runs/x_seed1" in demo._settings(several, 1)
 
 
 def test_another_warm_start_has_a_folder_of_its_own(demo):
@@ -93,8 +95,8 @@ def test_another_warm_start_has_a_folder_of_its_own(demo):
 
 
 def test_seeds_of_the_language_model_share_it_and_nothing_else(demo):
-    arguments = _arguments("objective.method=gspo", config=LANGUAGE)
-    config = load_config(LANGUAGE, demo._settings(arguments, 2))
+    arguments = _arguments("objective.method=gspo", config=LANGUAGE, seed=2)
+    config = load_config(LANGUAGE, demo._settings(arguments))
     assert config.run.output_dir == "runs/demo_language_seed2_gspo"
     assert config.data.train_path == "runs/demo_language_seed2/task/train.jsonl"
     assert config.model.hf_dir == load_config(LANGUAGE, []).model.hf_dir
@@ -103,7 +105,7 @@ def test_seeds_of_the_language_model_share_it_and_nothing_else(demo):
 def test_a_model_that_the_demo_cannot_make_is_refused(demo):
     arguments = _arguments("model.hf_dir=models/mine", config=LANGUAGE)
     with pytest.raises(ConfigError, match=mentions("[supervised]", "models/mine", "SmolLM2")):
-        demo._settings(arguments, 0)
+        demo._settings(arguments)
 
 
 def test_what_is_there_is_not_made_again(demo, tmp_path, monkeypatch):
@@ -118,9 +120,9 @@ def test_what_is_there_is_not_made_again(demo, tmp_path, monkeypatch):
     assert Path(config.data.eval_path).read_text() == "as it was"
 
 
-def test_seeds_and_overrides_stand_side_by_side(demo):
-    arguments = demo._parse(["--seed", "0,2", "run.num_steps=3", "--tp", "2", "run.seed=5"])
-    assert arguments.seed == [0, 2]
+def test_options_and_overrides_stand_side_by_side(demo):
+    arguments = demo._parse(["--seed", "2", "run.num_steps=3", "--tp", "2", "run.seed=5"])
+    assert arguments.seed == 2
     assert arguments.tp == 2
     assert arguments.overrides == ["run.num_steps=3", "run.seed=5"]
 
@@ -133,7 +135,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_runs(demo):
 @pytest.mark.parametrize("path", [CONFIG, TOOLS])
 def test_the_task_fits_the_config(demo, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    settings = demo._settings(_arguments(config=path), 0)
+    settings = demo._settings(_arguments(config=path))
     config = load_config(path, [*settings, "supervised.num_steps=2"])
     demo._write_task(config)
     initial = config.supervised.initial_hf_dir
@@ -166,7 +168,7 @@ def test_the_task_does_not_depend_on_the_environment(demo, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("class Calculator: pass")
     given = [f"environment.kind={kind}", "environment.settings={}", "environment.stop=[]"]
-    settings = demo._settings(_arguments(*given, config=TOOLS), 0)
+    settings = demo._settings(_arguments(*given, config=TOOLS))
     config = load_config(TOOLS, [*settings, "supervised.num_steps=2"])
     demo._write_task(config)
     first, *_ = Path(config.data.train_path).read_text().splitlines()
@@ -200,25 +202,14 @@ def test_the_table_compares_the_first_and_the_last_evaluation(demo, tmp_path):
     assert all(len(line) <= 80 for line in text.splitlines() if "│" in line)
 
 
-def test_seeds_are_compared_by_the_interval_of_their_gains(demo, tmp_path):
-    folders = [
-        _write_run(tmp_path / f"seed_{seed}", {0: (2, 0), 5: (4 + seed, 4)}, seed=seed)
-        for seed in (0, 1, 2)
-    ]
-    demo._compare_seeds((0, 1, 2), folders)
-    text = demo.console.file.getvalue()
-    # Gains 37.5, 43.75 and 50.0 points: mean 43.75, half width 4.3027 x 6.25 / sqrt(3) = 15.53.
-    assert "+43.8  [+28.2, +59.3]" in text
-
-
 def test_other_settings_have_a_folder_of_their_own(demo):
     """A second method must not continue, and so report, the first one's finished run."""
     folders = set()
     for overrides in ([], ["objective.method=gspo"], ["objective.method=grpo"]):
-        settings = demo._settings(_arguments(*overrides), 0)
+        settings = demo._settings(_arguments(*overrides))
         folders |= {line for line in settings if line.startswith("run.output_dir=")}
     assert len(folders) == 3
-    settings = demo._settings(_arguments("objective.method='gspo'"), 0)
+    settings = demo._settings(_arguments("objective.method='gspo'"))
     assert "run.output_dir=runs/demo_gspo" in settings
 
 
@@ -246,7 +237,7 @@ def _printed_commands(demo) -> list[list[str]]:
     ("given", "other"),
     [
         ([], "gspo_asym"),
-        (["--seed", "1,2", "run.num_steps=3"], "gspo_asym"),
+        (["--seed", "1", "run.num_steps=3"], "gspo_asym"),
         (["--world-size", "2", "--tp", "2", "objective.method=grpo"], "gapo"),
         (["objective.method=gspo_asym", "run.num_steps=3"], "gapo"),
     ],
@@ -255,29 +246,16 @@ def test_the_demo_ends_with_commands_that_compare_it(demo, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     given = ["--config", CONFIG, *given]
     arguments = demo._parse(given)
-    folders = [
-        Path(load_config(CONFIG, demo._settings(arguments, seed)).run.output_dir)
-        for seed in arguments.seed
-    ]
-    demo._show_next(arguments, folders)
+    folder = load_config(CONFIG, demo._settings(arguments)).run.output_dir
+    demo._show_next(arguments, folder)
     train, compare = _printed_commands(demo)
     # The printed command trains the other method, and all else as it was.
     theirs = demo._parse(train[2:])
-    configs = [load_config(CONFIG, demo._settings(theirs, seed)) for seed in arguments.seed]
-    assert {config.objective.method for config in configs} == {other}
+    config = load_config(CONFIG, demo._settings(theirs))
+    assert config.objective.method == other
     kept = ("config", "seed", "world_size", "tp", "pp")
     assert [vars(theirs)[key] for key in kept] == [vars(arguments)[key] for key in kept]
-    num_steps = load_config(CONFIG, arguments.overrides).run.num_steps
-    assert {config.run.num_steps for config in configs} == {num_steps}
-    assert compare[2:] == [*map(str, folders), *(config.run.output_dir for config in configs)]
-    assert len({*compare[2:]}) == 2 * len(folders)
+    assert config.run.num_steps == load_config(CONFIG, arguments.overrides).run.num_steps
+    assert compare[2:] == [folder, config.run.output_dir] and folder != config.run.output_dir
     for command, tool in ((train, "demo"), (compare, "report")):
         assert command[:2] == [sys.executable, str(ROOT / "tools" / f"{tool}.py")]
-
-    for config in configs:  # trained: what is left is to draw both
-        done = Path(config.run.output_dir) / "evaluations" / f"step_{num_steps}.json"
-        done.parent.mkdir(parents=True)
-        done.touch()
-    demo.console.file.truncate(0)
-    demo._show_next(arguments, folders)
-    assert _printed_commands(demo) == [compare]

@@ -26,7 +26,7 @@ from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.inputs import Inputs, check_inputs
 from gapo_megatron.types import Outcome, Prompt
 from gapo_tools.demonstration import demo_task
-from gapo_tools.dry_run.dry_run import why_not_run
+from gapo_tools.dry_run.command import why_not_run
 from tests.clone import ROOT, make_clone
 from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine

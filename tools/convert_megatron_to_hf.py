@@ -78,16 +78,16 @@ def _convert(arguments: argparse.Namespace) -> None:
     from gapo_tools.conversion.report import show
 
     if arguments.adapter is not None:
-        made = convert_adapter(
+        checks = convert_adapter(
             arguments.megatron,
             arguments.hf,
             options(arguments),
             kind=arguments.adapter,
             base_dir=arguments.hf_config,
         )
-        for name, found in made.checks.items():
+        for name, found in checks.items():
             print(f"{name}: {found}")
-        print(f"wrote {made.output}")
+        print(f"wrote {arguments.hf}")
         return
     result = megatron_to_hf(
         arguments.megatron,

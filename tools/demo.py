@@ -32,7 +32,6 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.formats.folder import check_replaceable, claim, is_marked, mark
-from gapo_tools.jobs.ranks import ranks_command
 
 if TYPE_CHECKING:
     from gapo_tools.evaluation.statistics import Interval
@@ -59,23 +58,18 @@ console = Console(markup=False)
 
 
 def main() -> int:
-    """Run the demo for every seed asked for; 0 done, 1 failed, 2 usage."""
+    """Run the demo; 0 done, 1 failed, 2 usage."""
     arguments = _parse()
-    folders = []
     try:
         if arguments.prepare:
             config = load_config(arguments.config, arguments.overrides)
             _prepare(arguments, config, arguments.overrides)
             return 0
-        for seed in arguments.seed:
-            settings = _settings(arguments, seed)
-            config = load_config(arguments.config, settings)
-            _run_seed(arguments, config, settings)
-            folders.append(Path(config.run.output_dir))
-            _report(config)
-        if len(folders) > 1:
-            _compare_seeds(arguments.seed, folders)
-        _show_next(arguments, folders)
+        settings = _settings(arguments)
+        config = load_config(arguments.config, settings)
+        _run(arguments, config, settings)
+        _report(config)
+        _show_next(arguments, config.run.output_dir)
     except GapoError as error:
         console.print(Text.assemble((type(error).__name__, "bold red"), f": {error}"))
         return 2 if isinstance(error, ConfigError) else 1
@@ -88,16 +82,10 @@ def main() -> int:
 def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="make demo SEED=0,1,2 compares three seeds; WORLD_SIZE=2 TP=2 runs two ranks.",
+        epilog="make demo SEED=1 WORLD_SIZE=2 TP=2 runs another seed on two ranks.",
     )
     parser.add_argument("--config", default="configs/demo.toml", help="default: %(default)s")
-    parser.add_argument(
-        "--seed",
-        type=lambda text: [int(seed) for seed in text.split(",")],
-        default=[0],
-        metavar="N[,N...]",
-        help="seeds, one run each (default: 0)",
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--world-size", type=int, default=1, help="ranks (processes)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
@@ -115,8 +103,8 @@ def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(command_line)
 
 
-def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
-    """Overrides of one run: seed, layout, its folder (as given, or its own), task and models."""
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    """Overrides of the run: seed, layout, its folder (as given, or its own), task and models."""
     config = load_config(arguments.config, arguments.overrides)
     has_model = config.supervised or Path(config.model.hf_dir).name == LANGUAGE_MODEL
     if not has_model or not config.evaluation.every_steps:
@@ -131,13 +119,13 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
         )
     sizes = {"ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
     layout = "".join(f"_{key}{size}" for key, size in sizes.items() if size != 1)
-    of_seed = f"_seed{seed}" if seed else ""
+    of_seed = f"_seed{arguments.seed}" if arguments.seed else ""
     # A run with other settings must not continue this one; what it starts from may be the same.
     root = load_config(arguments.config).run.output_dir
     others = [one for one in arguments.overrides if not one.startswith((METHOD, OUTPUT))]
     base = root + of_seed + _digest([one for one in others if one.startswith(MADE)])
     if any(one.startswith(OUTPUT) for one in arguments.overrides):
-        run_dir = config.run.output_dir + (f"_seed{seed}" if len(arguments.seed) > 1 else "")
+        run_dir = config.run.output_dir
     else:
         has_method = any(one.startswith(METHOD) for one in arguments.overrides)
         method = f"_{config.objective.resolve().name}" if has_method else ""
@@ -146,7 +134,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
     made = {name: path.removeprefix(root) for name, path in paths if path.startswith(f"{root}/")}
     return [
         *arguments.overrides,
-        f"run.seed={seed}",
+        f"run.seed={arguments.seed}",
         f"run.output_dir={run_dir}",
         f"parallel.tensor_model_parallel_size={arguments.tp}",
         f"parallel.pipeline_model_parallel_size={arguments.pp}",
@@ -158,7 +146,7 @@ def _digest(settings: Sequence[str]) -> str:
     return "_" + hashlib.sha256(" ".join(settings).encode()).hexdigest()[:6] if settings else ""
 
 
-def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
+def _run(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
     start = time.monotonic()
     _prepare(arguments, config, settings)
     number = "3/3" if config.supervised else "2/2"
@@ -249,7 +237,7 @@ def _prepare_language(config: Config) -> None:
 
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Run `python -m module` on every rank."""
+    """Run `python -m module` on every rank, through torchrun if there are several."""
     # The ranks share the cores; beyond four threads a model of this size only waits for them.
     threads = max(1, min(4, (os.cpu_count() or 1) // arguments.world_size))
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
@@ -259,8 +247,10 @@ def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str])
         "OMP_WAIT_POLICY": "PASSIVE",  # an idle thread leaves its core to the other rank
         "PYTHONPATH": path,
     }
-    command = [*ranks_command(module, arguments.world_size), arguments.config, *settings]
-    subprocess.run(command, env=environment, check=True)
+    number = arguments.world_size
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    command = [sys.executable, *(torchrun if number > 1 else []), "-m", module]
+    subprocess.run([*command, arguments.config, *settings], env=environment, check=True)
 
 
 def _read_before_and_after(folder: Path) -> tuple[Counts, Counts]:
@@ -317,38 +307,14 @@ def _report(config: Config) -> None:
             style="bold" if level is None else None,
         )
     console.print(table)
-    page = _write_report([folder], folder / "report")
-    _say(f"report: {page}\nmodel:  {folder / 'hf'} (Hugging Face folder)")
-
-
-def _write_report(folders: Sequence[Path], output: Path) -> Path:
     # matplotlib and torch: seconds that the command line need not wait.
     from gapo_tools.reporting import write_report
 
-    return write_report(folders, output).page
+    page = write_report([folder], folder / "report").page
+    _say(f"report: {page}\nmodel:  {folder / 'hf'} (Hugging Face folder)")
 
 
-def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
-    """Print each seed's accuracy and the interval of the gain over seeds; write one report."""
-    from gapo_tools.evaluation.statistics import mean_interval
-
-    table = Table(title="pass@1 in % on held-out problems, by seed")
-    for name in ("seed", "before", "after", "gain [95 % interval over seeds]"):
-        table.add_column(name, justify="right")
-    gains = []
-    for seed, folder in zip(seeds, folders, strict=True):
-        counts = _read_before_and_after(folder)
-        before, after = (sum(values) / len(values) for values in map(_pass_at_1, counts))
-        gains.append(after - before)
-        table.add_row(
-            str(seed), f"{100 * before:.1f}", f"{100 * after:.1f}", f"{100 * gains[-1]:+.1f}"
-        )
-    table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
-    console.print(table)
-    _say(f"report: {_write_report(folders, folders[0] / 'report_seeds')}")
-
-
-def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
+def _show_next(arguments: argparse.Namespace, folder: str) -> None:
     """Print the commands that train another method and compare both."""
     trained = load_config(arguments.config, arguments.overrides).objective.method
     other = "gspo_asym" if trained == "gapo" else "gapo"
@@ -356,22 +322,15 @@ def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
     if load_config(arguments.config, others).objective.method != other:
         others.append(f"{METHOD}{other}")
     theirs = argparse.Namespace(**{**vars(arguments), "overrides": others})
-    configs = [load_config(arguments.config, _settings(theirs, one)) for one in arguments.seed]
-    their_folders = [Path(config.run.output_dir) for config in configs]
-    both = _command("report", *map(str, [*folders, *their_folders]))
-    if all(
-        (folder / "evaluations" / f"step_{config.run.num_steps}.json").exists()
-        for folder, config in zip(their_folders, configs, strict=True)
-    ):
-        _say(f"\nTo draw {trained} and {other} in one report:\n  {both}")
-        return
+    their_folder = load_config(arguments.config, _settings(theirs)).run.output_dir
     why = (
         f"This trained {trained} alone. To compare it with {other}, {OTHERS[other]}, train {other} "
         f"too (it takes as long as {trained} did), then draw both in one report:"
     )
     _say(
         f"\n{textwrap.fill(why, console.width)}\n"
-        f"  {_command('demo', *_options(arguments), *others)}\n  {both}"
+        f"  {_command('demo', *_options(arguments), *others)}\n"
+        f"  {_command('report', folder, their_folder)}"
     )
 
 
@@ -381,8 +340,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
     words = []
     for key in ("config", "seed", "world_size", "tp", "pp"):
         if given[key] != usual[key]:
-            value = ",".join(map(str, given[key])) if key == "seed" else str(given[key])
-            words += [f"--{key.replace('_', '-')}", value]
+            words += [f"--{key.replace('_', '-')}", str(given[key])]
     return words
 
 

@@ -10,8 +10,7 @@ its output to bug reports; docs/debugging.md explains it.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -43,47 +42,23 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", help="also check this TOML file; see configs/")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     arguments = parser.parse_args(command_line)
-    has_rich = importlib.util.find_spec("rich") is not None
-    with _patience() if has_rich else contextlib.nullcontext():
-        findings = list(examine(arguments.config, os.environ))
+    findings = list(examine(arguments.config, os.environ))
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    elif has_rich:
-        _print(findings)
     else:
-        for finding in findings:
-            print(finding.status, f"{finding.name}: {finding.detail}", finding.advice, sep="\t")
+        _print(findings)
     return int(any(finding.status == "fail" for finding in findings))
 
 
-def _patience() -> contextlib.AbstractContextManager[object]:
-    """A message on the terminal while the libraries load."""
-    from rich.console import Console
-
-    return Console(stderr=True, markup=False).status("Loading libraries, updating a tiny model ...")
-
-
 def _print(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(markup=False)
-    if not console.is_terminal:
-        console.width = 120
-    table = Table(show_header=False, box=None)
-    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for before, finding in zip([None, *findings], findings, strict=False):
-        if before is None or before.section != finding.section:
-            table.add_row("", finding.section, style="bold")
-        status = Text(finding.status, styles[finding.status])
-        table.add_row(status, finding.name, finding.detail)
-        if finding.advice:
-            table.add_row("", "", f"-> {finding.advice}", style="dim")
-    console.print(table)
+    for section, members in itertools.groupby(findings, key=lambda one: one.section):
+        print(f"\n{section}")
+        for one in members:
+            print(f"{one.status:4}  {one.name:16}  {one.detail}")
+            if one.advice:
+                print(f"{'':22}  -> {one.advice}")
     warned, failed = (sum(f.status == status for f in findings) for status in ("warn", "fail"))
-    s = "" if warned == 1 else "s"
-    console.print(f"{len(findings)} checks: {failed} failed, {warned} warning{s}")
+    print(f"\n{len(findings)} checks: {failed} failed, {warned} warned")
 
 
 if __name__ == "__main__":

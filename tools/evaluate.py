@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import check_overwritable, file_sha256, write_atomically
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_tools.evaluation.code_digest import code_sha256
-from gapo_tools.evaluation.options import named_as_options, parse
+from gapo_tools.evaluation.options import parse
 from gapo_tools.evaluation.paper import Sampling, Setting, read_settings
 from gapo_tools.evaluation.samples import keep_settings
 
@@ -48,6 +47,11 @@ _ENVIRONMENT_CODE = (
     *("gapo_megatron/rollout/chat.py", "gapo_megatron/rollout/turns.py"),
 )
 
+_UNUSED_TEMPLATE = (
+    "the tokenizer has a chat template, but --chat-template is not given; give it if "
+    "data.chat_template was true in training"
+)
+
 Remaining = dict[tuple[str, int], list[str]]
 """Benchmark and seed -> ids of the problems without stored samples."""
 
@@ -64,7 +68,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
         return 0
-    with fail_fast(), named_as_options():
+    with fail_fast():
         _evaluate(arguments, settings)
     return 0
 
@@ -87,11 +91,11 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         date_of_run,
         environment_of,
         judge_of,
-        of_option,
+        with_prompts_of_config,
     )
     from gapo_tools.evaluation.engine_checks import check_engine
-    from gapo_tools.evaluation.hints import hints
 
+    arguments = with_prompts_of_config(arguments)
     acts = environment_of(arguments.environment, arguments.config)
     sampling = _sampling(arguments, settings, acts)
     config = _config(arguments, sampling, acts)
@@ -109,8 +113,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     )
     for one in chosen:
         rewards.check(one.reward)
-    with of_option(arguments.environment):
-        environments.check(acts, system_prompt=config.data.system_prompt)
+    environments.check(acts, system_prompt=config.data.system_prompt)
     facts = check_model_folder(arguments.model, field="--model")
     check_engine(facts, config)
     tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
@@ -122,14 +125,13 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         inherited=date_of_run(Path(arguments.model), arguments.config),
     )
     tasks = [one.read(config, tokenizer) for one in chosen]
-    with of_option(arguments.environment):
-        environment = environments.build(acts, tokenizer, chat_template=arguments.chat_template)
+    environment = environments.build(acts, tokenizer, chat_template=arguments.chat_template)
     alike = {"program": "evaluate", **vars(arguments), "[environment]": acts, DATE: date}
     world = process_group.start(config.parallel.timeout_s, alike=alike)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
-        for hint in hints(arguments, acts, has_template=bool(tokenizer.chat_template)):
-            print(f"warning: {hint}", file=sys.stderr)
+        if tokenizer.chat_template and not arguments.chat_template:
+            print(f"warning: {_UNUSED_TEMPLATE}", file=sys.stderr)
         digests = {one.name: one.sha256 for one in chosen}
         _keep_settings(arguments, sampling, digests, acts, date=date)
         shared = [_remaining(arguments, tasks, acts)]
@@ -205,9 +207,8 @@ def _report(
     *,
     date: str,
 ) -> None:
-    """Write results.json, .md, .tex and solve_rates.png of all complete benchmarks and seeds."""
-    from gapo_tools.evaluation.heat_map import draw_solve_rates
-    from gapo_tools.evaluation.result_tables import results_tables, title
+    """Write results.json and results.md of all complete benchmarks and seeds."""
+    from gapo_tools.evaluation.result_tables import results_tables
     from gapo_tools.evaluation.results import collect, write_results
 
     results = collect(
@@ -221,61 +222,29 @@ def _report(
         seeds=arguments.seeds,
     )
     write_results(results, arguments.output)
-    tables = results_tables(results)
-    _print_tables(tables)
-    _write_tables(tables, arguments.output / "results")
-    rates = {
-        title(name): {
-            f"seed {seed}": {
-                problem: correct / known if known else math.nan
-                for problem, (known, correct) in one.counts.items()
-            }
-            for seed, one in seeds.items()
-        }
-        for name, seeds in results.benchmarks.items()
-    }
-    picture = draw_solve_rates(rates, arguments.output / "solve_rates.png")
-    console.print(
-        f"results        {arguments.output / 'results.json'} (.md, .tex)",
-        soft_wrap=True,
-    )
-    console.print(f"picture        {picture}", soft_wrap=True)
+    _show(results_tables(results), arguments.output / "results.md")
+    console.print(f"results        {arguments.output / 'results.json'} (.md)", soft_wrap=True)
 
 
 def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
-    """Print the tables; with --output also write them and the picture."""
-    from gapo_tools.evaluation.compare import Method, benchmarks_of, compare
-    from gapo_tools.evaluation.heat_map import draw_solve_rates
-    from gapo_tools.evaluation.result_tables import title
+    """Print the tables; with --output also write them."""
+    from gapo_tools.evaluation.compare import Method, compare
 
-    methods = [Method.read(text) for text in arguments.compare]
-    tables = compare(methods, settings)
-    _print_tables(tables)
+    tables = compare([Method.read(text) for text in arguments.compare], settings)
     if arguments.output is None:
+        _show(tables)
         return
-    names = [f"comparison{kind}" for kind in (".md", ".tex", ".png")]
-    claim(arguments.output, names, field="--output", made_by="evaluate")
-    _write_tables(tables, arguments.output / "comparison")
-    everyones = [
-        name for name in benchmarks_of(methods) if all(name in method for method in methods)
-    ]
-    rates = {
-        title(name): {method.label: method.solve_rates(name) for method in methods}
-        for name in everyones
-    }
-    if rates:
-        draw_solve_rates(rates, arguments.output / "comparison.png")
-    console.print(f"written        {arguments.output}/comparison.*", soft_wrap=True)
+    claim(arguments.output, ["comparison.md"], field="--output", made_by="evaluate")
+    _show(tables, arguments.output / "comparison.md")
+    console.print(f"written        {arguments.output}/comparison.md", soft_wrap=True)
 
 
-def _print_tables(tables: Sequence[Table]) -> None:
+def _show(tables: Sequence[Table], path: Path | None = None) -> None:
+    """Print tables, and write them to a Markdown file."""
     for table in tables:
         console.print(table.to_text(), highlight=False, soft_wrap=True)
-
-
-def _write_tables(tables: Sequence[Table], path: Path) -> None:
-    write_atomically(path.with_suffix(".md"), "\n".join(table.to_markdown() for table in tables))
-    write_atomically(path.with_suffix(".tex"), "\n".join(table.to_latex() for table in tables))
+    if path is not None:
+        write_atomically(path, "\n".join(table.to_markdown() for table in tables))
 
 
 def _sampling(
@@ -354,7 +323,7 @@ def _keep_settings(
     from gapo_megatron.formats.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
-    names = ("results.json", "results.md", "results.tex", "solve_rates.png", *digests)
+    names = ("results.json", "results.md", *digests)
     check_overwritable(arguments.output, names, field="--output", is_ours=is_ours)
     folder, model = Path(arguments.model), hashlib.sha256()
     if not any(folder.glob("*.safetensors")):

@@ -18,6 +18,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from gapo_tools.arguments import positive
 from gapo_tools.planner.hardware import CPU, CPU_NAME, GPUS, find_gpu
 
 _PLAN = """\
@@ -63,7 +64,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
-    from gapo_tools.planner.planner import plan, read_model
+    from gapo_tools.planner.plans import plan, read_model
     from gapo_tools.planner.tables import print_plan
     from gapo_tools.planner.workload import default_workload
 
@@ -81,14 +82,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     result = plan(hf_config, config, num_nodes=arguments.nodes, gpu=gpu, workload=workload)
     if note:
         console.print(note, highlight=False, soft_wrap=True)
-    print_plan(console, result, config, workload, top=arguments.top)
+    print_plan(console, result, config, workload)
     return 0 if result.ranked else 1
 
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
-    from gapo_tools.planner.whole_table import print_whole
+    from gapo_tools.planner.tables import print_whole
     from gapo_tools.reporting.scaling import (
-        claim_folder,
         read_runs,
         scaling_rows,
         scaling_tables,
@@ -98,22 +98,14 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     folder = arguments.output or arguments.runs[0] / "scaling"
     gpu = CPU if arguments.gpu == CPU_NAME else find_gpu(arguments.gpu)
     found, left_out = read_runs(arguments.runs, mean_prompt_tokens=arguments.mean_prompt_tokens)
-    claim_folder(folder)
     rows = scaling_rows(found, gpu=gpu)
+    paths = write_scaling(found, rows, gpu=gpu, folder=folder)
     for table in scaling_tables(rows, gpu=gpu):
         print_whole(console, table)
     for line in left_out:
         console.print(line, highlight=False, soft_wrap=True)
-    console.print("Figure and data:")
-    for path in write_scaling(found, rows, gpu=gpu, folder=folder):
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    console.print("Figure and data:", *paths, sep="\n  ", highlight=False, soft_wrap=True)
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
-    return int(text)
 
 
 def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
@@ -147,10 +139,9 @@ def _plan_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; see configs/")
     add("overrides", nargs="*", metavar="section.key=value", help="override a setting of the file")
-    add("--nodes", type=_positive, default=1, metavar="N", help="number of full nodes (default: 1)")
+    add("--nodes", type=positive, default=1, metavar="N", help="number of full nodes (default: 1)")
     add("--gpu", default="h200", help=f"{', '.join(GPUS)} (default: h200)")
-    add("--gpus-per-node", type=_positive, metavar="N", help="default: 8")
-    add("--top", type=_positive, default=10, metavar="N", help="layouts to show (default: 10)")
+    add("--gpus-per-node", type=positive, metavar="N", help="default: 8")
     for option, metavar, shown in (
         ("--mean-prompt-tokens", "N", "default: 1/10 of data.max_prompt_tokens"),
         ("--mean-response-tokens", "N", "default: 1/3 of rollout.max_response_tokens"),

@@ -16,20 +16,17 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.errors import ConfigError, GapoError
+from gapo_tools.arguments import positive
 
 if TYPE_CHECKING:
     from gapo_tools.preparation import Counts, HeldOut, Source
 
 KINDS = ("math", "code", "instructions", "exact")
 """Values of `reward.kind`; importing the config would slow down --help."""
-
-MOST_LEVELS = 20
-"""Levels that the table shows at most."""
 
 console = Console(markup=False)
 if not console.is_terminal:
@@ -117,28 +114,16 @@ def _source(arguments: argparse.Namespace) -> Source:
         suffix=arguments.suffix,
         prompt_key=arguments.prompt_key,
         answer_key=arguments.answer_key,
-        level_key=arguments.level_key,
-        id_key=arguments.id_key,
         answer_after=arguments.answer_after,
     )
 
 
 def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespace) -> None:
-    rules = sorted(counts.dropped)
-    table = Table(title=str(arguments.output))
-    table.add_column("level" if counts.levels else "")
-    for head in ("rows", *rules, "written"):
-        table.add_column(head, justify="right")
-    levels = counts.levels if len(counts.levels) <= MOST_LEVELS else {}
-    for level, of_level in levels.items():
-        cells = [of_level[outcome] for outcome in (*rules, "written")]
-        table.add_row(level, *map("{:,}".format, (of_level.total(), *cells)))
-    cells = [counts.dropped[rule] for rule in rules]
-    table.add_row("all", *map("{:,}".format, (counts.read, *cells, counts.written)))
-    console.print(table)
-    lines = {"train on": f'data.train_path = "{arguments.output / "problems.jsonl"}"'}
-    if len(levels) < len(counts.levels):
-        lines["levels"] = f"{len(counts.levels)}, listed in manifest.json"
+    dropped = ", ".join(f"{number:,} {rule}" for rule, number in sorted(counts.dropped.items()))
+    lines = {
+        "rows": f"{counts.read:,}: {counts.written:,} written, dropped: {dropped or 'none'}",
+        "train on": f'data.train_path = "{arguments.output / "problems.jsonl"}"',
+    }
     if counts.contradictory_texts:
         lines["contradictory"] = f"problems with several answers: {counts.contradictory_texts:,}"
     if counts.benchmarks:
@@ -190,7 +175,7 @@ def _parse() -> argparse.Namespace:
     )
     verifiers.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
     verifiers.add_argument(
-        "--num-tasks", type=_positive, metavar="N", help="only the first N tasks (default: all)"
+        "--num-tasks", type=positive, metavar="N", help="only the first N tasks (default: all)"
     )
     deepscaler.add_argument(
         "--suffix",
@@ -206,7 +191,7 @@ def _parse() -> argparse.Namespace:
         default="math",
         help="verifier, as reward.kind (default: %(default)s)",
     )
-    for key in ("prompt", "answer", "level", "id"):
+    for key in ("prompt", "answer"):
         own.add_argument(
             f"--{key}-key", default=key, metavar="KEY", help="key of a row (default: %(default)s)"
         )
@@ -237,7 +222,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-prompt-tokens",
-        type=_positive,
+        type=positive,
         default=2048,
         metavar="N",
         help="drop longer prompts; as data.max_prompt_tokens (default: %(default)s)",
@@ -253,12 +238,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="drop problems of the benchmarks in this folder, as for evaluate.py --data",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -45,16 +43,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except GapoError as error:
         errors.print(f"error: {error}", highlight=False, soft_wrap=True)
         return 1
-    width = Console(markup=False).width
-    paragraph = textwrap.TextWrapper(
-        width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-    )
-    notes = [textwrap.fill(note, width) for note in report.summary.notes]
-    print(replace(report.summary, notes=notes).to_text())
+    print(report.summary.to_text())
     if report.left_out:
         print("Figures and tables left out, because these runs have no data for them:")
         for title, reason in report.left_out.items():
-            print(paragraph.fill(f"{title}: {reason}"))
+            print(f"  {title}: {reason}")
         print()
     if report.waiting:
         print(f"no step trained yet: {some([str(folder) for folder in report.waiting])}")

@@ -13,12 +13,11 @@ from gapo_megatron.config.methods import METHODS
 from gapo_megatron.config.roles import changes
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.dry_run.command import print_dry_run
 from gapo_tools.planner.hardware import GPUS
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import HOST_SHARE, memory
-from gapo_tools.planner.planner import plan, read_model
-from gapo_tools.planner.sides import Sides
+from gapo_tools.planner.plans import plan, read_model
 from gapo_tools.planner.state import per_rank_parameters
 from gapo_tools.planner.workload import default_workload
 
@@ -126,7 +125,7 @@ def test_a_file_fits_the_gpus_that_it_is_for(path: Path) -> None:
         return
     config, gpu = load_config(path), GPUS["h200" if path.stem.startswith("h200") else "h100"]
     hf_config, _ = read_model(config)
-    layout = Sides.of(config, world_size=8 * nodes_of(path), ranks_per_node=8).layout
+    layout = Layout.of_job(config, world_size=8 * nodes_of(path), ranks_per_node=8)
     predicted = memory(hf_config, config, layout, gpu)
     assert max(predicted.training, predicted.generating) <= 0.95 * gpu.memory_bytes
     host = (predicted.offloaded + predicted.checkpoint) * gpu.gpus_per_node
@@ -271,7 +270,7 @@ def test_the_papers_experiments_fit_eighty_gigabytes(folder: str, gpu: str) -> N
     """With the twentieth that a written layout leaves, on one node."""
     config = load_config(CONFIGS / folder / "base.toml")
     hf_config, _ = read_model(config)
-    layout = Sides.of(config, world_size=8, ranks_per_node=8).layout
+    layout = Layout.of_job(config, world_size=8, ranks_per_node=8)
     predicted = memory(hf_config, config, layout, GPUS[gpu])
     needed = max(predicted.training, predicted.generating)
     assert needed <= 0.95 * GPUS[gpu].memory_bytes

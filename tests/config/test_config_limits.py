@@ -24,7 +24,7 @@ from gapo_megatron.io.documents import parse_toml
 from gapo_megatron.io.toml_tree import apply_override, to_toml
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
-from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.dry_run.command import print_dry_run
 from tests.messages import mentions
 
 MINIMAL = """

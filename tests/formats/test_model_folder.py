@@ -28,7 +28,7 @@ from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
 from gapo_tools.demonstration import demo_task as arithmetic
-from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.dry_run.command import print_dry_run
 from gapo_tools.planner.flops import Shape
 from tests.convert_tools_setup import assert_refused, to_hf, to_megatron
 from tests.messages import mentions

@@ -17,7 +17,7 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.train import check_before_imports
 from gapo_tools.demonstration.demo_task import write_tokenizer
-from gapo_tools.dry_run.dry_run import print_dry_run
+from gapo_tools.dry_run.command import print_dry_run
 from gapo_tools.jobs.study import read_study
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import (

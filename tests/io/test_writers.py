@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from gapo_megatron.formats import manifest
 from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.launch.prepare import check_before_nodes
-from gapo_tools.preparation.journal import Journal
 from gapo_tools.reporting.report import MAKERS, write_report
 from gapo_tools.reporting.scaling import claim_folder
 from tests.messages import mentions
@@ -90,18 +88,8 @@ def model_of_the_demo(folder: Path, _: Path) -> None:
     tool("demo")._write_task(load_config(DEMO, overrides))
 
 
-def journal(folder: Path, _: Path) -> None:
-    output = folder.with_name("output")
-    folder.rename(output.with_name(".output.unfinished"))
-    try:
-        with Journal.open(output, belongs_to={}):
-            pass
-    finally:
-        output.with_name(".output.unfinished").rename(folder)
-
-
 WRITERS = {
-    report: ["report.html", "figures/step_time.png", "figures/summary.tex"],
+    report: ["report.html", "figures/step_time.png", "figures/summary.csv"],
     scaling: ["throughput.png", "throughput.csv"],
     start_of_a_run: [
         "config.toml",
@@ -109,11 +97,10 @@ WRITERS = {
         "tensorboard/x",
     ],
     job: ["config.toml", "evaluations/step_0.json"],
-    comparison: ["comparison.md", "comparison.png"],
-    evaluation: ["results.json", "solve_rates.png", "aime24/notes"],
+    comparison: ["comparison.md"],
+    evaluation: ["results.json", "results.md", "aime24/notes"],
     task_of_the_demo: ["train.jsonl", "eval.jsonl", "supervised.jsonl"],
     model_of_the_demo: ["model.safetensors", "notes"],
-    journal: ["notes"],
 }
 
 
@@ -213,23 +200,3 @@ def test_pruning_keeps_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
     manifest.prune(folder, CheckpointConfig(every_steps=1, keep_last=1))
     assert (manifest.step_dir(folder, 1) / "weights").read_text() == "theirs"
     assert not manifest.step_dir(folder, 2).exists()
-
-
-def test_what_an_interrupted_preparation_has_left_is_taken_up(tmp_path: Path) -> None:
-    folder = tmp_path / ".output.unfinished"
-    for _ in range(2):
-        with (
-            pytest.raises(KeyboardInterrupt),
-            Journal.open(tmp_path / "output", belongs_to={"a": 1}) as one,
-        ):
-            one._flush()
-            raise KeyboardInterrupt
-        assert {path.name for path in folder.iterdir()} == {"lock", "rows.jsonl", "tests.jsonl"}
-    folder.rename(tmp_path / "theirs")
-    folder.symlink_to("theirs")
-    with (
-        pytest.raises(ConfigError, match=mentions(folder, "link")),
-        Journal.open(tmp_path / "output", belongs_to={}),
-    ):
-        pass
-    assert json.loads((tmp_path / "theirs" / "rows.jsonl").read_text())["entry"] == {"a": 1}

@@ -20,7 +20,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.objective.families import find_family
 from gapo_megatron.objective.losses import PolicyLoss
-from gapo_tools.dry_run.dry_run import why_not_run
+from gapo_tools.dry_run.command import why_not_run
 from gapo_tools.reporting.arms import Comparison
 from gapo_tools.reporting.runs import read_run
 from tests.configs import config_of

@@ -15,7 +15,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.engines import build_engine, check_engine, find_engine
-from gapo_tools.dry_run.dry_run import why_not_run
+from gapo_tools.dry_run.command import why_not_run
 from tests.configs import config_of
 from tests.distributed.conversion_setup import hf_config, save_model
 from tests.messages import mentions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,15 +25,6 @@ Kind = Literal["peft", "merged"]
 _MADE_BY = "convert_megatron_to_hf"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterResult:
-    """A conversion that passed its checks."""
-
-    output: Path
-    checks: dict[str, str]
-    """What each check found."""
-
-
 def convert_adapter(
     megatron_dir: Path,
     output_dir: Path,
@@ -42,7 +32,7 @@ def convert_adapter(
     *,
     kind: Kind,
     base_dir: Path | None = None,
-) -> AdapterResult:
+) -> dict[str, str]:
     """Convert the checkpoint of a run with an adapter.
 
     Args:
@@ -52,6 +42,9 @@ def convert_adapter(
         kind: `peft`: the factors, as peft and vLLM load them beside the base. `merged`: the whole
             model, round(W + scale * B A).
         base_dir: Hugging Face folder of the base; None: the run's `model.hf_dir`.
+
+    Returns:
+        What each check found.
 
     Raises:
         ConfigError: the checkpoint is of no such run, the output exists, the base is missing or
@@ -82,7 +75,7 @@ def convert_adapter(
             made_by=_MADE_BY,
         )
         checks["round trip"] = _compare(output_dir, adapter)
-        return AdapterResult(output_dir, checks)
+        return checks
     base, digests = HfFolder(base_dir), dict[str, str]()
     factors = {f"{module}.weight": (a, b) for module, a, b in adapter.factors()}
     squares = torch.zeros(2, dtype=torch.float64)
@@ -106,7 +99,7 @@ def convert_adapter(
     checks["rounding"] = (
         f"{relative_rounding(squares):.3g} of the adapter's own size (Frobenius norms)"
     )
-    return AdapterResult(output_dir, checks)
+    return checks
 
 
 def _check_targets(targets: Sequence[str], hf_config: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gapo_megatron.compat.library_errors import naming_transformer_engine
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.run.processes import quiet_libraries
+from gapo_tools.arguments import positive
 
 if TYPE_CHECKING:
     from gapo_tools.conversion.directions import Options
@@ -47,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=_positive,
+        type=positive,
         default=4,
         metavar="N",
         help="threads; each holds a few parameters in memory (default: 4)",
@@ -94,9 +95,3 @@ def to_bytes(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return number
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
-    return int(text)

@@ -37,12 +37,11 @@ from gapo_megatron.formats.weights import (
 from gapo_megatron.formats.workers import worker_pool
 from gapo_megatron.io.files import real
 from gapo_megatron.models.quantization import quantization_of
-from gapo_megatron.models.rules import Place, Rule
+from gapo_megatron.models.rules import Place, Rule, hf_shapes
 from gapo_megatron.models.tables import geometry_of, rope_of, rules_for
 from gapo_tools.conversion.report import Result, progress, write_report
 from gapo_tools.conversion.verify import (
     Mode,
-    Part,
     Side,
     cast,
     check_tensors,
@@ -127,10 +126,9 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
         (folder / TRACKER).write_text("release", encoding="utf-8")
         side_files.mkdir()
         carry_over(hf_dir, side_files, dtype=_new_dtype(hf_config, rules, dtypes))
-        parts, more = _gate(hf, MegatronFolder(folder, rules), rules, options, written="megatron")
-        checks |= more
+        checks |= _gate(hf, MegatronFolder(folder, rules), rules, options, written="megatron")
         write_report(folder, source=hf_dir, dtypes=dtypes.values(), checks=checks)
-    return Result(megatron_dir, parts, checks, written)
+    return Result(megatron_dir, checks, written)
 
 
 def megatron_to_hf(
@@ -199,10 +197,9 @@ def megatron_to_hf(
         carry_over(side_files, folder, dtype=_new_dtype(hf_config, rules, dtypes))
         hf = HfFolder(folder)
         check_config(hf.root, hf.entries)
-        parts, more = _gate(hf, megatron, rules, options, written="hf")
-        checks |= more
+        checks |= _gate(hf, megatron, rules, options, written="hf")
         write_report(folder, source=found.root, dtypes=dtypes.values(), checks=checks)
-    return Result(hf_dir, parts, checks, written)
+    return Result(hf_dir, checks, written)
 
 
 def find_source(
@@ -249,11 +246,11 @@ def _gate(
     options: Options,
     *,
     written: Side,
-) -> tuple[list[Part], dict[str, str]]:
-    """Compare the output with its source; returns parts, and what each check found."""
+) -> dict[str, str]:
+    """Compare the output with its source; returns what each check found."""
     num_bytes = num_bytes_to_read(hf, megatron, rules, options.mode)
     with progress("verify", num_bytes) as (reading, on_bytes):
-        report = verify(
+        num_compared = verify(
             hf,
             megatron,
             rules,
@@ -263,20 +260,20 @@ def _gate(
             num_threads=options.num_threads,
             on_bytes=on_bytes,
         )
+    num_elements = sum(math.prod(shape) for shape in hf_shapes(rules).values())
+    num_parameters = sum(len(rule.places) for rule in rules if not rule.tied)
     checks = {
-        "accounting": f"{report.num_elements:,} elements: {len(hf.entries)} Hugging Face tensors, "
-        f"{report.num_parameters} Megatron parameters under {len(megatron.entries)} keys"
+        "accounting": f"{num_elements:,} elements: {len(hf.entries)} Hugging Face tensors, "
+        f"{num_parameters} Megatron parameters under {len(megatron.entries)} keys"
     }
     if options.mode == "none":
-        checks |= dict.fromkeys(("round trip", "logits"), "skipped: --verify none")
-        return report.parts, checks
-    left = report.num_parameters - report.num_compared
+        return checks | dict.fromkeys(("round trip", "logits"), "skipped: --verify none")
+    left = num_parameters - num_compared
     checks["round trip"] = (
-        f"all {report.num_compared} parameters that were compared equal bit for bit ({reading})"
+        f"all {num_compared} parameters that were compared equal bit for bit ({reading})"
         + (f"; {left} not compared: --verify full does" if left else "")
     )
-    checks["logits"] = _compare_logits(hf, megatron, options.dtype)
-    return report.parts, checks
+    return checks | {"logits": _compare_logits(hf, megatron, options.dtype)}
 
 
 def _compare_logits(hf: HfFolder, megatron: MegatronFolder, dtype: torch.dtype | None) -> str:

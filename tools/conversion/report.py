@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,6 @@ from rich.table import Table
 from gapo_megatron import __version__
 from gapo_megatron.formats.folder import REPORT_NAME
 from gapo_megatron.io.files import real
-from gapo_tools.conversion.verify import Part, Tensors
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -49,7 +48,6 @@ class Result:
     """A conversion that passed its checks."""
 
     output: Path
-    parts: Sequence[Part]
     checks: Mapping[str, str]
     """What each check found."""
     written: Pass
@@ -127,22 +125,9 @@ def show(result: Result, *, next_step: str) -> None:
     if not console.is_terminal:
         console.width = 160
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("part")
-    for column in ("HF tensors", "size", "dtype", "Megatron parameters", "size", "dtype"):
-        table.add_column(column, justify="right")
-    for part in result.parts:
-        megatron = _cells(part.megatron, part.num_parameters)
-        table.add_row(part.name, *_cells(part.hf, part.hf.number), *megatron)
-    console.print(table)
-    table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("check")
     table.add_column("result", overflow="fold")
     for name, found in result.checks.items():
         table.add_row(name, found)
-    console.print()
     console.print(table)
     print(f"\noutput: {result.output} ({result.written})\nnext:   {next_step}")
-
-
-def _cells(tensors: Tensors, number: int) -> list[str]:
-    return [str(number), size(tensors.num_bytes), ", ".join(tensors.dtypes)]

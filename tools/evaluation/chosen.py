@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -159,23 +159,36 @@ def environment_of(kind: str | None, config: Path | None) -> EnvironmentConfig:
     return with_digest(section, name="environment", source=field)
 
 
+_OF_PROMPTS: dict[str, Any] = {
+    "chat_template": False,
+    "system_prompt": "",
+    "chat_template_kwargs": {},
+    "end_tokens": [],
+}
+"""Options named as the settings of [data] that say how prompts are made, and their defaults."""
+
+
+def with_prompts_of_config(arguments: Namespace) -> Namespace:
+    """The command line, with prompts made as in training by `--config` where no option says how.
+
+    Raises:
+        ConfigError: see `config_tree`.
+    """
+    if arguments.config is None:
+        return arguments
+    data = config_tree(arguments.config, field="--config").get("data")
+    trained = {
+        name: data[name]
+        for name, usual in _OF_PROMPTS.items()
+        if isinstance(data, dict) and name in data and getattr(arguments, name) == usual
+    }
+    return Namespace(**vars(arguments) | trained)
+
+
 def date_of_run(model: Path, config: Path | None) -> str:
     """Date in the prompts of the run that `--model` was exported by, or that `--config` names."""
     runs = [model.parent, *([config if config.is_dir() else config.parent] if config else [])]
     return next(filter(None, map(read_date, runs)), "")
-
-
-@contextmanager
-def of_option(kind: str | None) -> Iterator[None]:
-    """Name `--environment`, if its value is given, in errors of the environment's code."""
-    try:
-        yield
-    except ConfigError as error:
-        if kind is None:
-            raise
-        raise ConfigError(
-            f"--environment ({kind!r}): {error}. For an environment with settings give --config"
-        ) from None
 
 
 AnySection = TypeVar("AnySection", bound=BaseModel)

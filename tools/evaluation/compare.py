@@ -62,11 +62,6 @@ class Method:
     def __contains__(self, benchmark: str) -> bool:
         return all(benchmark in one.benchmarks for one in self.evaluations)
 
-    def solve_rates(self, benchmark: str) -> dict[str, float]:
-        """Problem -> mean solve rate over all seeds."""
-        rates = [one.solve_rates(benchmark) for one in self.evaluations]
-        return {problem: mean([rate[problem] for rate in rates]) for problem in rates[0]}
-
     def published(self, settings: dict[str, Setting]) -> dict[str, tuple[str, str]]:
         """The paper's figures of this method and model by benchmark; empty if it has none."""
         setting = settings.get(self.evaluations[0].setting)

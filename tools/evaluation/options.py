@@ -4,33 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import ConfigError
 from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from gapo_tools.evaluation.paper import read_settings
-
-_OPTIONS = {
-    "model.hf_dir": "--model",
-    "model.precision": "--precision",
-    "data.max_prompt_tokens": "--max-prompt-tokens",
-    "data.chat_template": "--chat-template",
-    "data.chat_template_kwargs": "--chat-template-kwargs",
-    "data.system_prompt": "--system-prompt",
-    "data.end_tokens": "--end-tokens",
-    "data.template_date": "--template-date",
-    "rollout.max_response_tokens": "--max-response-tokens",
-    "rollout.temperature": "--temperature",
-    "rollout.top_p": "--top-p",
-    "rollout.tensor_parallel_size": "--tensor-parallel-size",
-    "evaluation.samples_per_prompt": "--num-samples",
-}
-"""Options by the setting of a training config that has their value."""
 
 
 def parse(description: str, epilog: str) -> argparse.Namespace:
@@ -81,8 +60,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="RUN_OR_FILE",
-        help="a run's folder or a training config, whose [environment] answers the model, and "
-        "whose [reward] judges --problems",
+        help="a run's folder or a training config, whose [data] makes the prompts where no option "
+        "says how, whose [environment] answers the model, and whose [reward] judges --problems",
     )
     parser.add_argument(
         "--data",
@@ -198,14 +177,3 @@ def _seeds(text: str) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"{text}: seeds must be different")
     return seeds
-
-
-@contextmanager
-def named_as_options() -> Iterator[None]:
-    """Replace names of settings by those of the options that set them, in every `ConfigError`."""
-    try:
-        yield
-    except ConfigError as error:
-        names = r"(?<![\w./-])[a-z]+\.\w+(?![\w/])"  # not within a path
-        named = re.sub(names, lambda found: _OPTIONS.get(found[0], found[0]), str(error))
-        raise ConfigError(named) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class SeedResult:
     """Mean number of tokens per sample."""
     counts: dict[str, tuple[int, int]]
     """Problem -> number of known verdicts, and of correct samples."""
-    instructions: dict[str, float]
+    instructions: dict[str, float] = dataclasses.field(default_factory=dict)
     """IFEval's four accuracies; empty for other benchmarks."""
     environment: dict[str, float] = dataclasses.field(default_factory=dict)
     """The model's `turns` and the environment's `calls` per sample, and `error_share`, the share of
@@ -82,19 +81,6 @@ class Results:
             math.fsum(self.benchmarks[name][seed].pass_at_k[k - 1] for name in six) / len(six)
             for seed in sorted(seeds)
         ]
-
-    def solve_rates(self, benchmark: str) -> dict[str, float]:
-        """Problem -> mean solve rate over seeds; NaN if no verdict is known."""
-        totals: Counter[str] = Counter()
-        correct: Counter[str] = Counter()
-        for seed in self.benchmarks[benchmark].values():
-            for problem, (num_known, num_correct) in seed.counts.items():
-                totals[problem] += num_known
-                correct[problem] += num_correct
-        return {
-            problem: correct[problem] / total if total else math.nan
-            for problem, total in totals.items()
-        }
 
 
 def measure(problems: Sequence[Solved], *, num_samples: int) -> SeedResult:
@@ -234,36 +220,11 @@ def read_results(output_dir: Path) -> Results:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path}: damaged: {place}: {first['msg']}{_IF_DAMAGED}") from None
-    for name, seeds in results.benchmarks.items():
-        if why := _flaw(results, name, seeds):
-            raise DataError(f"{path}: damaged: benchmarks.{name}: {why}{_IF_DAMAGED}")
+        raise DataError(
+            f"{path}: damaged: {place}: {first['msg']}; remove it and run the command "
+            "that wrote it again"
+        ) from None
     return results
-
-
-_IF_DAMAGED = "; remove it and run the command that wrote it again"
-
-
-def _flaw(results: Results, name: str, seeds: dict[int, SeedResult]) -> str:
-    """Describe a contradiction in a benchmark's figures; "" if there is none."""
-    if name not in results.files or not seeds:
-        return "needs a file and a seed"
-    for seed, one in seeds.items():
-        if not results.sampling.num_samples == len(one.pass_at_k) == len(one.problems_at_k):
-            return f"{seed}: pass_at_k and problems_at_k must have sampling.num_samples entries"
-        if not one.counts or not all(0 <= right <= known for known, right in one.counts.values()):
-            return f"{seed}: counts must be known verdicts and, at most as many, correct samples"
-        if {*one.instructions} not in (set(), _ACCURACIES):
-            return f"{seed}: instructions must be {', '.join(sorted(_ACCURACIES))}"
-        if {*one.environment} not in (set(), _ENVIRONMENT):
-            return f"{seed}: environment must be {', '.join(sorted(_ENVIRONMENT))}"
-    return ""
-
-
-_ENVIRONMENT = {"turns", "calls", "error_share"}
-_ACCURACIES = {
-    f"{unit}_{mode}" for unit in ("prompt", "instruction") for mode in ("strict", "loose")
-}
 
 
 def _with_nan(value: Any) -> Any:

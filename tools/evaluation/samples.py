@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.data.rows import read_lines
-from gapo_megatron.errors import ConfigError, DataError, said
+from pydantic import TypeAdapter, ValidationError
+
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import differences, read_object
 from gapo_megatron.io.files import file_name, write_atomically
 from gapo_megatron.types import Outcome, Verdict
@@ -48,10 +49,6 @@ class Sample:
         return bool(self.num_turns or self.num_calls)
 
 
-_CALLS = ("num_turns", "num_calls", "num_errors")
-"""Values of a sample that only an environment which answers the model gives it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Solved:
     """One problem with all of its samples."""
@@ -70,6 +67,9 @@ class Solved:
         return sum(sample.verdict.outcome is Outcome.CORRECT for sample in self.samples)
 
 
+_SOLVED = TypeAdapter(Solved)
+
+
 def seed_folder(output_dir: Path, benchmark: str, seed: int) -> Path:
     """Folder of the samples of one benchmark and seed."""
     return output_dir / benchmark / f"seed_{seed}"
@@ -78,7 +78,7 @@ def seed_folder(output_dir: Path, benchmark: str, seed: int) -> Path:
 def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
     """Write new problems as one file."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
+    lines = (json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
     # A response or a program's message may contain a lone surrogate, which UTF-8 cannot encode.
     text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
     write_atomically(folder / f"{file_name(problems[0].id)}.jsonl", text)
@@ -101,15 +101,21 @@ def read_ids(folder: Path) -> set[str]:
 def _read(folder: Path) -> Iterator[Solved]:
     found: set[str] = set()
     for path in sorted(folder.glob("*.jsonl")):
-        try:
-            for number, row in read_lines(path):
-                problem = _from_json(row, where=f"{path}:{number}")
-                if problem.id in found:
-                    raise DataError(f"{path}:{number}: problem {problem.id} is in another file too")
-                found.add(problem.id)
-                yield problem
-        except DataError as error:
-            raise DataError(f"{error}; remove the file to sample its problems again") from None
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            try:
+                problem = _SOLVED.validate_json(line, strict=True)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                place = ".".join(map(str, first["loc"]))
+                why = f"not a problem with its samples ({place}: {first['msg']})"
+            else:
+                why = f"problem {problem.id} is in another file too" if problem.id in found else ""
+            if why:
+                raise DataError(
+                    f"{path}:{number}: {why}; remove the file to sample its problems again"
+                )
+            found.add(problem.id)
+            yield problem
 
 
 def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") -> None:
@@ -134,51 +140,3 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
                 f"{path.parent} has samples {done} with other settings "
                 f"({'; '.join(changed)}): use another --output, or remove the folder"
             )
-
-
-def _to_json(problem: Solved) -> dict[str, Any]:
-    return {
-        "id": problem.id,
-        "level": problem.level,
-        "samples": [
-            {
-                "outcome": sample.verdict.outcome,
-                "reason": sample.verdict.reason,
-                "num_tokens": sample.num_tokens,
-                "truncated": sample.truncated,
-                **({"instructions": sample.instructions} if sample.instructions else {}),
-                **({key: getattr(sample, key) for key in _CALLS} if sample.is_answered else {}),
-                "response": sample.response,
-            }
-            for sample in problem.samples
-        ],
-    }
-
-
-def _from_json(row: Any, *, where: str) -> Solved:
-    try:
-        samples = tuple(map(_sample, row["samples"]))
-        return Solved(_typed(row, "id", str), _typed(row, "level", str), samples)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = said(error)
-        raise DataError(f"{where}: must be a problem with its samples ({why})") from None
-
-
-def _sample(row: Any) -> Sample:
-    outcomes = tuple(map(Outcome, row.get("instructions", ())))
-    if len(outcomes) % 2:
-        raise ValueError("instructions must have as many strict as loose outcomes")
-    return Sample(
-        response=_typed(row, "response", str),
-        verdict=Verdict(Outcome(row["outcome"]), _typed(row, "reason", str)),
-        num_tokens=_typed(row, "num_tokens", int),
-        truncated=_typed(row, "truncated", bool),
-        instructions=outcomes,
-        **{key: _typed(row, key, int) for key in _CALLS if key in row},
-    )
-
-
-def _typed(row: dict[str, Any], key: str, kind: type) -> Any:
-    if type(row[key]) is not kind:
-        raise TypeError(f"{key} ({row[key]!r:.60}) must be {kind.__name__}")
-    return row[key]

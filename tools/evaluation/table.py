@@ -1,10 +1,9 @@
-"""Tables as text for terminal, Markdown and LaTeX, and formats of their cells."""
+"""Tables as text for terminal and Markdown, and formats of their cells."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gapo_tools.evaluation.statistics import has_spread, mean_interval
@@ -26,51 +25,23 @@ class Table:
 
     def to_text(self) -> str:
         """The table as text for a terminal."""
-        rows = [self.columns, *self._styled(lambda text: text, escape=lambda text: text)]
-        lines = ["  ".join(row).rstrip() for row in _aligned(rows)]
+        lines = ["  ".join(row).rstrip() for row in _aligned([self.columns, *self.rows])]
         rule = "-" * max(map(len, lines))
         return "\n".join([self.title, rule, lines[0], rule, *lines[1:], rule, *self.notes, ""])
 
     def to_markdown(self) -> str:
-        rows = [self.columns, *self._styled(lambda text: f"**{text}**", escape=_markdown)]
-        head, *body = _aligned(rows)
-        rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
-        lines = [f"**{_markdown(self.title)}**", ""]
-        lines += [f"| {' | '.join(row)} |" for row in [head, rule, *body]]
-        return "\n".join([*lines, "", *(f"{_markdown(note)}\n" for note in self.notes)])
-
-    def to_latex(self) -> str:
-        """One `table` float for the booktabs package."""
-        rows = self._styled(lambda text: f"\\textbf{{{text}}}", escape=_latex)
-        heads = " & ".join(map(_latex, self.columns))
-        notes = "".join(f" {_latex(note)}" for note in self.notes)
-        return "\n".join(
+        rows = [
             [
-                "\\begin{table}[t]",
-                "\\centering\\small",
-                f"\\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}",
-                "\\toprule",
-                f"{heads} \\\\",
-                "\\midrule",
-                *(f"{' & '.join(row)} \\\\" for row in rows),
-                "\\bottomrule",
-                "\\end{tabular}",
-                f"\\caption{{{_latex(self.title)}.{notes}}}",
-                "\\end{table}",
-                "",
-            ]
-        )
-
-    def _styled(
-        self, bold: Callable[[str], str], *, escape: Callable[[str], str]
-    ) -> list[list[str]]:
-        return [
-            [
-                bold(escape(cell)) if (number, place) in self.best else escape(cell)
+                f"**{_markdown(cell)}**" if (number, place) in self.best else _markdown(cell)
                 for place, cell in enumerate(row)
             ]
             for number, row in enumerate(self.rows)
         ]
+        head, *body = _aligned([self.columns, *rows])
+        rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
+        lines = [f"**{_markdown(self.title)}**", ""]
+        lines += [f"| {' | '.join(row)} |" for row in [head, rule, *body]]
+        return "\n".join([*lines, "", *(f"{_markdown(note)}\n" for note in self.notes)])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -87,23 +58,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _markdown(text: str) -> str:
     return text.replace("*", "\\*").replace("|", "\\|")
-
-
-_LATEX = {
-    "\\": "\\textbackslash{}",
-    "&": "\\&",
-    "%": "\\%",
-    "#": "\\#",
-    "_": "\\_",
-    "±": "$\\pm$",
-    "Δ": "$\\Delta$",
-    "<": "$<$",
-}
-
-
-def _latex(text: str) -> str:
-    escaped = "".join(_LATEX.get(character, character) for character in text)
-    return re.sub(r"\*+", lambda stars: f"$^{{{stars[0]}}}$", escaped)
 
 
 def percent(value: float, *, digits: int = 1) -> str:

@@ -37,7 +37,6 @@ from gapo_tools.planner.hardware import GIB
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import step_bytes
 from gapo_tools.planner.no_data import KeptForBackward, NoData, Traffic, fake_groups
-from gapo_tools.planner.sides import Sides
 from gapo_tools.planner.state import state_bytes
 
 LEFT_OUT = (
@@ -200,7 +199,7 @@ def print_deep_dry_run(
         config: the run's settings; `model.hf_dir` needs no weights.
         rank: a rank that trains.
         world_size: ranks of the job.
-        ranks_per_node: see `Sides.of`.
+        ranks_per_node: see `Layout.of_job`.
         console: where to print; None: stdout.
 
     Raises:
@@ -211,8 +210,8 @@ def print_deep_dry_run(
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
     check_shapes(hf_config, config.parallel, config.model)
-    sides = Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
-    layout, num_training = sides.layout, sides.num_training
+    layout = Layout.of_job(config, world_size=world_size, ranks_per_node=ranks_per_node)
+    num_training = layout.world_size
     if rank >= num_training:
         raise ConfigError(
             f"--rank {rank}/{world_size}: the rank must be below {num_training}: ranks from "

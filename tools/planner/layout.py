@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.config.counts import check_sides, layers_of_stages
+from gapo_megatron.config.counts import (
+    check_sides,
+    layers_of_stages,
+    split_ranks,
+    usual_ranks_per_node,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,25 @@ class Layout:
             num_generation=num_generation,
         )
 
+    @classmethod
+    def of_job(cls, config: Config, *, world_size: int, ranks_per_node: int | None = None) -> Self:
+        """The layout of a config on all ranks of a job, those that only generate included.
+
+        Args:
+            config: the run's settings.
+            world_size: all ranks of the job: ranks 0 to T - 1 train, the others generate.
+            ranks_per_node: None if unknown: as many as a usual node has GPUs.
+
+        Raises:
+            ConfigError: no rank is left to train, or parallel sizes do not divide a side.
+        """
+        num_training, num_generation = split_ranks(
+            config,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node or usual_ranks_per_node(world_size),
+        )
+        return cls.of(config, world_size=num_training, num_generation=num_generation)
+
     def apply(self, config: Config) -> Config:
         """The config with this layout's settings.
 
@@ -155,3 +179,14 @@ class Layout:
 def _parallel(layout: Layout) -> ParallelConfig:
     sizes = {name.partition("parallel.")[2]: size for name, size in layout.settings.items()}
     return ParallelConfig(**{name: sizes[name] for name in sizes if name})
+
+
+def place_of_ranks(first: int, number: int, *, ranks_per_node: int) -> str:
+    """Where `number` ranks from rank `first` on are: `ranks 32-47 on nodes 4-5`."""
+    last = first + number - 1
+    nodes = first // ranks_per_node, last // ranks_per_node
+    return f"{_span('rank', first, last)} on {_span('node', *nodes)}"
+
+
+def _span(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"

@@ -5,21 +5,31 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from gapo_megatron.config import Config
 from gapo_tools.planner.hardware import GIB
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import PARTS, ROLLOUT_PARTS
-from gapo_tools.planner.planner import Candidate, Plan
+from gapo_tools.planner.plans import Candidate, Plan
 from gapo_tools.planner.times import STAGES
-from gapo_tools.planner.whole_table import print_whole
 from gapo_tools.planner.workload import Workload
 
+_NUM_SHOWN = 10
+"""Layouts that are shown, the quickest ones."""
 
-def print_plan(
-    console: Console, result: Plan, config: Config, workload: Workload, *, top: int
-) -> None:
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table without cutting a word; its lines may be longer than the terminal is wide."""
+    unlimited = console.options.update(max_width=10_000)
+    needed = Measurement.get(console, unlimited, table).minimum
+    width, console.width = console.width, max(console.width, needed)
+    console.print(table)
+    console.width = width
+
+
+def print_plan(console: Console, result: Plan, config: Config, workload: Workload) -> None:
     """Print what is assumed, the quickest layouts, and why others do not run.
 
     Args:
@@ -27,7 +37,6 @@ def print_plan(
         result: the plan.
         config: the config that was planned.
         workload: lengths of a step.
-        top: how many layouts to show.
     """
     console.print(
         f"One step: {config.batch.rollout_prompts} prompts (mean {workload.mean_prompt_tokens:g} "
@@ -37,7 +46,7 @@ def print_plan(
         "those of fp8 least of all.",
         highlight=False,
     )
-    rows = [(str(place), one) for place, one in enumerate(result.ranked[:top], start=1)]
+    rows = [(str(place), one) for place, one in enumerate(result.ranked[:_NUM_SHOWN], start=1)]
     if result.current is not None:
         rows.append(("yours *" if result.current_refusal else "yours", result.current))
     if rows:

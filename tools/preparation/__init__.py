@@ -2,7 +2,7 @@
 
 from gapo_tools.preparation.held_out import HeldOut
 from gapo_tools.preparation.output import Counts
-from gapo_tools.preparation.prepare import prepare
+from gapo_tools.preparation.problem_folder import prepare
 from gapo_tools.preparation.rules import Lengths
 from gapo_tools.preparation.sources import Kind, Source, deepcoder, deepscaler, own
 

@@ -52,6 +52,11 @@ class Duplicates:
         if self._kind == "math":
             self._others = self._different(self._others)
 
+    @property
+    def num_contradictory(self) -> int:
+        """Number of texts with contradictory answers."""
+        return len(self._others)
+
     def first(self, text: str) -> str:
         """Id of the first problem with this text."""
         return self._first[_key(text)][0]

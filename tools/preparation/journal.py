@@ -2,10 +2,8 @@
 
 It is the folder `.OUT.unfinished` beside the output folder OUT:
 
-- rows.jsonl: a first line with inputs, options and code, then one line per row, each with a
-  checksum.
+- rows.jsonl: a first line with inputs, options and code, then one line per row.
 - tests.jsonl: the tests of programs, which the lines refer to; hard-linked into the output.
-- lock: locked while the writing process is alive.
 """
 
 from __future__ import annotations
@@ -14,21 +12,19 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import time
-import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import real
-from gapo_tools.preparation.output import MANIFEST
+from gapo_tools.preparation.output import TESTS
 
 logger = logging.getLogger(__name__)
 
-ROWS, TESTS = "rows.jsonl", "tests.jsonl"
+ROWS = "rows.jsonl"
 FLUSH_S = 5.0
 """Seconds between two flushes to disk; a kill loses at most so much work."""
 
@@ -37,13 +33,13 @@ class Journal:
     """One entry per row of the inputs, in their order.
 
     Every few seconds, tests and then the lines that refer to them are written and flushed to disk.
-    So a line whose checksum is right can be relied on, however the process ended.
+    So a whole line can be relied on, however the process ended.
     """
 
     def __init__(self, rows: BinaryIO, tests: BinaryIO) -> None:
         self.num_rows = 0
         self.last: dict[str, Any] | None = None
-        """Entry of the last row."""
+        """Entry of the last row that an interrupted preparation looked at."""
         self._rows = rows
         self._tests = tests
         self._unwritten: list[bytes] = []
@@ -55,7 +51,7 @@ class Journal:
         """Continue the journal of `output`, or begin one; removed when the block succeeds.
 
         It is also removed after a DataError, because the inputs must change, and if the output
-        is complete already. After any other error it stays, to be continued.
+        exists. After any other error it stays, to be continued.
 
         Args:
             output: folder that is being made.
@@ -67,31 +63,26 @@ class Journal:
         """
         output = real(output)
         folder = output.with_name(f".{output.name}.unfinished")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _check_ours(folder)
-        except OSError as error:
-            raise ConfigError(f"cannot create {folder}: {error.strerror}") from None
+        if output.exists():  # its tests may be the journal's file, which is never to be cut off
+            _remove(folder)
         with ExitStack() as stack:
-            lock = stack.enter_context(open(folder / "lock", "w"))
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folder.mkdir(parents=True, exist_ok=True)
+                rows, tests = (stack.enter_context(open(folder / n, "a+b")) for n in (ROWS, TESTS))
+                fcntl.flock(rows, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another process is writing {output}") from None
-            rows, tests = (
-                stack.enter_context(open(folder / name, "a+b")) for name in (ROWS, TESTS)
-            )
+            except OSError as error:
+                raise ConfigError(f"cannot create {folder}: {error.strerror}") from None
             journal = cls(rows, tests)
-            if not output.exists():  # else these may be its tests
-                journal._continue(belongs_to)
+            journal._continue(belongs_to)
             try:
                 yield journal
             except (DataError, ConfigError) as error:
-                whole = (output / MANIFEST).exists()
-                if isinstance(error, DataError) or whole or not os.path.getsize(folder / ROWS):
-                    shutil.rmtree(folder)
+                if isinstance(error, DataError) or output.exists():
+                    _remove(folder)
                 raise
-            shutil.rmtree(folder)
+            _remove(folder)
 
     def add(self, entry: dict[str, Any], *, tests: str = "") -> None:
         """Add the next row's entry; `tests` go into tests.jsonl, and its `answer` says where."""
@@ -109,12 +100,7 @@ class Journal:
         self._flush()
         with open(self._rows.name, "rb") as file:
             next(file)
-            yield from (json.loads(line)["entry"] for line in file)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size on disk."""
-        return sum(os.fstat(file.fileno()).st_size for file in (self._rows, self._tests))
+            yield from map(json.loads, file)
 
     def link_tests(self, folder: Path) -> None:
         """Hard-link tests.jsonl into a folder."""
@@ -129,8 +115,7 @@ class Journal:
         self._flushed_at = time.monotonic()
 
     def _continue(self, belongs_to: dict[str, Any]) -> None:
-        """Find the last intact entry whose tests are there, and cut off what follows it."""
-        # Keep the lines of the same inputs, options and code, up to the first damaged one.
+        """Find the last whole entry whose tests are there, and cut off what follows it."""
         num_test_bytes = self._tests.seek(0, os.SEEK_END)
         self._rows.seek(0)
         head = self._rows.readline()
@@ -146,16 +131,9 @@ class Journal:
                 self.num_rows, self.last = self.num_rows + 1, entry
             if self.num_rows:
                 logger.warning("continuing after the %d rows of an interrupted run", self.num_rows)
-        elif found := _whole(head):
-            others = sorted(key for key in belongs_to if found.get(key) != belongs_to[key])
-            logger.warning(
-                "starting from the first row: the interrupted run had different %s",
-                ", ".join(others),
-            )
         elif head:
             logger.warning(
-                "starting from the first row: the journal of the interrupted run is damaged, or of "
-                "another version"
+                "starting from the first row: the interrupted run had other inputs, options or code"
             )
         # New lines replace whatever follows.
         for file, end in ((self._rows, rows_end), (self._tests, tests_end)):
@@ -165,31 +143,25 @@ class Journal:
             self._unwritten.append(_line(belongs_to))
 
 
-def _check_ours(folder: Path) -> None:
-    """Refuse a folder that holds other files than a journal's, because it is removed at the end.
-
-    Raises:
-        ConfigError: names the folder and the other files.
-        OSError: it cannot be read.
-    """
-    others = sorted({path.name for path in folder.iterdir()} - {"lock", ROWS, TESTS})
-    if folder.is_symlink() or others:
-        what = f"holds {', '.join(others[:3])}" if others else "is a link"
-        raise ConfigError(f"{folder} {what}, and is not the journal of an interrupted run")
+def _remove(folder: Path) -> None:
+    """Remove a journal's files, and the folder unless it holds others."""
+    for name in (ROWS, TESTS):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _line(entry: dict[str, Any]) -> bytes:
-    data = json.dumps(entry, sort_keys=True).encode()
-    return b'{"crc32": %d, "entry": %s}\n' % (zlib.crc32(data), data)
+    return json.dumps(entry, sort_keys=True).encode() + b"\n"
 
 
 def _whole(line: bytes) -> dict[str, Any] | None:
-    """The entry of a line; None if the line is damaged."""
+    """The entry of a line; None if the line was cut off."""
     try:
-        entry: dict[str, Any] = json.loads(line)["entry"]
-        return entry if line == _line(entry) else None
-    except (ValueError, TypeError, KeyError, RecursionError):
+        entry: dict[str, Any] = json.loads(line)
+    except ValueError:
         return None
+    return entry if line.endswith(b"\n") else None
 
 
 def _tests_end(entry: dict[str, Any] | None) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 PROBLEMS, DROPPED, MANIFEST = "problems.jsonl", "dropped.jsonl", "manifest.json"
+TESTS = "tests.jsonl"
+"""Tests of programs, one problem's per line, which rows of the problem file refer to."""
 
 
 @dataclass
@@ -28,47 +29,31 @@ class Counts:
     benchmarks: Counter[str] = field(default_factory=Counter)
     """Rows dropped as held out, by benchmark."""
 
-    def add(self, outcome: str, entry: dict[str, Any], details: dict[str, Any]) -> None:
-        """Count a row: `outcome` is `written`, or the rule that it broke, with its details."""
+    def add(self, entry: dict[str, Any]) -> None:
+        """Count a row by the rule that it broke."""
         self.read += 1
-        if outcome == "written":
-            self.written += 1
+        if rule := entry["rule"]:
+            self.dropped[rule] += 1
         else:
-            self.dropped[outcome] += 1
+            self.written += 1
         if entry["level"]:
-            self.levels.setdefault(entry["level"], Counter())[outcome] += 1
-        if outcome == "held_out":
-            self.benchmarks[details["same_as"].rpartition("-")[0]] += 1
+            self.levels.setdefault(entry["level"], Counter())[rule or "written"] += 1
+        if rule == "held_out":
+            self.benchmarks[entry["details"]["same_as"].rpartition("-")[0]] += 1
 
 
-class Output:
-    """Writer of the files in a folder."""
-
-    def __init__(self, problems: BinaryIO, dropped: BinaryIO) -> None:
-        self.counts = Counts()
-        self._problems = problems
-        self._dropped = dropped
-
-    @classmethod
-    @contextmanager
-    def open(cls, folder: Path) -> Iterator[Self]:
-        """Open the files; they are complete when the block ends."""
-        with ExitStack() as stack:
-            yield cls(*(stack.enter_context(open(folder / n, "wb")) for n in (PROBLEMS, DROPPED)))
-
-    def keep(self, entry: dict[str, Any]) -> None:
-        """Write a problem."""
-        row = {key: entry[key] for key in ("id", "prompt", "answer")}
-        self._problems.write(_line(row | ({"level": entry["level"]} if entry["level"] else {})))
-        self.counts.add("written", entry, {})
-
-    def drop(self, entry: dict[str, Any], rule: str, details: dict[str, Any]) -> None:
-        """Write a row to the list of dropped ones."""
-        row = {key: entry[key] for key in ("id", "file", "row")} | {"rule": rule} | details
-        problem = {"problem": entry["problem"]} if entry["problem"] else {}
-        self._dropped.write(_line(row | problem))
-        self.counts.add(rule, entry, details)
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"
+def write_rows(folder: Path, entries: Iterable[dict[str, Any]]) -> Counts:
+    """Write the rows that break no rule as problems, and list the others; returns their numbers."""
+    counts = Counts()
+    with open(folder / PROBLEMS, "wb") as problems, open(folder / DROPPED, "wb") as dropped:
+        for entry in entries:
+            counts.add(entry)
+            if entry["rule"]:
+                row = {key: entry[key] for key in ("id", "file", "row", "rule")} | entry["details"]
+                more, file = "problem", dropped
+            else:
+                row = {key: entry[key] for key in ("id", "prompt", "answer")}
+                more, file = "level", problems
+            row |= {more: entry[more]} if entry[more] else {}
+            file.write(json.dumps(row).encode() + b"\n")
+    return counts

@@ -112,8 +112,6 @@ def own(
     suffix: str = "",
     prompt_key: str = "prompt",
     answer_key: str = "answer",
-    level_key: str = "level",
-    id_key: str = "id",
     answer_after: str = "",
 ) -> Source:
     """Rows of the user's files; level and id are optional, and an id is then generated.
@@ -138,9 +136,9 @@ def own(
         True,
         (prompt_key, answer_key),
         read,
-        optional=(level_key, id_key),
-        id_of=lambda row: _plain(row.get(id_key)),
-        level_of=lambda row, path: _plain(row.get(level_key)),
+        optional=("level", "id"),
+        id_of=lambda row: _plain(row.get("id")),
+        level_of=lambda row, path: _plain(row.get("level")),
     )
 
 

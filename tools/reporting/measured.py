@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_recorded
 from gapo_megatron.config.counts import check_world_size
-from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.models.config_json import read_facts
 from gapo_tools.planner.flops import Shape
@@ -33,8 +32,6 @@ _NOT_A_STEP = ("evaluate", "checkpoint", "rounding")
 _WARM_UP_STEPS = 2
 """First steps that are left out if a run has more: compilation, first allocations."""
 _REPLACED = "rollout/replaced_group_share"
-_MOST = 1e30
-"""Largest value of a metric or a time; anything larger is damage and would give infinities."""
 _Row = Mapping[str, float]
 
 
@@ -72,9 +69,6 @@ class Measured:
 def read_measured(folder: Path, *, mean_prompt_tokens: float | None, name: str) -> Measured:
     """Read the measured steps of a run's newest start that has any.
 
-    If all steps of that start are warm-up (`_WARM_UP_STEPS`), an earlier start on as many ranks is
-    used.
-
     Args:
         folder: has config.toml, metrics.jsonl and timings.jsonl.
         mean_prompt_tokens: mean prompt length, which no metric holds; None: no workload.
@@ -106,8 +100,6 @@ def read_measured(folder: Path, *, mean_prompt_tokens: float | None, name: str) 
         raise ConfigError(f"{folder}: number of ranks unknown: {TIMINGS_NAME} has no {_WORLD_SIZE}")
     apart = int(max(row.get(_GENERATION_RANKS, 0) for row in (started, *timings)))
     rows = [metrics[int(row["step"])] for row in timings]
-    _check_numbers(folder / METRICS_NAME, rows)
-    _check_numbers(folder / TIMINGS_NAME, timings)
     try:
         check_world_size(config.parallel, ranks - apart)
         workload = None
@@ -127,7 +119,7 @@ def read_measured(folder: Path, *, mean_prompt_tokens: float | None, name: str) 
     others_s = [w - sum(one.values()) for w, one in zip(steps_s, by_step, strict=True)]
     return Measured(
         name=name,
-        shape=Shape.of(_model_of(folder, config)),
+        shape=Shape.of(read_facts(config.model.hf_dir)),
         config=config,
         num_training=ranks - apart,
         num_generation=apart,
@@ -142,31 +134,15 @@ def read_measured(folder: Path, *, mean_prompt_tokens: float | None, name: str) 
     )
 
 
-def _check_numbers(path: Path, rows: Sequence[_Row]) -> None:
-    """Refuse impossible numbers: most would cause a division by zero or infinities."""
-    for row in rows:
-        for key, value in row.items():
-            fits = (
-                0 <= value < 1 if key == _REPLACED else value > 0 if key == "time/step_s" else True
-            )
-            if not (fits and abs(value) < _MOST):
-                raise DataError(f"{path}: step {row['step']}: {key} = {value!r}")
-
-
 def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, list[_Row]]:
-    """The row of the newest useful start (empty if none was logged) and its timed steps."""
+    """The row of the newest start with timed steps (empty if none was logged), and these steps."""
     starts: list[tuple[_Row, list[_Row]]] = [({}, [])]
     for row in rows:
         if any(key.startswith("startup/") for key in row):
             starts.append((row, []))
         elif int(row["step"]) in trained and _is_timed(row):
             starts[-1][1].append(row)
-    timed = [one for one in starts if one[1]] or starts
-    ranks = timed[-1][0].get(_WORLD_SIZE)
-    long = [
-        one for one in timed if len(one[1]) > _WARM_UP_STEPS and one[0].get(_WORLD_SIZE) == ranks
-    ]
-    return (long or timed)[-1]
+    return ([one for one in starts if one[1]] or starts)[-1]
 
 
 def _is_timed(row: _Row) -> bool:
@@ -210,14 +186,4 @@ def _workload(config: Config, rows: Sequence[_Row], mean_prompt_tokens: float) -
         active_share=active,
         clipped_share=min(1.0, max(0.0, 1 - (1 - head_skipped) / trained)),
         spread=spread_of(mean=response, longest=longest, truncated_share=mean("rollout/truncated")),
-    )
-
-
-def _model_of(folder: Path, config: Config) -> Any:
-    """Facts of the model: from `model.hf_dir`, or from the run's export of the same model."""
-    for candidate in (Path(config.model.hf_dir), folder / "hf"):
-        if (candidate / "config.json").is_file():
-            return read_facts(candidate)
-    raise ConfigError(
-        f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
     )

@@ -75,7 +75,7 @@ class _Written:
 
 
 def write_report(folders: Sequence[Path], output_dir: Path, *, first: str | None = None) -> Report:
-    """Write `report.html`, `figures/` (PNG, PDF, LaTeX, CSV), and `samples.html` if runs have any.
+    """Write `report.html`, `figures/` (PNG, PDF, CSV), and `samples.html` if runs have any.
 
     Args:
         folders: run folders, or folders of run folders.

@@ -12,7 +12,6 @@ from rich.table import Table
 from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.formats.folder import claim
-from gapo_tools.jobs.status import read_statuses
 from gapo_tools.planner.flops import step_flops
 from gapo_tools.planner.hardware import CPU_NAME, Gpu
 from gapo_tools.reporting.arms import SIZES, learned_settings
@@ -45,33 +44,28 @@ def read_runs(
 
     Returns:
         Measured runs, sorted by model (smaller first), response limit, prompts, GPUs and layout;
-        a line for each run left out, with its state and the reason.
+        a line for each run left out, with the reason.
 
     Raises:
         DataError: see `find_trained`.
         ConfigError: no run can be read; lists all reasons.
     """
     ready, waiting = find_trained(folders)
-    reasons = dict.fromkeys(waiting, "no step yet")
+    left_out = [f"not measured: {folder.name}: no step yet" for folder in waiting]
     names = [folder.name for folder in ready]
     found = []
     for folder in ready:
+        name = str(folder) if names.count(folder.name) > 1 else folder.name
         try:
-            name = str(folder) if names.count(folder.name) > 1 else folder.name
             found.append(read_measured(folder, mean_prompt_tokens=mean_prompt_tokens, name=name))
         except GapoError as error:
-            reasons[folder] = str(error)
-    statuses = read_statuses(list(reasons))
-    left_out = [
-        f"not measured: {folder.name} ({status.state}): {' '.join([reason, status.why]).strip()}"
-        for (folder, reason), status in zip(reasons.items(), statuses, strict=True)
-    ]
+            left_out.append(f"not measured: {folder.name}: {error}")
     if not found:
         raise ConfigError("no run can be measured\n" + "\n".join(left_out))
     found.sort(
         key=lambda one: (
             one.shape.num_parameters,
-            model_name(one),
+            one.config.model.hf_dir,
             one.config.rollout.max_response_tokens,
             one.config.batch.rollout_prompts,
             one.num_ranks,
@@ -79,16 +73,6 @@ def read_runs(
         )
     )
     return found, left_out
-
-
-def model_name(one: Measured) -> str:
-    """Name of the model's folder."""
-    return Path(one.config.model.hf_dir).name
-
-
-def unit_names(gpu: Gpu) -> tuple[str, str]:
-    """Name of a rank's device, singular and plural."""
-    return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
 
 
 def layout_items(one: Measured, *, with_data_parallel: bool = True) -> list[str]:
@@ -111,6 +95,11 @@ def layout_items(one: Measured, *, with_data_parallel: bool = True) -> list[str]
 
 
 # -- rows and tables -------------------------------------------------------------------------------
+
+
+def unit_names(gpu: Gpu) -> tuple[str, str]:
+    """Name of a rank's device, singular and plural."""
+    return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
 
 
 def scaling_rows(runs: Sequence[Measured], *, gpu: Gpu) -> list[Row]:
@@ -149,7 +138,7 @@ def _row(one: Measured, gpu: Gpu) -> Row:
             update_mfu = flops.update / (update_s * peak)
     return {
         "run": one.name,
-        "model": model_name(one),
+        "model": Path(config.model.hf_dir).name,
         "gpus": number,
         "layout": " ".join(layout_items(one)),
         "max_response_tokens": config.rollout.max_response_tokens,

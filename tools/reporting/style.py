@@ -64,7 +64,7 @@ _SETTINGS = {
 }
 _METADATA = {"png": {}, "pdf": {"CreationDate": None}}
 """Metadata by kind of file: no dates, so that the same figure is the same file."""
-KINDS = (".csv", *(f".{kind}" for kind in _METADATA), ".tex")
+KINDS = (".csv", *(f".{kind}" for kind in _METADATA))
 """Endings of the files that `Exhibit.write` writes."""
 
 
@@ -81,7 +81,7 @@ class Exhibit:
     notes: list[str] = field(default_factory=list)
 
     def write(self, stem: Path) -> list[Path]:
-        """Write the data (CSV), the figure (PNG, PDF) and the table (LaTeX); inside `style`.
+        """Write the data (CSV) and the figure (PNG, PDF); inside `style`.
 
         Returns:
             The files: `stem` with their endings.
@@ -95,9 +95,6 @@ class Exhibit:
             for kind, metadata in _METADATA.items():
                 paths.append(stem.with_suffix(f".{kind}"))
                 self.figure.savefig(paths[-1], dpi=DPI, metadata=metadata)
-        if self.table is not None:
-            paths.append(stem.with_suffix(".tex"))
-            paths[-1].write_text(self.table.to_latex(), encoding="utf-8")
         return paths
 
 

@@ -112,8 +112,7 @@ def test_dtype(root, tmp_path):
         for dtype in (torch.bfloat16, torch.float16)
     }
     option = ("--dtype", "bf16", "--verify", "full")
-    done = succeeded(to_megatron(root / "qwen2", tmp_path / "half", *option))
-    assert done.out.count("bfloat16") == done.out.count("float32")
+    succeeded(to_megatron(root / "qwen2", tmp_path / "half", *option))
     succeeded(to_hf(tmp_path / "half", tmp_path / "back"))
     assert_equal(weights(tmp_path / "back"), expected[torch.bfloat16])
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -15,8 +15,8 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats import manifest
 from gapo_megatron.models.cpu_engine import is_cpu_build
 from gapo_megatron.run.early_checks import check_before_imports
+from gapo_tools.dry_run.command import print_dry_run, why_not_run
 from gapo_tools.dry_run.data import look_at_data
-from gapo_tools.dry_run.dry_run import print_dry_run, why_not_run
 from tests.chat_templates import put_family
 from tests.draft_setup import write_draft
 from tests.messages import mentions
@@ -100,14 +100,15 @@ def test_sizes_that_do_not_divide(
     assert all(name in str(caught.value) for name in names), caught.value
 
 
-def test_absences_are_said() -> None:
+def test_absences_and_the_sandbox_are_said() -> None:
     """Paths with brackets are no markup."""
     data = {"train_path": "/nowhere/[/x].jsonl"}
     reward = {"kind": "code", "sandbox": "apptainer:/[/x].sif"}
     text = text_of(make_config(data=data, reward=reward))
     assert "/nowhere does not exist" in text
     assert "/nowhere/[/x].jsonl does not exist" in text
-    assert "apptainer:/[/x].sif" in text
+    assert re.search(r"sandbox of programs\W+apptainer:/\[/x\].sif", text)
+    assert "sandbox of programs" not in text_of(make_config())
 
 
 def test_data_that_cannot_be_opened_is_named(
@@ -149,6 +150,10 @@ def test_it_says_what_drafts_take(tmp_path: Path) -> None:
 def test_a_reward_that_cannot_run_is_said() -> None:
     found = "".join(why_not_run(make_config(reward={"kind": "code", "python": "/no/python"})))
     assert "reward.sandbox ('bubblewrap'), reward.python ('/no/python')" in found
+    found = "".join(
+        why_not_run(make_config(reward={"kind": "code", "sandbox": "https://127.0.0.1:1"}))
+    )
+    assert "reward.sandbox ('https://127.0.0.1:1'): programs cannot be" in found
     assert not any("reward" in one for one in why_not_run(make_config()))
 
 
@@ -233,23 +238,14 @@ def test_a_clip_that_cannot_act_is_said(
     assert bool(named.search(" ".join(text.split()))) == is_inert
 
 
-def test_the_sandbox_is_said() -> None:
-    reward = {"kind": "code", "sandbox": "https://127.0.0.1:1"}
-    text = text_of(make_config(reward=reward))
-    assert re.search(r"sandbox of programs\W+https://127.0.0.1:1\W", text)
-    found = why_not_run(make_config(reward=reward))
-    assert any("reward.sandbox ('https://127.0.0.1:1'): programs cannot be" in one for one in found)
-    assert "sandbox of programs" not in text_of(make_config())
-
-
 def test_steps_per_epoch_come_from_the_file(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("{}\n" * 160 + "\n")  # a blank line is no problem
-    text = text_of(make_config(data={"train_path": str(data)}))
-    assert "5.00 (160 prompts), so 2.00 epochs" in text
+    config = make_config(data={"train_path": str(data)})
+    assert "5.00 (160 prompts), so 2.00 epochs" in text_of(config)
     data.write_text("\n")
     with pytest.raises(ConfigError, match=r"train\.jsonl\) contains no problems"):
-        text_of(make_config(data={"train_path": str(data)}))
+        text_of(config)
 
 
 def test_every_source_shows_its_prompts_and_epochs(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.run.inputs import read_problems
 from gapo_tools.demonstration import demo_task
-from gapo_tools.dry_run import dry_run
+from gapo_tools.dry_run import command as dry_run
+from gapo_tools.dry_run.command import look_at_inputs, print_dry_run
 from gapo_tools.dry_run.data import SAMPLE, Seen
-from gapo_tools.dry_run.dry_run import look_at_inputs, print_dry_run
 from tests.messages import mentions
 
 ROWS = [{"id": f"{i}", "prompt": "1+2=", "answer": "3"} for i in range(8)]

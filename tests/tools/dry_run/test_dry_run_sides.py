@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_tools.dry_run import dry_run
+from gapo_tools.dry_run import command as dry_run
 from gapo_tools.dry_run.data import Seen
 from gapo_tools.planner.deep_dry_run import print_deep_dry_run
 from tests import scaling_setup

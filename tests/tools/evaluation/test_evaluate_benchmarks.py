@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.errors import DataError
 from gapo_megatron.types import Outcome, Verdict
 from gapo_tools.demonstration import demo_task as arithmetic
 from gapo_tools.evaluation import sampler as sampling_module
@@ -22,7 +23,6 @@ from gapo_tools.evaluation.sampler import Sampler, Task, all_of, any_of
 from gapo_tools.evaluation.samples import (
     Sample,
     Solved,
-    keep_settings,
     read_samples,
     write_samples,
 )
@@ -99,7 +99,8 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeyp
     assert len(seeds) == 4 and len({one.seed for one in engine.asked}) == 4 + 10
     solved = read_samples(folder)
     assert [solved[f"aime24-{i}"].num_correct for i in range(5)] == [0, 0, 0, 2, 0]
-    assert solved["aime24-3"].samples[0] == Sample("\\boxed{3}", CORRECT, 10, False)
+    right = replace(CORRECT, answer="3")
+    assert solved["aime24-3"].samples[0] == Sample("\\boxed{3}", right, 10, False)
 
     results = collect_all(tmp_path, task, setting="qwen2.5-math-1.5b")
     write_results(results, tmp_path)
@@ -179,7 +180,7 @@ def test_instructions_are_judged_one_by_one(tmp_path, tokenizer) -> None:
     row = {
         "prompt": "p",
         "instruction_id_list": ["punctuation:no_comma", "keywords:existence"],
-        "kwargs": [{}, {"keywords": ["abc"]}],
+        "kwargs": [{"keywords": None}, {"keywords": ["abc"]}],
     }
     task = read_task("ifeval", put(tmp_path / "data", "a.jsonl", [row]), tokenizer)
     with rewards.start_pool(RewardConfig(kind="instructions"), num_workers=1) as pool:
@@ -241,37 +242,20 @@ def test_any_id_has_a_file_for_its_samples(tmp_path, name: str) -> None:
     assert [*read_samples(tmp_path / "samples")] == [name]
 
 
-def test_damaged_and_repeated_samples_are_refused(tmp_path) -> None:
-    write_samples(tmp_path, [solved("a", CORRECT), solved("b", WRONG)])
-    assert list(read_samples(tmp_path)) == ["a", "b"]
-    (tmp_path / "c.jsonl").write_text((tmp_path / "a.jsonl").read_text())
-    with pytest.raises(DataError, match=mentions("c.jsonl:1:", "problem a ", "another")):
-        read_samples(tmp_path)
-    (tmp_path / "c.jsonl").write_text('{"id": "c"}\n')
-    with pytest.raises(DataError, match=mentions("c.jsonl:1:", "samples", "remove")):
-        read_samples(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (lambda text: text[:-20], ["a.jsonl:2", "JSON"]),
         (lambda text: text.replace('"id": "b"', '"id": 3'), ["a.jsonl:2", "id"]),
         (lambda text: text.replace('tokens": 3', 'tokens": "3"'), ["a.jsonl:1", "num_tokens"]),
-        (lambda text: text.replace("false", "0"), ["a.jsonl:1", "truncated"]),
-        (lambda text: text.replace('"wrong"', '"bad"'), ["a.jsonl:1", "bad"]),
-        (lambda text: text.replace('"samples": [{', '"samples": ["a", {'), ["a.jsonl:1"]),
-        (lambda text: text.replace('"samples"', '"samples_"'), ["a.jsonl:1", "samples"]),
-        (
-            lambda text: text.replace('"reason"', '"instructions": ["correct"], "reason"'),
-            ["a.jsonl:1", "instructions"],
-        ),
-        (lambda text: "[" * 100_000 + "\n", ["a.jsonl:1", "nested"]),
-        (lambda text: text.encode() + b"\xff\n", ["a.jsonl:3", "UTF-8"]),
+        (lambda text: text.replace('"wrong"', '"bad"'), ["a.jsonl:1", "outcome"]),
+        (lambda text: text.replace('"id": "b"', '"id": "a"'), ["a.jsonl:2", "problem a "]),
+        (lambda text: text.encode() + b"\xff\n", ["a.jsonl:3", "JSON"]),
     ],
 )  # fmt: skip
 def test_samples_that_are_damaged_are_named_with_the_way_out(tmp_path, change, named) -> None:
     write_samples(tmp_path, [solved("a", CORRECT, WRONG), solved("b", WRONG)])
+    assert list(read_samples(tmp_path)) == ["a", "b"]
     damaged = change((tmp_path / "a.jsonl").read_text())
     (tmp_path / "a.jsonl").write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
     with pytest.raises(DataError, match=mentions(*named, "remove")):
@@ -290,13 +274,6 @@ def test_a_problem_with_too_few_samples_is_named(tmp_path) -> None:
             problem_ids={"aime24": ["aime24-0"]},
             seeds=[0],
         )
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"temperature": 1.0', '{"temperature": NaN}'])
-def test_settings_that_are_damaged_are_named(tmp_path, text) -> None:
-    (tmp_path / "settings.json").write_text(text)
-    with pytest.raises(ConfigError, match=mentions(tmp_path / "settings.json")):
-        keep_settings(tmp_path / "settings.json", {"temperature": 1.0})
 
 
 def test_figures_leave_unknown_verdicts_out() -> None:

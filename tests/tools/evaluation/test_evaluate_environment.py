@@ -13,9 +13,8 @@ import pytest
 from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.errors import ConfigError
 from gapo_tools import evaluate as tool
-from gapo_tools.evaluation.chosen import judge_of
+from gapo_tools.evaluation.chosen import judge_of, with_prompts_of_config
 from gapo_tools.evaluation.compare import Method
-from gapo_tools.evaluation.hints import hints
 from gapo_tools.evaluation.paper import Sampling
 from gapo_tools.evaluation.result_tables import results_tables
 from gapo_tools.evaluation.results import read_results, write_results
@@ -161,37 +160,25 @@ def test_seeds_of_a_method_have_the_same_environment(tmp_path: Path, tokenizer) 
     assert sampling_of(stop=["</a>"]) != SAMPLING
 
 
-def test_a_config_whose_prompts_or_environment_the_command_does_not_use_is_said(
-    tmp_path: Path,
-) -> None:
+def test_prompts_are_made_as_in_training_where_no_option_says_how(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    base = ("--model", "m", "--output", "o", "--config", path)
-    tools = EnvironmentConfig(kind="tools")
-
-    def said(*options: str, acts: EnvironmentConfig = tools) -> list[str]:
-        return hints(parse(*base, *options), acts, has_template=True)
-
-    for options, is_said in (((), True), (("--chat-template",), False)):
-        given = parse("--model", "m", "--output", "o", *options)
-        assert bool(hints(given, tools, has_template=True)) == is_said
-    path.write_text("[environment]\nkind = 'tools'\n")
-    assert ["--chat-template" in one for one in said()] == [True]  # no [data] to go by
     path.write_text(
-        "[data]\nchat_template = true\nsystem_prompt = 'be brief'\n"
-        "chat_template_kwargs = { enable_thinking = false }\n"
+        "[data]\nchat_template = true\nsystem_prompt = 'be brief'\nend_tokens = ['</s>']\n"
     )
-    remedies = ("--chat-template", "--system-prompt 'be brief'", "--chat-template-kwargs '{")
-    assert all(f"give {one}" in hint for one, hint in zip(remedies, said(), strict=True))
-    variables = '{"enable_thinking": false}'
-    same = ("--chat-template", "--system-prompt", "be brief", "--chat-template-kwargs", variables)
-    assert said(*same) == []
-    path.write_text("[data]\n")
-    options = [one.split()[0] for one in remedies]
-    assert all(f"leave out {one}" in hint for one, hint in zip(options, said(*same), strict=True))
+    base = ("--model", "m", "--output", "o")
 
-    alone = EnvironmentConfig()
-    (hint,) = said(acts=alone)
-    assert "--problems" in hint and "one_turn" in hint
-    (hint,) = said("--environment", "tools")
-    assert "--environment" in hint
-    assert said("--problems", "a.jsonl", acts=alone) == []
+    def made(*options: object) -> tuple[object, ...]:
+        given = with_prompts_of_config(parse(*base, *options))
+        return (
+            given.chat_template,
+            given.system_prompt,
+            given.chat_template_kwargs,
+            given.end_tokens,
+        )
+
+    assert made() == (False, "", {}, [])
+    assert made("--config", path) == (True, "be brief", {}, ["</s>"])
+    options = ("--system-prompt", "be long", "--chat-template-kwargs", '{"a": 1}')
+    assert made("--config", path, *options) == (True, "be long", {"a": 1}, ["</s>"])
+    path.write_text("[environment]\nkind = 'tools'\n")
+    assert made("--config", path, "--chat-template") == (True, "", {}, [])

@@ -17,7 +17,7 @@ from gapo_tools import evaluate as tool
 from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from gapo_tools.evaluation.compare import Method, compare
 from gapo_tools.evaluation.paper import Sampling, read_settings
-from gapo_tools.evaluation.result_tables import powers_of_two, results_tables
+from gapo_tools.evaluation.result_tables import results_tables
 from gapo_tools.evaluation.results import (
     RESULTS_FILE,
     Results,
@@ -25,7 +25,7 @@ from gapo_tools.evaluation.results import (
     read_results,
     write_results,
 )
-from gapo_tools.evaluation.table import Table, with_interval
+from gapo_tools.evaluation.table import with_interval
 from tests.messages import mentions
 
 SIX = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
@@ -41,7 +41,6 @@ def seed_result(pass_1: float, pass_2: float = math.nan, *, unknown: int = 0) ->
         truncated=0.125,
         response_tokens=100.4,
         counts=counts,
-        instructions={},
     )
 
 
@@ -218,19 +217,6 @@ def test_published_figures_that_were_sampled_otherwise_say_so() -> None:
     assert "Sampling settings differ" not in " ".join(table.notes)
 
 
-def test_special_characters_are_escaped() -> None:
-    table = Table("a_b in %", ["x", "Δ & y"], [["m_1", "+1.00**"], ["n", "1±2"]], notes=["p < 1"])
-    assert table.to_latex().splitlines()[3:8] == [
-        "\\toprule",
-        "x & $\\Delta$ \\& y \\\\",
-        "\\midrule",
-        "m\\_1 & +1.00$^{**}$ \\\\",
-        "n & 1$\\pm$2 \\\\",
-    ]
-    assert "\\caption{a\\_b in \\%. p $<$ 1}" in table.to_latex()
-    assert "| m_1 | +1.00\\*\\* |" in table.to_markdown()
-
-
 def test_tables_of_one_evaluation() -> None:
     evaluation = results(
         {
@@ -272,10 +258,6 @@ def test_problems_solved_in_more_than_a_twentieth_of_samples_are_counted() -> No
     assert dict(zip(samples.columns, row, strict=True))["solved > 5 %"] == "1.5"
 
 
-def test_powers_of_two_up_to_n() -> None:
-    assert [powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
 def test_average_needs_all_six_under_the_same_seed() -> None:
     values = {name: [seed_result(0.1 * i, 1.0)] for i, name in enumerate(SIX)}
     assert results(values).values("average", 1) == [pytest.approx(0.25)]
@@ -307,16 +289,8 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
     [
         ("{", "", ["JSON"]),
         ("0.125", "NaN", ["NaN"]),
-        ("0.125", "1" + "0" * 5000, ["largest"]),
-        ('"model": "runs/gapo/hf"', '"model": null', ["model"]),
         ('"num_samples": 2', '"num_samples": "2"', ["sampling.num_samples"]),
-        ('"num_samples": 2', '"num_samples": 3', ["sampling.num_samples", "pass_at_k", "aime24"]),
-        ('"problems_at_k": [\n     4', '"problems_at_k": [\n     4,4', ["problems_at_k", "aime24"]),
-        ('"aime24": {', '"aime23": {', ["benchmarks.aime23", "file"]),
         ('"0": {', '"x": {', ["benchmarks.aime24.x"]),
-        ('"aime24": "', '"aime25": "', ["aime24", "file"]),
-        ('"p-0": [\n      2', '"p-0": [\n      0', ["aime24", "counts"]),
-        ('"instructions": {', '"instructions": {"prompt": 1.0', ["instructions", "prompt_strict"]),
     ],
 )
 def test_results_that_are_damaged_are_refused_by_field(tmp_path, old, new, named) -> None:
@@ -340,10 +314,6 @@ def test_the_tool_compares(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--compare", *map(str, folders)])
     assert tool.main() == 0
     assert "gapo (published)  17.9/63.3" in capsys.readouterr().out
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {
-        "comparison.md",
-        "comparison.tex",
-        "comparison.png",
-        ".gapo_megatron_evaluate.json",
-    }
+    written = (tmp_path / "out/comparison.md").read_text()
+    assert re.search(r"\| gapo \(published\) \| +17\.9/63\.3 \|", written)
+    assert re.search(r"\| gapo +\| +\*\*50\.0/60\.0\*\* \|", written)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from gapo_tools.demonstration import demo_task as arithmetic
 from gapo_tools.evaluation import code_digest
 from gapo_tools.evaluation.benchmarks import BENCHMARKS
 from gapo_tools.evaluation.chosen import date_of_run
-from gapo_tools.evaluation.options import named_as_options
 from gapo_tools.evaluation.options import parse as parse_options
 from gapo_tools.evaluation.paper import Sampling, read_settings
 from tests.convert_setup import pack_experts, pack_linears
@@ -125,10 +125,7 @@ def test_a_killed_evaluation_continues_on_other_ranks(root: Path) -> None:
     assert len(figures["pass_at_k"]) == NUM_SAMPLES
     assert re.search(rf"^IFEval +{100 * solved:.2f} ", output, re.MULTILINE)
     names = {path.name for path in (root / "out").iterdir()}
-    assert names == {
-        *("ifeval", "settings.json", "solve_rates.png"),
-        *("results.json", "results.md", "results.tex"),
-    }
+    assert names == {"ifeval", "settings.json", "results.json", "results.md"}
 
 
 def parse(*options: object) -> argparse.Namespace:
@@ -183,18 +180,18 @@ def quantized(root: Path, model_type: str) -> Path:
 @pytest.mark.parametrize(
     ("model_type", "options", "named"),
     [
-        ("gpt_oss", ["--precision", "fp32"], ["--precision ('fp32') must be 'bf16' for"]),
-        ("gpt_oss", ["--precision", "fp16"], ["--precision ('fp16') must be 'bf16' for"]),
+        ("gpt_oss", ["--precision", "fp32"], ["model.precision ('fp32') must be 'bf16' for"]),
+        ("gpt_oss", ["--precision", "fp16"], ["model.precision ('fp16') must be 'bf16' for"]),
         ("deepseek_v3", ["--precision", "fp32"], ["('fp32') must be 'bf16' or 'fp16' for"]),
-        ("deepseek_v3", ["--tensor-parallel-size", 4], ["--tensor-parallel-size (4)", "(6)"]),
+        ("deepseek_v3", ["--tensor-parallel-size", 4], ["rollout.tensor_parallel_size (4)", "(6)"]),
         (
             "deepseek_v3",
             ["--precision", "fp16", "--max-response-tokens", 241],
-            ["--max-prompt-tokens + --max-response-tokens (257)", 256],
+            ["data.max_prompt_tokens + rollout.max_response_tokens (257)", 256],
         ),
     ],
 )
-def test_what_vllm_cannot_do_with_a_model_is_said_of_the_options(
+def test_what_vllm_cannot_do_with_a_model_is_said(
     root, tmp_path, monkeypatch, model_type, options, named
 ) -> None:
     """Before anything is written, so that the corrected command may use the folder."""
@@ -208,60 +205,54 @@ def test_what_vllm_cannot_do_with_a_model_is_said_of_the_options(
     assert not (tmp_path / "o").exists()
 
 
+LIMITS = ("--num-samples", 1, "--max-response-tokens", 8)
+
+
+def keep(folder: Path, *options: object, date: str = "", **environment: object) -> dict[str, Any]:
+    """Begin or continue an evaluation with these options; the settings that its folder keeps."""
+    arguments = parse("--model", folder, "--output", folder / "out", *LIMITS, *options)
+    acts = EnvironmentConfig.model_validate(environment)
+    sampling = tool._sampling(arguments, {}, acts)
+    tool._keep_settings(arguments, sampling, {}, acts, date=date)
+    kept: dict[str, Any] = json.loads((folder / "out/settings.json").read_text())
+    return kept
+
+
 def test_samples_of_two_models_do_not_mix(tmp_path) -> None:
-    options = ("--output", tmp_path / "out", "--num-samples", 1, "--max-response-tokens", 8)
-    arguments = parse("--model", tmp_path, *options)
-    sampling = tool._sampling(arguments, {}, ONE_TURN)
     with pytest.raises(ConfigError, match=mentions("--model", tmp_path, ".safetensors")):
-        tool._keep_settings(arguments, sampling, {}, ONE_TURN)
+        keep(tmp_path)
     for name in (
         *("model.safetensors", "tokenizer_config.json", "chat_template.jinja"),
         *("merges.txt", "tokenizer.model"),
     ):
         (tmp_path / name).write_text("one")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        tool._keep_settings(arguments, sampling, {}, ONE_TURN)
-        tool._keep_settings(arguments, sampling, {}, ONE_TURN)
+        assert keep(tmp_path) == keep(tmp_path)
         (tmp_path / name).write_text("another")
         with pytest.raises(ConfigError, match=mentions("model_sha256", "--output")):
-            tool._keep_settings(arguments, sampling, {}, ONE_TURN)
+            keep(tmp_path)
 
 
-def test_the_templates_settings_reach_the_prompts_and_the_folder(tmp_path) -> None:
+def test_prompts_of_other_settings_or_days_do_not_mix(tmp_path) -> None:
     (tmp_path / "model.safetensors").write_text("")
-    limits = ("--num-samples", 1, "--max-response-tokens", 8)
-    command = ("--model", tmp_path, "--output", tmp_path / "out", "--chat-template", *limits)
-    plain = parse(*command)
-    sampling = tool._sampling(plain, {}, ONE_TURN)
-    tool._keep_settings(plain, sampling, {}, ONE_TURN)
+    keep(tmp_path, "--chat-template", date="2026-07-01")
+    assert freeze_date(tmp_path / "out") == "2026-07-01", "also without the option"
     silent = {"enable_thinking": False}
-    for options, expected in (
-        (("--system-prompt", "be\nbrief"), ("be\nbrief", {})),
-        (("--chat-template-kwargs", json.dumps(silent)), ("", silent)),
+    for options, key, value in (
+        (("--system-prompt", "be\nbrief"), "system_prompt", "be\nbrief"),
+        (("--chat-template-kwargs", json.dumps(silent)), "chat_template_kwargs", silent),
+        (("--template-date", "2026-07-01"), "template_date", "2026-07-01"),
     ):
-        arguments = parse(*command, *options)
-        data = tool._config(arguments, sampling, ONE_TURN).data
-        assert (data.system_prompt, data.chat_template_kwargs) == expected
-        with pytest.raises(ConfigError, match=mentions("--output")):
-            tool._keep_settings(arguments, sampling, {}, ONE_TURN)
-    with pytest.raises(SystemExit):
-        parse(*command, "--chat-template-kwargs", "enable_thinking")
-
-
-def test_samples_of_two_days_do_not_mix(tmp_path) -> None:
-    (tmp_path / "model.safetensors").write_text("")
-    limits = ("--num-samples", 1, "--max-response-tokens", 8)
-    output = tmp_path / "out"
-    options = ("--chat-template", "--template-date", "2026-07-01")
-    arguments = parse("--model", tmp_path, "--output", output, *options, *limits)
-    sampling = tool._sampling(arguments, {}, ONE_TURN)
-    assert tool._config(arguments, sampling, ONE_TURN).data.template_date == "2026-07-01"
-    for _ in range(2):
-        tool._keep_settings(arguments, sampling, {}, ONE_TURN, date="2026-07-01")
-        assert freeze_date(output) == "2026-07-01", "also without the option"
+        arguments = parse("--model", "m", "--output", "o", *LIMITS, "--chat-template", *options)
+        config = tool._config(arguments, tool._sampling(arguments, {}, ONE_TURN), ONE_TURN)
+        assert getattr(config.data, key) == value
+        if key != "template_date":
+            with pytest.raises(ConfigError, match=mentions(key, "--output")):
+                keep(tmp_path, "--chat-template", *options, date="2026-07-01")
     with pytest.raises(ConfigError, match=mentions("2026-07-01", "2026-07-02", "--output")):
-        tool._keep_settings(arguments, sampling, {}, ONE_TURN, date="2026-07-02")
-    assert freeze_date(output) == "2026-07-01"
+        keep(tmp_path, "--chat-template", date="2026-07-02")
+    with pytest.raises(SystemExit):
+        parse("--chat-template-kwargs", "enable_thinking")
 
 
 def test_an_evaluation_has_the_date_of_the_run(tmp_path) -> None:
@@ -278,21 +269,12 @@ def test_an_evaluation_has_the_date_of_the_run(tmp_path) -> None:
 def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:
     """Of another kind, with other settings, code, ends of turns or limits; or of none."""
     (tmp_path / "model.safetensors").write_text("")
-    limits = ("--num-samples", 1, "--max-response-tokens", 8)
-    arguments = parse("--model", tmp_path, "--output", tmp_path / "out", *limits)
-
-    def keep(**environment: object) -> dict[str, object]:
-        acts = EnvironmentConfig.model_validate(environment)
-        tool._keep_settings(arguments, tool._sampling(arguments, {}, acts), {}, acts)
-        kept: dict[str, object] = json.loads((tmp_path / "out/settings.json").read_text())
-        return kept
-
-    keep()
+    keep(tmp_path)
     with pytest.raises(ConfigError, match=mentions("environment.kind", "tools", "--output")):
-        keep(kind="tools")
+        keep(tmp_path, kind="tools")
     shutil.rmtree(tmp_path / "out")
     whole = {"kind": "a.py:A", "settings": {"n": 1}, "code": "x", "stop": ["</a>"]}
-    assert keep(**whole)["environment"] == keep(**whole, max_concurrent=2)["environment"]
+    assert keep(tmp_path, **whole) == keep(tmp_path, **whole, max_concurrent=2)
     for other in (
         *({"settings": {"n": 2}}, {"code": "y"}, {"stop": []}),
         *({"call_timeout_s": 61}, {"episode_timeout_s": 601}),
@@ -300,10 +282,8 @@ def test_samples_of_two_environments_do_not_mix(tmp_path) -> None:
         with pytest.raises(
             ConfigError, match=mentions("environment", *other, "--output")
         ) as caught:
-            keep(**whole | other)
+            keep(tmp_path, **whole | other)
         assert "a.py:A" not in str(caught.value)  # the difference alone
-    with pytest.raises(ConfigError, match=mentions("environment", "--output")):
-        keep()
 
 
 def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
@@ -391,9 +371,3 @@ def test_a_setting_gives_what_the_command_line_does_not() -> None:
     assert tool._sampling(arguments, read_settings(), ONE_TURN) == Sampling(4, 1.0, 1.0, 8192)
     assert arguments.benchmarks == [*BENCHMARKS][:6]
     assert parse("--compare", "a", "b").compare == ["a", "b"]
-
-
-def test_settings_are_named_as_the_options_that_set_them() -> None:
-    with pytest.raises(ConfigError) as caught, named_as_options():
-        raise ConfigError("model.precision ('fp32') for /data/model.precision/x (rollout.draft)")
-    assert str(caught.value) == "--precision ('fp32') for /data/model.precision/x (rollout.draft)"

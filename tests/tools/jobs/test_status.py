@@ -64,19 +64,21 @@ def test_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_was_only_submitted(tmp_path: Path) -> None:
-    write(tmp_path / "code" / "submitted" / "config.toml", "[run]\nnum_steps = 3\n")
+def test_a_run_is_as_its_newest_submission_says(tmp_path: Path) -> None:
+    """Also where it was trained without the launcher, or never started."""
+    write(tmp_path / "code" / "17" / "config.toml", "[run]\nnum_steps = 4\n")
     status = read_status(tmp_path)
     assert (status.state, status.job, status.attempts, status.steps) == ("queued", "", 0, 0)
     assert (status.reward, status.pass_at_1, status.elapsed_s) == (None, None, 0)
-
-
-def test_finished_is_of_the_newest_submission(tmp_path: Path) -> None:
-    make_run(tmp_path, num_steps=4, steps=4, outcome="finished")
+    write(tmp_path / "finished.json", '{"num_steps": 4}')
     assert read_status(tmp_path).state == "finished"
-    write(tmp_path / "code" / "18" / "config.toml", "[run]\nnum_steps = 8\n")
-    status = read_status(tmp_path)
-    assert (status.state, status.num_steps) == ("stopped", 8)
+    launched = tmp_path / "launched"
+    make_run(launched, num_steps=4, steps=4, outcome="finished")
+    assert read_status(launched).state == "finished"
+    for run_dir, state in ((tmp_path, "queued"), (launched, "stopped")):
+        write(run_dir / "code" / "18" / "config.toml", "[run]\nnum_steps = 8\n")
+        status = read_status(run_dir)
+        assert (status.state, status.num_steps) == (state, 8)
 
 
 def test_the_newest_attempt_counts_and_its_failure_is_named(tmp_path: Path) -> None:
@@ -94,21 +96,16 @@ def test_the_newest_attempt_counts_and_its_failure_is_named(tmp_path: Path) -> N
 
 
 def test_finds_runs_of_a_folder(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        make_run(tmp_path / "study" / name)
-    write(tmp_path / "study" / "submitit" / "log", "")
-    assert find_runs(tmp_path / "study") == [tmp_path / "study" / name for name in "ab"]
-    assert find_runs(tmp_path / "study" / "b") == [tmp_path / "study" / "b"]
+    """Submitted ones, and those that were not."""
+    study = tmp_path / "study"
+    make_run(study / "b")
+    write(study / "a" / "config.toml", "[run]\nnum_steps = 7\n")
+    write(study / "submitit" / "log", "")
+    assert find_runs(study) == [study / name for name in "ab"]
+    assert find_runs(study / "b") == [study / "b"]
     assert find_runs(tmp_path) == find_runs(tmp_path / "nowhere") == []
-
-
-def test_a_run_that_was_not_submitted_is_found_too(tmp_path: Path) -> None:
-    run_dir = tmp_path / "runs" / "demo"
-    write(run_dir / "config.toml", "[run]\nnum_steps = 7\n")
-    assert find_runs(tmp_path / "runs") == [run_dir]
-    assert read_status(run_dir).state == "queued"
-    write(run_dir / "metrics.jsonl", json.dumps({"step": 2, "reward/mean": 0.5}) + "\n")
-    status = read_status(run_dir)
+    write(study / "a" / "metrics.jsonl", json.dumps({"step": 2, "reward/mean": 0.5}) + "\n")
+    status = read_status(study / "a")
     assert (status.state, status.steps, status.num_steps) == ("started", 3, 7)
 
 
@@ -226,11 +223,3 @@ def test_an_owner_that_is_no_launcher_is_not_alive(tmp_path: Path, owner: str) -
     make_run(tmp_path)
     write(tmp_path / "OWNER", owner.replace("this", str(os.getpid())))
     assert read_status(tmp_path).state == "failed"
-
-
-def test_a_run_without_a_launcher_is_finished_too(tmp_path: Path) -> None:
-    write(tmp_path / "code" / "17" / "config.toml", "[run]\nnum_steps = 9\n")
-    write(tmp_path / "finished.json", '{"num_steps": 9}')
-    assert read_status(tmp_path).state == "finished"
-    write(tmp_path / "code" / "18" / "config.toml", "[run]\nnum_steps = 10\n")
-    assert read_status(tmp_path).state == "queued"

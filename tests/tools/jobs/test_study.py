@@ -77,8 +77,10 @@ def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Pat
 def test_a_name_is_of_the_runs_own_settings(tmp_path: Path) -> None:
     """Another value, added later, must not give the first runs other folders."""
     text = "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = {}\n"
-    assert names_of(tmp_path, text.format(["a b+c", "d"])) == ["num_steps_5-a_b+c", "num_steps_5-d"]
-    assert names_of(tmp_path, text.format(["d"])) == ["num_steps_5-d"]
+    runs = runs_of(tmp_path, text.format(["a b+c", "7"]))
+    assert [run.name for run in runs] == ["num_steps_5-a_b+c", "num_steps_5-7"]
+    assert runs[1].config.metrics.wandb_project == "7"  # no number, as it would be in an override
+    assert runs_of(tmp_path, text.format(["7"]))[0].name == runs[1].name
 
 
 def test_branches_are_told_apart_by_what_they_left(tmp_path: Path) -> None:
@@ -221,13 +223,6 @@ def test_overrides_that_contradict_the_study(tmp_path: Path, override: str, word
     path = study_file(tmp_path, HEAD + "[grid]\nrun.seed = [0, 1]\n")
     with pytest.raises(ConfigError, match=words):
         read_study(path, [override])
-
-
-def test_values_of_a_study_are_not_read_twice(tmp_path: Path) -> None:
-    """A string stays one, whatever it would be as an override."""
-    text = "[[runs]]\nmetrics.wandb_project = '7'\n[[runs]]\nmetrics.wandb_project = 'a'\n"
-    runs = runs_of(tmp_path, text)
-    assert [run.config.metrics.wandb_project for run in runs] == ["7", "a"]
 
 
 def test_runs_may_ask_for_resources_of_their_own(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_layouts_memory_and_overrides_are_printed(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     stages = ["parallel.pipeline_model_parallel_size=4"]
     stages += ["parallel.num_layers_in_last_pipeline_stage=4"]
-    assert tool.main([CONFIG, "--nodes", "2", model, *stages, "--top", "3"]) == 0
+    assert tool.main([CONFIG, "--nodes", "2", model, *stages]) == 0
     out = capsys.readouterr().out
     shown = ("16 x h200", "yours", "4, unequal", "kv cache", "1,531", "do not run", "Remove num_")
     for words in (*shown, " parallel.tensor_model_parallel_size="):
@@ -57,7 +57,7 @@ def test_a_model_that_cannot_be_planned(tmp_path, capsys, fields, words):
     [
         ([], "CONFIG"),
         (["run.seed=1"], "CONFIG comes first"),
-        ([CONFIG, "--nodes", "-4"], "-4 must be a whole number of 1 or more"),
+        ([CONFIG, "--nodes", "-4"], "'-4' must be a whole number of 1 or more"),
         (["measure", "x"], "--gpu"),
         (["measure", "--gpu", "h20"], "RUN"),
         (["measure", "x", "y", "--gpu", "h20"], "--output"),

@@ -14,7 +14,7 @@ from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.rollout.transfer import TRANSFER_BYTES
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import BUCKET_BYTES, memory
-from gapo_tools.planner.planner import Plan, plan
+from gapo_tools.planner.plans import Plan, plan
 from gapo_tools.planner.tables import pipeline_ranks
 from gapo_tools.planner.times import SidesTime, step_time
 from tests.messages import mentions

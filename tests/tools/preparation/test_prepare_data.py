@@ -265,11 +265,10 @@ def test_deepcoder_drops_unreadable_tests_and_long_prompts_but_no_duplicates(run
 
 def test_own_files_have_keys_of_ones_own_and_ids_where_they_have_none(run, tmp_path):
     rows = [
-        {"q": "How far?", "a": 5, "subject": "roads", "name": 17},
-        {"q": "How wide?", "a": "6", "subject": None},
+        {"q": "How far?", "a": 5, "level": "roads", "id": 17},
+        {"q": "How wide?", "a": "6", "level": None},
     ]
-    options = ("--prompt-key=q", "--answer-key=a", "--level-key=subject", "--id-key=name")
-    assert run("own", rows, *options, suffix=".json") == 0
+    assert run("own", rows, "--prompt-key=q", "--answer-key=a", suffix=".json") == 0
     assert written(tmp_path / "out") == [
         {"id": "17", "prompt": "How far?", "answer": "5", "level": "roads"},
         {"id": "own-1", "prompt": "How wide?", "answer": "6"},
@@ -361,19 +360,3 @@ def test_ids_used_twice_other_files_and_an_output_that_exists_are_errors(run, tm
     (tmp_path / "out").mkdir()
     assert run("own", rows) == 2
     assert re.search(mentions(tmp_path / "out", "exists", "--output"), capsys.readouterr().err)
-
-
-def test_a_second_call_says_what_is_there_and_of_what_it_was_made(run, tmp_path, capsys):
-    rows = [{"prompt": text, "answer": "1"} for text in ("b", "c")]
-    assert run("own", rows) == 0
-    for given, options, said in (
-        (rows, (), mentions("2 problems", "same", "remove")),
-        (rows, ("--suffix", "!"), mentions("2 problems", "options.suffix was '', is '!'")),
-        (rows[:1], (), mentions("2 problems", "inputs was")),
-    ):
-        capsys.readouterr()
-        assert run("own", given, *options) == 2
-        assert re.search(said, capsys.readouterr().err)
-    (tmp_path / "out" / "manifest.json").write_text("{}")
-    assert run("own", rows) == 2
-    assert re.search(mentions(tmp_path / "out", "manifest.json"), capsys.readouterr().err)

@@ -23,7 +23,7 @@ from gapo_tools.preparation.journal import Journal
 from tests.messages import mentions
 from tests.prepare_data_setup import put, put_benchmarks, put_tokenizer
 
-module = importlib.import_module("gapo_tools.preparation.prepare")  # not the function
+module = importlib.import_module("gapo_tools.preparation.problem_folder")  # not the function
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
 
@@ -92,8 +92,8 @@ def killed_at(number: int, call: Callable[[], None]) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **options)
 
-        for module, name in ((os, "fsync"), (os, "link"), (os, "rename"), (shutil, "rmtree")):
-            setattr(module, name, functools.partial(step, getattr(module, name)))
+        for name in ("fsync", "link", "rename", "unlink"):
+            setattr(os, name, functools.partial(step, getattr(os, name)))
         try:
             call()
         finally:
@@ -152,7 +152,6 @@ def interrupted(make, source: Source, files: list[Path], **different) -> Path:
         ("rows.jsonl", lambda data: data + b'{"id": "deepcoder-4", "answ'),
         ("rows.jsonl", lambda data: data + b"\0" * 100 + b"\n"),
         ("rows.jsonl", lambda data: data[:-1]),
-        ("rows.jsonl", lambda data: data.replace(b"Add", b"Odd")),
         ("tests.jsonl", lambda data: data + b"half of a te"),
         ("tests.jsonl", lambda data: b""),
     ],
@@ -177,19 +176,20 @@ def test_only_the_same_command_goes_on(tmp_path, make, caplog, monkeypatch):
         return caplog.text
 
     assert re.search(r"\b3 rows\b", said())
-    assert "options" in said(options={"a": 1})
-    assert "benchmarks" in said(held_out=None)
-    hidden = interrupted(make, deepcoder(), files)
+    assert "first row" in said(options={"a": 1})
+    assert "first row" in said(held_out=None)
+    interrupted(make, deepcoder(), files)
     put(files[0], json.loads(files[0].read_text())[:4])
     make(deepcoder(), files, "out")
-    assert "inputs" in caplog.messages[-1]
-    assert not hidden.exists()
+    assert "first row" in caplog.messages[-1]
     assert len((tmp_path / "out" / "problems.jsonl").read_text().splitlines()) == 5
     shutil.rmtree(tmp_path / "out")
-    interrupted(make, deepcoder(), files)
     monkeypatch.setattr(module, "code_sha256", lambda *parts: "changed")
+    assert "3 rows" in said()
+    interrupted(make, deepcoder(), files)
+    monkeypatch.setattr(module, "code_sha256", lambda *parts: "changed again")
     make(deepcoder(), files, "out")
-    assert re.search(r"\bcode\b", caplog.messages[-1])
+    assert "first row" in caplog.messages[-1]
 
 
 def test_an_id_that_was_used_before_the_interruption_is_an_error(tmp_path, make):
@@ -210,25 +210,13 @@ def test_one_process_at_a_time_makes_an_output(tmp_path, make):
     make(deepcoder(), programs(tmp_path), "out")
 
 
-def test_an_input_at_fault_leaves_nothing_and_a_full_disk_what_is_done(tmp_path, make, monkeypatch):
-    files = programs(tmp_path)
-    files[1] = put(files[1].with_suffix(".jsonl"), [{"other": 1}])
-    with pytest.raises(DataError, match=mentions(f"{files[1]}:1", "deepcoder")):
-        make(deepcoder(), files, "out")
-    assert not list(tmp_path.glob(".out*"))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "_write", full)
-    with pytest.raises(OSError, match="No space"):
-        make(deepcoder(), files[:1], "out")
-    assert [path.name for path in tmp_path.glob(".out*")] == [".out.unfinished"]
-
-
-def test_a_disk_that_is_full_at_the_very_end_costs_no_rows(tmp_path, make, monkeypatch):
+def test_an_input_at_fault_leaves_nothing_and_a_full_disk_all_findings(tmp_path, make, monkeypatch):
     files = programs(tmp_path)
     make(deepcoder(), files, "whole")
+    wrong = put(files[1].with_suffix(".jsonl"), [{"other": 1}])
+    with pytest.raises(DataError, match=mentions(f"{wrong}:1", "deepcoder")):
+        make(deepcoder(), [files[0], wrong], "out")
+    assert not list(tmp_path.glob(".out*"))
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -237,7 +225,7 @@ def test_a_disk_that_is_full_at_the_very_end_costs_no_rows(tmp_path, make, monke
         broken.setattr(folder_module, "_publish", full)
         with pytest.raises(OSError, match="No space"):
             make(deepcoder(), files, "out")
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.glob("*out*")] == [".out.unfinished"]
     monkeypatch.setattr(module.Rules, "look", full)  # no row is looked at again
     make(deepcoder(), files, "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")

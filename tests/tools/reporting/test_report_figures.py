@@ -223,7 +223,7 @@ def test_files_hold_what_is_drawn(exhibits, tmp_path):
         for name in ("summary", "rounding", "step_time"):
             exhibit = exhibits[name]
             kinds = {path.suffix for path in exhibit.write(tmp_path / name)}
-            assert kinds == {".csv", ".tex"} if exhibit.table else {".csv", ".png", ".pdf"}
+            assert kinds == {".csv"} if exhibit.table else {".csv", ".png", ".pdf"}
             with (tmp_path / f"{name}.csv").open(newline="") as file:
                 rows = list(csv.DictReader(file))
             expected = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -18,14 +17,9 @@ from gapo_tools.reporting import write_report
 from gapo_tools.reporting.report import MAKERS, _lead
 from gapo_tools.reporting.runs import find_trained
 from tests.messages import mentions
-from tests.needs import needs
 from tests.report_setup import compare, write_run
-from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
-needs_browser = needs("" if BROWSER else "not installed: chromium (apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +77,7 @@ def test_the_page_holds_everything(report):
     assert report.summary.rows[0][0] == "gapo"
     assert "resumed from step 3: optimizer.learning_rate 1e-06, now 1e-05." in page.text
     links = re.findall(r'href="(figures/[^"]+)"', text)
-    assert len(links) == (len(MAKERS) - len(tables)) * 3 + len(tables) * 2
+    assert len(links) == (len(MAKERS) - len(tables)) * 3 + len(tables)
     for link in links:
         assert (report.page.parent / link).stat().st_size > 0
 
@@ -176,32 +170,3 @@ def test_nothing_is_imported_that_is_not_needed():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
-
-
-@needs_browser
-def test_a_browser_opens_the_page_without_error_or_request(report, tmp_path):
-    log = browse(report.page, tmp_path)
-    assert "CONSOLE" not in log
-    assert requests_in(tmp_path / "net.json") == set()
-
-
-def browse(page, folder):
-    """Open a page; what the browser logs. `net.json` in `folder` tells its network requests."""
-    assert BROWSER is not None
-    command = [
-        *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *(f"--user-data-dir={folder}/profile", f"--log-net-log={folder}/net.json"),
-        *("--disable-background-networking", "--disable-component-update", "--no-first-run"),
-        *(f"--print-to-pdf={folder}/page.pdf", page.as_uri()),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "page.pdf").read_bytes().startswith(b"%PDF")
-    return done.stderr
-
-
-def requests_in(net_log):
-    """Addresses that the page asked the network for; the browser's own have no origin."""
-    events = json.loads(net_log.read_text())["events"]
-    asked = [event["params"] for event in events if "initiator" in event.get("params", {})]
-    return {one["url"] for one in asked if one["initiator"] != "not an origin"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +20,14 @@ from gapo_tools.reporting import samples as module
 from gapo_tools.reporting.samples import choose_steps
 from tests.io.test_sample_files import sample_of
 from tests.messages import mentions
+from tests.needs import needs
 from tests.report_setup import write_run
-from tests.tools.reporting.test_report_page import BROWSER, Page, browse, needs_browser, requests_in
+from tests.tools.reporting.test_report_page import Page
 from tests.waiting import HANG_S
 
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
+needs_browser = needs("" if BROWSER else "not installed: chromium (apt-get install chromium)")
 KINDS = [(0, "wrong"), (1, "correct"), (1, "wrong"), (2, "unknown")]
 """c and verdict of each step's samples."""
 
@@ -98,11 +103,9 @@ def visible(page: Path, folder: Path, *choices: list[str]) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def with_timelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run with an environment."""
-    root = tmp_path_factory.mktemp("timelines")
-    run = write_run(root / "run")
+def test_the_bar_of_an_episode_has_its_turns_and_calls(tmp_path: Path) -> None:
+    """In seconds and words too, and each kind is drawn in a way of its own."""
+    run = write_run(tmp_path / "run")
     log, times = SampleLog(run), SampleLog(run, name="timelines.jsonl")
     spans = (
         Span(False, 0.0, 1.0, 12),
@@ -114,12 +117,7 @@ def with_timelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log.append(samples_of(step))
     found = samples_of(1)[0]
     times.append([Timeline(1, found.problem, found.sample, spans)])
-    return write_report([run], root / "report").page.with_name("samples.html")
-
-
-def test_the_bar_of_an_episode_has_its_turns_and_calls(with_timelines: Path) -> None:
-    """In seconds and words too, and each kind is drawn in a way of its own."""
-    text = with_timelines.read_text()
+    text = write_report([run], tmp_path / "report").page.with_name("samples.html").read_text()
     (bar,) = re.findall(r'<p class="timeline[^>]*>(.*?)</p>', text, re.DOTALL)
     parts = re.findall(
         r'<rect class="(\w+)" x="([\d.]+)%"[^>]* width="([\d.]+)%"[^>]*><title>(.*?)</title>', bar
@@ -134,13 +132,6 @@ def test_the_bar_of_an_episode_has_its_turns_and_calls(with_timelines: Path) -> 
     assert all(number in parts[1][3] for number in ("call 1", "2.00 s", "1.00", "3.00", "4 tokens"))
     assert all(number in parts[2][3] for number in ("turn 2", "3.00", "4.00", "8 tokens"))
     assert "call 2, failed" in last[3] and "\u00d7" in bar and "4.00 s" in bar
-
-
-@needs_browser
-def test_a_browser_shows_the_bars(with_timelines: Path, tmp_path: Path) -> None:
-    assert "CONSOLE" not in browse(with_timelines, tmp_path)
-    assert requests_in(tmp_path / "net.json") == set()
-    assert visible(with_timelines, tmp_path, []) == [[7, 2]]
 
 
 @needs_browser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.formats.folder import new_folder
 from gapo_megatron.formats.model_folder import TOKENIZER_FILES
-from gapo_megatron.io.documents import differences, read_object
 from gapo_megatron.io.files import file_sha256, real
 from gapo_tools.evaluation.code_digest import code_sha256
+from gapo_tools.preparation.duplicates import Duplicates
 from gapo_tools.preparation.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
 from gapo_tools.preparation.journal import Journal
-from gapo_tools.preparation.output import MANIFEST, Counts, Output
-from gapo_tools.preparation.rules import Lengths, Rules
+from gapo_tools.preparation.output import MANIFEST, Counts, write_rows
+from gapo_tools.preparation.rules import Entry, Lengths, Rules
 from gapo_tools.preparation.sources import Source
 
 Progress = Callable[[str, float], None]
@@ -71,19 +71,21 @@ def prepare(
         "code": code_sha256(*_CODE),
     }
     num_bytes = sum(path.stat().st_size for path in inputs)
+    advice = ": remove the folder, or name another --output"
     with (  # the journal is removed last: a full disk on publishing the folder loses no finding
         Journal.open(output, belongs_to=made_of) as journal,
-        new_folder(
-            output,
-            num_bytes=num_bytes - journal.num_bytes,
-            advice=_what_is_there(output, made_of),
-        ) as folder,
+        new_folder(output, num_bytes=num_bytes, advice=advice) as folder,
     ):
         rules = Rules(source, held_out=held_out, lengths=lengths)
         _look_at_rows(source, inputs, journal, rules, progress)
-        counts = _write(folder, journal, rules, progress)
+        if rules.duplicates:
+            progress("comparing answers", 0.0)
+            rules.duplicates.compare()
+            progress("comparing answers", 1.0)
+        counts = write_rows(folder, _judged(journal, rules.duplicates))
         if not counts.written:
             raise DataError(f"{', '.join(map(str, inputs))}: {_all_dropped(counts, journal)}")
+        counts.contradictory_texts = rules.duplicates.num_contradictory if rules.duplicates else 0
         if source.kind == "code":
             journal.link_tests(folder)
         outputs = _digests(sorted(folder.iterdir()), progress)
@@ -92,22 +94,6 @@ def prepare(
         text = json.dumps(manifest, indent=1, sort_keys=True)
         (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")
     return counts
-
-
-def _what_is_there(output: Path, made_of: dict[str, Any]) -> str:
-    """What to do about an output that exists; empty if it does not."""
-    again = "to make it anew, remove the folder or name another --output"
-    try:
-        there = read_object(output / MANIFEST)
-        count = f"{there['counts']['written']:,} problems"
-    except OSError:
-        return ", and is no result of this command: name another --output"
-    except (ConfigError, LookupError, TypeError, ValueError):
-        return f", and its {MANIFEST} cannot be read: {again}"
-    now = json.loads(json.dumps(made_of))
-    if changed := [*differences({key: there.get(key) for key in now}, now)]:
-        return f": {count}, made of something else ({'; '.join(changed)}); {again}"
-    return f": {count}, made of the same inputs, options and code. Use it; {again}"
 
 
 def _check(inputs: Sequence[Path], lengths: Lengths) -> None:
@@ -151,26 +137,14 @@ def _look_at_rows(
             progress("reading rows", (sum(sizes[:index]) + share * sizes[index]) / sum(sizes))
 
 
-def _write(folder: Path, journal: Journal, rules: Rules, progress: Progress) -> Counts:
-    """Write problems and dropped rows, once all answers to each problem are known."""
-    duplicates = rules.duplicates
-    if duplicates:
-        progress("comparing answers", 0.0)
-        duplicates.compare()
-        progress("comparing answers", 1.0)
-    with Output.open(folder) as out:
-        for entry in journal:
-            rule, details, text = entry["rule"], entry["details"], entry["problem"]
-            if duplicates and rule != "unreadable" and (answers := duplicates.answers(text)):
-                out.counts.contradictory_texts += rule != "duplicate"
-                rule, details = "contradictory", {"same_as": duplicates.first(text)}
-                details["answers"] = answers
-            if rule:
-                out.drop(entry, rule, details)
-            else:
-                out.keep(entry)
-            progress("writing", out.counts.read / journal.num_rows)
-    return out.counts
+def _judged(journal: Journal, duplicates: Duplicates | None) -> Iterator[Entry]:
+    """The entries of all rows, with the contradictions that only the last row may have shown."""
+    for entry in journal:
+        text = entry["problem"]
+        if duplicates and entry["rule"] != "unreadable" and (answers := duplicates.answers(text)):
+            details = {"same_as": duplicates.first(text), "answers": answers}
+            entry |= {"rule": "contradictory", "details": details}
+        yield entry
 
 
 def _digests(paths: Sequence[Path], progress: Progress) -> dict[Path, str]:

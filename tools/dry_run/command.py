@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config, RolloutConfig, load_config
+from gapo_megatron.config import Config, load_config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, missing_inputs
 from gapo_megatron.config.schema import VLLM
 from gapo_megatron.data.template_date import DATE_NAME, asks_date, expected_date, read_date
@@ -44,9 +44,8 @@ from gapo_tools.dry_run.tables import counts_table, memory_table, method_table, 
 from gapo_tools.planner.hardware import GIB
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import fits
-from gapo_tools.planner.sides import Sides
 from gapo_tools.planner.state import state_bytes
-from gapo_tools.planner.whole_table import print_whole
+from gapo_tools.planner.tables import print_whole
 
 
 def print_dry_run(
@@ -82,24 +81,15 @@ def print_dry_run(
         console.width = 120
     check_paths(config)
     try:
-        sides = Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
+        layout = Layout.of_job(config, world_size=world_size, ranks_per_node=ranks_per_node)
     except ConfigError as error:
         if world_size > 1:
             raise
         raise ConfigError(f"{error}; use --rank 0/N for a dry run of N processes") from None
-    layout = sides.layout
 
     # Everything that can be wrong, before anything is printed.
-    hf_config, shipped = find_model(config.model.hf_dir)
-    if hf_config is not None:
-        check_shapes(hf_config, config.parallel, config.model)
-        check_replay(hf_config, config.objective)
-        check_adapter(hf_config, config.adapter, config.parallel)
-        if not shipped:
-            hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
-            check_model_folder(hf_dir, weights=has_weights, field="model.hf_dir")
+    hf_config, shipped = check_model(config)
     check_not_lost(config)
-    _check_megatron_dir(config)
     branch = _branch_note(config)
 
     rules = [] if hf_config is None else rules_for(hf_config)
@@ -112,7 +102,6 @@ def print_dry_run(
         *_model_notes(config, hf_config, rules, layout),
         _date_note(config),
         branch,
-        _engine_memory_note(config, sides),
         inert_clip_note(config),
     ]
 
@@ -121,12 +110,40 @@ def print_dry_run(
         text = "# " + note.replace("\n", "\n# ")
         console.print(text, highlight=False, soft_wrap=True)
     console.print(to_toml(config), highlight=False, soft_wrap=True)
-    console.print(counts_table(config, sides, is_assumed=ranks_per_node is None))
+    console.print(counts_table(config, layout, ranks_per_node=ranks_per_node))
     console.print(method_table(config))
     if rules:
         print_whole(console, shapes_table(rules, config.parallel))
         print_whole(console, memory_table(rules, config, layout))
     return seen.errors
+
+
+def check_model(config: Config) -> tuple[ModelFacts | None, str]:
+    """Check the model, as far as it is here, against the config.
+
+    Returns:
+        The model, or None if nothing is known of it; a sentence if its shape is one that the
+        package ships (`models.published.find_model`).
+
+    Raises:
+        ConfigError: the model's files are damaged, or do not fit the config.
+        ConversionError: the weights' headers are damaged.
+    """
+    hf_dir, megatron_dir = config.model.hf_dir, config.model.megatron_dir
+    hf_config, shipped = find_model(hf_dir)
+    if hf_config is not None:
+        check_shapes(hf_config, config.parallel, config.model)
+        check_replay(hf_config, config.objective)
+        check_adapter(hf_config, config.adapter, config.parallel)
+        if not shipped:
+            check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
+    if megatron_dir and Path(megatron_dir).is_dir() and Path(hf_dir).is_dir():
+        # Imports Megatron-core, which takes seconds.
+        from gapo_megatron.policy.load import check_megatron_dir
+        from gapo_megatron.policy.model import read_hf_config
+
+        check_megatron_dir(config, read_hf_config(hf_dir))
+    return hf_config, shipped
 
 
 def _model_notes(
@@ -208,16 +225,6 @@ def why_not_run(config: Config) -> list[str]:
     return found
 
 
-def _engine_memory_note(config: Config, sides: Sides) -> str:
-    share = config.rollout.memory_fraction
-    if not sides.num_generation or share > RolloutConfig.model_fields["memory_fraction"].default:
-        return ""
-    return (
-        f"Hint: rollout.memory_fraction ({share:g}) can be larger, such as 0.9: a generation GPU "
-        "holds only its engine."
-    )
-
-
 def _adapter_note(hf_config: ModelFacts, config: Config) -> str:
     """How many linear layers get factors; empty without an adapter."""
     counts = check_adapter(hf_config, config.adapter, config.parallel)
@@ -262,19 +269,6 @@ def _offload_note(rules: list[Rule], config: Config, layout: Layout) -> str:
         f"Offload of {parts} pins up to {most / GIB:.3g} GiB of host memory per rank; multiply by "
         "the ranks of a node."
     )
-
-
-def _check_megatron_dir(config: Config) -> None:
-    """Check the initial Megatron weights, if they and the model exist."""
-    model = config.model
-    if not model.megatron_dir or not Path(model.megatron_dir).is_dir():
-        return
-    if Path(model.hf_dir).is_dir():
-        # Imports Megatron-core, which takes seconds.
-        from gapo_megatron.policy.load import check_megatron_dir
-        from gapo_megatron.policy.model import read_hf_config
-
-        check_megatron_dir(config, read_hf_config(model.hf_dir))
 
 
 def _branch_note(config: Config) -> str:

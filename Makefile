@@ -70,7 +70,7 @@ test-system test-soak:
 	$(PYTEST) -n $(SYSTEM_JOBS) -m "$(MARK)" $(or $(ARGS),$(shell grep -rlE "mark\.system|marks=(system|SOAK)" tests --include="test_*.py"))
 
 # Where there is a GPU the packages are those of its image or module, not of .venv: PYTHON=python3 then.
-test-gpu: ## What a GPU alone can tell, in a slot of 15 minutes (PYTHON=python3 ARGS="--baseline" ARGS="--only head")
+test-gpu: ## What a GPU alone can tell, in a slot of 15 minutes (PYTHON=python3 ARGS="--only head")
 	$(or $(PYTHON),$(firstword $(wildcard $(PY)) python3)) -m tests.gpu $(ARGS)
 
 fuzz: ## Damage what the package reads, N times, and list what is not refused by name (SEED=0 N=10000)

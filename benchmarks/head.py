@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,7 +40,6 @@ from head_problem import (
     sequences_of,
 )
 from head_providers import PROVIDERS, Head, load_head
-from head_report import load_records, print_report
 
 GUIDE = """\
 First the peers, into a folder of their own (pins: benchmarks/peers.txt), then the benchmark:
@@ -60,9 +57,7 @@ gradient; they are picked such that they hold about that share of the tokens. Th
 
 Exact means: largest error of D at most 1e-6 for float32 inputs, 1e-5 for bfloat16. Those that are
 not have a "~". Other bits: share of rows whose log-prob has other bits in another packing.
-TFLOP/s are effective: 8 T H V / time, four matrix products.
-Samples go to --output as JSON lines while they come. --report prints the tables of such files
-again, several in one.
+Samples go to --output as JSON lines while they come.
 
 providers:
   ours               token_log_probs; dweight fresh, in the weight's dtype, as of all others
@@ -94,28 +89,22 @@ NO_COMPUTATION = {
 
 
 def main() -> None:
-    """Measure, or read earlier results; print the tables."""
+    """Measure, and print a line for each provider and point."""
     arguments = parse_arguments()
     if arguments.child:
         task = json.loads(arguments.child)
         torch.set_num_threads(task["threads"])
         print(json.dumps(check_alone(task)))
         return
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     output: Path = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)
-    if not arguments.report:
-        torch.set_num_threads(arguments.threads)
-        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-        progress = Progress(TextColumn("{task.description}"), *columns, console=console)
-        with output.open("w") as lines, progress:
-            write(lines, environment(arguments))
-            for shape in arguments.shapes:
-                for dtype in arguments.dtype:
-                    measure(arguments, shape, dtype, lines, progress)
-    files = arguments.report or [output]
-    print_report(load_records(files), console)
-    console.print(f"samples: {', '.join(map(str, files))}", highlight=False)
+    torch.set_num_threads(arguments.threads)
+    with output.open("w") as lines:
+        write(lines, environment(arguments))
+        for shape in arguments.shapes:
+            for dtype in arguments.dtype:
+                measure(arguments, shape, dtype, lines)
+    print(f"samples: {output}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -145,7 +134,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="on a CPU: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/head.jsonl"), help="%(default)s")
-    parser.add_argument("--report", nargs="+", type=Path, metavar="JSONL", help="measure nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     cuda = arguments.device == "cuda"
@@ -156,17 +144,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(
-    arguments: argparse.Namespace, shape: str, dtype: str, lines: TextIO, progress: Progress
-) -> None:
+def measure(arguments: argparse.Namespace, shape: str, dtype: str, lines: TextIO) -> None:
     """Measure all providers at one shape and dtype: each alone, then every f in turns."""
     key = {"shape": shape, "dtype": dtype, "data": arguments.data, "device": arguments.device}
     # With A = 0 known and all or no sequence active, compacting changes or leaves nothing.
     points = [("clipped", f) for f in arguments.active]
     if not arguments.clipped_only:
         points += [("compacted", f) for f in arguments.active if 0 < f < 1]
-    steps = len(arguments.providers) * (1 + len(points) * arguments.repeats)
-    bar = progress.add_task(f"{shape} {dtype}: float64", total=steps)
     problem = make_problem(*key.values())
     exact, log_sum = exact_log_probs(problem)
     heads: dict[str, Head] = {}
@@ -174,18 +158,20 @@ def measure(
         task = key | {"threads": arguments.threads, "exact": f"{folder}/exact.pt"}
         torch.save((exact, log_sum), task["exact"])
         for name in arguments.providers:
-            progress.update(bar, description=f"{shape} {dtype}: {name} alone", advance=1)
             found = run_alone(task | {"provider": name})
             write(lines, {"kind": "alone", "provider": name} | key | found)
             if "failed" in found:
                 said = f"not run: {found['failed']}"
             else:
                 heads[name] = load_head(name, problem)
-                said = f"D error {found['d_error_max']:.1e}, {found['extra_bytes'] >> 20} MiB"
-            progress.console.print(f"{shape} {dtype} {name}: {said}")
+                said = f"D error {found['d_error_max']:.1e}, other bits {found['other_bits']:.1%}"
+                said += f", dhidden error {found['dhidden_error']:.1e}"
+                said += f", dweight error {found['dweight_error']:.1e}"
+                said += f", {found['extra_bytes'] >> 20} MiB ({found['note']})"
+            mark = "" if found.get("exact", True) else "~ "
+            print(f"{shape} {dtype} {mark}{name}: {said}", flush=True)
     batch = make_batch(problem, exact, 1.0, "clipped")
     for name in list(heads):
-        progress.update(bar, description=f"{shape} {dtype}: {name} warms up")
         try:
             for _ in range(5 if arguments.device == "cuda" else 1):
                 sample(heads[name], problem, batch, arguments.device)
@@ -197,8 +183,6 @@ def measure(
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in heads}
         for _ in range(arguments.repeats):
             for name in list(heads):
-                what = f"{shape} {dtype} {mode} f={f:g}: {name}"
-                progress.update(bar, description=what, advance=1)
                 if sum(map(sum, samples[name])) >= arguments.patience_s:
                     continue
                 try:
@@ -213,8 +197,7 @@ def measure(
             share = {"active_tokens": batch.num_active_tokens / len(problem.labels)}
             write(lines, point | share | key | timed)
         medians = (f"{n} {statistics.median(map(sum, p)):.3g}" for n, p in samples.items())
-        progress.console.print(f"{shape} {dtype} {mode} f={f:g}, seconds:", ", ".join(medians))
-    progress.update(bar, description=f"{shape} {dtype}: done", completed=steps)
+        print(f"{shape} {dtype} {mode} f={f:g}, seconds:", ", ".join(medians), flush=True)
 
 
 def run_alone(task: dict[str, Any]) -> dict[str, Any]:

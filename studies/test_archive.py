@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from gapo_megatron.errors import DataError
 from gapo_tools.reporting.arms import Comparison
 from gapo_tools.reporting.figures import deviation_per_c, over_training
 from studies.archive import BIN_STEPS, read_archive, read_study_run, write_archive
-from studies.miniature.intervention import correlation_since
+from studies.miniature.claims import correlation_since
 from tests.messages import mentions
 from tests.report_setup import clipped_tokens, length, write_run
 
@@ -116,35 +115,6 @@ def test_a_number_that_a_method_lacks_is_no_setting_of_its_archive(tmp_path, met
     run = read_study_run(write_run(tmp_path / "run", *widths, method=method))
     write_archive([run], tmp_path / "archive")
     assert read_archive(tmp_path / "archive")[0].method == preset
-
-
-def test_no_more_is_kept_than_figures_need(study, tmp_path):
-    run = of_archive(study / "gapo-0", tmp_path)
-    assert [row["num_steps"] for row in rows_in(tmp_path / "timings.csv")] == ["1", "100"]
-    (first, *_) = rows_in(tmp_path / "solve_rates.csv")
-    per = run.config.evaluation.samples_per_prompt
-    assert first["per"] == str(per)
-    whole = read_study_run(study / "gapo-0")
-    expected = {key: str(round(per * rate)) for key, rate in whole.solve_rates[0].items()}
-    assert {key: first[key] for key in expected} == expected
-    assert run.solve_rates == whole.solve_rates
-
-
-def test_versions_of_the_code_are_kept(tmp_path):
-    folder = write_run(tmp_path / "run")
-    for number, commit in enumerate("aab"):
-        package = folder / "code" / str(number) / "gapo_megatron"
-        package.mkdir(parents=True)
-        origin = {"commit": commit * 40, "has_local_changes": False}
-        (package.parent / "code.json").write_text(json.dumps(origin))
-    assert of_archive(folder, tmp_path / "archive").code == ("a" * 12, "b" * 12)
-
-
-def test_problems_without_a_verdict_stay_so(study, tmp_path):
-    run = read_study_run(study / "wide")
-    run.solve_rates[0]["p1"] = math.nan
-    write_archive([run], tmp_path)
-    assert math.isnan(read_archive(tmp_path)[0].solve_rates[0]["p1"])
 
 
 def test_names_tell_runs_apart(study, tmp_path):

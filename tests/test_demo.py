@@ -37,16 +37,6 @@ def demo():
     return module
 
 
-def test_an_error_is_shown_with_its_brackets(demo, monkeypatch):
-    def fail(*_):
-        raise ConfigError("needs evaluation, and [supervised] unless")
-
-    monkeypatch.setattr(demo, "load_config", fail)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--config", CONFIG])
-    assert demo.main() == 2
-    assert "ConfigError: needs evaluation, and [supervised] unless" in demo.console.file.getvalue()
-
-
 def _arguments(
     *overrides: str,
     config: str = CONFIG,
@@ -89,11 +79,6 @@ def test_a_folder_that_is_given_is_the_runs(demo):
         assert (config.run.output_dir, config.model.hf_dir) == ("runs/x", "runs/demo/warm_start")
 
 
-def test_another_warm_start_has_a_folder_of_its_own(demo):
-    plain, short = _config(demo), _config(demo, "supervised.num_steps=2")
-    assert {*input_paths(plain).values()} & {*input_paths(short).values()} == {""}
-
-
 def test_seeds_of_the_language_model_share_it_and_nothing_else(demo):
     arguments = _arguments("objective.method=gspo", config=LANGUAGE, seed=2)
     config = load_config(LANGUAGE, demo._settings(arguments))
@@ -118,13 +103,6 @@ def test_what_is_there_is_not_made_again(demo, tmp_path, monkeypatch):
         assert 1000 < len(rows) <= demo.LANGUAGE_TRAIN
         Path(config.data.eval_path).write_text("as it was")
     assert Path(config.data.eval_path).read_text() == "as it was"
-
-
-def test_options_and_overrides_stand_side_by_side(demo):
-    arguments = demo._parse(["--seed", "2", "run.num_steps=3", "--tp", "2", "run.seed=5"])
-    assert arguments.seed == 2
-    assert arguments.tp == 2
-    assert arguments.overrides == ["run.num_steps=3", "run.seed=5"]
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_runs(demo):
@@ -161,18 +139,6 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch, path):
     texts = [(one["prompt"] + one["response"]).partition("=")[2] for one in examples]
     longest = max(len(tokenizer.encode(text)) for text in texts)
     assert longest + 1 <= config.rollout.max_response_tokens
-
-
-@pytest.mark.parametrize("kind", ["one_turn", "mine.py:Calculator"])
-def test_the_task_does_not_depend_on_the_environment(demo, tmp_path, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("class Calculator: pass")
-    given = [f"environment.kind={kind}", "environment.settings={}", "environment.stop=[]"]
-    settings = demo._settings(_arguments(*given, config=TOOLS))
-    config = load_config(TOOLS, [*settings, "supervised.num_steps=2"])
-    demo._write_task(config)
-    first, *_ = Path(config.data.train_path).read_text().splitlines()
-    assert "*" in json.loads(first)["prompt"]
 
 
 def _write_run(folder: Path, shares: dict[int, tuple[int, int]], *, seed: int = 0) -> Path:

@@ -62,15 +62,6 @@ def test_links_resolve(path: Path) -> None:
             assert anchor in anchors_of(resolved), f"{target}: no such heading"
 
 
-def test_models_are_evaluated_as_the_configs_train_them() -> None:
-    trained = {load_config(path).data.chat_template for path in ROOT.glob("configs/*/base.toml")}
-    assert trained == {True}
-    for path in DOCUMENTS:
-        for words in commands_of(path):
-            if "tools/evaluate.py" in words and "--model" in words:
-                assert "--chat-template" in words, f"{name_of(path)}: {' '.join(words)}"
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_commands_name_things_that_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -86,30 +77,6 @@ def test_commands_name_things_that_exist(path: Path) -> None:
         if "-m" in words and words[words.index("-m") + 1].startswith("gapo_megatron"):
             module = ROOT / (words[words.index("-m") + 1].replace(".", "/") + ".py")
             assert module.exists(), f"{' '.join(words)}: no {module}"
-
-
-OTHER_SPELLING = re.compile(
-    r"(?<![\w/-])python3? (?=-m (?:gapo_megatron|tests|benchmarks)\b|tools/)"
-    r"|(?<![\w/-])torchrun (?=--)"
-    r"|: (?=tools/\w+\.py -)"
-    r"|`(?=tools/\w+\.py [^`])"  # with arguments; without, it is the file
-    r"|^(?!.*`)(?:[# ]+|[\w ,.]+: +)?(?=tools/\w+\.py [-\w]+[/.=]|tools/\w+\.py -)",
-    re.MULTILINE,
-)
-
-
-def test_commands_have_one_spelling() -> None:
-    """`.venv/bin/python ...`: files have no execute bit, and `python` may be any."""
-    tools = list(ROOT.glob("tools/*.py"))
-    assert not [tool for tool in tools if tool.stat().st_mode & 0o111]
-    files = [*DOCUMENTS, *ROOT.glob("configs/**/*.toml"), *tools]
-    wrong = [
-        f"{name_of(path)}: {text[found.start() :].splitlines()[0][:80]}"
-        for path in files
-        for text in [path.read_text(encoding="utf-8")]
-        for found in OTHER_SPELLING.finditer(text)
-    ]
-    assert not wrong
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -159,20 +126,6 @@ def test_the_tables_of_methods_have_the_numbers_of_the_presets() -> None:
         aggregation, _, advantage = how.partition(", ")
         assert aggregation == METHODS[name].aggregation, name
         assert ("std" in advantage) == METHODS[name].normalize_std, name
-
-
-def test_names_are_in_the_files_beside_them() -> None:
-    """`NAME` (`path/to/file.py`)."""
-    wrong = [
-        f"{name_of(path)}: {name} is not in {file}"
-        for path in DOCUMENTS
-        for name, file in re.findall(
-            r"`(?:\w+\.)*(\w+)` \(`(?:gapo_megatron/)?([\w/]+\.py)`\)", path.read_text("utf-8")
-        )
-        for found in [[one for one in (ROOT / "gapo_megatron" / file, ROOT / file) if one.exists()]]
-        if not found or name not in found[0].read_text("utf-8")
-    ]
-    assert not wrong
 
 
 def _needs_arguments(script: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import itertools
 import json
@@ -13,11 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from gapo_megatron.run.memory import DeviceMemory
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
 from tests.gpu import engine, optimizers, programs, resources, runner, training, transfer
-from tests.gpu.parts import PARTS, REPEATABLE, Part
+from tests.gpu.parts import PARTS, Part
 from tests.gpu.report import Report, Row, table
 from tests.gpu.setting import Setting
 from tests.stand_ins.fused_optimizers import stand_ins
@@ -51,11 +48,6 @@ def run_tiny(*names: str) -> dict[str, list[Row]]:
             reports[name] = report.rows
             destroy()
     return reports
-
-
-def test_every_part_is_there() -> None:
-    for part in PARTS:
-        assert callable(getattr(MODULES[part.module], part.name))
 
 
 @pytest.mark.parametrize(
@@ -117,24 +109,6 @@ def test_the_weights_leave_free_memory(grows: bool) -> None:
     assert len(claims) == 4 and all(row.holds == grows for row in claims)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA H200", True),
-        ("NVIDIA H100 PCIe", False),
-        ("NVIDIA H100 NVL", False),
-        ("NVIDIA H200 NVL", False),
-    ],
-)
-def test_the_peak_is_of_the_module(
-    name: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    peak = resources.peak_flops(Setting("cuda", tiny=True, folder=Path()))
-    assert (peak == 989e12) == is_known and (peak is None) == (not is_known)
-
-
 def holds(rows: list[Row]) -> bool:
     return all(row.holds for row in rows if row.kind == "claim")
 
@@ -169,18 +143,6 @@ def test_marked_files_are_those_with_tests_for_a_gpu() -> None:
     names = {path.name for path in programs.marked_files()}
     assert {"test_attention.py", "test_logprob_triton.py", "test_offload.py"} <= names
     assert "test_config.py" not in names
-
-
-def test_marked_tests_have_the_parts_limit_and_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(programs, "run_program", lambda command: commands.append(command) or 5)
-    report = Report()
-    programs.marked_tests(Setting("cuda", tiny=True, folder=tmp_path), report)
-    (command,) = commands
-    assert "timeout=0" in command and f"--basetemp={tmp_path / 'pytest'}" in command
-    assert not report.holds  # no file of results
 
 
 def test_a_failed_or_missing_test_fails_the_part() -> None:
@@ -225,49 +187,6 @@ def test_the_head_is_compared_with_exact_peers_alone() -> None:
     assert not wrong.holds
 
 
-def test_a_peer_that_broke_down_takes_nobody_with_it() -> None:
-    def records(lost: str) -> list[dict[str, Any]]:
-        return [one for one in head_records() if one["kind"] != "time" or one["provider"] != lost]
-
-    report = Report()
-    programs.compare_heads(records("liger"), report, has_goals=True)
-    assert report.holds and "not timed" in [row.value for row in report.rows]
-    assert [row.what.split()[-1] for row in report.rows if row.kind == "goal"] == ["ours"]
-    programs.compare_heads(records("ours"), report, has_goals=True)
-    assert not report.holds
-
-
-@pytest.mark.parametrize("good_calls", [0, 2], ids=["warming up", "sampled"])
-def test_the_head_goes_on_without_who_breaks_down(
-    good_calls: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(runner.ROOT / "benchmarks")
-    head = importlib.import_module("head")
-    errors = ["d_error_rms", "d_error_max", "beyond_gspo_clip", "dhidden_error", "dweight_error"]
-    found = dict.fromkeys([*errors, "other_bits"], 0.0)
-    found |= {"note": "n", "extra_bytes": 1, "exact": True}
-    calls = itertools.count()
-
-    def sample(one: Any, *_: Any) -> tuple[float, float]:
-        if one.note == "logits in float32" and next(calls) >= good_calls:
-            raise RuntimeError("a kernel broke down\nand more")
-        return 0.25, 0.5
-
-    monkeypatch.setattr(head, "run_alone", lambda task: found)
-    monkeypatch.setattr(head, "sample", sample)
-    output = tmp_path / "head.jsonl"
-    arguments = f"head.py --device cpu --shapes 64x128x512 --dtype bfloat16 --output {output}"
-    arguments += " --providers ours naive --repeats 3 --active 1 0.5 --clipped-only"
-    monkeypatch.setattr(
-        sys, "argv", [*arguments.split(), "--threads", str(torch.get_num_threads())]
-    )
-    head.main()
-    report = Report()
-    records = [json.loads(line) for line in output.read_text().splitlines()]
-    programs.compare_heads(records, report, has_goals=False)
-    assert report.holds and any("a kernel broke down" in str(row) for row in report.rows)
-
-
 def test_bits_that_depend_on_the_packing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(runner.ROOT / "benchmarks")
     head = importlib.import_module("head")
@@ -280,27 +199,6 @@ def test_bits_that_depend_on_the_packing_are_found(monkeypatch: pytest.MonkeyPat
 
     assert head.other_bits(ours, problem) == 0
     assert head.other_bits(by_number_of_rows, problem) > 0.9
-
-
-def test_waits_are_counted_by_the_line_that_waits() -> None:
-    def work() -> None:
-        for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-
-    setting = Setting("cpu", tiny=True, folder=Path())
-    ((place, count),) = resources.count_waits(setting, work).items()
-    assert count == 3 and Path(__file__).name in place
-
-
-def test_the_device_alone_is_profiled() -> None:
-    with patch("torch.profiler.profile") as profile:
-        profile.return_value.__enter__.return_value.events.return_value = []
-        for device in ("cuda", "cpu"):
-            resources.profile(Setting(device, tiny=True, folder=Path()), lambda: None)
-    kinds = torch.profiler.ProfilerActivity
-    asked = [call.kwargs["activities"] for call in profile.call_args_list]
-    assert asked == [[kinds.CUDA], [kinds.CPU]]
 
 
 def test_time_that_spans_share_counts_once() -> None:
@@ -369,28 +267,6 @@ def test_what_is_done_is_kept_until_asked_again(tmp_path: Path) -> None:
     assert run(broken) == "passed"
     assert run(broken, folder="another identity") == "failed"
     assert run(broken, again=True) == "failed"
-
-
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_part_that_compares_bits_of_updates_has_what_they_need(
-    repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in REPEATABLE:
-        monkeypatch.delenv(name, raising=False)
-    script = f"import os; assert all((name in os.environ) == {repeats} for name in {[*REPEATABLE]})"
-    script += "\n" + WRITE.format([GOOD])
-    result = run_one(dataclasses.replace(ONE, repeats=repeats), script, tmp_path)
-    assert result["status"] == "passed"
-    assert BY_NAME["save_and_load"].repeats
-
-
-def test_what_is_missing_is_said_and_not_run(tmp_path: Path) -> None:
-    part = Part("one", "engine", "something", 60, ("transformer_engine", "fp8"))
-    lines: list[str] = []
-    result = run_one(part, "raise SystemExit(1)", tmp_path, lines=lines)
-    assert result["status"] == "missing"
-    for text in (result["why"], "".join(lines), table([result])):
-        assert "transformer_engine" in text and "fp8" in text
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -462,19 +338,6 @@ def test_a_parts_folder_goes_with_it(end: str, tmp_path: Path) -> None:
     assert folder.is_absolute() and not folder.exists()
 
 
-def test_rows_are_written_as_they_are_found(tmp_path: Path) -> None:
-    script = (
-        "import pathlib, sys; from tests.gpu.report import Report\n"
-        "Report(path=pathlib.Path(sys.argv[1])).figure('a figure', 3)\n"
-        "for i in range(100): print('line', i)\n"
-        "raise SystemExit(4)"
-    )
-    lines: list[str] = []
-    result = run_one(dataclasses.replace(PARTS[1], limit_s=60), script, tmp_path, lines=lines)
-    assert result["status"] == "crashed" and result["rows"][0]["what"] == "a figure"
-    assert "line 71\n" in "\n".join(lines) and "line 69\n" not in "\n".join(lines)
-
-
 def test_the_summary_has_every_part(tmp_path: Path) -> None:
     first, second, third = PARTS[:3]
     kept = {"part": first.name, "status": "passed", "why": "", "seconds": 1.0, "rows": [GOOD]}
@@ -488,18 +351,6 @@ def test_the_summary_has_every_part(tmp_path: Path) -> None:
     about = runner.identity(FACTS, tiny=False)
     text = runner.write_summary(tmp_path, about, found)
     assert all(part.name in text for part in PARTS) and "half" in text
-
-
-def test_an_identity_is_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "ROOT", tmp_path)  # no repository
-    keys = set()
-    for folder in ("gapo_megatron", "tools", "tests/gpu", "benchmarks"):
-        (tmp_path / folder).mkdir(parents=True)
-        for content in ("a = 1", "a = 2"):
-            (tmp_path / folder / "a.py").write_text(content)
-            keys.add(runner.key(runner.identity(FACTS, tiny=False)))
-    assert len(keys) == 8
-    assert runner.key(runner.identity(FACTS, tiny=False)) in keys
 
 
 def test_an_identity_is_commit_device_and_versions() -> None:

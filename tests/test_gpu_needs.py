@@ -15,7 +15,7 @@ from tests.gpu.programs import marked_files
 
 ROOT = Path(__file__).parents[1]
 OURS = ("gapo_megatron", "gapo_tools", "tests", "benchmarks")
-BESIDE = ("head_problem", "head_providers", "head_report")  # benchmarks/head.py finds them there
+BESIDE = ("head_problem", "head_providers")  # benchmarks/head.py finds them there
 # What a part starts by name, beside its own module.
 PROGRAMS = {
     "tiny_update": ["gapo_tools.diagnosis.probe"],

@@ -1,8 +1,7 @@
-"""`make test-gpu` in a slot: order, what is cut off, a torch that does not import, baselines."""
+"""`make test-gpu` in a slot: order, what is cut off, a torch that does not import."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu import baseline, runner
+from tests.gpu import runner
 from tests.gpu.parts import PARTS, Part
 
 FACTS = {"modules": [*runner.NEEDED, "vllm"], "device": "H100", "why": "", "broken": ""}
 FIRST = "tiny_update equal_bits fp16 engine gpt_oss moonlight speed marked_tests save_and_load"
-ABOUT = {"device": "NVIDIA H100 80GB HBM3", "commit": "c" * 40, "versions": {}, "tiny": False}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, list[str]]:
@@ -79,9 +77,6 @@ def test_a_torch_that_does_not_import_says_why(
     assert not any("pip install" in line for line in rest)
 
 
-# --- baselines ---------------------------------------------------------------------------------
-
-
 def row(what: str, value: Any, unit: str) -> dict[str, Any]:
     return {"what": what, "value": value, "unit": unit}
 
@@ -89,50 +84,3 @@ def row(what: str, value: Any, unit: str) -> dict[str, Any]:
 def result(part: str, *, tokens: float) -> dict[str, Any]:
     rows = [row("rate", tokens, "tokens/s"), row("seconds", 3.0, "s"), row("rate", "no", "MFU")]
     return {"part": part, "status": "passed", "why": "", "seconds": 1.0, "rows": rows}
-
-
-def test_throughputs_are_of_parts_that_passed() -> None:
-    cut_off = result("memory", tokens=1.0) | {"status": "timed out"}
-    found = baseline.throughputs(
-        [result("speed", tokens=7.0), cut_off, {"part": "x", "status": ""}]
-    )
-    assert found == {"speed: rate": {"value": 7.0, "unit": "tokens/s"}}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "is_slower"), [(100.0, False), (90.0, False), (89.0, True), (float("nan"), True)]
-)
-def test_what_is_slower_is_named_and_the_file_keeps_its_values(
-    tokens: float, is_slower: bool, tmp_path: Path
-) -> None:
-    path, lines = tmp_path / "baselines" / "gpu.json", list[str]()
-
-    def compare(*results: dict[str, Any]) -> list[str]:
-        return baseline.compare(path, ABOUT, results, say=lines.append)
-
-    assert compare(result("speed", tokens=100.0)) == []
-    slower = compare(result("speed", tokens=tokens), result("engine", tokens=5.0))
-    assert slower == ["speed: rate"] * is_slower
-    assert any("SLOWER" in line for line in lines) == is_slower
-    kept = json.loads(path.read_text())
-    assert {name: one["value"] for name, one in kept.items()} == {
-        "speed: rate": 100.0,
-        "engine: rate": 5.0,
-    }
-    assert kept["engine: rate"]["commit"] == ABOUT["commit"]
-
-
-def test_a_slower_gpu_fails_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "b.json"
-    asked = ("--baseline", str(file))
-    assert run(monkeypatch, tmp_path, *asked)[0] == 0
-    kept = json.loads(file.read_text())
-    kept["speed: rate"]["value"] *= 2
-    file.write_text(json.dumps(kept))
-    assert run(monkeypatch, tmp_path, *asked)[0] == 1
-    assert run(monkeypatch, tmp_path)[0] == 0
-
-
-def test_the_file_of_a_gpu_has_its_name() -> None:
-    path = baseline.path_of(ABOUT["device"])
-    assert path == Path("benchmarks/baselines/NVIDIA_H100_80GB_HBM3.json")

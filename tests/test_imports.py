@@ -153,11 +153,6 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_sandbox_is_used_by_what_judges_alone() -> None:
-    """Ranks that exchange messages do not depend on how programs are run."""
-    assert packages_of(files_with(r"rewards\.sandbox")) == {"rewards"}
-
-
 def test_verifiers_know_episodes_and_no_table() -> None:
     """Their workers start without torch."""
     known = {other for _, package, other in imports_between_packages() if package == "rewards"}
@@ -183,17 +178,6 @@ def test_the_package_imports_no_tool() -> None:
     assert files_with(r"""["']gapo_tools\.""") == {"train.py"}
     (name,) = re.findall(r"""["'](gapo_tools[.\w]+)""", (PACKAGE / "train.py").read_text("utf-8"))
     assert ROOT.joinpath(*name.split(".")).with_suffix(".py").exists()
-
-
-def test_a_users_own_tools_are_not_hidden() -> None:
-    """The checkout is first on the path of a job's processes: it must hold no `tools` package."""
-    assert not (ROOT / "tools/__init__.py").exists() and TOOLS.resolve() == ROOT / "tools"
-
-
-def test_no_tool_is_named_as_a_module_of_python() -> None:
-    """A script has its own folder first on the path: it would hide that module from everyone."""
-    names = {path.stem for path in TOOLS.iterdir() if path.is_dir() or path.suffix == ".py"}
-    assert names & sys.stdlib_module_names == set()
 
 
 def test_the_loop_knows_the_run_alone() -> None:
@@ -231,31 +215,6 @@ def test_an_import_sets_no_variable_and_filters_no_warning() -> None:
         if isinstance(node, ast.Attribute) and node.attr in names
     ]
     assert found == []
-
-
-def test_parallel_state_is_read_in_one_place() -> None:
-    readers = {
-        name_of(path) for path in sources() if "parallel_state." in path.read_text(encoding="utf-8")
-    }
-    assert readers == {"policy/parallel.py", "compat/megatron.py"}
-
-
-def test_no_console_takes_brackets_for_markup() -> None:
-    """What others wrote, such as `[supervised]` in an error, would vanish."""
-    calls = [
-        (path.name, node)
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
-    ]
-    assert len(calls) > 5
-    off = {"markup": "False"}
-    wrong = [
-        name
-        for name, call in calls
-        if not off.items() <= {key.arg: ast.unparse(key.value) for key in call.keywords}.items()
-    ]
-    assert wrong == []
 
 
 def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:

@@ -1,7 +1,6 @@
 """The locks: complete, consistent, alike where nothing speaks against it; and who installs them."""
 
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -218,87 +217,6 @@ def test_another_interpreter_is_refused_before_anything_is_made(tmp_path: Path) 
     result = run_setup("/no/python3.12", tmp_path)
     assert result.returncode == 1
     assert re.search(mentions("/no/python3.12", "PYTHON"), result.stderr)
-
-
-@pytest.mark.parametrize("script", ["env", "gpu_env"])
-def test_a_shim_without_its_version_is_told_from_another_interpreter(
-    tmp_path: Path, script: str
-) -> None:
-    """What pyenv puts on PATH for every version that it has, active or not."""
-    for folder in ("tools", "requirements"):  # setup_env.sh works on the checkout it is in
-        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path / "checkout")
-    shim = tmp_path / "python3.12"
-    shim.write_text('#!/bin/sh\necho "pyenv: ${0##*/}: command not found" >&2\nexit 127\n')
-    shim.chmod(0o755)
-    result = subprocess.run(
-        [tmp_path / "checkout" / "tools" / f"setup_{script}.sh", "run"],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": shim.name},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    shown, said = result.stderr.split("[setup] error: ")
-    assert shown == f"pyenv: {shim.name}: command not found\n"
-    assert re.search(mentions(shim.name, "not run", "pyenv", "PYTHON"), said)
-    assert "requirements/" not in said  # the lock is not to blame
-    assert not (tmp_path / "checkout" / ".venv").exists()
-
-
-CPYTHON = """\
-#!/bin/bash
-case "$*" in
-  *version_info*) echo {version} ;;
-  --version) echo Python {version} ;;
-  "-m venv"*) echo makes {version}; exit 1 ;;
-  *install*) echo installs with {version}; exit 1 ;;
-esac
-"""
-SHIM = "#!/bin/sh\nexit 127\n"
-
-
-@pytest.mark.parametrize(
-    ("there", "venv", "named", "outcome"),
-    [
-        ({"3.11": "3.11", "3.12": "3.12"}, "", "", "makes 3.11"),
-        ({"3.12": "3.12"}, "", "", "makes 3.12"),
-        ({"3.11": "", "3.12": "3.12"}, "", "", "makes 3.12"),
-        ({"3.11": "3.11", "3.12": "3.12"}, "", "python3.12", "makes 3.12"),
-        ({"3.11": "3.11"}, "3.12", "", "installs with 3.12"),
-        ({"3.11": "3.11"}, "3.12", "python3.11", "makes 3.11"),
-        ({"3.12": "3.12"}, "3.13", "", "makes 3.12"),
-        ({"3.13": "3.13"}, "", "", mentions("neither", "python3.11", "python3.12", "PYTHON")),
-        ({"3.13": "3.13"}, "", "python3.13", mentions("python3.13", "3.11", "3.12", "PYTHON")),
-        ({"3.12": "3.12"}, "", "python3.11", mentions("python3.11", "not found", "PYTHON")),
-    ],
-)
-def test_the_cpu_environment_takes_either_python(
-    tmp_path: Path, there: dict[str, str], venv: str, named: str, outcome: str
-) -> None:
-    for folder in ("tools", "requirements"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name in ("awk", "bash", "cat", "cut", "dirname", "rm", "sha256sum"):
-        (commands / name).symlink_to(shutil.which(name) or name)
-    made = {commands / f"python{name}": version for name, version in there.items()}
-    if venv:
-        (tmp_path / ".venv" / "bin").mkdir(parents=True)
-        made[tmp_path / ".venv" / "bin" / "python"] = venv
-    for path, version in made.items():
-        path.write_text(CPYTHON.format(version=version) if version else SHIM)
-        path.chmod(0o755)
-    result = subprocess.run(
-        [tmp_path / "tools" / "setup_env.sh", "run"],
-        env={"PATH": str(commands), "PYTHON": named},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert re.search(outcome, result.stdout + result.stderr)
 
 
 STAND_IN = """\

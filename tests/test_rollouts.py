@@ -75,17 +75,6 @@ def test_tokens_elsewhere_are_a_key_error_that_names_the_sequence(whole: Rollout
         batch.is_sampled(0)
 
 
-def test_a_response_without_a_mask_is_sampled_throughout(whole: Rollouts) -> None:
-    assert {*whole.response_masks} == {2, 5}
-    for row in range(6):
-        if row in whole.response_masks:
-            assert whole.is_sampled(row) is whole.response_masks[row]
-        else:
-            assert whole.is_sampled(row).tolist() == [True] * len(whole.response_ids[row])
-        assert whole.is_sampled(row).sum() == whole.num_sampled_tokens[row]
-    assert whole.num_sampled == int(whole.num_sampled_tokens.sum())
-
-
 def test_rows_are_taken_in_any_order_and_numbered_anew(whole: Rollouts) -> None:
     rows = [4, 0, 2]
     for rollouts in (whole, part(whole), Rollouts(whole.table)):
@@ -144,12 +133,6 @@ def test_other_tokens_replace_all_of_them(whole: Rollouts) -> None:
     assert found.table is batch.table and found.advantages is batch.advantages
     with pytest.raises(KeyError, match=r"\bsequence 1\b"):
         found.prompt_ids[1]
-
-
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [0, 1, 2, 3, 5, 4]])
-def test_groups_that_are_not_alike_are_refused(whole: Rollouts, rows: list[int]) -> None:
-    with pytest.raises(AssertionError, match="same number of rollouts"):
-        whole.take(rows).rows_of([0])
 
 
 def test_rows_that_begin_within_a_group_are_refused(whole: Rollouts) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from gapo_megatron.config.section import HOW, SAMPLED, Section
-from gapo_megatron.config.types import Count, Seconds, Settings
+from gapo_megatron.config.types import Count, Seconds, Settings, require_known
 from gapo_megatron.config.types import Text as OneLine
 from gapo_megatron.user_code import is_code
 
@@ -53,20 +52,9 @@ class EnvironmentConfig(Section):
         """Whether something answers the model; otherwise a response ends with its first turn."""
         return self.kind != "one_turn"
 
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, kind: str) -> str:
-        if kind not in KINDS and not is_code(kind):
-            near = difflib.get_close_matches(kind, KINDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"must be {', '.join(map(repr, KINDS))}, or an environment of your own: "
-                f"path/to/file.py:NAME or package.module:NAME{hint}"
-            )
-        return kind
-
     @model_validator(mode="after")
     def _check(self) -> Self:
+        require_known("kind", self.kind, KINDS)
         if not self.is_called and self.settings:
             raise ValueError(f"settings ({self.settings}): 'one_turn' has none")
         return self

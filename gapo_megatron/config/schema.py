@@ -6,7 +6,6 @@ relative to the working directory.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -49,6 +48,7 @@ from gapo_megatron.config.types import (
     Text,
     Tokens,
     Workers,
+    require_known,
 )
 from gapo_megatron.isolation import REMOTE, SYSTEM_PYTHON, split_setting
 from gapo_megatron.user_code import is_code
@@ -205,11 +205,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not is_code(self.engine) and self.engine != VLLM:
-            raise ValueError(
-                f"engine ({self.engine!r}) must be {VLLM!r} or code of your own, "
-                "path/to/file.py:NAME"
-            )
+        require_known("engine", self.engine, [VLLM])
         self._check_draft()
         return self
 
@@ -259,13 +255,7 @@ class VerifierConfig(Section):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if not is_code(self.kind) and self.kind not in VERIFIERS:
-            near = difflib.get_close_matches(self.kind, VERIFIERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"kind ({self.kind!r}) must be one of {', '.join(VERIFIERS)}, or code of your own, "
-                f"path/to/file.py:NAME{hint}"
-            )
+        require_known("kind", self.kind, VERIFIERS)
         if self.settings and not is_code(self.kind):
             raise ValueError(f"settings ({self.settings!r}) need a kind that is code of your own")
         return self

@@ -7,13 +7,17 @@ cannot be read again. So the schema refuses it.
 from __future__ import annotations
 
 import datetime
+import difflib
 import json
 import os
 import unicodedata
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+
+from gapo_megatron.user_code import is_code
 
 # --- whole numbers --------------------------------------------------------------------------------
 
@@ -72,6 +76,23 @@ AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
 
 Offload = Literal["none", "optimizer", "all"]
 OptimizerImplementation = Literal["auto", "transformer_engine", "apex", "torch"]
+
+
+def require_known(key: str, value: str, known: Collection[str]) -> None:
+    """Refuse a value that is neither `known` nor the name of user code.
+
+    Raises:
+        ValueError: names both, the known ones, and the nearest of them.
+    """
+    if value in known or is_code(value):
+        return
+    near = difflib.get_close_matches(value, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"{key} ({value!r}) must be one of {', '.join(known)}, or code of your own, "
+        f"path/to/file.py:NAME or package.module:NAME{hint}"
+    )
+
 
 # --- text -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gapo_megatron import user_code
 from gapo_megatron.config.methods import METHODS, Method
+from gapo_megatron.config.types import require_known
 from gapo_megatron.errors import ConfigError
 
 SETTING = "objective.method"
@@ -28,16 +28,8 @@ def find_method(name: str) -> Method:
         ValueError: no preset has this name.
         ConfigError: the file cannot be loaded, or does not define a usable `Method`.
     """
-    if name in METHODS:
-        return METHODS[name]
-    if user_code.is_code(name):
-        return _load(name)
-    near = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"method {name!r} is not one of {', '.join(METHODS)}, nor code of your own, "
-        f"path/to/file.py:NAME{hint}"
-    )
+    require_known("method", name, METHODS)
+    return METHODS[name] if name in METHODS else _load(name)
 
 
 @functools.cache
@@ -87,12 +79,7 @@ def _broken_rule(method: Method) -> str | None:
     """What a preset of this package never breaks, and the other checks of a config rely on."""
     if not _NAME.fullmatch(method.name):
         return f"name ({method.name!r}) must be a word of letters, digits and _.+-"
-    families = sorted({one.family for one in METHODS.values()})
-    if not user_code.is_code(method.family) and method.family not in families:
-        return (
-            f"family ({method.family!r}) must be one of {', '.join(families)}, or code of your "
-            "own, path/to/file.py:NAME"
-        )
+    require_known("family", method.family, sorted({one.family for one in METHODS.values()}))
     if not method.eps_low > 0:
         return f"eps_low ({method.eps_low}) must be greater than 0"
     if not min(method.eps_high_max, method.focal_gamma) >= 0:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import hashlib
 import inspect
 import json
-import logging
 import re
 import reprlib
-import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +24,11 @@ from gapo_megatron.rewards.final_answer import special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 Message = dict[str, str]
 """`role` and `content`."""
 
 ROLES = ("system", "user", "assistant")
 _SAMPLE = "What is 1 + 2?"
-_MEMORY = 2**30
-"""Bytes that a template may take for one short prompt."""
 
 
 def read_messages(value: Any, *, where: str) -> list[Message]:
@@ -156,8 +149,8 @@ def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date:
         date: what the template gets for today (`strftime_now`, at midnight); empty: the clock.
 
     Raises:
-        ConfigError: the template does not use a setting of `[data]` that is for it, or takes all
-            memory; names setting, value and rule.
+        ConfigError: the template does not use a setting of `[data]` that is for it; names setting,
+            value and rule.
     """
     bound: dict[str, Any] = dict(data.chat_template_kwargs)
     if date:
@@ -166,8 +159,6 @@ def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date:
     if data.chat_template:
         _check_variables(data, tokenizer)
     tokenizer.apply_chat_template = functools.partial(apply, tokenizer, **bound)
-    if tokenizer.chat_template:
-        _try_out(tokenizer)
     if data.template_date and not asks_date(tokenizer.chat_template):
         raise ConfigError(
             f"data.template_date ({data.template_date!r}): the tokenizer's chat template does not "
@@ -175,27 +166,6 @@ def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date:
         )
     if data.system_prompt:
         _check_system_prompt(data, tokenizer)
-    if data.chat_template and (header := _missing_header(tokenizer)):
-        logger.warning(
-            "%s: its chat template ignores add_generation_prompt: before an answer it writes %r, "
-            "which no prompt ends with, so the model has to begin its turn itself",
-            tokenizer.name_or_path,
-            header,
-        )
-
-
-def _missing_header(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template writes before an answer, if prompts should end with it and do not."""
-    asked, answer = {"role": "user", "content": _SAMPLE}, "It is 3."
-    try:
-        prompt = render([asked], tokenizer)
-        if prompt != render([asked], tokenizer, add_generation_prompt=False):
-            return ""
-        whole = render([asked, {"role": "assistant", "content": answer}], tokenizer)
-    except ConfigError:
-        return ""  # it wants other messages
-    header, _, _ = whole.removeprefix(prompt).partition(answer)
-    return header.strip() if whole.startswith(prompt) else ""
 
 
 def prompts_made_of(
@@ -217,39 +187,6 @@ def prompts_made_of(
 
 def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _try_out(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a short prompt within a limit of memory: one line can take as much as there is.
-
-    Raises:
-        ConfigError: it takes more.
-    """
-    try:
-        with _memory_limit(_MEMORY):
-            render([{"role": "user", "content": _SAMPLE}], tokenizer)
-    except MemoryError:
-        raise ConfigError(
-            f"{tokenizer.name_or_path}: its chat template takes more than {_MEMORY} bytes of "
-            f"memory for a prompt of {len(_SAMPLE)} characters"
-        ) from None
-    except ConfigError:
-        pass  # it may not be used, or want other messages
-
-
-@contextlib.contextmanager
-def _memory_limit(num_bytes: int) -> Iterator[None]:
-    """Raise MemoryError where this process takes so much more address space than it has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + num_bytes
-    if soft != resource.RLIM_INFINITY:
-        limit = min(limit, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _check_variables(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import io
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import MAX_BYTES, is_unicode, keys_of, open_file, parse_json
@@ -20,8 +19,6 @@ Row = dict[str, Any]
 
 MAX_ROW_BYTES = MAX_BYTES
 """Largest row of JSON: a row may hold 100 MB of tests."""
-CHUNK = 2**20
-"""Characters of a JSON list that are read at a time."""
 PARQUET_ROWS = 16
 """Rows of a Parquet file that are converted at a time: a row may hold 100 MB of tests."""
 
@@ -40,14 +37,20 @@ def check_format(path: Path) -> None:
 
 
 def read_rows(
-    path: Path, *, columns: Sequence[str] = (), optional: Sequence[str] = (), after: int = 0
+    path: Path,
+    *,
+    columns: Sequence[str] = (),
+    optional: Sequence[str] | None = (),
+    after: int = 0,
 ) -> Iterator[tuple[int, Row, float]]:
-    """Read a file's rows in order, with a few of them in memory (of Parquet, up to a row group).
+    """Read a file's rows in order.
+
+    Of JSON lines a few rows are in memory, of Parquet a row group, of a JSON list all.
 
     Args:
-        path: .jsonl, .json (one list) or .parquet.
+        path: .parquet, .json (one list, or JSON lines), or JSON lines with any other suffix.
         columns: columns to read from a Parquet file, which must have them; other formats give all.
-        optional: columns to read from a Parquet file if it has them.
+        optional: columns to read from a Parquet file if it has them; None: all.
         after: number of the last row to skip.
 
     Yields:
@@ -59,35 +62,15 @@ def read_rows(
             and row.
     """
     with _opened(path) as file:
-        for number, row, share in _READERS[path.suffix](file, path, columns, optional, after):
-            if number <= after:
-                continue
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: must be an object, not {type(row).__name__}")
-            yield number, row, share
-
-
-def read_problem_rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, Row]]:
-    """Read a problem file: .parquet, .json, or JSON lines in a file with any other suffix.
-
-    Args:
-        path: the file. A `.json` file may hold one list, or JSON lines.
-        columns: columns to read from a Parquet file if it has them; None: all.
-
-    Yields:
-        Line number (JSON lines) or row number (others), from 1, and the row.
-
-    Raises:
-        DataError: as `read_rows`.
-    """
-    with _opened(path) as file:
         reader = _READERS.get(path.suffix, _jsonl)
         if reader is _json and _first_character(file) == b"{":
             reader = _jsonl
-        for number, row, _ in reader(file, path, (), columns, 0):
+        for number, row, share in reader(file, path, columns, optional, after):
+            if number <= after:
+                continue
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: must be an object, not {reprlib.repr(row)}")
-            yield number, row
+            yield number, row, share
 
 
 def count_rows(path: Path) -> int:
@@ -100,7 +83,7 @@ def count_rows(path: Path) -> int:
         with _opened(path) as file, _parquet_file(file, path) as parquet_file:
             return int(parquet_file.metadata.num_rows)
     if path.suffix == ".json":
-        return sum(1 for _ in read_problem_rows(path, ()))
+        return sum(1 for _ in read_rows(path))
     with _opened(path) as file:
         return sum(1 for _, line in _lines(file, path) if line.strip())
 
@@ -170,7 +153,7 @@ def _parse(text: str | bytes, path: Path, number: int) -> Any:
 
 def _first_character(file: BinaryIO) -> bytes:
     """The first byte that is not white space; the file is then at its start again."""
-    start = file.read(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+    start = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
     return start[:1]
 
@@ -207,73 +190,34 @@ def _json(
     optional: Sequence[str] | None,
     after: int,
 ) -> Iterator[tuple[int, Any, float]]:
-    size = os.fstat(data.fileno()).st_size
-    text = _JsonText(io.TextIOWrapper(data, encoding="utf-8-sig"), path)
-    if text.take() != "[":
+    """Rows of one list, each parsed by itself, so that an error names its row."""
+    text = data.read().decode("utf-8-sig").rstrip()
+    decode, spaces = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+
+    def take(at: int) -> tuple[str, int]:
+        """The next character that is not white space, and the place behind it."""
+        at = spaces.match(text, at).end()  # type: ignore[union-attr]
+        return text[at : at + 1], at + 1
+
+    first, at = take(0)
+    if first != "[":
         raise DataError(f"{path}: must hold a JSON list")
-    number, separator = 0, text.take() if text.look() == "]" else ","
+    number, separator = 0, ","
+    if take(at)[0] == "]":
+        separator, at = take(at)
     while separator == ",":
-        number += 1
-        yield number, _parse(text.take_value(), path, number), data.tell() / size
-        separator = text.take()
+        number, start = number + 1, at
+        try:
+            _, at = decode(text, take(start)[1] - 1)
+        except (ValueError, RecursionError):  # what is wrong is said below
+            at = len(text)
+        row = _parse(text[start:at], path, number)
+        separator, at = take(at)
         if separator not in (",", "]"):
             raise DataError(f"{path}: no ',' or ']' after row {number}")
-    if text.look():
+        yield number, row, at / len(text)
+    if take(at)[0]:
         raise DataError(f"{path}: text after the end of the list")
-
-
-class _JsonText:
-    """A JSON file that is read value by value, with only the current one in memory."""
-
-    _NOT_SPACE = re.compile(r"[^ \t\r\n]")
-
-    def __init__(self, file: TextIO, path: Path) -> None:
-        self._file, self._path = file, path
-        self._text = ""
-        self._position = 0
-        self._decode = json.JSONDecoder().raw_decode
-
-    def look(self) -> str:
-        """The next character that is not white space; empty at the end of the file."""
-        while True:
-            if found := self._NOT_SPACE.search(self._text, self._position):
-                self._position = found.start()
-                return found[0]
-            self._position = len(self._text)
-            if not self._grow():
-                return ""
-
-    def take(self) -> str:
-        character = self.look()
-        self._position += len(character)
-        return character
-
-    def take_value(self) -> str:
-        """Text of the next value; all remaining text if it is malformed.
-
-        Only its end is used here. The caller parses the text again, with the checks of all formats.
-        """
-        self.look()
-        while True:
-            try:
-                _, end = self._decode(self._text, self._position)
-                break
-            except json.JSONDecodeError:  # perhaps incomplete
-                if self._grow():
-                    continue
-            except (ValueError, RecursionError):  # too long a number, or nested too deeply
-                pass
-            end = len(self._text)
-            break
-        value, self._position = self._text[self._position : end], end
-        return value
-
-    def _grow(self) -> bool:
-        more = self._file.read(max(CHUNK, len(self._text)))
-        self._text, self._position = self._text[self._position :] + more, 0
-        if len(self._text) > 2 * MAX_ROW_BYTES:  # half of it may be read ahead
-            raise DataError(f"{self._path}: a row of more than {MAX_ROW_BYTES} characters")
-        return bool(more)
 
 
 def _parquet(
@@ -311,7 +255,7 @@ def _parquet_file(data: BinaryIO, path: Path) -> Iterator[Any]:
     from pyarrow import ArrowException, parquet
 
     try:
-        with parquet.ParquetFile(data, buffer_size=CHUNK, pre_buffer=False) as file:
+        with parquet.ParquetFile(data, buffer_size=2**20, pre_buffer=False) as file:
             yield file
     except ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None

@@ -13,11 +13,9 @@ Answers that are too large for the memory of every rank (tests of programs) are 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import logging
-import math
 import reprlib
 from collections.abc import Collection, Sequence
 from contextlib import closing
@@ -29,15 +27,12 @@ from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.answers import Answers
 from gapo_megatron.data.messages import Message, read_messages, render, special_pattern
-from gapo_megatron.data.rows import Row, check_texts, column_names, read_lines, read_problem_rows
+from gapo_megatron.data.rows import Row, check_texts, column_names, read_lines, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-QUICK_CHARACTERS = 2**16
-"""Characters that are tokenised quickly; a hundred times as many take a minute."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +97,8 @@ def read_prompts(
     path, wanted = Path(path), (*KEYS, *(columns or ()))
     oddities = _Oddities(tokenizer, chat_template=data.chat_template)
     with closing(Answers(path.parent)) as answers:
-        rows = read_problem_rows(path, None if columns is None else wanted)
-        for number, whole in itertools.islice(rows, most):
+        rows = read_rows(path, optional=None if columns is None else wanted)
+        for number, whole, _ in itertools.islice(rows, most):
             where = f"{path}:{number}"
             row = {key: whole[key] for key in KEYS if whole.get(key) is not None}
             id = _check_row(row, whole, path=path, number=number)
@@ -314,7 +309,7 @@ def read_jsonl(
 
 
 class LengthError(DataError):
-    """A prompt without tokens or with too many: at least `num_tokens`."""
+    """A prompt without tokens, or with too many."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"{num_tokens} tokens")
@@ -344,7 +339,6 @@ def encode_prompt(
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     text = messages[-1]["content"]
-    check_length(text, tokenizer, max_tokens=max_tokens)
     if chat_template:
         # The template adds all special tokens itself.
         if system_prompt and messages[0]["role"] != "system":
@@ -354,23 +348,3 @@ def encode_prompt(
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))
     return token_ids
-
-
-def check_length(text: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
-    """Refuse a text that certainly has too many tokens, without tokenising it.
-
-    A lower bound: it assumes that every token is as long as the longest in the vocabulary, and that
-    the tokenizer drops no characters. A text that passes may still have too many tokens.
-
-    Raises:
-        LengthError: the bound is above `max_tokens`.
-    """
-    if len(text) > QUICK_CHARACTERS:
-        least = math.ceil(len(text) / _longest_token(tokenizer))
-        if least > max_tokens:
-            raise LengthError(least)
-
-
-@functools.lru_cache(maxsize=1)  # get_vocab builds a new dict at every call
-def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    return max(map(len, tokenizer.get_vocab()))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Mapping
 
 # Title, key, format, width. The most important come first: a narrow terminal shows as many as fit.
 _COLUMNS = (
@@ -23,27 +21,23 @@ _COLUMNS = (
     ("A=0", "groups/zero_advantage_share", "{:.0%}", 4),
     ("mismatch", "mismatch/mean_abs_log_prob_diff", "{:.1e}", 9),
 )
-_GAP = 2
+_GAP = "  "
 _ROWS_PER_HEADER = 20
-_SPLIT = "time by stage"
 
 
 class ConsoleTable:
-    """Prints a row per step within the terminal's width, or a `key=value` line without a terminal.
+    """Prints the columns of a step that fit a terminal, and a `key=value` line elsewhere.
 
-    The environment variable COLUMNS overrides the width of both. All numbers are in metrics.jsonl
-    and timings.jsonl.
+    All numbers are in metrics.jsonl and timings.jsonl.
     """
 
-    def __init__(self, *, num_steps: int, columns_are_set: bool) -> None:
-        self._columns_are_set = columns_are_set
-        self._console = Console(file=sys.stdout, highlight=False, markup=False)
+    def __init__(self, *, num_steps: int) -> None:
         self._num_steps = num_steps
         self._num_shown = 0
         self._seconds = 0.0
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the step's numbers, its time and the time left; more if the width allows."""
+        """Print the step's numbers, its time and the time left."""
         self._seconds += values.get("time/step_s", 0.0)
         self._num_shown += 1
         left_s = self._seconds / self._num_shown * (self._num_steps - step - 1)
@@ -51,11 +45,10 @@ class ConsoleTable:
         for title, key, form, _ in _COLUMNS:
             cells[title] = form.format(values[key]) if key in values else "-"
         cells["left"] = _clock(left_s)
-        if self._console.is_terminal:
-            self._console.print(self._row(cells, values))
+        if sys.stdout.isatty():
+            self._print_row(cells)
         else:
-            parts = ",".join(_split(values)).replace(" ", ",")
-            self._print_line(cells | {"split": parts})
+            _print_line(cells | {"split": ",".join(_split(values))})
 
     def show_evaluation(self, num_trained: int, values: Mapping[str, float]) -> None:
         """Print pass@1 and pass@k of the weights after `num_trained` steps on a line."""
@@ -64,72 +57,44 @@ class ConsoleTable:
             for key, value in values.items()
             if key.startswith("eval/pass@")
         }
-        if not found:
-            return
-        if self._console.is_terminal:
-            step = f"{self._step(num_trained):>{self._step_width}}"
-            words = [step, "held out:", *(f"{name} {value}" for name, value in found.items())]
-            line = "  ".join(_fitting(words, self._console.width, gap=_GAP))
-            self._console.print(line, style="bold")
-        else:
-            self._print_line({"step": self._step(num_trained), **found})
-
-    @property
-    def _step_width(self) -> int:
-        return max(2 * len(str(self._num_steps)) + 1, 4)
+        if found:
+            _print_line({"step": self._step(num_trained), **found})
 
     def _step(self, number: int) -> str:
         return f"{number}/{self._num_steps}"
 
-    def _print_line(self, cells: Mapping[str, str]) -> None:
-        """Print a line for grep; if COLUMNS is set, as many whole words as fit."""
-        width = self._console.width if self._columns_are_set else sys.maxsize
-        keys = (title.replace(" ", "_").replace("=", "") for title in cells)
-        words = [f"{key}={cell}" for key, cell in zip(keys, cells.values(), strict=True)]
-        print(" ".join(_fitting(words, width, gap=1)), flush=True)
-
-    def _row(self, cells: Mapping[str, str], values: Mapping[str, float]) -> Table:
-        """A row with fixed column widths; every 20th has the header."""
-        table = Table(
-            box=None,
-            pad_edge=False,
-            padding=(0, _GAP, 0, 0),
-            show_header=self._num_shown % _ROWS_PER_HEADER == 1,
-        )
-        room = self._console.width
-        for title, width in (("step", self._step_width), *((t, w) for t, _, _, w in _COLUMNS)):
-            if width > room:
+    def _print_row(self, cells: Mapping[str, str]) -> None:
+        """Print a row of fixed widths; every 20th has the header."""
+        room, shown = shutil.get_terminal_size().columns, []
+        of_step = max(2 * len(str(self._num_steps)) + 1, len("step"))
+        widths = [of_step, *(width for *_, width in _COLUMNS)]
+        for title, width in zip(cells, widths, strict=True):
+            room -= width
+            if room < 0:
                 break
-            room -= width + _GAP
-            style = "bold green" if title == "reward" else "bold" if title == "step" else None
-            table.add_column(title, justify="right", width=width, style=style, no_wrap=True)
-        shown = list(cells.values())[: len(table.columns)]
-        if room >= len(_SPLIT) and len(shown) == len(cells):
-            table.add_column(_SPLIT, style="dim", width=room, no_wrap=True)
-            shown.append(" ".join(_fitting(_split(values), room, gap=1)))
-        table.add_row(*shown)
-        return table
+            shown.append((title, width))
+            room -= len(_GAP)
+        is_first = self._num_shown % _ROWS_PER_HEADER == 1
+        header = {title: title for title in cells}
+        for row in (header, cells) if is_first else (cells,):
+            print(_GAP.join(f"{row[title]:>{width}}" for title, width in shown), flush=True)
 
 
-def _fitting(words: Sequence[str], width: int, *, gap: int) -> Iterator[str]:
-    """The first of `words` that fit into `width`, `gap` apart."""
-    for word in words:
-        width -= len(word)
-        if width < 0:
-            return
-        yield word
-        width -= gap
+def _print_line(cells: Mapping[str, str]) -> None:
+    """Print a line for grep."""
+    words = (f"{title.replace(' ', '_').replace('=', '')}={cell}" for title, cell in cells.items())
+    print(" ".join(words), flush=True)
 
 
 def _split(values: Mapping[str, float]) -> list[str]:
-    """Shares of the step's time by stage, largest first: `rollout 61%`, `update 30%`."""
+    """Shares of the step's time by stage, largest first: `rollout,61%`, `update,30%`."""
     total = values.get("time/step_s", 0.0)
     stages = [
         (seconds / total, key.removeprefix("time/").removesuffix("_s"))
         for key, seconds in values.items()
         if key.startswith("time/") and key != "time/step_s" and total > 0
     ]
-    return [f"{name} {share:.0%}" for share, name in sorted(stages, reverse=True)[:4]]
+    return [f"{name},{share:.0%}" for share, name in sorted(stages, reverse=True)[:4]]
 
 
 def _clock(seconds: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapo_megatron.config import Config, ModelConfig, ObjectiveConfig, ParallelConfig
+from gapo_megatron.config import ModelConfig, ObjectiveConfig, ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_fp8_shapes
@@ -131,7 +131,7 @@ def check_engine_heads(hf_config: Any, size: int) -> None:
         )
 
 
-def check_positions(hf_config: Any, config: Config) -> None:
+def check_positions(hf_config: Any, max_sequence_tokens: int) -> None:
     """Refuse sequences that are longer than vLLM's table of rotary positions.
 
     With YaRN the table has factor x original_max_position_embeddings rows; with other kinds as
@@ -144,10 +144,10 @@ def check_positions(hf_config: Any, config: Config) -> None:
     if rope.kind != "yarn":
         return
     positions = int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
-    if config.max_sequence_tokens > positions:
+    if max_sequence_tokens > positions:
         raise ConfigError(
             "data.max_prompt_tokens + rollout.max_response_tokens "
-            f"({config.max_sequence_tokens}) must be at most {positions}, the model's factor x "
+            f"({max_sequence_tokens}) must be at most {positions}, the model's factor x "
             "original_max_position_embeddings (YaRN): vLLM has no rotary positions beyond"
         )
 

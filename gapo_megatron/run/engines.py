@@ -47,13 +47,12 @@ class EngineFactory(Protocol):
         """
 
 
-def find_engine(config: Config) -> EngineFactory:
-    """Return vLLM's engine, or load the user's.
+def find_engine(name: str) -> EngineFactory:
+    """Return vLLM's engine, or load the user's; `name` is `rollout.engine`.
 
     Raises:
         ConfigError: the code cannot be loaded or called.
     """
-    name = config.rollout.engine
     if name == VLLM:
         return RolloutEngine
     found: EngineFactory = user_code.load(name, setting="rollout.engine")
@@ -70,7 +69,7 @@ def build_engine(config: Config, hf_config: PretrainedConfig, world: World) -> E
     Raises:
         ConfigError: ratios would be against an engine that gets merged weights.
     """
-    build = find_engine(config)
+    build = find_engine(config.rollout.engine)
     engine = build(config, hf_config, device=world.device, gloo_group=world.gloo_group)
     if _needs_factors(config) and needs_of(engine) == "merged":
         reason = f"rollout.engine ({config.rollout.engine!r}), which takes no factors"

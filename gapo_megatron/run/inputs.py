@@ -61,7 +61,8 @@ def check_inputs(config: Config) -> Inputs:
     Raises:
         GapoError: names field, file or line, value and rule.
     """
-    find_family(config.objective.resolve()), find_engine(config)  # load the user's code, if any
+    find_family(config.objective.resolve())  # loads the user's code, if any; so does the next
+    find_engine(config.rollout.engine)
     run_dir, hf_config = Path(config.run.output_dir), read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)

@@ -29,7 +29,6 @@ from gapo_megatron.io.documents import read_text
 from gapo_megatron.io.files import naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
 from gapo_megatron.io.sample_files import TIMELINES_NAME, SampleLog
-from gapo_megatron.run.processes import columns_are_set
 from gapo_megatron.run.signal_watch import SignalWatch
 from gapo_megatron.types import Sample, Timeline
 
@@ -98,9 +97,7 @@ class MetricsWriter:
         with naming(run_dir / "tensorboard"):
             self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
         self._wandb = _open_wandb(run_dir, config)
-        self._console = ConsoleTable(
-            num_steps=config.run.num_steps, columns_are_set=columns_are_set()
-        )
+        self._console = ConsoleTable(num_steps=config.run.num_steps)
         self._not_finite: set[str] = set()
 
     def log(

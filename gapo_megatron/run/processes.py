@@ -150,11 +150,6 @@ def is_under_torchrun() -> bool:
     return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
 
 
-def columns_are_set() -> bool:
-    """Whether the user has set the width of the output (COLUMNS)."""
-    return os.environ.get("COLUMNS", "").isdigit()
-
-
 def visible_gpus() -> str:
     """CUDA_VISIBLE_DEVICES, for messages."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "unset")

@@ -90,7 +90,7 @@ class Run:
         startup.seconds["imports"] = process_age_s()
         inputs = check_inputs(config)
         world, attempt = start.join(config, inputs, startup)
-        if start.is_finished_everywhere(config, world, attempt):
+        if start.is_finished_everywhere(config.run, world, attempt):
             num_steps, hf_dir = config.run.num_steps, Path(config.run.output_dir) / "hf"
             logger.info("all %d steps are done: %s", num_steps, hf_dir)
             attempt.end("finished")

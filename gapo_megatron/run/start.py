@@ -22,6 +22,7 @@ from gapo_megatron.checkpoint import State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
+from gapo_megatron.config.run_sections import RunConfig
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.template_date import DATE, DATE_NAME
 from gapo_megatron.io.files import write_atomically
@@ -348,7 +349,7 @@ def build_rollouter(
     return rollouter
 
 
-def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:
+def is_finished_everywhere(run: RunConfig, world: World, attempt: Attempt) -> bool:
     """Whether rank 0 of the job finds the run finished; if so, closes the bridge.
 
     Returns:
@@ -356,7 +357,7 @@ def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bo
 
     Collectives: a broadcast over the trainers; if it is finished, that of `Bridge.close`.
     """
-    bridge, run = world.bridge, config.run
+    bridge = world.bridge
     if bridge is not None and bridge.is_generation:
         answer = (
             bridge.wait(lambda: bridge.mail.look("run"), alive=attempt.restart_watch) == b"finished"

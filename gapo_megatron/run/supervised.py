@@ -22,7 +22,7 @@ from gapo_megatron.config import (
 from gapo_megatron.config.roles import flat
 from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template
-from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
+from gapo_megatron.data.schema import LengthError, encode_prompt, read_jsonl
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
@@ -159,7 +159,6 @@ def _read_examples(
                 f"one token each, and {rule}"
             ) from None
         try:
-            check_length(row["response"], tokenizer, max_tokens=longest)
             response = tokenizer.encode(row["response"], add_special_tokens=False)
             response.append(end)
             if len(prompt) + len(response) > longest:

@@ -1,8 +1,7 @@
 """The arena: every clip rule at its best width, on tasks small enough for hundreds of seeds.
 
     python -m studies.arena              train what is missing, then report
-    python -m studies.arena report       tables and figures of what is trained or archived
-    python -m studies.arena match        scale the widths of all rules, in arena/scales.json
+    python -m studies.arena report       tables of what is trained or archived, to FOLDER/tables.md
     python -m studies.arena pack         write all results to arena/results.npz
 
 README.md has the questions, the rules of analysis, and the answers.
@@ -16,8 +15,7 @@ from pathlib import Path
 
 from studies.arena.arms import CHUNKS, questions, read_scales
 from studies.arena.jobs import ARCHIVE, SELECTION, Job, Store
-from studies.arena.match import match
-from studies.arena.report import report
+from studies.arena.report import all_tables
 from studies.arena.sweep import best_settings, setting, sweep
 
 
@@ -28,13 +26,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("do", nargs="?", default="run", choices=["run", "report", "match", "pack"])
+    parser.add_argument("do", nargs="?", default="run", choices=["run", "report", "pack"])
     parser.add_argument("--folder", type=Path, default=Path("runs/arena"))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
-    if arguments.do == "match":
-        match(num_processes=arguments.processes)
-        return
     store, scales = Store(arguments.folder), read_scales()
     training = arguments.processes if arguments.do == "run" else 0
     asked = questions(scales)
@@ -60,7 +55,10 @@ def main() -> None:
     if arguments.do == "pack":
         store.pack(done, ARCHIVE)
         return
-    report(asked, store, swept, best)
+    page = all_tables(asked, store, swept, best)
+    print(page)
+    store.folder.mkdir(parents=True, exist_ok=True)
+    (store.folder / "tables.md").write_text(page)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from gapo_megatron.objective import METHODS, Method
 from studies.arena.train import Setting
 
 SEEDS_PER_CHUNK = 64
-TRANSFORMER_SEEDS = 32
-"""Seeds per chunk of the transformer, which costs more."""
 CHUNKS = {
     "best": 2,
     "probes": 5,
@@ -26,8 +24,6 @@ CHUNKS = {
     "transformer, stale, x 4": 1,
 }
 """Chunks of seeds per question; all questions start with the same seeds."""
-PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
-"""Seeds used to scale widths and to estimate power, and nowhere else."""
 
 RATE = 0.05
 """Learning rate of all arms, except in questions about it."""
@@ -49,7 +45,6 @@ OVER_LENGTH = "gapo_proportional, over length"
 """Name of a probe's factor: `gapo_proportional` with `Setting.over_length`."""
 ON_TRANSFORMER = ", transformer"
 """End of the name of a factor that was found on the transformer."""
-MATCHED_ON_TRANSFORMER = ("dapo", "gapo_proportional")
 SCALES = Path(__file__).with_name("scales.json")
 UNCLIPPED = replace(METHODS["gspo"], name="unclipped", eps_low=1 - 1e-9, eps_high_max=1e9)
 WITHOUT_WIDTH = {"topr": METHODS["topr"], "unclipped": UNCLIPPED}
@@ -70,14 +65,9 @@ def scaled(method: Method, factor: float) -> Method:
 
 
 def read_scales() -> dict[str, float]:
-    """Factors by rule, found by `python -m studies.arena match`."""
+    """Factors by rule; README.md names the commit that found them."""
     scales: dict[str, float] = json.loads(SCALES.read_text())
     return scales
-
-
-def method_of(name: str) -> str:
-    """The method of a factor's name."""
-    return name.partition(", ")[0]
 
 
 def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from studies.arena.arms import SEEDS_PER_CHUNK, TRANSFORMER_SEEDS
+from studies.arena.arms import SEEDS_PER_CHUNK
 from studies.arena.train import LATE, Setting, Trained, train
 
 EVALUATE_EVERY = 20
@@ -43,9 +43,7 @@ class Job:
         """Seeds of its chunk."""
         if self.chunk == SELECTION:
             return SELECTION_SEEDS
-        walks = self.setting.policy == "walks"
-        number = SEEDS_PER_CHUNK if walks else TRANSFORMER_SEEDS
-        return range(self.chunk * number, (self.chunk + 1) * number)
+        return range(self.chunk * SEEDS_PER_CHUNK, (self.chunk + 1) * SEEDS_PER_CHUNK)
 
     @property
     def name(self) -> str:

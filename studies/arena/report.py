@@ -1,4 +1,4 @@
-"""Tables and figures of the trained arms; missing ones are named."""
+"""Tables of the trained arms; missing ones are named."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from gapo_tools.reporting.style import Exhibit, style
-from studies.arena import figures, tables
+from studies.arena import tables
 from studies.arena.arms import CHUNKS, RATE, read_scales
 from studies.arena.jobs import SELECTION, Job, Store
 from studies.arena.sweep import Cell, setting
@@ -35,40 +34,6 @@ TABLES: dict[str, tuple[str, Table]] = {
     "Transformer, stale, four times wider": ("transformer, stale, x 4", tables.outcomes),
 }
 """Title -> question whose arms it shows, and the function that makes it."""
-FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {
-    "by_c": ("fresh", figures.by_c),
-    "verdicts": ("fresh", figures.verdicts),
-    "verdicts_stale": ("stale", figures.verdicts),
-    "frontier": ("fresh", figures.frontier),
-    "log_ratios": ("fresh", figures.log_ratios),
-}
-"""Stem of the files -> mode whose best arms it shows, and the function that makes it."""
-
-
-def report(
-    asked: Mapping[str, Arms],
-    store: Store,
-    swept: Mapping[Cell, Mapping[float, Tensor]],
-    best: Mapping[Cell, tuple[float, Setting]],
-) -> None:
-    """Print the tables, and write them and the figures to the folder's report/."""
-    folder = store.folder / "report"
-    folder.mkdir(parents=True, exist_ok=True)
-    at_best = dict(_by_conditions(best))
-    text = all_tables(asked, store, swept, best)
-    print(text)
-    (folder / "tables.md").write_text(text)
-    with style():
-        drawn = {"sweeps": figures.sweeps(swept)}
-        for stem, (mode, figure) in FIGURES.items():
-            arms = at_best.get(f"{mode}, rate {RATE:g}, k 8", {})
-            drawn[stem] = figure(arms, _found("best", arms, store))
-        for stem, exhibit in drawn.items():
-            if exhibit.rows:
-                for path in exhibit.write(folder / stem):
-                    print(path)
-            else:
-                print(f"{stem}: not drawn, there are no results")
 
 
 def all_tables(

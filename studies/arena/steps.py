@@ -60,14 +60,10 @@ def response_correlation(
     return float(covariance) / math.sqrt(scale) if scale > 0 else math.nan
 
 
-def mean_log_ratio(trained: Sequence[Trained], *, of_tokens: bool = False) -> Tensor:
-    """Mean log-ratio of correct responses after a step, by c, [k + 1] float64; NaN without any.
-
-    With `of_tokens`, of the mean over a response's tokens.
-    """
+def mean_log_ratio(trained: Sequence[Trained]) -> Tensor:
+    """Mean log-ratio of correct responses after a step, by c, [k + 1] float64; NaN without any."""
     sums = torch.stack([one.moved.sum(dim=0) for one in trained]).sum(dim=0)[:, _CORRECT]
-    name = "mean_log_ratio" if of_tokens else "log_ratio"
-    return sums[MOVED.index(name)] / sums[MOVED.index("responses")]
+    return sums[MOVED.index("log_ratio")] / sums[MOVED.index("responses")]
 
 
 def share_of_best_gain(trained: Sequence[Trained]) -> Tensor:

@@ -42,19 +42,6 @@ def test_correlation_over_responses_is_that_of_the_list() -> None:
     assert math.isnan(steps.response_correlation(arm[:1], slice(1, 2)))
 
 
-def test_groups_without_an_advantage_do_not_count() -> None:
-    responses = [(0, 1, -1.0), (1, 1, 3.0), (1, 3, 1.0), (0, 3, -3.0)]
-    whole = [*responses, (1, K, 50.0), (0, 0, -9.0)]
-    assert steps.response_correlation([_moved(whole)]) == pytest.approx(1)
-
-
-def test_mean_log_ratio_is_of_correct_responses() -> None:
-    arm = [_moved([(1, 1, 3.0), (1, 1, 1.0), (0, 1, 9.0)]), _moved([(1, 3, 0.5)], quarter=2)]
-    assert steps.mean_log_ratio(arm)[[1, 3]].tolist() == [2.0, 0.5]
-    assert steps.mean_log_ratio(arm, of_tokens=True)[[1, 3]].tolist() == [1.0, 0.25]
-    assert math.isnan(float(steps.mean_log_ratio(arm)[2]))
-
-
 def test_the_papers_correlation_is_over_means_by_c() -> None:
     sums = torch.zeros(QUARTERS, len(SUMS), 2, K + 1, dtype=torch.float64)
     for c, (number, deviation) in {1: (2, 3.0), 2: (4, 1.0), 3: (9, 2.0)}.items():

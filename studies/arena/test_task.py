@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from studies.arena import task
-from studies.arena.task import EOS, MAX_TOKENS, NUM_TOKENS, Responses
+from studies.arena.task import EOS, MAX_TOKENS, NUM_TOKENS
 
 SEEDS = range(3, 5)
 
@@ -17,11 +17,6 @@ SEEDS = range(3, 5)
 def _some(number: int) -> tuple[torch.Tensor, task.Prompts]:
     made = task.make_task(SEEDS)
     return made.weights, made.training.of(slice(0, number))
-
-
-def _rates(weights: torch.Tensor, prompts: task.Prompts) -> torch.Tensor:
-    policy = task.log_policy(weights, prompts)
-    return task.exact(policy, prompts, policy)[0]
 
 
 def test_pass_rates_and_divergences_are_sums_over_all_walks(
@@ -56,29 +51,6 @@ def test_pass_rates_and_divergences_are_sums_over_all_walks(
         assert float(rates[seed, 0]) == pytest.approx(rate, rel=1e-12)
         assert float(divergences[seed, 0]) == pytest.approx(divergence, rel=1e-12)
         assert divergence > 0.1
-
-
-def test_log_policy_is_normal_for_any_logits() -> None:
-    weights, prompts = _some(3)
-    for scale in (1.0, 1e3):
-        logits = torch.einsum("snf,sfab->snab", prompts.features, scale * weights)
-        found = task.log_policy(scale * weights, prompts)
-        torch.testing.assert_close(found, logits.log_softmax(dim=-1), rtol=1e-12, atol=1e-9)
-
-
-def test_samples_agree_with_the_pass_rate() -> None:
-    weights, prompts = _some(64)
-    best = _rates(weights, prompts).argsort(dim=1, descending=True)[:, [0, 1, 8, 32]]
-    prompts = prompts.pick(best)
-    number = 10_000
-    generator = torch.Generator().manual_seed(0)
-    uniforms = torch.rand(2, 4, number, MAX_TOKENS, generator=generator, dtype=torch.float64)
-    frequency = task.sample(weights, prompts, uniforms).rewards.mean(dim=-1)
-    # Hoeffding: eight means of `number` draws all lie within, but for one time in a million.
-    bound = math.sqrt(math.log(2 * 8 / 1e-6) / (2 * number))
-    rates = _rates(weights, prompts)
-    assert float(rates.max()) > 4 * bound
-    assert float((frequency - rates).abs().max()) < bound
 
 
 def test_samples_and_log_probs_are_those_of_a_loop() -> None:
@@ -117,18 +89,3 @@ def test_a_task_depends_on_its_own_seed_alone() -> None:
     assert torch.equal(alone.held_out.features[0], beside.held_out.features[1])
     assert torch.equal(alone.held_out.targets[0], beside.held_out.targets[1])
     assert not torch.equal(beside.weights[0], beside.weights[1])
-
-
-def test_parts_keep_prompts_and_responses_together() -> None:
-    _, prompts = _some(6)
-    index = torch.tensor([[4, 1], [0, 5]])
-    picked = prompts.pick(index)
-    assert torch.equal(picked.features[0, 0], prompts.features[0, 4])
-    assert torch.equal(picked.features[1, 1], prompts.features[1, 5])
-    assert picked.targets.tolist() == [
-        [int(prompts.targets[0, 4]), int(prompts.targets[0, 1])],
-        [int(prompts.targets[1, 0]), int(prompts.targets[1, 5])],
-    ]
-    values = torch.arange(6).expand(2, 6)
-    part = Responses(values, values, values, values).of(slice(2, 4))
-    assert part.rewards.tolist() == part.tokens.tolist() == [[2, 3], [2, 3]]

@@ -152,43 +152,6 @@ def test_gradient_of_every_mode_is_each_seeds_own(minibatch: _Minibatch, mode: s
         assert not torch.equal(plain, _all_seeds(minibatch, setting)[0])
 
 
-def test_sums_count_the_sequences_with_an_advantage(minibatch: _Minibatch) -> None:
-    _, sums = _all_seeds(minibatch, Setting(method=METHODS["gapo"], learning_rate=0.05))
-    correct = minibatch.responses.rewards.sum(dim=-1).long().flatten()
-    expected = torch.zeros(2, K + 1, dtype=torch.float64)
-    for c in correct[(correct > 0) & (correct < K)].tolist():
-        expected[0, c] += K - c
-        expected[1, c] += c
-    assert torch.equal(sums[0], expected)
-
-
-def test_no_advantage_at_all_moves_nothing(minibatch: _Minibatch) -> None:
-    wrong = replace(minibatch.responses, rewards=torch.zeros_like(minibatch.responses.rewards))
-    old = (minibatch.at_begin, minibatch.sampled)
-    for method in METHODS.values():
-        setting = Setting(method=method, learning_rate=0.05)
-        gradient, sums = trainer._gradient(
-            minibatch.weights, minibatch.prompts, wrong, old, setting
-        )
-        assert not gradient.any() and not sums.any()
-
-
-def test_stale_with_equal_weights_is_fresh(minibatch: _Minibatch) -> None:
-    old = (minibatch.at_begin, minibatch.at_begin)
-    found = [
-        trainer._gradient(
-            minibatch.weights,
-            minibatch.prompts,
-            minibatch.responses,
-            old,
-            Setting(method=METHODS["gapo"], learning_rate=0.05, **MODES[mode]),
-        )
-        for mode in ("fresh", "stale", "around")
-    ]
-    for gradient, sums in found[1:]:
-        assert torch.equal(gradient, found[0][0]) and torch.equal(sums, found[0][1])
-
-
 def _short(method: Method = METHODS["gapo"], **changes: Any) -> Setting:
     return Setting(**{"method": method, "learning_rate": 0.05, "num_steps": 2, **changes})
 

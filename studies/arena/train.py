@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,12 +24,8 @@ from gapo_megatron.objective import (
 )
 from gapo_megatron.objective.diagnostics import SUMS, per_correct_sums
 from studies.arena import task as walks
-from studies.arena import transformer
-from studies.arena.task import Responses
+from studies.arena.task import Prompts, Responses, Task
 
-POLICIES: dict[str, ModuleType] = {"walks": walks, "transformer": transformer}
-"""Policies with their tasks: modules with `make_task`, `sample`, `log_policy`, `log_probs` and
-`exact`, as in task.py."""
 STEP_PROMPTS, MINIBATCHES = 32, 4
 CLIP_GRAD = 1.0
 IMPORTANCE_WEIGHT_MAX = 2.0
@@ -76,7 +71,8 @@ class Setting:
     """Probe: eps_high(k - c) instead of eps_high(c), widest for abundant correct responses."""
     num_steps: int = 200
     policy: Literal["walks", "transformer"] = "walks"
-    """Key of `POLICIES`."""
+    """What is trained. Trainings of the transformer are in the archive alone; README.md names the
+    commit that made them."""
 
 
 @dataclass(frozen=True)
@@ -100,15 +96,15 @@ def train(
     setting: Setting, seeds: range, *, evaluate_every: int, evaluations: int | None = None
 ) -> Trained:
     """Train one arm on the tasks of `seeds`; of its evaluations the last `evaluations` are made."""
-    policy = POLICIES[setting.policy]
-    task = policy.make_task(seeds)
+    assert setting.policy == "walks"
+    task = walks.make_task(seeds)
     weights = task.weights.clone().requires_grad_()
     optimizer = torch.optim.AdamW([weights], lr=setting.learning_rate, weight_decay=0.0, fused=True)
     past = deque([task.weights], maxlen=setting.staleness + 1)
-    first = policy.log_policy(task.weights, task.held_out)
+    first = walks.log_policy(task.weights, task.held_out)
     evaluated = list(range(0, setting.num_steps + 1, evaluate_every))
     evaluated = evaluated[-evaluations:] if evaluations else evaluated
-    curve = [_evaluate(policy, past[-1], task, first)] if 0 in evaluated else []
+    curve = [_evaluate(past[-1], task, first)] if 0 in evaluated else []
     k, share = setting.group_size, STEP_PROMPTS // MINIBATCHES
     per_c = torch.zeros(QUARTERS, len(SUMS), 2, k + 1, dtype=torch.float64)
     moved = torch.zeros(QUARTERS, len(MOVED), 2, k + 1, dtype=torch.float64)
@@ -116,12 +112,12 @@ def train(
     for step in range(setting.num_steps):
         quarter = QUARTERS * step // setting.num_steps
         prompts, uniforms = _draw(task, seeds, step, k)
-        responses = policy.sample(past[0], prompts, uniforms)
+        responses = walks.sample(past[0], prompts, uniforms)
         with torch.no_grad():
-            begin = policy.log_policy(past[-1], prompts)
-            at_begin = sampled = policy.log_probs(begin, responses)
+            begin = walks.log_policy(past[-1], prompts)
+            at_begin = sampled = walks.log_probs(begin, responses)
             if setting.staleness:
-                sampled = policy.log_probs(policy.log_policy(past[0], prompts), responses)
+                sampled = walks.log_probs(walks.log_policy(past[0], prompts), responses)
         for start in range(0, STEP_PROMPTS, share):
             part = slice(start, start + share)
             old = (at_begin[:, part], sampled[:, part])
@@ -132,11 +128,11 @@ def train(
             per_c[quarter] += sums
         past.append(weights.detach().clone())
         if (step + 1) % MEASURE_EVERY == 0:
-            after = policy.log_policy(past[-1], prompts)
-            moved[quarter] += _moved(policy.log_probs(after, responses) - at_begin, responses)
-            progress += _progress(policy, begin, after, prompts)
+            after = walks.log_policy(past[-1], prompts)
+            moved[quarter] += _moved(walks.log_probs(after, responses) - at_begin, responses)
+            progress += _progress(begin, after, prompts)
         if step + 1 in evaluated:
-            curve.append(_evaluate(policy, past[-1], task, first))
+            curve.append(_evaluate(past[-1], task, first))
     return Trained(torch.stack(curve), per_c, moved, progress)
 
 
@@ -154,14 +150,14 @@ def _moved(log_ratio: Tensor, responses: Responses) -> Tensor:
     return sums.view(len(MOVED), 2, k + 1)
 
 
-def _progress(policy: ModuleType, before: Any, after: Any, prompts: Any) -> Tensor:
+def _progress(before: Tensor, after: Tensor, prompts: Prompts) -> Tensor:
     """`PROGRESS` of one step, means over its prompts, [len(PROGRESS), S]."""
-    old, _ = policy.exact(before, prompts, before)
-    new, divergence = policy.exact(after, prompts, before)
+    old, _ = walks.exact(before, prompts, before)
+    new, divergence = walks.exact(after, prompts, before)
     return torch.stack([new - old, divergence, old * (1 - old)]).mean(dim=-1)
 
 
-def _draw(task: Any, seeds: range, step: int, k: int) -> tuple[Any, Tensor]:
+def _draw(task: Task, seeds: range, step: int, k: int) -> tuple[Prompts, Tensor]:
     """Draw a step's prompts, and the random numbers of their responses."""
     generator = torch.Generator().manual_seed(seeds.start * 1_000_003 + step)
     keys = torch.rand(len(seeds), len(task.training), generator=generator)
@@ -171,13 +167,13 @@ def _draw(task: Any, seeds: range, step: int, k: int) -> tuple[Any, Tensor]:
 
 def _gradient(
     weights: Tensor,
-    prompts: Any,
+    prompts: Prompts,
     responses: Responses,
     old: tuple[Tensor, Tensor],
     setting: Setting,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of each seed's mini-batch, shaped like the weights; sums per c over all seeds."""
-    policy, method, k = POLICIES[setting.policy], setting.method, setting.group_size
+    method, k = setting.method, setting.group_size
     rewards = responses.rewards
     advantages = group_advantages(
         rewards.flatten(0, 1),
@@ -191,7 +187,7 @@ def _gradient(
     computed = advantages != 0
     rows = (responses.is_token & computed[..., None]).flatten().nonzero().squeeze(1)
     ids = torch.arange(int(computed.sum())).repeat_interleave(lengths[computed])
-    new = policy.log_probs(policy.log_policy(weights, prompts), responses).flatten()[rows]
+    new = walks.log_probs(walks.log_policy(weights, prompts), responses).flatten()[rows]
     at_begin, sampled = (values.flatten()[rows] for values in old)
     c, length = num_correct[computed], lengths[computed]
     leaf = new.detach().requires_grad_()
@@ -263,9 +259,9 @@ def _widths_over_length(c: Tensor, length: Tensor, setting: Setting) -> tuple[Te
 
 
 @torch.no_grad()
-def _evaluate(policy: ModuleType, weights: Tensor, task: Any, first: Any) -> Tensor:
+def _evaluate(weights: Tensor, task: Task, first: Tensor) -> Tensor:
     """Exact pass@k of the held-out prompts, and KL from the `first` policy: rows of `curve`."""
-    now = policy.log_policy(weights, task.held_out)
-    rates, divergence = policy.exact(now, task.held_out, first)
+    now = walks.log_policy(weights, task.held_out)
+    rates, divergence = walks.exact(now, task.held_out, first)
     rows = [1 - (1 - rates) ** k for k in PASS_AT]
     return torch.stack([*rows, divergence]).mean(dim=-1)

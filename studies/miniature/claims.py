@@ -16,15 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.objective.diagnostics import advantage_correlation
 from gapo_tools.evaluation.statistics import has_spread, mean_interval, stars, welch_p_value
 from gapo_tools.reporting.arms import Arm, Comparison
 from gapo_tools.reporting.figures import DEVIATION
-from gapo_tools.reporting.runs import Run
-from gapo_tools.reporting.series import per_c
+from gapo_tools.reporting.runs import Run, Values
+from gapo_tools.reporting.series import MAX_WINDOW, per_c, window_of
 from studies.archive import StudyRun, read_archive
-from studies.miniature.intervention import CLIPPED, correlation_since
 
+CLIPPED = "correct/clip_fraction_sequences"
 DRIFT = "correct/ratio_abs_deviation"
 LOST = "correct/clip_gradient_mass_lost"
 SEQUENCE = ("gspo", "gspo_asym", "f_gspo")
@@ -234,6 +237,47 @@ def _correlation(arm: Arm, begin: int) -> BySeed:
     """Pearson r over the steps from `begin` on."""
     found = {run.seed: correlation_since(run, begin) for run in arm.runs}
     return {seed: values[max(values)] for seed, values in found.items()}
+
+
+def correlation_since(run: StudyRun, begin: int) -> Values:
+    """Pearson r over c of correct rollouts' mean deviation and mean advantage since `begin`.
+
+    As in training, there is no r below three values of c, or where either is the same for all c.
+    """
+    steps, deviations = _sums(run, DEVIATION, begin)
+    _, advantages = _sums(run, "correct/advantage", begin)
+    both = [c for c in deviations if c in advantages]
+    found = {}
+    for i, step in enumerate(steps):
+        sums = [(*deviations[c][:, i], advantages[c][1, i]) for c in both]
+        r = advantage_correlation(*np.array(sums).reshape(-1, 3).T)
+        if r is not None:
+            found[step] = r
+    return found
+
+
+def _sums(run: StudyRun, name: str, begin: int) -> tuple[list[int], dict[int, np.ndarray]]:
+    """Sums over the last `MAX_WINDOW` steps from `begin` on; every rollout counts the same.
+
+    Returns:
+        Steps, without the first ones (`window_of`), which rest on few rollouts; by c, [2, steps]
+        float64: number of correct rollouts, sum of `per_c/{name}` over them.
+    """
+    steps = np.array(_trained(run, begin), dtype=np.int64)
+    first = np.searchsorted(steps, steps - MAX_WINDOW, side="right")
+    shown = steps >= begin + window_of([run]) - 1
+    found = {}
+    for c, (values, weights) in per_c(run, name).items():
+        weight = np.array([weights[step] if step in values else 0.0 for step in steps])
+        value = np.array([values.get(step, 0.0) for step in steps])
+        sums = np.cumsum(np.pad([weight, weight * value], ((0, 0), (1, 0))), axis=1)
+        found[c] = (sums[:, 1:] - sums[:, first])[:, shown]
+    return steps[shown].tolist(), found
+
+
+def _trained(run: StudyRun, begin: int) -> list[int]:
+    """Steps from `begin` on; an archived run's bin must lie after it as a whole."""
+    return [step for step in run.series("reward/mean") if step - run.bin_steps + 1 >= begin]
 
 
 def _pass_at(arm: Arm, step: int, k: int) -> BySeed:

@@ -6,14 +6,12 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from gapo_tools.jobs.study import read_study
 from studies.archive import read_archive, read_study_run, write_archive
 from studies.miniature import claims
 from tests.messages import mentions
-from tests.report_setup import NUM_STEPS, deviation, num_sequences, write_run
+from tests.report_setup import NUM_STEPS, write_run
 
 HERE = Path(__file__).parent
 ARMS: list[tuple[str, int, float]] = [
@@ -197,30 +195,6 @@ def test_two_arms_that_no_claim_tells_apart_are_named(tmp_path):
         claims.Study([read_study_run(folder) for folder in folders])
 
 
-def test_the_repository_has_these_arms():
-    """What the configs run is what the table asks for."""
-    runs = read_study(HERE / "runs.toml").runs
-    arms = {}
-    for run in runs:
-        method = run.config.objective.resolve()
-        key = (method.name, run.config.batch.rollouts_per_prompt, method.eps_high_max)
-        arms.setdefault(key, []).append(run.config.run.seed)
-    assert all(len(seeds) >= 3 for seeds in arms.values())
-    sequence = {("gspo", 8, 3e-3), *((m, 8, 5e-3) for m in ("gapo", "gspo_asym", "f_gspo"))}
-    token = {(m, 8, 0.028) for m in ("gapo_token", "dr_grpo")}
-    token |= {(m, 8, 0.02) for m in ("grpo", "f_grpo")}
-    more = {(m, k, 5e-3) for m in ("gapo", "gspo_asym") for k in (4, 16)}
-    more |= {(m, 8, clip) for m in ("gapo", "gspo_asym") for clip in (7e-3, 1e-2)}
-    assert arms.keys() == sequence | token | more
-    branches = read_study(HERE / "branch.toml").runs
-    assert {run.config.run.seed for run in branches} == {0, 1, 2}
-    folders = {run.run_dir: run for run in runs}
-    for run in branches:
-        left = Path(run.config.checkpoint.branch_from).absolute().parents[1]
-        assert folders[left].config.objective.method == "gspo_asym"
-        assert 100 in folders[left].config.checkpoint.keep_steps
-
-
 def test_the_document_says_what_the_data_say():
     text = (HERE / "README.md").read_text(encoding="utf-8")
     table = claims.table(read_archive(HERE / "data"))
@@ -239,14 +213,3 @@ def test_the_document_says_what_the_data_say():
     assert sorted(shown) == sorted(path.stem for path in HERE.glob("*.png"))
     size = sum(path.stat().st_size for path in (HERE / "data").iterdir())
     assert size < 2_000_000
-
-
-def test_the_last_half_counts_every_rollout_the_same(tmp_path):
-    run = read_study_run(write_run(tmp_path / "run"))
-    for num_steps, late in ((40, range(20, 40)), (21, range(11, 21))):
-        found = claims.last_half(run, "correct/ratio_deviation", num_steps=num_steps)
-        assert sorted(found) == list(range(1, 8))
-        for c, mean in found.items():
-            values = [deviation(c, 8, 0, step) for step in late]
-            weights = [num_sequences(c, step) for step in late]
-            assert mean == pytest.approx(np.average(values, weights=weights))

@@ -78,6 +78,15 @@ LARGER = {
 LAYOUTS = [f"{gpu}_{limit}" for gpu in ("h100", "h200") for limit in ("8k", "24k")]
 
 
+VARIANTS = [
+    ("qwen_math_1_5b", "gapo_repository", {"objective.eps_low", "objective.eps_high_max"}),
+    *(
+        (name, "gapo_bf16", {"model.precision"})
+        for name in ("qwen_math_1_5b", "llama_3_2_3b", "ds_r1_1_5b")
+    ),
+]
+
+
 def nodes_of(path: Path) -> int:
     """Number of nodes in a config's first line; 1 if there is none."""
     found = re.search(r" on (one node|(\d+) nodes) of eight ", path.read_text().splitlines()[0])
@@ -140,8 +149,12 @@ def method_files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)
 def test_experiment_has_the_papers_methods_at_the_papers_clips(folder: Path) -> None:
+    """A method file sets its objective and its output folder; the base the rest."""
     found = {}
     for path in method_files(folder):
+        tree = tomllib.loads(path.read_text())
+        assert tree["base"] == "base.toml" and set(tree) == {"base", "run", "objective"}, path
+        assert tree["run"] == {"output_dir": f"runs/{folder.name}/{path.stem}"}
         method = load_config(path).objective.resolve()
         assert method.name == path.stem
         assert (method.ratio == "token") == (method.name in TOKEN_LEVEL)
@@ -172,32 +185,10 @@ def test_experiment_has_the_papers_hyperparameters(folder: Path) -> None:
         assert config.run.num_steps == 10 * NUM_PROMPTS[folder.name] // 256
 
 
-def test_methods_of_an_experiment_differ_in_nothing_else() -> None:
-    """No copies: a method file sets its objective and its output folder, the base the rest."""
-    for folder in EXPERIMENTS:
-        for path in method_files(folder):
-            tree = tomllib.loads(path.read_text())
-            assert tree["base"] == "base.toml"
-            assert set(tree) == {"base", "run", "objective"}, path
-            assert tree["run"] == {"output_dir": f"runs/{folder.name}/{path.stem}"}
-
-
-def test_the_repositorys_widths_are_a_variant_that_differs_in_nothing_else() -> None:
-    variant, usual = (
-        load_config(CONFIGS / "qwen_math_1_5b" / f"{stem}.toml")
-        for stem in ("gapo_repository", "gapo")
-    )
-    changed = changes(usual.model_dump(mode="json"), variant)
-    assert set(changed) == {"objective.eps_low", "objective.eps_high_max"}
-
-
-def test_the_papers_precision_is_a_variant_that_differs_in_nothing_else() -> None:
-    for name in ("qwen_math_1_5b", "llama_3_2_3b", "ds_r1_1_5b"):
-        variant, usual = (
-            load_config(CONFIGS / name / f"{stem}.toml") for stem in ("gapo_bf16", "gapo")
-        )
-        changed = changes(usual.model_dump(mode="json"), variant)
-        assert set(changed) == {"model.precision"}
+@pytest.mark.parametrize(("folder", "stem", "differs"), VARIANTS)
+def test_a_variant_differs_in_nothing_else(folder: str, stem: str, differs: set[str]) -> None:
+    variant, usual = (load_config(CONFIGS / folder / f"{one}.toml") for one in (stem, "gapo"))
+    assert set(changes(usual.model_dump(mode="json"), variant)) == differs
 
 
 def test_the_arena_is_the_papers_recipe_under_other_rules() -> None:
@@ -221,36 +212,20 @@ def test_the_arena_is_the_papers_recipe_under_other_rules() -> None:
         assert ("objective.old_log_probs" in changed) == (path.stem == "dppo_tv")
 
 
-def test_output_folders_are_distinct() -> None:
-    folders = [load_config(path).run.output_dir for path in FILES]
-    assert len(set(folders)) == len(folders)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("folder", LARGER)
-def test_a_larger_model_fits_where_it_is_planned(folder: str, layout: str) -> None:
-    path = CONFIGS / folder / f"{layout}.toml"
-    config = load_config(path)
-    assert Path(config.model.hf_dir).name.removesuffix("-Instruct") == LARGER[folder]
-    gpu, limit = layout.split("_")
-    assert config.rollout.max_response_tokens == {"8k": 8192, "24k": 24576}[limit]
-    assert config.run.output_dir == f"runs/{folder}/{layout}"
-    hf_config, _ = read_model(config)
-    check_shapes(hf_config, config.parallel)
-    cut = Layout.of(config, world_size=8 * nodes_of(path))
-    needed = memory(hf_config, config, cut, GPUS[gpu])
-    assert needed.training <= 0.95 * GPUS[gpu].memory_bytes
-    assert needed.generating <= 0.97 * GPUS[gpu].memory_bytes
-
-
 @pytest.mark.parametrize("folder", LARGER)
 def test_a_larger_models_layouts_are_all_there_and_differ_in_nothing_else(folder: str) -> None:
     folder_path = CONFIGS / folder
     assert {path.stem for path in folder_path.iterdir()} == {"base", *LAYOUTS}
     base = load_config(folder_path / "base.toml").model_dump(mode="json")
+    assert Path(base["model"]["hf_dir"]).name.removesuffix("-Instruct") == LARGER[folder]
     free = {"rollout.max_response_tokens", "batch.max_tokens_per_microbatch", "model.recompute"}
     for layout in LAYOUTS:
-        changed = set(changes(base, load_config(folder_path / f"{layout}.toml")))
+        config = load_config(folder_path / f"{layout}.toml")
+        limit = {"8k": 8192, "24k": 24576}[layout.partition("_")[2]]
+        assert config.rollout.max_response_tokens == limit
+        assert config.run.output_dir == f"runs/{folder}/{layout}"
+        check_shapes(read_model(config)[0], config.parallel)
+        changed = set(changes(base, config))
         assert changed <= free | {"rollout.tensor_parallel_size"}, layout
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import datetime
 import io
+import json
 import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 from rich.console import Console
 
 from gapo_megatron.config import Config, load_config, parse_config
@@ -64,12 +64,7 @@ STRINGS = [
 OTHERS = [True, [], [1], [2**31], ["\n"], {}, {"a": 1}, datetime.date(2024, 1, 1)]
 
 
-def sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, field in Config.model_fields.items():
-        yield name, (get_args(field.annotation) or (field.annotation,))[0]
-
-
-FIELDS = [(section, key) for section, model in sections() for key in model.model_fields]
+FIELDS = [(section, key) for section, model in Config.sections().items() for key in model.roles()]
 
 
 def tree_with(section: str, key: str, value: Any) -> dict[str, Any]:
@@ -117,10 +112,6 @@ def _as_float(value: Any) -> list[str]:
     return [repr(float(value))] if isinstance(value, int) and abs(value) < 2**100 else []
 
 
-def has_text(config: Config, section: str, key: str) -> bool:
-    return isinstance(getattr(getattr(config, section), key), str)
-
-
 @pytest.mark.usefixtures("here")
 def test_a_dry_run_ends_well_or_names_what_is_wrong() -> None:
     """Of every text that a field takes, and of the largest and the smallest number."""
@@ -134,7 +125,7 @@ def test_a_dry_run_ends_well_or_names_what_is_wrong() -> None:
                 continue
         if key == "branch_from":  # where its folder is, torch reads the checkpoint
             taken = [one for one in taken if "loop" in one.checkpoint.branch_from]
-        if not all(has_text(one, section, key) for one in taken):
+        if not all(isinstance(getattr(getattr(one, section), key), str) for one in taken):
             taken = [taken[0], taken[-1]]
         for config in taken:
             console = Console(markup=False, file=io.StringIO(), width=120)
@@ -233,23 +224,6 @@ def test_a_path_leaves_room_for_what_is_in_it(section: str, key: str, most: int)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("checkpoint.every_steps", 10**12),
-        ("checkpoint.keep_last", 10**12),
-        ("evaluation.every_steps", 10**12),
-        ("evaluation.samples_per_prompt", 8192),
-        ("metrics.rounding_every_steps", 10**12),
-        ("optimizer.clip_grad", 1e38),
-        ("optimizer.warmup_steps", 10**12),
-        ("run.num_steps", 10**12),
-    ],
-)
-def test_what_never_applies_is_written_as_a_large_number(name: str, value: float) -> None:
-    parse_config(tree_with(*name.split("."), value), source="FILE")
-
-
-@pytest.mark.parametrize(
     ("name", "value", "limit"),
     [("optimizer.eps", 1e-40, "1e-30"), ("objective.kl_coef", 1e38, "1e+30")],
 )
@@ -270,12 +244,8 @@ def refused(path: Path, *overrides: str) -> str:
 def test_files_that_are_none(here: Path) -> None:
     for name in ("fifo", "loop", "x\0", "x" * 300, "/"):
         assert repr(name)[1:-1] in repr(refused(Path(name)))
-        (here / "one.toml").write_text(f"base = {to_text(name)}\n" + MINIMAL)
+        (here / "one.toml").write_text(f"base = {json.dumps(name)}\n" + MINIMAL)
         assert repr(name)[1:-1] in repr(refused(here / "one.toml"))
-
-
-def to_text(name: str) -> str:
-    return '"' + name.replace("\0", "\\u0000") + '"'
 
 
 def test_files_on_each_other_have_a_limit(here: Path) -> None:
@@ -301,18 +271,12 @@ def test_values_that_only_a_parser_takes(here: Path) -> None:
     "override",
     [
         "run.seed=1\nnum_steps=7",
-        "run.seed=1\n[run]\nnum_steps=7",
         "run.seed=1\n[rollout]\ntemperature=0.5",
-        "run.seed=1\nvalue.x=2",
         "run.seed={}\nvalue.x=2",
-        "metrics.wandb_project=a\nseed=1",
         'metrics.wandb_project="a"\nseed=1',
-        "run.\nseed=1",
         "run\n.seed=1",
-        "run.seed\n=1",
         "[run].seed=1",
         "model.hf_dir=a\ud800",
-        'model.hf_dir="a\udcff"',
     ],
 )
 def test_an_override_sets_one_value_or_none(here: Path, override: str) -> None:

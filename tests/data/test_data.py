@@ -77,6 +77,7 @@ def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):
         (_row("b", answer=3), ["answer (3)"]),
         (_row("b", level=2), ["level (2)"]),
         (_row("b", prompt="  "), ["prompt", "empty"]),
+        (_row("b", level="half \ud800"), ["level", "surrogate"]),
         (_row("a"), ["id 'a'", "line 1"]),
         (_row("b", "1+2+3+4+5+6+7+8+9="), ["18", "data.max_prompt_tokens", "16"]),
     ],
@@ -152,15 +153,6 @@ def test_an_answer_that_no_verifier_could_judge_by_is_refused(
         _read(path, tokenizer, kind=kind)
 
 
-def test_a_worked_solution_is_no_answer_to_train_on(tmp_path, tokenizer):
-    solution = "It takes 2/2=<<2/2=1>>1 bolt.\nIn all 2+1=<<2+1=3>>3 bolts of fabric\n#### 3"
-    path = _write(tmp_path / "p.jsonl", _row("a", answer=solution))
-    says = mentions("1 of 1", f"{path}:1:", "answer", "#### 3", "final answer")
-    with pytest.raises(DataError, match=says):
-        _read(path, tokenizer, kind="math")
-    _read(_write(path, _row("a", answer="3")), tokenizer, kind="math")
-
-
 def test_all_unreadable_answers_are_counted(tmp_path, tokenizer):
     rows = [_row(str(i), answer="{2" if i % 2 else "2") for i in range(20)]
     rows[7]["answer"] = REFERENCE
@@ -171,48 +163,11 @@ def test_all_unreadable_answers_are_counted(tmp_path, tokenizer):
     assert len(str(error.value)) < 2000
 
 
-@pytest.mark.parametrize("key", ["id", "prompt", "answer", "level"])
-def test_text_that_cannot_be_written_again_is_refused(tmp_path, tokenizer, key):
-    path = _write(tmp_path / "p.jsonl", _row(source="\ud800"), _row("b") | {key: "half \ud800"})
-    with pytest.raises(DataError, match=mentions(f"{path}:2:", key, "surrogate")):
-        _read(path, tokenizer)
-
-
-def test_a_prompt_of_megabytes_is_refused_untokenised(tmp_path, tokenizer, monkeypatch):
-    path = _write(tmp_path / "p.jsonl", _row(), _row("b", "1+2=" * 100_000))
-    real, tokenised = type(tokenizer).__call__, []
-
-    def tokenise(self, text, **options):
-        tokenised.append(len(text))
-        return real(self, text, **options)
-
-    monkeypatch.setattr(type(tokenizer), "__call__", tokenise)
-    with pytest.raises(DataError, match=mentions(f"{path}:2:", "data.max_prompt_tokens", 16)):
-        _read(path, tokenizer)
-    assert tokenised == [4]
-    # What may fit is tokenised, whatever its length.
-    assert len(_read(path, tokenizer, max_prompt_tokens=400_000)[1].token_ids) == 400_000
-
-
-def test_a_line_that_is_not_utf8_is_named(tmp_path, tokenizer):
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(json.dumps(_row()).encode() + b'\n{"id": "\xff"}\n')
-    with pytest.raises(DataError, match=mentions(f"{path}:2:", "UTF-8")):
-        _read(path, tokenizer)
-
-
 def test_empty_and_missing_files_are_errors(tmp_path, tokenizer):
     with pytest.raises(DataError, match=mentions(tmp_path / "empty.jsonl", "no problems")):
         _read(_write(tmp_path / "empty.jsonl", ""), tokenizer)
     with pytest.raises(DataError, match=mentions(tmp_path / "gone.jsonl", "No such file")):
         _read(tmp_path / "gone.jsonl", tokenizer)
-
-
-def test_line_separators_inside_a_string_do_not_split_the_line(tmp_path, tokenizer):
-    path = tmp_path / "p.jsonl"
-    text = json.dumps(_row(source="one\u2028two\x85three"), ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-    assert len(_read(path, tokenizer)) == 1
 
 
 def test_chat_template_is_applied_once_and_needs_one(tmp_path, hf_dir):
@@ -247,7 +202,9 @@ def test_special_tokens_come_from_the_tokenizer_or_the_template_not_both(tmp_pat
     assert _read(path, tokenizer, chat_template=True)[0].token_ids.count(bos) == 2  # and "1+2="
 
 
-def test_tokenizer_without_eos_is_an_error(tmp_path, hf_dir):
+def test_a_folder_that_has_no_tokenizer_for_training_is_an_error(tmp_path, hf_dir):
+    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "config.json")):
+        load_tokenizer(tmp_path)
     broken = tmp_path / "broken"
     load_tokenizer(hf_dir).save_pretrained(broken)
     AutoConfig.from_pretrained(hf_dir).save_pretrained(broken)
@@ -256,18 +213,6 @@ def test_tokenizer_without_eos_is_an_error(tmp_path, hf_dir):
     (broken / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=mentions("model.hf_dir", broken, "eos_token")):
         load_tokenizer(broken)
-
-
-def test_missing_model_folder_is_an_error(tmp_path):
-    with pytest.raises(
-        ConfigError, match=mentions(f"model.hf_dir ({tmp_path}/nowhere)", "config.json")
-    ):
-        load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "config.json")):
-        load_tokenizer(tmp_path)
-
-
-def test_folder_without_tokenizer_is_an_error(tmp_path, hf_dir):
     (tmp_path / "config.json").write_text((hf_dir / "config.json").read_text())
     with pytest.raises(ConfigError, match=mentions("model.hf_dir", tmp_path, "tokenizer.json")):
         load_tokenizer(tmp_path)
@@ -296,13 +241,10 @@ def test_resume_with_other_problems_is_an_error():
     state = PromptSource(_prompts(10), seed=0).state_dict()
     with pytest.raises(CheckpointError, match=mentions("data.train_path", 11, "run.output_dir")):
         PromptSource(_prompts(11), seed=0).load_state_dict(state)
-
-
-@pytest.mark.parametrize("remaining", [[3, 10], [-1]])
-def test_resume_with_problems_that_there_are_not_is_an_error(remaining):
-    source = PromptSource(_prompts(10), seed=0)
-    with pytest.raises(CheckpointError, match=mentions("remaining", remaining[-1], "10 problems")):
-        source.load_state_dict(source.state_dict() | {"remaining": remaining})
+    for remaining in ([3, 10], [-1]):
+        says = mentions("remaining", remaining[-1], "10 problems")
+        with pytest.raises(CheckpointError, match=says):
+            PromptSource(_prompts(10), seed=0).load_state_dict(state | {"remaining": remaining})
 
 
 def test_generated_task_is_reproducible_and_holds_problems_out(task, tmp_path):
@@ -340,8 +282,3 @@ def test_hugging_face_tokenizer_is_the_sentencepiece_model(task, hf_dir, tokeniz
         prompt, equals, response = text.partition("=")
         assert tokenizer.encode(prompt + equals) + tokenizer.encode(response) == pieces.encode(text)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, len(pieces))
-
-
-def test_worked_examples_slip_as_often_as_they_say():
-    assert arithmetic.Chain((3, 8, 5, 9)).worked([0, 0, 0]) == "11>16>25"
-    assert arithmetic.Chain((3, 8, 5, 9)).worked([0, -1, 0]) == "11>15>24"

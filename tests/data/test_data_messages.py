@@ -6,7 +6,6 @@ import copy
 import datetime
 import json
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from gapo_megatron import rewards
 from gapo_megatron.config import Config, DataConfig, RewardConfig, parse_config
-from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.data.schema import read_training_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
@@ -219,60 +216,6 @@ def test_prompts_that_are_hardly_meant_so_are_named_once(
     assert re.search(mentions(f"{path}:2", "BOS"), warned)
 
 
-@pytest.mark.parametrize(
-    ("end", "is_odd"),
-    [
-        ("{% if add_generation_prompt %}<assistant> {% endif %}", False),
-        ("<assistant> ", False),  # whatever is asked for
-        ("", True),
-    ],
-)
-def test_a_template_that_never_opens_the_models_turn_is_named(
-    tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    end: str,
-    is_odd: bool,
-) -> None:
-    template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}" + end
-    data = DataConfig(train_path="unused", chat_template=True)
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    bind_template(tokenizer, data)
-    assert [bool(re.search(mentions("'<assistant>'"), one)) for one in caplog.messages] == (
-        [True] * is_odd
-    )
-    caplog.clear()
-    # As Mistral's: the end of the question is the beginning of the answer.
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for m in messages %}{{ '[Q] ' ~ m.content ~ ' [/Q]' if m.role == 'user' else "
-        "' ' ~ m.content }}{% endfor %}",
-    )
-    bind_template(tokenizer, data)
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "('a' * 2000000000) | length",
-        "('%2000000000d' % 1) | length",
-        "'{:2000000000}'.format(1) | length",
-        "('a' | center(2000000000)) | length",
-    ],
-)
-def test_a_template_that_takes_all_memory_is_refused(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{{ " + line + " }}")
-    data = DataConfig(train_path="unused", chat_template=True)
-    with pytest.raises(ConfigError, match=mentions("chat template", "memory", 2**30)):
-        bind_template(tokenizer, data)
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-
-
 def test_only_asked_for_columns_are_kept(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -310,21 +253,6 @@ def test_one_file_mixes_mathematics_programs_and_instructions(
         read(path, tokenizer, **settings)
 
 
-def test_the_columns_to_keep_are_those_that_the_verifiers_take(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "def one(response, answer, unit, scale=1): ...\ndef all(response, answer, **row): ...\n"
-    )
-
-    def columns(*names: str) -> frozenset[str] | None:
-        verifiers = {name: f"{tmp_path}/own.py:{name}" for name in names}
-        tree = {"kind": "math", "verifiers": verifiers}
-        return rewards.row_columns(RewardConfig.model_validate(tree))
-
-    assert columns() == frozenset()
-    assert columns("one") == {"unit", "scale"}
-    assert columns("one", "all") is None
-
-
 def test_an_environment_of_the_users_own_gets_the_whole_row(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -354,8 +282,14 @@ def test_a_verifier_gets_the_columns_it_names_or_the_row_is_refused(
 
 
 def test_rows_without_ids_are_numbered(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    path = put(tmp_path / "p.parquet", [row(None), row(None)])
-    assert [one.id for one in read(path, tokenizer)] == ["1", "2"]
+    """Also where a Parquet file has nulls."""
+    rows = [
+        {"id": "a", "prompt": "one", "messages": None, "answer": "1", "level": None},
+        {"id": None, "prompt": None, "messages": CHAT, "answer": "2", "level": "easy"},
+    ]
+    path = put(tmp_path / "p.parquet", rows)
+    prompts = read(path, tokenizer, chat_template=True)
+    assert [(one.id, one.level) for one in prompts] == [("a", ""), ("2", "easy")]
     path = put(tmp_path / "p.jsonl", [row("2"), row(None)])
     with pytest.raises(DataError, match=mentions(f"{path}:2", "'2'", "line 1")):
         read(path, tokenizer)
@@ -372,18 +306,14 @@ def test_ids_of_sources_do_not_clash(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert [one.source for one in prompts] == ["math", "math", "more", "more"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".txt"])
-def test_rows_are_counted_in_every_format(tmp_path: Path, suffix: str) -> None:
-    path = put(tmp_path / f"p{suffix}", [row(str(i)) for i in range(7)])
-    assert count_rows(path) == 7
-
-
 def test_a_json_file_may_hold_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """As many published files of this suffix do."""
     path = tmp_path / "p.json"
     path.write_text("\n" + "".join(f"{json.dumps(row(id))}\n" for id in "ab"), "utf-8-sig")
     assert [one.id for one in read(path, tokenizer)] == ["a", "b"]
     assert count_rows(path) == 2
+    for suffix in (".jsonl", ".json", ".parquet", ".txt"):
+        assert count_rows(put(tmp_path / f"p{suffix}", [row(str(i)) for i in range(7)])) == 7
 
 
 def config(data: dict[str, Any], **sections: dict[str, Any]) -> Config:
@@ -433,14 +363,3 @@ def table(name: str = "a", **settings: Any) -> dict[str, Any]:
 def test_settings_that_cannot_be_are_named(data: dict[str, Any], named: list[Any]) -> None:
     with pytest.raises(ConfigError, match=mentions("FILE", *named)):
         config(data)
-
-
-def test_null_columns_of_a_parquet_file_are_absent(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    rows = [
-        {"id": "a", "prompt": "one", "messages": None, "answer": "1", "level": None},
-        {"id": None, "prompt": None, "messages": CHAT, "answer": "2", "level": "easy"},
-    ]
-    prompts = read(put(tmp_path / "p.parquet", rows), tokenizer, chat_template=True)
-    assert [(one.id, one.level) for one in prompts] == [("a", ""), ("2", "easy")]

@@ -52,13 +52,6 @@ def test_every_batch_has_each_sources_share(size: int) -> None:
             assert abs(total[name] - number * size * share) < 1.5
 
 
-def test_mini_batches_have_the_shares_too() -> None:
-    source = PromptSource(problems(a=64, b=64), seed=0, sources=sources(a=1.0, b=1.0))
-    batch = source.next_batch(32)
-    for first in range(0, 32, 8):
-        assert counts_of(batch[first : first + 8]) == {"a": 4, "b": 4}
-
-
 def test_each_source_has_its_own_epochs() -> None:
     source = mixture()
     drawn = Counter(prompt.id for _ in range(100) for prompt in source.next_batch(8))

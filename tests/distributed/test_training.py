@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import destroy
 from tests.dist import SOAK, run_distributed

@@ -6,9 +6,8 @@ import json
 import math
 import os
 import re
-import shutil
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -37,53 +36,21 @@ class Damage:
     """Its digests are right: whoever does that may put in any weights, but not run code."""
 
 
+_TEXTS = [
+    *("", "a", "0", "true", "None", "nan", "..", "/", "../../x", "~", "a/b", "é", "😀", "'", "a b"),
+    *("$(id)", ";", "#SBATCH -N 9", "=", "[x]", "{0}", "%s", " ", "a\nb", "a\tb", "\r", "a\0b"),
+    *("\x1b[2J", "\u2028", "\ufeff", '"', "\\", "x" * 300, "x" * 5000),
+]
+_RAW = [
+    *("1e999", "NaN", "-Infinity", "inf", "9" * 5000, "9" * 400, "0x10", "01", '"\\ud800"'),
+    *("[" * 80 + "]" * 80, "[" * 3000 + "]" * 3000, '{"a": 1, "a": 2}', "1 2", ""),
+]
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, [], {}, [[]], [None], {"": {}}, [1, "a"], {"a": 1}),
-    *(0, 1, -1, 2, 3, 7, 63, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63)),
-    *(10**40, 0.0, -0.0, 0.5, 1e-320, -1e308, 1e308, 1.0000000001, Raw("1e999"), Raw("-1e999")),
-    *(
-        Raw("NaN"),
-        Raw("Infinity"),
-        Raw("nan"),
-        Raw("inf"),
-        Raw("9" * 5000),
-        Raw("9" * 400),
-        Raw("0x10"),
-        Raw("01"),
-    ),
-    *("", " ", "a", "0", "1", "true", "null", "None", "nan", "..", ".", "/", "../../x", "~", "a/b"),
-    *(
-        "a\nb",
-        "a\tb",
-        "\r",
-        "\0",
-        "a\0b",
-        "\x1b[2J",
-        "\x7f",
-        "\u2028",
-        "\ufeff",
-        "é",
-        "😀",
-        "'",
-        '"',
-    ),
-    *(
-        "a b",
-        "$(id)",
-        "`id`",
-        ";",
-        "#",
-        "#SBATCH -N 9",
-        "=",
-        "[x]",
-        "{}",
-        "%s",
-        "{0}",
-        "\\",
-        "x" * 300,
-    ),
-    *("x" * 5000, Raw('"\\ud800"'), Raw('"\\udfff\\ud800"'), Raw("[" * 80 + "]" * 80)),
-    *(Raw("[" * 3000 + "]" * 3000), Raw('{"a": 1, "a": 2}'), Raw("1 2"), Raw("")),
+    *(0, 1, -1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63)),
+    *(10**40, 0.0, -0.0, 0.5, 1e-320, -1e308, 1e308, 1.0000000001),
+    *_TEXTS,
+    *map(Raw, _RAW),
 )
 
 
@@ -148,31 +115,22 @@ def _flip(rng: Random, content: bytes) -> bytes:
 def damage_file(rng: Random, folder: Path, file: str) -> Damage:
     """Something else where a file was, or its bytes damaged."""
     path = folder / file
-    kind = rng.randrange(12)
-    if kind > 6:
+    if rng.random() < 0.4:
         changed, what = damage_bytes(rng, path.read_bytes())
         path.write_bytes(changed)
         return Damage(file, what)
-    others = sorted(p for p in folder.rglob("*") if p.is_file() and p != path)
-    content = path.read_bytes()
     path.unlink()
-    if kind == 0:
-        path.mkdir()
-    elif kind == 1:
-        os.mkfifo(path)
-    elif kind == 2:
-        path.symlink_to("/nowhere/at/all")
-    elif kind == 3:
-        path.symlink_to(path)
-    elif kind == 4:
-        path.symlink_to("/dev/null")
-    elif kind == 5 and others:
-        shutil.copyfile(rng.choice(others), path)
-        if path.read_bytes() == content:
-            path.write_bytes(b"")
-    return Damage(
-        file, f"{('folder', 'FIFO', 'dangling', 'loop', 'device', 'other', 'gone')[kind]}"
-    )
+    kinds: dict[str, Callable[[], object]] = {
+        "gone": lambda: None,
+        "folder": path.mkdir,
+        "FIFO": lambda: os.mkfifo(path),
+        "dangling": lambda: path.symlink_to("/nowhere/at/all"),
+        "loop": lambda: path.symlink_to(path),
+        "device": lambda: path.symlink_to("/dev/null"),
+    }
+    what = rng.choice([*kinds])
+    kinds[what]()
+    return Damage(file, what)
 
 
 # --- JSON ----------------------------------------------------------------------------------------
@@ -270,49 +228,16 @@ def json_text(tree: Any) -> str:
 
 
 def damage_toml(rng: Random, folder: Path, file: str) -> Damage:
-    """A TOML file in which one line, or a few, differ."""
+    """A TOML file in which one place, or a few, differ."""
     path = folder / file
-    lines = path.read_text(encoding="utf-8").splitlines()
-    before, what = set(lines), []
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        lines, how = _damage_lines(rng, lines)
-        what.append(how)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
-    words = [re.findall(WORD, line) for line in before ^ set(lines)]
-    return Damage(file, "; ".join(what), tuple(word for line in words for word in line[:3]))
-
-
-def _damage_lines(rng: Random, lines: list[str]) -> tuple[list[str], str]:
-    lines = list(lines)
-    settings = [number for number, line in enumerate(lines) if "=" in line]
-    at = rng.choice(settings) if settings and rng.random() < 0.9 else rng.randrange(len(lines))
-    key, equals, value = (part.strip() for part in lines[at].partition("="))
-    kind = rng.randrange(8)
-    if kind == 0:
-        return lines[:at] + lines[at + 1 :], f"without {lines[at]!r}"
-    if kind == 1:
-        return [*lines[: at + 1], *lines[at:]], f"{lines[at]!r} twice"
-    if kind == 2:
-        other = rng.randrange(len(lines))
-        lines[at], lines[other] = lines[other], lines[at]
-        return lines, f"lines {at} and {other} swapped"
-    if kind == 3 and equals:
-        lines[at] = f"{_near_key(rng, key)} = {value}"
-        return lines, lines[at][:80]
-    if equals:
-        lines[at] = f"{key} = {toml_text(hostile(rng, _toml_value(value)))}"
-        return lines, lines[at][:80]
-    lines[at] = rng.choice(
-        ("[", "[[x]]", "[a.b.c]", "=", '"""', lines[at][::-1], "[run]", "base = 'x'")
+    tree, what = damage_tree(rng, tomllib.loads(path.read_text(encoding="utf-8")))
+    lines = (
+        [f"{key} = {toml_text(value)}\n" for key, value in tree.items()]
+        if isinstance(tree, dict)
+        else []
     )
-    return lines, lines[at]
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except ValueError:
-        return text
+    path.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
+    return Damage(file, what, tuple(re.findall(WORD, what)))
 
 
 def toml_text(value: Any) -> str:
@@ -326,30 +251,3 @@ def toml_text(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return repr(value)
     return json.dumps(value)  # its strings and numbers are TOML's; null is not
-
-
-def override(rng: Random, settings: Sequence[tuple[str, Any]]) -> str:
-    """One word of a command line: a setting, mostly, of which something is odd."""
-    name, value = rng.choice(settings)
-    given = hostile(rng, value)
-    text = (
-        given.text
-        if isinstance(given, Raw)
-        else str(given)
-        if rng.random() < 0.5
-        else toml_text(given)
-    )
-    return rng.choice(
-        (
-            *(f"{name}={text}",) * 6,
-            f"{_near_key(rng, name)}={text}",
-            f"{name}",
-            f"={text}",
-            f"{name.replace('.', '..')}={text}",
-            f"{name.partition('.')[0]}={text}",
-            f"{name}={text}\nrun.num_steps = 3",
-            f"{name}.x={text}",
-            f"{name} = {text}",
-            re.sub(r"\.", "=", name) + f".{text}",
-        )
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -21,14 +20,12 @@ from gapo_tools.dry_run.command import print_dry_run
 from gapo_tools.jobs.study import read_study
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import (
-    WORD,
     Damage,
     damage_bytes,
     damage_file,
     damage_toml,
     damage_tree,
     json_text,
-    override,
 )
 from tests.problem_files import read_problems
 
@@ -95,49 +92,6 @@ def _config_target() -> Target:
         prepare=_whole_config,
         damage=damage,
         read=lambda folder: _use_config(load_config("config.toml")),
-        explains=explains,
-        names=_names_setting,
-        share=4,
-    )
-
-
-def _override_target() -> Target:
-    def prepare(folder: Path) -> None:
-        _whole_config(folder)
-        (folder / "overrides").write_text("[]")
-
-    def damage(rng: Random, folder: Path) -> Damage:
-        tree = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        settings = [
-            (f"{s}.{key}", value) for s, keys in tree.items() for key, value in keys.items()
-        ]
-        given = [override(rng, settings) for _ in range(rng.choice((1, 1, 2, 3)))]
-        (folder / "overrides").write_text(json.dumps(given))
-        words = [word for one in given for word in re.findall(WORD, one)[:2]]
-        return Damage("overrides", repr(given)[:300], ("override", *words))
-
-    def given(folder: Path) -> list[str]:
-        found: list[str] = json.loads((folder / "overrides").read_text())
-        return found
-
-    def explains(folder: Path, _: Damage, state: Any, whole: Any) -> str:
-        stated: dict[str, Any] = json.loads(json.dumps(whole))
-        for one in given(folder):
-            name, _, text = one.partition("=")
-            section, _, key = name.partition(".")
-            try:
-                (value,) = tomllib.loads(f"value = {text}").values()
-            except ValueError:
-                value = text
-            stated[section][key] = value
-        stated = {section: values for section, values in stated.items() if values is not None}
-        return _differs(stated, state)
-
-    return Target(
-        name="override",
-        prepare=prepare,
-        damage=damage,
-        read=lambda folder: _use_config(load_config("config.toml", given(folder))),
         explains=explains,
         names=_names_setting,
         share=4,
@@ -277,7 +231,6 @@ def targets() -> list[Target]:
     """All of this file."""
     return [
         _config_target(),
-        _override_target(),
         _study_target(),
         *map(_rows_target, _ANSWERS),
     ]

@@ -4,9 +4,8 @@ Runs every test marked `gpu` and an acceptance, in the order of what it tells, e
 process and a time limit of its own, in a slot of fifteen minutes. The head has a slot of its own:
 `--only head`. What has passed is kept, for this commit, these sources, device and versions: the
 same command goes on where it was. Exit code: 0 if every part passed, or was left out because
-something that it alone needs is not there; 1 if one did not pass or was not run, or is slower than
-the baseline; 2 if there is no GPU, torch does not import, or something that every part needs is not
-installed.
+something that it alone needs is not there; 1 if one did not pass or was not run; 2 if there is no
+GPU, torch does not import, or something that every part needs is not installed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import math
 import sys
 from pathlib import Path
 
-from tests.gpu import baseline, runner
+from tests.gpu import runner
 from tests.gpu.parts import PARTS
 
 
@@ -29,11 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=14.5, help="of this command (%(default)s); 0: no end"
     )
-    parser.add_argument(
-        "--baseline", nargs="?", const="", metavar="FILE",
-        help="compare tokens/s, MFU, TFLOP/s and GB/s with those of FILE, and add what it lacks; "
-        f"without FILE: {baseline.FOLDER}/GPU_NAME.json",
-    )  # fmt: skip
     parser.add_argument("--again", action="store_true", help="also what has passed")
     parser.add_argument("--output", type=Path, default=Path("runs/test_gpu"), help="%(default)s")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="%(default)s")
@@ -41,8 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--tiny", action="store_true", help="tiny sizes, as on a CPU: proves nothing"
     )
     options = parser.parse_args(arguments)
-    if options.baseline is not None and (options.tiny or options.device == "cpu"):
-        parser.error("--baseline is of full sizes on a GPU")
     parts = [
         part
         for part in PARTS
@@ -88,12 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     finally:  # also of a run that is ended
         print(f"\n{summary()}\nIn {folder}: results.json, table.md")
-    slower = []
-    if options.baseline is not None:
-        path = Path(options.baseline or baseline.path_of(about["device"]))
-        slower = baseline.compare(path, about, results)
-    failed = any(result["status"] not in ("passed", "missing") for result in results)
-    return int(failed or bool(slower))
+    return int(any(result["status"] not in ("passed", "missing") for result in results))
 
 
 if __name__ == "__main__":

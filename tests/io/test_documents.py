@@ -9,7 +9,6 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import (
     MAX_BITS,
     MAX_DEPTH,
-    open_file,
     parse_json,
     parse_toml,
     read_json,
@@ -89,36 +88,22 @@ def test_toml_that_only_a_parser_takes_is_refused_with_its_place(text, what):
 
 
 @pytest.mark.parametrize("read", [read_text, read_json, read_toml])
-class TestFiles:
-    def test_one_that_is_not_there_is_left_to_the_caller(self, read, tmp_path):
+def test_what_is_no_file_is_refused_and_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_bytes(b"\xff\xfe")
+    for path, parts in (
+        (tmp_path / "fifo", ("fifo", "regular file")),
+        (tmp_path, (str(tmp_path),)),
+        (tmp_path / "loop", ("loop",)),
+        ("a\0b", ("NUL",)),
+        (tmp_path / "file", ("file", "UTF-8")),
+    ):
+        with pytest.raises(DataError, match=mentions(*parts)):
+            read(path, error=DataError)
+    for absent in ("absent", "file/absent"):  # left to the caller
         with pytest.raises(FileNotFoundError):
-            read(tmp_path / "absent")
-        (tmp_path / "file").touch()
-        with pytest.raises(FileNotFoundError):
-            read(tmp_path / "file/absent")
-
-    def test_a_fifo_is_refused_and_not_waited_for(self, read, tmp_path):
-        os.mkfifo(tmp_path / "fifo")
-        with pytest.raises(DataError, match=mentions("fifo", "regular file")):
-            read(tmp_path / "fifo", error=DataError)
-
-    def test_a_folder_is_refused(self, read, tmp_path):
-        with pytest.raises(DataError, match=mentions(str(tmp_path))):
-            read(tmp_path, error=DataError)
-
-    def test_links_in_a_circle_are_refused(self, read, tmp_path):
-        (tmp_path / "loop").symlink_to(tmp_path / "loop")
-        with pytest.raises(DataError, match=mentions("loop")):
-            read(tmp_path / "loop", error=DataError)
-
-    def test_a_name_with_a_nul_is_refused(self, read):
-        with pytest.raises(DataError, match=mentions("NUL")):
-            read("a\0b", error=DataError)
-
-    def test_bytes_that_are_no_text_are_refused(self, read, tmp_path):
-        (tmp_path / "file").write_bytes(b"\xff\xfe")
-        with pytest.raises(DataError, match=mentions("file", "UTF-8")):
-            read(tmp_path / "file", error=DataError)
+            read(tmp_path / absent)
 
 
 def test_a_file_that_is_too_long_is_not_read_whole(tmp_path):
@@ -126,9 +111,3 @@ def test_a_file_that_is_too_long_is_not_read_whole(tmp_path):
     with pytest.raises(ConfigError, match=mentions("file", "10")):
         read_text(tmp_path / "file", max_bytes=10)
     assert read_text(tmp_path / "file", max_bytes=11) == "1" * 11
-
-
-def test_an_open_file_gives_bytes(tmp_path):
-    (tmp_path / "file").write_bytes(b"\x00\xff")
-    with open_file(tmp_path / "file") as file:
-        assert file.read() == b"\x00\xff"

@@ -30,12 +30,6 @@ def test_a_full_disk_is_named_and_leaves_the_file_as_it_was(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_text_that_cannot_be_written_leaves_no_draft(tmp_path: Path) -> None:
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(tmp_path / "file", "\ud800")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_byte_is_on_disk_before_the_file_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,13 +94,6 @@ def test_bad_examples_name_file_and_line(
     path = write(tmp_path / "long.jsonl", good, {"prompt": "1+2=" * 4, "response": "3"})
     with pytest.raises(DataError, match=mentions("long.jsonl:2: the prompt has", 16, 12)):
         _read_examples(path, tokenizer, **LIMITS)
-    for key in good:
-        path = write(tmp_path / "huge.jsonl", good | {key: "1" * 10**6})
-        with (  # megabytes are not tokenised
-            patch.object(type(tokenizer), "_encode_plus", return_value={"input_ids": [1]}),
-            pytest.raises(DataError, match=r"huge\.jsonl:1.*12"),
-        ):
-            _read_examples(path, tokenizer, **LIMITS)
     path = write(tmp_path / "key.jsonl", good, good, {"prompt": "1+2="})
     with pytest.raises(DataError, match=r"key\.jsonl:3.*response"):
         _read_examples(path, tokenizer, **LIMITS)

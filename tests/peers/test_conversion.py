@@ -15,12 +15,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
-from gapo_megatron.formats.model_folder import non_weight_files
 from gapo_megatron.models.tables import ARCHITECTURES
 from gapo_tools.conversion.directions import Options, hf_to_megatron, megatron_to_hf
 from tests.convert_setup import make_config, make_model
@@ -145,17 +143,6 @@ def greedy(model: PreTrainedModel) -> list[list[int]]:
         )[0].tolist()
         for prompt in PROMPTS
     ]
-
-
-def test_what_is_not_weights_comes_along(journey):
-    files = {path.name: path.read_bytes() for path in non_weight_files(journey.source)}
-    assert {"config.json", "generation_config.json", "tokenizer.json"} < files.keys()
-    for name, content in files.items():
-        assert (journey.exported / name).read_bytes() == content, name
-    tokenizer = AutoTokenizer.from_pretrained(journey.exported)
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "w5"}], tokenize=False) == "w5"
-    )
 
 
 # --- vLLM ----------------------------------------------------------------------------------------

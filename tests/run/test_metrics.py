@@ -10,12 +10,10 @@ import types
 
 import pytest
 import torch
-from rich.console import Console
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, MetricsConfig
 from gapo_megatron.errors import ConfigError, DataError, MachineError
-from gapo_megatron.io import console_table
 from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.run import metrics
 from gapo_megatron.run.metrics import MetricsWriter, check_sinks
@@ -225,16 +223,15 @@ def test_a_step_without_verdicts_shows_no_reward(tmp_path, capsys):
     assert {"reward=-", "unknown=100%"} <= set(capsys.readouterr().out.split())
 
 
-def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys):
-    def terminal(**_):
-        return Console(markup=False, file=sys.stdout, force_terminal=True, width=200, no_color=True)
-
-    monkeypatch.setattr(console_table, "Console", terminal)
+@pytest.mark.parametrize(("width", "last"), [(200, "mismatch"), (31, "clipped"), (30, "unknown")])
+def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys, width, last):
+    monkeypatch.setenv("COLUMNS", f"{width}")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     write_steps(tmp_path, range(3))
-    text = capsys.readouterr().out
-    assert text.count("grad norm") == 1
-    assert len(text.splitlines()) == 4
-    assert "3/10" in text and "0.667" in text
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "step" and header.endswith(last)
+    assert {len(line) for line in (header, *rows)} == {len(header)} and len(header) <= width
+    assert len(rows) == 3 and rows[-1].split()[:2] == ["3/10", "0.667"]
 
 
 @pytest.mark.parametrize("resume_step", [0, 2])

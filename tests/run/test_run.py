@@ -484,7 +484,7 @@ def test_both_sides_of_a_finished_run_part_together(
     )
     attempt = SimpleNamespace(leads=True, agree=lambda value: value, restart_watch=None)
     world = cast(Any, SimpleNamespace(bridge=bridge))
-    found = start.is_finished_everywhere(make_config(tmp_path), world, cast(Any, attempt))
+    found = start.is_finished_everywhere(make_config(tmp_path).run, world, cast(Any, attempt))
     assert found == is_finished
     assert done == [said][is_generation:] + ["left"] * is_finished
 

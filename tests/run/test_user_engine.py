@@ -55,10 +55,10 @@ def config(folder: Path, engine: str) -> Config:
 
 
 def test_vllm_is_the_engine_unless_another_is_named(tmp_path: Path, source: Path) -> None:
-    assert find_engine(config(tmp_path, "vllm")) is RolloutEngine
+    assert find_engine("vllm") is RolloutEngine
     found = config(tmp_path, f"{source}:build")
     assert found.rollout.code_names == [f"{source}:build"]
-    assert find_engine(found).__name__ == "build"
+    assert find_engine(found.rollout.engine).__name__ == "build"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_an_engine_that_is_none_is_refused_before_a_model_is_built(
     tmp_path: Path, source: Path, name: str, named: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError, match=mentions("rollout.engine", *named)):
-        find_engine(config(tmp_path, f"{tmp_path}/{name}"))
+        find_engine(f"{tmp_path}/{name}")
     with pytest.raises(ConfigError, match=mentions("rollout", "engine", "'vlm'", "'vllm'")):
         config(tmp_path, "vlm")
 

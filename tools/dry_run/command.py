@@ -208,7 +208,7 @@ def why_not_run(config: Config) -> list[str]:
         serving = [
             partial(check_engine_here, facts, field="model.hf_dir", folder=config.model.hf_dir),
             partial(check_routes_here, config.objective),
-            partial(check_positions, facts, config),
+            partial(check_positions, facts, config.max_sequence_tokens),
         ]
         if Path(config.rollout.draft_hf_dir).exists():  # a missing one is in the list
             serving.append(partial(check_draft, config.rollout, facts))

@@ -32,4 +32,4 @@ def check_engine(facts: ModelFacts, config: Config) -> None:
             "in no other precision"
         )
     check_engine_heads(facts, config.rollout.tensor_parallel_size)
-    check_positions(facts, config)
+    check_positions(facts, config.max_sequence_tokens)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from vllm import EngineArgs
 
 from gapo_megatron.compat import vllm
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, ObjectiveConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats.headers import find_files
 from gapo_megatron.models.checks import check_engine_heads, check_positions
@@ -65,7 +65,7 @@ def check_engine(
             f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
         )
     check_engine_heads(hf_config, size)
-    check_positions(hf_config, config)
+    check_positions(hf_config, config.max_sequence_tokens)
     if device.type == "cpu":
         geometry = geometry_of(hf_config)
         check_head_dim(
@@ -111,9 +111,9 @@ def _as_floats(
     return override
 
 
-def returns_routes(config: Config, *, load_weights: bool) -> bool:
+def returns_routes(objective: ObjectiveConfig, *, load_weights: bool) -> bool:
     """Whether the engine returns the experts of every token: not without a trainer."""
-    return config.objective.replayed_routes == "rollout" and not load_weights
+    return objective.replayed_routes == "rollout" and not load_weights
 
 
 def engine_args(
@@ -165,7 +165,7 @@ def engine_args(
             # The faster one, for 16 bits, drops the weights that a sync copies into.
             device_args["attention_backend"] = "CPU_MLA"
     routes_args: dict[str, Any] = {}
-    if returns_routes(config, load_weights=load_weights):
+    if returns_routes(config.objective, load_weights=load_weights):
         # vLLM stores routes by blocks of its prefix cache, and refuses them without one.
         routes_args = {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     return EngineArgs(

@@ -99,7 +99,7 @@ class RolloutEngine:
         self._adapter: vllm.LoRARequest | None = None
         self._has_base = False
         self._is_new_generation = True
-        has_routes = returns_routes(config, load_weights=load_weights)
+        has_routes = returns_routes(config.objective, load_weights=load_weights)
         self.routed = geometry_of(hf_config) if has_routes else None
         self._num_routed: dict[str, int] = {}
         """`Request.num_routed` of the requests that the engine holds, by name."""

@@ -87,7 +87,7 @@ def test_answers_are_text_numbers_or_lists_of_equally_good_ones(tmp_path) -> Non
         ([{"problem": "p", "answer": "\\frac{1"}], ["a.json:1:", "answer", "'math'"]),
         ([{"problem": "\ud800", "answer": "1"}], ["a.json:1:", "surrogate"]),
         ([], ["no problems", "aime24"]),
-        ({"a": 1}, ["JSON list"]),
+        ({"a": 1}, ["a.json:1:", "'problem'", "has a"]),
     ],
 )
 def test_files_of_another_shape_are_refused(tmp_path, rows, named) -> None:

@@ -4,7 +4,7 @@ The kinds are those of a search for reward and not of the verifier: equations th
 scaled and shifted values, other signs and steps, infinitesimal differences, lists and ranges that
 contain the value, and text that quotes or denies it. They are written around the text of the
 reference, so that only the verifier knows what it means. References come from the public
-problem sets where these are, and from the generated respellings. Seeded.
+problem sets where these are, and from the tables of the grader's tests. Seeded.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.math_respellings import Pair, pairs
+from tests.math_pairs import Pair, table_pairs
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -47,9 +47,9 @@ def form(reference: str) -> str | None:
 
 
 def references(*, seed: int, most: int) -> dict[str, list[str]]:
-    """References by form: of the public problem sets, filled up with generated ones."""
+    """References by form: of the public problem sets, filled up with those of the tables."""
     rng = random.Random(seed)
-    texts = sorted({pair.reference for pair in pairs(6_000, seed=seed)})
+    texts = sorted({pair.reference for pair in table_pairs()})
     own = rng.sample(texts, len(texts))
     rows: list[str] = []
     if DATA.is_dir():
@@ -72,137 +72,25 @@ def references(*, seed: int, most: int) -> dict[str, list[str]]:
             "word": f"\\text{{{chr(97 + n % 26)}o{chr(97 + n // 26)}ati}}",
             "choice": f"\\textbf{{({'ABCDE'[n % 5]})}}\\ {n + 7}",
             "condition": f"x \\{('le', 'ge')[n % 2]} {n + 7}",
+            "equation": f"y={n + 2}x+{n + 3}",
+            "tuple": f"({n + 3},{n - 20})",
+            "list": f"{n + 3}, {n - 20}",
+            "quantity": f"{n + 7}\\text{{ cm}}",
         }
         for name, text in more.items():
             found[name] += [text] if len(found[name]) < most else []
     return found
 
 
-Guess = Callable[[random.Random, str], list[str]]
-"""Answers that are never the reference, which is a value E, or an equation L = R."""
-
-
-def _zero_factors(rng: random.Random, e: str) -> list[str]:
-    x = _letter(e)
-    return [f"0\\cdot({e})", f"({e})-({e})+10^{{-9}}", f"\\frac{{{e}}}{{10^{{40}}}}", f"{x}-{x}-1"]
-
-
-_WHOLE = re.compile(r"!|\(-\d|binom|_")
+# Templates: @ is the reference, # one of its letters, or x.
+_ANYWHERE = ("number", "constant", "expression")
+_WHOLE = r"!|\(-\d|binom|_"
 """What has whole numbers for letters."""
-
-
-def _scaled(rng: random.Random, e: str) -> list[str]:
-    if "0 & 0" in e or ":" in e:
-        return []  # zero is its own multiple: 5 - 4 x 3 : 2 + 1
-    factor = rng.choice(["2", "3", "10", "100", "-1", "\\frac{1}{2}", "1.01", "\\pi", "10^{20}"])
-    return [f"{factor}\\cdot\\left({e}\\right)", f"\\left({e}\\right)\\cdot {factor}"]
-
-
-def _shifted(rng: random.Random, e: str) -> list[str]:
-    shift = rng.choice(["1", "0.1", "\\frac{1}{1000}", "10", "\\pi", "100000", _letter(e)])
-    return [f"{e}+{shift}", f"{shift}+\\left({e}\\right)", f"{e}-{shift}"]
-
-
-def _infinitesimal(rng: random.Random, e: str) -> list[str]:
-    if "." in e or "%" in e or "matrix" in e:
-        return []  # a decimal may be rounded
-    size = rng.choice(["10^{-12}", "10^{-20}", "10^{-40}", "2^{-100}", "\\frac{1}{10^{30}}"])
-    x = _letter(e)
-    return [f"{e}+{size}", f"\\left({e}\\right)(1+{size})", f"{e}-{size}{x}", f"{e}+{size}{x}^2"]
-
-
-def _absolute(rng: random.Random, e: str) -> list[str]:
-    if re.search("sqrt|log|ln|frac1|/[2-9]", e) or _WHOLE.search(e):
-        return []  # its letters may be positive
-    x = _letter(e)
-    return [
-        f"{e}+|{x}|-{x}", f"{e}+|{x}-1|-({x}-1)", f"{e}+|{x}-9|+{x}-9", f"{e}+|{x}|+{x}",
-        f"\\frac{{|{x}|}}{{{x}}}\\left({e}\\right)+{x}-|{x}|", f"{e}+\\sqrt{{{x}^2}}-{x}",
-    ]  # fmt: skip
-
-
-def _extreme(rng: random.Random, e: str) -> list[str]:
-    if re.search("sqrt|log|ln|frac1|/[2-9]", e) or _WHOLE.search(e):
-        return []
-    x = _letter(e)
-    return [
-        f"{e}+\\max({x},0)", f"{e}+\\min(0,{x})", f"{e}+\\max({x}-3,0)", f"{e}+\\min({x}+20,0)",
-    ]  # fmt: skip
-
-
-def _stepped(rng: random.Random, e: str) -> list[str]:
-    if re.search(r"!|10\^\{?1\d", e):
-        return []  # 0.3217 is less than the error of 15 digits
-    x = _letter(e)
-    return [
-        f"{e}+\\lfloor {x}\\rfloor", f"{e}+\\lceil {x}\\rceil-{x}", f"{e}+{x}-\\lfloor {x}\\rfloor",
-        f"\\lfloor {e}\\rfloor+0.3217", f"{e}+\\lfloor\\frac{{{x}}}{{10^6}}\\rfloor",
-    ]  # fmt: skip
-
-
-def _piecewise(rng: random.Random, e: str) -> list[str]:
-    x = _letter(e)
-    return [
-        f"\\begin{{cases}}{e}&{x}>{n}\\\\{other}&{x}\\le {n}\\end{{cases}}"
-        for n, other in ((0, "0"), (5, f"{e}+1"), (-3, f"-({e})-7"))
-    ]
-
-
-def _periodic(rng: random.Random, e: str) -> list[str]:
-    if _WHOLE.search(e):
-        return []
-    x = _letter(e)
-    return [
-        f"{e}+\\sin(2\\pi {x})", f"{e}+\\cos(2\\pi {x})-1", f"{e}+\\sin^2(\\pi {x})",
-        f"{e}+\\tan(\\pi {x})", f"{e}+\\sin(1009\\cdot 2\\pi {x}+1)",
-    ]  # fmt: skip
-
-
-def _always_true(rng: random.Random, e: str) -> list[str]:
-    left, _, right = e.partition("=") if "=" in e else (_letter(e), "", e)
-    x = _letter(e)
-    return [
-        "0=0", "1=1", f"{x}={x}", f"{x}-{x}=0", f"0{x}=0", f"{left}={left}", f"0({left})=0",
-        f"({left})-({right})=({left})-({right})", f"{left}-({left})+{x}-{x}=0", f"{x}^2\\ge 0",
-        f"({left}-({right}))\\cdot 0=0", f"2{x}-{x}={x}", f"{x}\\in\\mathbb{{R}}",
-        f"({x}+1)^2={x}^2+2{x}+1", f"\\sin^2 {x}+\\cos^2 {x}=1", f"{x}\\ne {x}+1",
-    ]  # fmt: skip
-
-
-def _more_solutions(rng: random.Random, e: str) -> list[str]:
-    left, _, right = e.partition("=")
-    if right.strip() in ("0", "-1", "- 1") or "." in e or "and" in e:
-        return []  # y = 0 is y^2 = 0; a decimal may be rounded
-    x = _letter(e)
-    # x^y has real values for positive x alone: a negative zero is none of the equation.
-    sign = "-" if re.search(r"\^\{?[a-zA-Z]", e) else "+"
-    return [
-        f"({left}-({right}))({x}-1009)=0", f"({left}-({right}))({x}{sign}77)=0",
-        f"|{left}|=|{right}|+1",
-        f"{left}={right}+10^{{-12}}", f"{left}=2({right})+1", f"{left}=({right})+0.001{x}",
-        f"({left}-({right}))^2={x}^2", f"{left}+{x}={right}", f"{left}={right}+|{x}|+1",
-    ]  # fmt: skip
-
-
-def _lists(rng: random.Random, e: str) -> list[str]:
-    return [
-        f"{e}, {e}+1", f"\\{{{e}, 1009\\}}", f"{e}\\text{{ or }}1009", f"1009\\text{{ or }}{e}",
-        f"x={e}\\text{{ or }}x=1009", f"{e}\\pm 1", f"\\pm\\left({e}\\right)+1", f"{e}, 1, 2, 3",
-        f"1\\text{{ and }}{e}\\text{{ and }}1009", f"\\{{{e}\\}}\\cup\\{{1009\\}}", f"({e}, 1009)",
-        f"{e}; 1009", f"{e} \\lor 1009", f"1009, {e}", f"{e}\\\\1009", f"{e} / 1009",
-        f"\\mathbb{{R}}\\ni {e}", f"0,1,2,3,4,5,6,7,8,9,\\ldots,{e},\\ldots", f"{e}\\vee 1009",
-    ]  # fmt: skip
-
-
-def _ranges(rng: random.Random, e: str) -> list[str]:
-    return [
-        "(-\\infty,\\infty)", "\\mathbb{R}", f"[{e},\\infty)", f"x\\le {e}", f"\\ge {e}", f"<{e}",
-        f"[{e}-1,{e}+1]", f"{e}\\le x\\le {e}+1", f"x\\ne {e}", f"\\ne {e}", f"x>{e}-1",
-        f"\\mathbb{{R}}\\setminus\\{{{e}\\}}", f"x\\in[{e},{e}+1]", "-\\infty<x<\\infty",
-        "\\emptyset",
-    ]  # fmt: skip
-
-
+_POSITIVE = rf"sqrt|log|ln|frac1|/[2-9]|{_WHOLE}"
+"""What may have positive letters alone, or whole ones."""
+_FACTORS = ["2", "3", "10", "100", "-1", r"\frac{1}{2}", "1.01", r"\pi", "10^{20}"]
+_SHIFTS = ["1", "0.1", r"\frac{1}{1000}", "10", r"\pi", "100000", "#"]
+_TINY = ["10^{-12}", "10^{-20}", "10^{-40}", "2^{-100}", r"\frac{1}{10^{30}}"]
 _BEFORE = (
     "anything but,not,the opposite of,wrong:,someone else said,different to,different from,unlike"
     ",unequal to,the answer is not,never,it is not true that it is,all except,half of,twice,minus"
@@ -215,97 +103,117 @@ _BEHIND = (
     ",would be nonsense,was rejected,or less,or more,does not work"
 )
 
+Kind = tuple[tuple[str, ...], str, list[str]]
+"""Forms of reference, a pattern of those that it may equal after all, and templates."""
+KINDS: dict[str, Kind] = {
+    "zero factors": (_ANYWHERE, "", [
+        r"0\cdot(@)", "(@)-(@)+10^{-9}", r"\frac{@}{10^{40}}", "#-#-1009",
+    ]),
+    # Zero is its own multiple: 5 - 4 x 3 : 2 + 1.
+    "scaled": (("constant", "expression"), "0 & 0|:", [
+        template.replace("FACTOR", one) for one in _FACTORS
+        for template in (r"FACTOR\cdot\left(@\right)", r"\left(@\right)\cdot FACTOR")
+    ]),
+    "shifted": (_ANYWHERE, "", [
+        template.replace("SHIFT", one) for one in _SHIFTS
+        for template in ("@+SHIFT", r"SHIFT+\left(@\right)", "@-SHIFT")
+    ]),
+    # A decimal may be rounded.
+    "infinitesimal": (_ANYWHERE, r"[.%]|matrix", [
+        template.replace("TINY", one) for one in _TINY
+        for template in ("@+TINY", r"\left(@\right)(1+TINY)", "@-TINY#", "@+TINY#^2")
+    ]),
+    "absolute values": (_ANYWHERE, _POSITIVE, [
+        "@+|#|-#", "@+|#-1|-(#-1)", "@+|#-9|+#-9", "@+|#|+#",
+        r"\frac{|#|}{#}\left(@\right)+#-|#|", r"@+\sqrt{#^2}-#",
+    ]),
+    "least and greatest": (_ANYWHERE, _POSITIVE, [
+        r"@+\max(#,0)", r"@+\min(0,#)", r"@+\max(#-3,0)", r"@+\min(#+20,0)",
+    ]),
+    # 0.3217 is less than the error of 15 digits.
+    "floors": (_ANYWHERE, r"!|10\^\{?1\d", [
+        r"@+\lfloor #\rfloor", r"@+\lceil #\rceil-#", r"@+#-\lfloor #\rfloor",
+        r"\lfloor @\rfloor+0.3217", r"@+\lfloor\frac{#}{10^6}\rfloor",
+    ]),
+    "piecewise": (_ANYWHERE, "", [
+        rf"\begin{{cases}}@&#>{n}\\{other}&#\le {n}\end{{cases}}"
+        for n, other in ((0, "0"), (5, "@+1"), (-3, "-(@)-7"))
+    ]),
+    "periodic": (_ANYWHERE, _WHOLE, [
+        r"@+\sin(2\pi #)", r"@+\cos(2\pi #)-1", r"@+\sin^2(\pi #)", r"@+\tan(\pi #)",
+        r"@+\sin(1009\cdot 2\pi #+1)",
+    ]),
+    "always true": ((*_ANYWHERE, "equation", "condition"), "", [
+        "0=0", "1=1", "#=#", "#-#=0", "0#=0", r"#^2\ge 0", "2#-#=#", r"#\in\mathbb{R}",
+        "(#+1)^2=#^2+2#+1", r"\sin^2 #+\cos^2 #=1", r"#\ne #+1", "LEFT=LEFT", "0(LEFT)=0",
+        "(LEFT)-(RIGHT)=(LEFT)-(RIGHT)", "LEFT-(LEFT)+#-#=0", r"(LEFT-(RIGHT))\cdot 0=0",
+    ]),
+    # y = 0 is y^2 = 0; a decimal may be rounded; x^y has real values for positive x alone.
+    "more solutions": (("equation",), r"=\s*(?:0|- ?1)\s*$|\.|and|\^\{?[a-zA-Z]", [
+        "(LEFT-(RIGHT))(#-1009)=0", "(LEFT-(RIGHT))(#+77)=0", "|LEFT|=|RIGHT|+1",
+        "LEFT=RIGHT+10^{-12}", "LEFT=2(RIGHT)+1", "LEFT=(RIGHT)+0.001#",
+        "(LEFT-(RIGHT))^2=#^2", "LEFT+#=RIGHT", "LEFT=RIGHT+|#|+1",
+    ]),
+    "lists": ((*_ANYWHERE, "tuple", "quantity"), "", [
+        "@, @+1", r"\{@, 1009\}", r"@\text{ or }1009", r"1009\text{ or }@",
+        r"x=@\text{ or }x=1009", r"@\pm 1", r"\pm\left(@\right)+1", "@, 1, 2, 3",
+        r"1\text{ and }@\text{ and }1009", r"\{@\}\cup\{1009\}", "(@, 1009)", "@; 1009",
+        r"@ \lor 1009", "1009, @", r"@\\1009", "@ / 1009", r"\mathbb{R}\ni @",
+        r"0,1,2,3,4,5,6,7,8,9,\ldots,@,\ldots", r"@\vee 1009",
+    ]),
+    "ranges": ((*_ANYWHERE, "list", "tuple"), "", [
+        r"(-\infty,\infty)", r"\mathbb{R}", r"[@,\infty)", r"x\le @", r"\ge @", "<@", "[@-1,@+1]",
+        r"@\le x\le @+1", r"x\ne @", r"\ne @", "x>@-1", r"\mathbb{R}\setminus\{@\}",
+        r"x\in[@,@+1]", r"-\infty<x<\infty", r"\emptyset",
+    ]),
+    "quoted": (tuple(_FORMS), "", [
+        *(f"\\text{{{one} }}@" for one in _BEFORE.split(",")),
+        r"\text{“}@\text{” is what I would not say}",
+    ]),
+    "denied": (tuple(_FORMS), "", [
+        *(f"@\\text{{ {one}}}" for one in _BEHIND.split(",")),
+        *(r"\text{(@) is wrong}", r"\text{@ is wrong}"),
+    ]),
+    "struck": (tuple(name for name in _FORMS if name != "word"), "", [
+        r"\cancel{@}", r"\xcancel{@}", r"\sout{@}", r"\lnot @", r"\neg(@)", r"\phantom{@}",
+        r"\not{@}", r"\overset{?}{@}1", r"@\rlap{/}", r"\nexists @", r"@\phantom{0}7",
+        r"@\hspace{1em}7",
+    ]),
+    "every choice": (("choice",), "", [
+        "ABCDE", "A, B, C, D, E", "(A)(B)(C)(D)(E)", r"MINE\text{ or }OTHER", "A/B/C/D/E",
+        r"\text{(MINE) is wrong}", r"\text{not MINE}", r"\text{(MINE) or (OTHER)}",
+        r"\text{MINE is not right}", r"\text{MINE}\text{ and }\text{OTHER}", "(MINE) (OTHER)",
+        r"\text{all but MINE}", r"\text{MINE, OTHER}", r"\text{(MINE) false}", r"\neg MINE",
+        r"MINE\to OTHER", "MINE=OTHER",
+    ]),
+    "other words": (("word",), "", [
+        r"\text{not WORD}", r"\text{WORD or its opposite}", r"\text{unWORD}",
+        r"\text{neither WORD}", r"\text{WORD}\text{ or not}", r"\text{WORD is wrong}",
+        r"\text{never WORD}", r"\text{yes no WORD}", r"\text{it depends}", r"\text{WORD, no}",
+        r"\text{everything but WORD}",
+    ]),
+    "other units": (("quantity",), "", [
+        "NUMBER1UNIT", r"NUMBER\text{ million}\text{ zlotys}", r"NUMBER\text{ to }1009",
+        r"NUMBER\text{ or }1009", r"NUMBER\text{ dozen}", r"NUMBER\text{ hundredths}",
+        r"NUMBER\text{ x}", r"\sqrt{NUMBER}+1009", r"NUMBER\text{ squared minus }3",
+    ]),
+}  # fmt: skip
 
-def _quoted(rng: random.Random, e: str) -> list[str]:
-    before = [f"\\text{{{one} }}{e}" for one in rng.sample(_BEFORE.split(","), 6)]
-    return [*before, f"\\text{{“}}{e}\\text{{” is what I would not say}}"]
 
-
-def _denied(rng: random.Random, e: str) -> list[str]:
-    behind = [f"{e}\\text{{ {one}}}" for one in rng.sample(_BEHIND.split(","), 6)]
-    return [
-        *behind,
-        f"\\text{{({e}) is wrong}}",
-        f"\\text{{{e} is wrong}}" if "\\" not in e else "?",
-    ]
-
-
-def _struck(rng: random.Random, e: str) -> list[str]:
-    half = len(e) // 2
-    return [
-        f"\\cancel{{{e}}}", f"\\xcancel{{{e}}}", f"\\sout{{{e}}}", f"\\lnot {e}", f"\\neg({e})",
-        f"\\phantom{{{e}}}", f"\\not{{{e}}}", f"\\overset{{?}}{{{e}}}1", f"{e}\\rlap{{/}}",
-        f"\\nexists {e}",
-        *([f"{e[:half]}\\phantom{{0}}{e[half:]}"] if e.isdigit() and 0 < half < 2 else []),
-        *([f"{e[:half]}\\hspace{{1em}}{e[half:]}"] if e.isdigit() and 0 < half < 2 else []),
-    ]  # fmt: skip
-
-
-def _every_choice(rng: random.Random, e: str) -> list[str]:
-    mine = re.search("[A-E](?![a-z])", e)
-    letter = mine[0] if mine else "B"
-    other = "C" if letter != "C" else "D"
-    return [
-        "ABCDE", "A, B, C, D, E", "(A)(B)(C)(D)(E)", f"{letter}\\text{{ or }}{other}", "A/B/C/D/E",
-        f"\\text{{({letter}) is wrong}}", f"\\text{{not {letter}}}",
-        f"\\text{{({letter}) or ({other})}}",
-        f"\\text{{{letter} is not right}}", f"\\text{{{letter}}}\\text{{ and }}\\text{{{other}}}",
-        f"\\text{{all but {letter}}}", f"\\text{{{letter}, {other}}}", f"({letter}) ({other})",
-        f"\\text{{({letter}) false}}", f"\\neg {letter}", f"{letter}\\to {other}",
-        f"{letter}={other}",
-    ]  # fmt: skip
-
-
-def _other_words(rng: random.Random, e: str) -> list[str]:
-    word = re.sub(r"\\text\s*\{|\}", "", e).strip()
-    return [
-        f"\\text{{not {word}}}", f"\\text{{{word} or its opposite}}", f"\\text{{un{word}}}",
-        f"\\text{{neither {word}}}", f"\\text{{{word}}}\\text{{ or not}}",
-        f"\\text{{{word} is wrong}}",
-        f"\\text{{never {word}}}", f"\\text{{yes no {word}}}", "\\text{it depends}",
-        f"\\text{{{word}, no}}", f"\\text{{everything but {word}}}",
-    ]  # fmt: skip
-
-
-def _other_units(rng: random.Random, e: str) -> list[str]:
-    number = re.match(r"-?[\d.,]+", e)
-    value = number[0].rstrip(".,") if number else "7"
-    return [
-        f"{value}1{e[len(value) :]}", f"{value}\\text{{ million}}\\text{{ zlotys}}",
-        f"{value}\\text{{ to }}1009", f"{value}\\text{{ or }}1009", f"{value}\\text{{ dozen}}",
-        f"{value}\\text{{ hundredths}}", f"{value}\\text{{ x}}", f"\\sqrt{{{value}}}+1009",
-        f"{value}\\text{{ squared minus }}3",
-    ]  # fmt: skip
-
-
-GUESSES: dict[str, tuple[Guess, tuple[str, ...]]] = {
-    "zero factors": (_zero_factors, ("number", "constant", "expression")),
-    "scaled": (_scaled, ("constant", "expression")),
-    "shifted": (_shifted, ("number", "constant", "expression")),
-    "infinitesimal": (_infinitesimal, ("number", "constant", "expression")),
-    "absolute values": (_absolute, ("number", "constant", "expression")),
-    "least and greatest": (_extreme, ("number", "constant", "expression")),
-    "floors": (_stepped, ("number", "constant", "expression")),
-    "piecewise": (_piecewise, ("number", "constant", "expression")),
-    "periodic": (_periodic, ("number", "constant", "expression")),
-    "always true": (_always_true, ("number", "constant", "expression", "equation", "condition")),
-    "more solutions": (_more_solutions, ("equation",)),
-    "lists": (_lists, ("number", "constant", "expression", "tuple", "quantity")),
-    "ranges": (_ranges, ("number", "constant", "expression", "list", "tuple")),
-    "quoted": (_quoted, tuple(_FORMS)),
-    "denied": (_denied, tuple(_FORMS)),
-    "struck": (_struck, tuple(name for name in _FORMS if name != "word")),
-    "every choice": (_every_choice, ("choice",)),
-    "other words": (_other_words, ("word",)),
-    "other units": (_other_units, ("quantity",)),
-}
-"""By kind: the answers, and the forms of reference that they are made for."""
-
-
-def _letter(e: str) -> str:
-    """A letter of the reference; x if it has none."""
-    found = sorted(set(_LETTER.findall(e)))
-    return "x" if "x" in found or not found or e == found[0] else found[0]
+def _filled(template: str, e: str) -> str:
+    """The template for a reference: its sides, its letter as a choice, its words, its number."""
+    letters = sorted(set(_LETTER.findall(e)))
+    x = "x" if "x" in letters or not letters or e == letters[0] else letters[0]
+    left, _, right = e.partition("=") if "=" in e else (x, "", e)
+    choice = re.search("[A-E](?![a-z])", e)
+    mine = choice[0] if choice else "B"
+    number = re.match(r"-?[\d.,]*\d|", e)
+    parts = {
+        **{"@": e, "#": x, "LEFT": left, "RIGHT": right, "MINE": mine},
+        **{"OTHER": "C" if mine != "C" else "D", "WORD": re.sub(r"\\text\s*\{|\}", "", e).strip()},
+        **{"NUMBER": number[0] if number else "7", "UNIT": e[number.end() if number else 0 :]},
+    }
+    return re.sub("|".join(parts), lambda part: parts[part[0]], template)
 
 
 def guesses(count: int, *, seed: int) -> Iterator[Pair]:
@@ -314,8 +222,8 @@ def guesses(count: int, *, seed: int) -> Iterator[Pair]:
     known = references(seed=seed, most=200 + count // 40)
     number = 0
     while number < count:
-        for kind, (guess, forms) in GUESSES.items():
+        for kind, (forms, may_be_equal, templates) in KINDS.items():
             reference = rng.choice(known[rng.choice(forms)])
-            for given in rng.sample(options, 1) if (options := guess(rng, reference)) else ():
-                yield Pair(reference, given, False, kind)
+            if not (may_be_equal and re.search(may_be_equal, reference)):
+                yield Pair(reference, _filled(rng.choice(templates), reference), False, kind)
                 number += 1

@@ -44,10 +44,6 @@ def verify(response: str, answer: str, *, suffix: str = "") -> Verdict:
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
-        case "raise":
-            raise RecursionError("too deep")
-        case "memory":
-            return Verdict(Outcome.WRONG, str(len(bytearray(2**33))))
         case "print":
             print("[0, 'correct', '']\n" * 100_000, flush=True)
             print("[0, 'correct', '']\n" * 100_000, file=sys.stderr, flush=True)

@@ -14,6 +14,8 @@ import math
 import os
 import selectors
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import deque
@@ -25,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from gapo_megatron.errors import RewardError, printable
-from gapo_megatron.rewards.processes import cpu_s, cpu_s_of_all, python_path, start
+from gapo_megatron.rewards.processes import cpu_s, cpu_s_of_all
 from gapo_megatron.rewards.verifiers import read_grade
 from gapo_megatron.types import Outcome, Verdict
 
@@ -48,8 +50,7 @@ READY = b"ready\n"
 """First message of a worker, once its verifier is imported."""
 
 SIGNALS_LEFT_TO_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm sends to every process of a job. A worker starts with them blocked and then
-ignores them."""
+"""Slurm sends them to every process of a job. Workers start with them blocked, and ignore them."""
 
 MAX_REPLY_BYTES = 64 * 1024
 """Largest reply of a worker."""
@@ -67,11 +68,10 @@ class Item(NamedTuple):
 
 
 class Pool:
-    """A fixed number of worker processes, kept until `close`.
+    """A fixed number of worker processes, kept until `close`. No collectives.
 
-    No collectives. Not thread-safe; create and use it in the main thread: the kernel ends a worker
-    together with the thread that started it. So workers end with the trainer, however it ends. They
-    ignore signals (Ctrl-C, Slurm's warning).
+    Create and use it in the main thread: the kernel ends a worker with the thread that started it,
+    and so with the trainer, however that ends. Workers ignore signals (Ctrl-C, Slurm's warning).
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Pool:
         }
         command = [sys.executable, "-um", "gapo_megatron.rewards.worker", json.dumps(settings)]
         # Later workers start where these do: paths of verifiers are relative to the folder.
-        variables = os.environ | {"PYTHONPATH": python_path()}
+        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         self._start = partial(_Worker, command, variables=variables, folder=os.getcwd())
         self._workers = [self._start() for _ in range(num_workers)]
         self._num_failed_starts = 0
@@ -124,11 +125,7 @@ class Pool:
         self._verdicts: dict[int, Verdict] = {}
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker has started, so that a failure shows before expensive work.
-
-        Raises:
-            RewardError: as `poll`.
-        """
+        """Wait for the start of every worker, before expensive work. Raises as `poll`."""
         self._settle()
         while not all(worker.is_ready for worker in self._workers):
             self._wait(math.inf)
@@ -146,19 +143,17 @@ class Pool:
         Returns:
             The numbers of the items, for `collect`.
         """
-        queued = [self._without_unused(Item(*one)) for one in items]
+        queued = [Item(*one) for one in items]
+        for place, item in enumerate(queued):
+            taken = self._columns.get(item.verifier)
+            if taken is not None:  # rows may be large: only what the verifier takes
+                row = {key: one for key, one in item.row.items() if key in taken}
+                queued[place] = item._replace(row=row)
         numbers = list(range(self._next_index, self._next_index + len(queued)))
         self._next_index += len(queued)
         self._waiting.extend(zip(numbers, queued, strict=True))
         self._open.update(numbers)
         return numbers
-
-    def _without_unused(self, item: Item) -> Item:
-        """The item with the columns of its row that its verifier takes: rows may be large."""
-        taken = self._columns.get(item.verifier)
-        if taken is None:
-            return item
-        return item._replace(row={key: one for key, one in item.row.items() if key in taken})
 
     def poll(self) -> None:
         """Receive finished verdicts and give each free worker an item. Never waits.
@@ -173,7 +168,8 @@ class Pool:
         self._verdicts |= settled
         self._open -= settled.keys()
         for worker in self._workers:
-            if worker.is_free and (worker.first or self._waiting):
+            is_free = worker.is_ready and worker.item is None
+            if is_free and (worker.first or self._waiting):
                 number, item = worker.first or self._waiting.popleft()
                 worker.first = None
                 _, timeout_s, _ = self._verifiers[item.verifier]
@@ -218,7 +214,7 @@ class Pool:
             self._verdicts.clear()
 
     def close(self) -> None:
-        """Kill the workers and wait until they have ended. May be called twice."""
+        """Kill the workers and wait for their end. May be called twice."""
         while self._workers:
             self._workers.pop().kill()
 
@@ -279,9 +275,16 @@ class _Worker:
     """The parent's side of one worker process: starting, free, or busy with one item."""
 
     def __init__(self, command: Sequence[str], *, variables: Any, folder: str) -> None:
-        self.channel, self.process = start(
-            command, variables=variables, folder=folder, blocked=SIGNALS_LEFT_TO_TRAINER
-        )
+        self.channel, theirs = socket.socketpair()
+        self.channel.setblocking(False)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_LEFT_TO_TRAINER)
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    command, stdin=theirs, env=variables, cwd=folder, start_new_session=True
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.is_ready = False
         self.item: tuple[int, Item] | None = None
         """Number and item that it judges; None while idle."""
@@ -296,10 +299,6 @@ class _Worker:
         self.outbox = memoryview(b"")
         self._inbox = bytearray()
 
-    @property
-    def is_free(self) -> bool:
-        return self.is_ready and self.item is None
-
     def take(self, index: int, item: Item, *, timeout_s: float) -> None:
         """Assign an item; `send` transfers it."""
         self.item = index, item
@@ -309,8 +308,7 @@ class _Worker:
 
     def rest(self) -> None:
         """Become free."""
-        self.item, self.verdict = None, None
-        self.deadline = math.inf
+        self.item, self.verdict, self.deadline = None, None, math.inf
 
     def limit(self, limit_s: float) -> None:
         """Allow this many seconds from now: of CPU time, and of wall-clock time without any."""

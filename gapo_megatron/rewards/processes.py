@@ -1,47 +1,9 @@
-"""Child processes and their CPU time, read from /proc."""
+"""Child processes and their CPU time, read from /proc; also used inside the sandbox."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
-import subprocess
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-
-def start(
-    command: Sequence[str], *, variables: Mapping[str, str], folder: str, blocked: Sequence[int]
-) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a process in a session of its own, connected by a socket, its standard input.
-
-    Args:
-        command: program and arguments.
-        variables: its environment variables.
-        folder: its working directory.
-        blocked: signals with which blocked it starts.
-
-    Returns:
-        The socket, which never waits, and the process.
-    """
-    channel, theirs = socket.socketpair()
-    channel.setblocking(False)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
-        with theirs:
-            process = subprocess.Popen(
-                command, stdin=theirs.fileno(), env=variables, cwd=folder, start_new_session=True
-            )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return channel, process
-
-
-def python_path() -> str:
-    """PYTHONPATH with which a process finds this package in any working directory."""
-    root = str(Path(__file__).parents[2])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def descendants(pid: int) -> list[str]:
@@ -103,7 +65,4 @@ def _stat(path: str) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
-__all__ = [
-    *("can_run", "cpu_s", "cpu_s_of_all", "cpu_seconds", "descendants"),
-    *("python_path", "start"),
-]
+__all__ = ["can_run", "cpu_s", "cpu_s_of_all", "cpu_seconds", "descendants"]

@@ -112,26 +112,30 @@ def episode_of(way: Way, response: str, prompt: Prompt, *, ends: bool = True) ->
     return Episode(prompt, 0, array, np.zeros(len(array), np.float32), truncated=not ends)
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_follows_the_thinking_is_the_answer(way: Way) -> None:
+    tokenizer = way.tokenizer()
+    asked = Prompt("p", tuple(encode(tokenizer, way.prompt)), "7")
+    for response, ends, final in (
+        (f"{way.open}no{way.close}yes", True, "yes"),
+        (f"{way.open}no{way.close}yes", False, "yes"),  # cut off after it
+        (f"{way.open}yes{way.close}no", True, "no"),
+        (f"{way.open}no yes", False, None),
+        (f"{way.open}no yes", True, None),  # ended in its thought
+    ):
+        text, _ = OneTurn(tokenizer).judge(episode_of(way, response, asked, ends=ends))
+        assert final_answer(text) == final, response
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(one, marks=[needs_sandbox] * (one == "code")) for one in KINDS]
 )
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_follows_the_thinking_is_judged(pool: rewards.Pool, way: Way, kind: str) -> None:
+def test_every_verifier_judges_the_final_answer_alone(pool: rewards.Pool, kind: str) -> None:
     right, wrong, answer = KINDS[kind]
-    tokenizer = way.tokenizer()
-    verifier = "" if kind == "math" else kind
-    asked = Prompt("p", tuple(encode(tokenizer, way.prompt)), answer, verifier=verifier)
-    closed = f"{way.open}{wrong}{way.close}"
-    episodes = [
-        episode_of(way, closed + right, asked),
-        episode_of(way, closed + right, asked, ends=False),  # cut off after it
-        episode_of(way, f"{way.open}{right}{way.close}{wrong}", asked),
-        episode_of(way, f"{way.open}{wrong}{right}", asked, ends=False),
-        episode_of(way, f"{way.open}{wrong}{right}", asked),  # ended in its thought
-    ]
-    items = [(*OneTurn(tokenizer).judge(one), verifier) for one in episodes]
-    verdicts = pool.judge(items)
-    assert [one.outcome for one in verdicts] == ["correct"] * 2 + ["wrong"] * 3, verdicts
+    texts = [f"<think>{wrong}</think>{right}", f"<think>{right}</think>{wrong}"]
+    texts.append(f"<think>{wrong}{right}")
+    verdicts = pool.judge([(text, answer, "" if kind == "math" else kind) for text in texts])
+    assert [one.outcome for one in verdicts] == ["correct", "wrong", "wrong"], verdicts
 
 
 @pytest.mark.parametrize(

@@ -154,24 +154,28 @@ CASES: dict[str, list[tuple[dict, list[str], list[str]]]] = {
         ),
     ],
     "punctuation:no_comma": [({}, ["no commas; none"], ["one, two"])],
-}
-# As langdetect tells languages.
-LANGUAGES: dict[str, tuple[dict, list[str], list[str]]] = {
-    "language:response_language": (
-        {"language": "de"},
-        ["Das ist ein kurzer Satz in deutscher Sprache."],
-        ["This is a short sentence in the English language."],
-    ),
-    "change_case:english_capital": (
-        {},
-        ["THIS IS A SHORT SENTENCE IN THE ENGLISH LANGUAGE."],
-        ["DAS IST EIN KURZER SATZ IN DEUTSCHER SPRACHE."],
-    ),
-    "change_case:english_lowercase": (
-        {},
-        ["this is a short sentence in the english language."],
-        ["das ist ein kurzer satz in deutscher sprache."],
-    ),
+    # As langdetect tells languages.
+    "language:response_language": [
+        (
+            {"language": "de"},
+            ["Das ist ein kurzer Satz in deutscher Sprache."],
+            ["This is a short sentence in the English language."],
+        )
+    ],
+    "change_case:english_capital": [
+        (
+            {},
+            ["THIS IS A SHORT SENTENCE IN THE ENGLISH LANGUAGE."],
+            ["DAS IST EIN KURZER SATZ IN DEUTSCHER SPRACHE.", "This is one in English, too."],
+        )
+    ],
+    "change_case:english_lowercase": [
+        (
+            {},
+            ["this is a short sentence in the english language."],
+            ["das ist ein kurzer satz in deutscher sprache.", "This is one in English, too."],
+        )
+    ],
 }
 ROWS = [
     pytest.param(name, arguments, response, outcome, id=f"{name}-{outcome}-{number}")
@@ -182,25 +186,11 @@ ROWS = [
 ]
 
 
-def test_every_instruction_has_examples() -> None:
-    assert {*CASES, *LANGUAGES} == set(instructions._CHECKS)
-    assert len(instructions._CHECKS) == 25
-
-
 @pytest.mark.parametrize(("name", "arguments", "response", "outcome"), ROWS)
 def test_examples(name: str, arguments: dict, response: str, outcome: Outcome) -> None:
     verdict = instructions.verify(response, answer_of((name, arguments)))
     assert verdict.outcome is outcome
     assert verdict.reason == "" if outcome is Outcome.CORRECT else name in verdict.reason
-
-
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_examples_of_languages(name: str) -> None:
-    arguments, followed, broken = LANGUAGES[name]
-    for outcome, responses in ((Outcome.CORRECT, followed), (Outcome.WRONG, broken)):
-        for response in responses:
-            verdict = instructions.verify(response, answer_of((name, arguments)))
-            assert verdict.outcome is outcome
 
 
 @pytest.mark.parametrize(
@@ -209,68 +199,48 @@ def test_examples_of_languages(name: str) -> None:
 def test_no_check_takes_long_for_a_response_that_repeats_itself(run: str) -> None:
     """Less than a second; minutes, which no test has, where a check reads it once per character."""
     for name, cases in CASES.items():
+        if "lang" in name or "english" in name:
+            continue
         for end in ("", "x"):  # what may end a sentence, and what may not
             instructions.verify("Six. " * 6 + run * 200_000 + end, answer_of((name, cases[0][0])))
 
 
-def test_text_without_a_language_is_unknown() -> None:
-    verdict = instructions.verify(
-        "123 456", answer_of(("language:response_language", {"language": "de"}))
-    )
-    assert verdict.outcome is Outcome.UNKNOWN
-    assert "language" in verdict.reason
+NO_COMMA, QUOTED = ("punctuation:no_comma", {}), ("startend:quotation", {})
+BEARS = ("keywords:existence", {"keywords": ["bears"]})
+GERMAN = ("language:response_language", {"language": "de"})
 
 
 @pytest.mark.parametrize(
-    ("response", "given"),
+    ("response", "given", "strict", "loose"),
     [
-        ("Sure, here it is:\nno commas", ("punctuation:no_comma", {})),
-        ("no commas\nHope this helps, bye", ("punctuation:no_comma", {})),
-        ("Sure, this:\nno commas\nWell, bye", ("punctuation:no_comma", {})),
-        ('*"quoted"*', ("startend:quotation", {})),
-        ('Sure:\n*"quoted"*\nBye', ("startend:quotation", {})),
+        # Loosely without first line, last line and asterisks, but not lax.
+        ("Sure, here it is:\nno commas", [NO_COMMA], "wrong", "correct"),
+        ("no commas\nHope this helps, bye", [NO_COMMA], "wrong", "correct"),
+        ("Sure, this:\nno commas\nWell, bye", [NO_COMMA], "wrong", "correct"),
+        ('*"quoted"*', [QUOTED], "wrong", "correct"),
+        ('Sure:\n*"quoted"*\nBye', [QUOTED], "wrong", "correct"),
+        ("one\ntwo, three\nfour", [NO_COMMA], "wrong", "wrong"),
+        # A line that is taken off leaves nothing, which follows nothing.
+        ("a, b", [NO_COMMA], "wrong", "wrong"),
+        (" \n", [NO_COMMA], "wrong", "wrong"),
+        # All of them have to be followed.
+        ('one, "two"', [NO_COMMA, QUOTED], "wrong", "wrong"),
+        ('"one"', [NO_COMMA, QUOTED], "correct", "correct"),
+        # The final answer alone is read.
+        ("<think>\nOkay, so bears.</think>\n\nBears sleep.", [NO_COMMA, BEARS], *["correct"] * 2),
+        ("<think>bears</think>They sleep.", [BEARS], "wrong", "wrong"),
+        ("<think>bears", [BEARS], "wrong", "wrong"),
+        # No language can be detected.
+        ("123 456", [GERMAN, NO_COMMA], "unknown", "unknown"),
+        ("123, 456", [GERMAN, NO_COMMA], "wrong", "wrong"),
     ],
 )
-def test_loose_takes_off_first_line_last_line_and_asterisks(response, given) -> None:
-    assert instructions.verify(response, answer_of(given)).outcome is Outcome.WRONG
-    loosely = instructions.verify(response, answer_of(given, loose=True))
-    assert loosely.outcome is Outcome.CORRECT
-
-
-def test_loose_is_not_lax() -> None:
-    comma = ("punctuation:no_comma", {})
-    response = "one\ntwo, three\nfour"
-    assert instructions.verify(response, answer_of(comma, loose=True)).outcome is Outcome.WRONG
-    # A line that is taken off leaves nothing, which follows nothing.
-    assert instructions.verify("a, b", answer_of(comma, loose=True)).outcome is Outcome.WRONG
-
-
-def test_an_empty_response_follows_nothing() -> None:
-    verdict = instructions.verify(" \n", answer_of(("punctuation:no_comma", {})))
-    assert verdict.outcome is Outcome.WRONG
-    assert "empty" in verdict.reason
-
-
-def test_the_final_answer_alone_is_read() -> None:
-    comma, word = "punctuation:no_comma", ("keywords:existence", {"keywords": ["bears"]})
-    both = answer_of((comma, {}), word)
-    for response, outcome in {
-        "<think>\nOkay, so bears.</think>\n\nBears sleep.": Outcome.CORRECT,
-        "<think>bears</think>They sleep.": Outcome.WRONG,
-        "<think>bears": Outcome.WRONG,
-    }.items():
-        assert instructions.verify(response, both).outcome is outcome, response
-
-
-def test_all_instructions_must_be_followed() -> None:
-    given = [
-        ("punctuation:no_comma", {}),
-        ("startend:quotation", {}),
-        ("detectable_format:title", {}),
-    ]
-    verdict = instructions.verify("one, two", answer_of(*given))
-    assert all(name in verdict.reason for name, _ in given)
-    assert instructions.verify('"<<t>>"', answer_of(*given)).outcome is Outcome.CORRECT
+def test_strict_and_loose_verdicts(response, given, strict, loose) -> None:
+    verdict = instructions.verify(response, answer_of(*given))
+    assert verdict.outcome == strict
+    assert instructions.verify(response, answer_of(*given, loose=True)).outcome == loose
+    named = [name for name, _ in given if name in verdict.reason]
+    assert named or strict == "correct" or verdict.reason == "the final answer is empty"
 
 
 def test_split_asks_for_each_alone_strict_and_loose() -> None:

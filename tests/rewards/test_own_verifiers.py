@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.rewards import verifiers
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
 
@@ -22,16 +21,23 @@ SOURCE = """
 import numpy as np
 from gapo_megatron.types import Outcome, Verdict
 
-RESULTS = {
-    "true": True, "false": False, "none": None, "half": 0.5, "above": 0.51, "below": -3,
-    "numpy": np.float32(0.75), "numpy true": np.True_, "reason": Verdict(Outcome.WRONG, "because"),
-    "graded": Verdict(Outcome.CORRECT, "", grade=2.5), "nan": float("nan"), "inf": np.inf,
-    "text": "correct", "list": [True], "outcome": Verdict("correct"), "big": 10**400,
-    "grade": Verdict(Outcome.CORRECT, grade="high"), "digit": Verdict(Outcome.CORRECT, grade="1"),
+RIGHT = {
+    "true": True, "above": 0.51, "numpy": np.float32(0.75), "numpy true": np.True_,
+    "graded": Verdict(Outcome.CORRECT, "", grade=2.5),
     "numpy grade": Verdict(Outcome.CORRECT, "", np.float32(0.25)),
-    "no grade": Verdict(Outcome.CORRECT, "", np.nan), "most": -1e6, "more": 1.1e6,
+}
+WRONG = {
+    "false": False, "half": 0.5, "below": -3, "most": -1e6,
+    "reason": Verdict(Outcome.WRONG, "because"),
+}
+UNKNOWN = {
+    "none": None, "nan": float("nan"), "inf": np.inf, "text": "correct", "list": [True],
+    "outcome": Verdict("correct"), "big": 10**400, "more": 1.1e6,
+    "grade": Verdict(Outcome.CORRECT, grade="high"), "digit": Verdict(Outcome.CORRECT, grade="1"),
+    "no grade": Verdict(Outcome.CORRECT, "", np.nan),
     "more grade": Verdict(Outcome.CORRECT, "", -1.5e308),
 }
+RESULTS = {**RIGHT, **WRONG, **UNKNOWN}
 
 def table(response, answer):
     return RESULTS[response]
@@ -76,29 +82,21 @@ def judged(config: RewardConfig, items: Sequence[tuple[Any, ...]]) -> list[Verdi
 
 
 def test_what_a_verifier_may_return(source: Path) -> None:
-    names = ["true", "false", "none", "half", "above", "below", "numpy", "numpy true", "reason"]
-    names += ["graded", "nan", "inf", "text", "list", "outcome", "big", "grade"]
-    names += ["digit", "numpy grade", "no grade", "most", "more", "more grade"]
+    namespace: dict[str, Any] = {}
+    exec(SOURCE, namespace)
+    names = [*namespace["RESULTS"]]
     verdicts = judged(RewardConfig(kind="mine.py:table"), [(name, "1") for name in names])
     found = dict(zip(names, verdicts, strict=True))
-    right = {name for name, one in found.items() if one.outcome is Outcome.CORRECT}
-    unknown = {name for name, one in found.items() if one.outcome is Outcome.UNKNOWN}
-    assert right == {"true", "above", "numpy", "numpy true", "graded", "numpy grade"}
-    assert unknown == {
-        *("none", "nan", "inf", "text", "list", "outcome", "big", "grade"),
-        *("digit", "no grade", "more", "more grade"),
-    }
-    assert all(found[name].reason for name in unknown)
-    assert not [name for name in unknown if "crashed" in found[name].reason]
+    for kind, outcome in (("RIGHT", "correct"), ("WRONG", "wrong"), ("UNKNOWN", "unknown")):
+        assert {found[name].outcome for name in namespace[kind]} == {outcome}
+    reasons = [found[name].reason for name in namespace["UNKNOWN"]]
+    assert all(one and "crashed" not in one for one in reasons)
     assert found["reason"].reason == "because"
     grades = {name: one.grade for name, one in found.items() if one.grade is not None}
     assert grades == {
         **{"half": 0.5, "above": 0.51, "below": -3, "numpy": 0.75, "graded": 2.5},
         **{"numpy grade": 0.25, "most": -1e6},
     }
-
-
-def test_the_threshold(source: Path) -> None:
     low = RewardConfig(kind="mine.py:table", correct_above=-5)
     assert judged(low, [("below", "1")])[0].outcome is Outcome.CORRECT
 
@@ -114,37 +112,26 @@ def test_rows_choose_verifiers_and_give_their_columns(source: Path) -> None:
         },
     )
     row = {"level": "easy", "tests": [1, {"a": "é"}]}
-    verdicts = judged(
-        config,
-        [
-            ("1>2", "2"),
-            ("2", "2", "level", row),
-            ("2", "2", "level", {"level": "hard"}),
-            # A column never replaces a setting.
-            ("2", "2", "level", {"level": "hard", "wanted": "hard"}),
-            ("", "", "row", row),
-            ("123", "", "short", row),
-            ("1234", "", "short"),
-            # An object has its settings already: a column of the same name is the column.
-            ("1234", "", "within", {"most": 4}),
-        ],
-    )
+    items: list[tuple[Any, ...]] = [
+        ("1>2", "2"),
+        ("2", "2", "level", row),
+        ("2", "2", "level", {"level": "hard"}),
+        # A column never replaces a setting.
+        ("2", "2", "level", {"level": "hard", "wanted": "hard"}),
+        ("", "", "row", row),
+        ("123", "", "short", row),
+        ("1234", "", "short"),
+        # An object has its settings already: a column of the same name is the column.
+        ("1234", "", "within", {"most": 4}),
+    ]
+    with rewards.start_pool(config, num_workers=1) as pool:
+        numbers = pool.submit(items)
+        sent = [item.row for _, item in pool._waiting]  # what a verifier takes, and no more
+        assert sent == [{}, {"level": "easy"}, *[{"level": "hard"}] * 2, row, {}, {}, {"most": 4}]
+        verdicts = pool.collect(numbers)
     assert [one.outcome is Outcome.CORRECT for one in verdicts] == [
         *(True, True, False, False, True, True, False, True)
     ]
-
-
-def test_a_worker_gets_the_columns_that_its_verifier_takes(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = RewardConfig(
-        kind="exact", verifiers={"level": "mine.py:level_is", "row": "mine.py:whole_row"}
-    )
-    row = {"level": "easy", "tests": [1, {"a": "é"}]}
-    with rewards.start_pool(config, num_workers=1) as pool:
-        pool.submit([("2", "2", name, row) for name in ("", "level", "row")])
-        rows = [item.row for _, item in pool._waiting]
-    assert rows == [{}, {"level": "easy"}, row]
 
 
 def test_only_ones_own_verifiers_have_much_memory(
@@ -227,24 +214,19 @@ def verify(response, answer):
 """
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("hostile")
-    for number, body in enumerate(HOSTILE.values()):
-        (folder / f"v{number}.py").write_text(HOSTILE_SOURCE.format(body=body))
-    yield folder
-
-
-@pytest.mark.parametrize("behaviour", HOSTILE)
-def test_no_verifier_scores_by_misbehaving_or_changes_anothers_verdict(
-    hostile: Path, behaviour: str
-) -> None:
-    path = hostile / f"v{[*HOSTILE].index(behaviour)}.py"
-    config = RewardConfig(kind=f"{path}:verify", timeout_s=3)
-    verdicts = judged(config, [("fine", "1"), ("bad", "1"), ("fine", "1"), ("fine", "2")])
-    assert [one.outcome for one in verdicts[::2]] == [Outcome.CORRECT] * 2
-    assert verdicts[3].outcome is Outcome.WRONG
-    assert verdicts[1].outcome is not Outcome.CORRECT, verdicts[1]
+def test_no_verifier_scores_by_misbehaving_or_changes_anothers_verdict(tmp_path: Path) -> None:
+    others: dict[str, Any] = {}
+    for number, (name, body) in enumerate(HOSTILE.items()):
+        path = tmp_path / f"v{number}.py"
+        path.write_text(HOSTILE_SOURCE.format(body=body))
+        others[name] = {"kind": f"{path}:verify", "timeout_s": 3}
+    tried = [("fine", "1"), ("bad", "1"), ("fine", "1"), ("fine", "2")]
+    items = [(*item, name) for name in HOSTILE for item in tried]
+    verdicts = judged(RewardConfig(kind="exact", verifiers=others), items)
+    for place, name in enumerate(HOSTILE):
+        right, bad, again, wrong = (one.outcome for one in verdicts[4 * place :][:4])
+        assert (right, again, wrong) == ("correct", "correct", "wrong"), name
+        assert bad != "correct", name
 
 
 def test_what_an_earlier_item_has_left_behind_ends_no_other(tmp_path: Path) -> None:
@@ -289,11 +271,9 @@ NO_VERDICTS = {
 
 
 @pytest.mark.parametrize(("body", "returned"), NO_VERDICTS.items())
-@pytest.mark.parametrize("name", ["", "other"])
-def test_what_returns_no_verdict_is_found_by_a_call(
-    source: Path, body: str, returned: str, name: str
-) -> None:
+def test_what_returns_no_verdict_is_found_by_a_call(source: Path, body: str, returned: str) -> None:
     source.write_text(body)
+    name = "other" if returned == "nan" else ""
     others = {"other": "mine.py:verify"} if name else {}
     config = RewardConfig(kind="exact" if name else "mine.py:verify", verifiers=others)
     setting = "reward.verifiers.other" if name else "reward.kind"
@@ -340,8 +320,3 @@ def test_a_verifier_without_a_limit_has_that_of_the_section() -> None:
         config = RewardConfig(kind="exact", timeout_s=given, verifiers=own)
         found = [rewards.timeout_s(one, config) for one in config.by_name.values()]
         assert found == wanted
-
-
-def test_a_verdict_that_is_one_already() -> None:
-    verdict = Verdict(Outcome.WRONG, "so")
-    assert verifiers.to_verdict(verdict, correct_above=0) is verdict

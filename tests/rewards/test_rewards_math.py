@@ -45,6 +45,7 @@ CORRECT, WRONG, UNKNOWN = Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN
         ("<think>\\boxed{42}</think>It is \\boxed{41}", WRONG),
         ("<think>\\boxed{42}</think>It is 42.", WRONG),
         ("<think>\\boxed{42}", WRONG),
+        ("<think>a</think>\\boxed{42} <think>or \\boxed{41}", CORRECT),
         ("\\boxed{42}</think>", WRONG),  # a chat template may have opened the thoughts
         ("a </think> b </think> \\boxed{42}", CORRECT),
     ],
@@ -66,94 +67,6 @@ def test_several_answers_may_stand_in_one_box_or_in_several():
         assert math.verify(response, "1,2").outcome is outcome, response
     # One answer expected: the last box alone, as ever.
     assert math.verify("\\boxed{1} \\boxed{2}", "1").outcome is WRONG
-
-
-EQUAL = [  # (reference, given)
-    # numbers
-    ("1000", "1,000"), ("1000", "1 000"), ("10000", "10{,}000"),
-    ("11111111100", "11,\\! 111,\\! 111,\\! 100"),
-    ("5", "5.0"), (".4", "0.4"), ("1/3", "0.333333"), ("-\\frac{1}{2}", "\\frac{-1}{2}"),
-    ("\\frac12", "1/2"), ("\\dfrac{1}{2}", "0.5"), ("\\frac {n^2} 4", "n^2/4"), ("007", "7"),
-    ("3\\frac{1}{2}", "\\frac72"), ("3 1/2", "3.5"), ("16.\\overline{6}", "50/3"),
-    ("4.6 \\times 10^{-24}", "4.6e-24"), ("3.3e12", "3.3 \\cdot 10^{12}"), ("$42$", "42"),
-    ("2^{10}", "1024"), ("12!", "479001600"), ("\\binom{5}{2}", "10"), ("1:2", "\\frac12"),
-    ("\\frac{1}{21,000}", "1/21000"), ("5\\cdot10^3", "5000"), ("\\[\n\\boxed{42}\n\\]", "42"),
-    # percent, money, units, degrees
-    ("50\\%", "50"), ("50", "50\\%"), ("50\\%", "\\frac12"), ("0.05", "5\\%"), ("\\$5", "5"),
-    ("15\\text{ cm}^2", "15"), ("8", "8\\text{ apples}"), ("5\\text{ km}", "5 km"),
-    ("90^\\circ", "90"), ("90", "90^{\\circ}"), ("11\\,\\text{m/s}", "11"),
-    ("2000000", "2 \\text{ million}"), ("2 \\text{ million}", "2 million"),
-    ("4.5\\text{ billion dollars}", "4500000000"),
-    ("320000 \\mbox{ acres}", "320000"), ("2\\pi\\text{ radians}", "2\\pi"),
-    # roots, symbols, functions
-    ("\\sqrt{8}", "2\\sqrt2"), ("\\sqrt{12}", "2 \\sqrt 3"), ("\\sqrt2", "sqrt(2)"),
-    ("2\\pi", "2*pi"), ("\\frac{\\sqrt{3}}{2}", "0.866025"), ("3+4i", "4i+3"), ("ab", "ba"),
-    ("x^2+2x+1", "(x+1)^2"), ("\\sin x", "sin(x)"), ("x^5 - 1", "-1 + x^5"),
-    # equations and inequalities
-    ("5", "x = 5"), ("x=5", "5"), ("y = \\frac{1}{3} x + 8", "y=x/3+8"), ("y=2x+1", "2x+1"),
-    ("x^2-6x-7=0", "(x-7)(x+1)=0"), ("x<3", "3>x"), ("x<3", "(-\\infty,3)"),
-    ("0 < x \\le 2", "x \\in (0, 2]"), ("x \\geq 5", "x >= 5"),
-    # tuples, intervals, sets, lists
-    ("(3, \\frac{\\pi}{2})", "\\left( 3, \\frac{\\pi}{2} \\right)"), ("[2,5)", "[2, 5)"),
-    ("(-\\infty,3)\\cup(5,\\infty)", "(5,\\infty) \\cup (-\\infty,3)"),
-    ("\\{1,2\\}", "2,1"), ("\\{1, 2\\}", "\\{2, 1\\}"), ("1,2", "2,1"), ("\\{5\\}", "5"),
-    ("7 and 8", "8, 7"), ("1 \\text{ and } 2", "2,1"), ("2, 3, or 4", "4,3,2"),
-    ("1, 8, and 49", "49,8,1"), ("x=1\\text{ or }x=2", "2, 1"), ("64,\\frac{1}{4}", "1/4; 64"),
-    ("(1,2),(3,4)", "(3,4),(1,2)"), ("45^\\circ,135^\\circ", "135^\\circ, 45^\\circ"),
-    ("1,000, 2,000", "2000, 1000"), ("100, 200", "200,100"), ("\\{100,200\\}", "\\{200,100\\}"),
-    ("153, 370, 371, 407", "370,153,371,407"), ("153370371407", "153,370,371,407"),
-    ("\\{1,000, 2,000\\}", "2000, 1000"), ("A", "a"), ("x", "x"),
-    ("f(x)=0, f(x)=x", "f(x)=x, f(x)=0"),
-    ("x=1, y=2", "1, 2"), ("x=1, y=2", "y=2, x=1"), ("\\$5, \\$7", "7, 5"),
-    # plus and minus
-    ("\\pm 5", "5, -5"), ("1 \\pm \\sqrt{2}", "1-\\sqrt{2}, 1+\\sqrt{2}"),
-    ("\\{1\\pm\\sqrt{5},-2\\}", "-2,1+\\sqrt5,1-\\sqrt5"), ("5,-5", "\\pm5"),
-    ("\\frac{-4 \\pm \\sqrt{31}}{15}", "\\frac{-4+\\sqrt{31}}{15},\\frac{-4-\\sqrt{31}}{15}"),
-    # matrices
-    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{bmatrix}1\\\\ \\frac42\\end{bmatrix}"),
-    # numerals
-    ("1011_2", "1011_{2}"), ("1011_2", "(1011)_2"), ("2345_7", "2345"), ("2345", "2345_7"),
-    ("\\text{A5}_{11}", "A5_{11}"), ("204_5", "204_{\\text{five}}"),
-    # words, choices, times of day
-    ("\\text{Friday}", "friday"), ("Bob", "\\text{Bob}"), ("\\text{odd}", "odd"),
-    ("\\text{(B)}", "B"), ("\\text{(B)}", "(B) 5"), ("C", "\\text{(C)}"),
-    ("B", "\\textbf{(B)}\\ 5"),
-    ("3:00", "03:00"), ("10:00 \\text{ a.m.}", "10:00"),
-    ("4\\!:\\!51\\!:\\!06 \\text{ p.m.}", "4:51:06 PM"), ("9:45 a.m.", "9:45"),
-    ("41.0/50.0", "41/50"), ("10\\sqrt{3}", "{}10{}\\sqrt{3}"),
-    ("\\binom{4025}{2013}", "\\binom{4025}{2012}"),
-]  # fmt: skip
-
-DIFFERENT = [  # (reference, given)
-    ("\\frac{1}{3}", "0.33"), ("2", "2.0001"), ("2017036", "2017036.5"), ("1", "-1"), ("10", "1"),
-    ("4.6 \\times 10^{-24}", "1.0 \\times 10^{-24}"), ("2.0\\pi \\times 10^{-8}", "10^{-8}\\pi"),
-    ("50\\%", "5"), ("3 1/2", "31/2"), ("3\\frac{1}{2}", "\\frac{3}{2}"), ("13", "1,3"),
-    ("x+2", "x+1"), ("n", "k"), ("C", "C+1"), ("\\sqrt2", "2"), ("x<3", "x>3"), ("x<3", "x\\le3"),
-    ("(1,2)", "(2,1)"), ("(1,2)", "2,1"), ("(1,2)", "[1,2]"), ("[2,5)", "[2,5]"), ("(1,2)", "1"),
-    ("1,2", "1"), ("1", "1,2"), ("1,2", "1,3"), ("1,2", "1,1"), ("1,1,2", "1,2,2"),
-    ("x=1, y=2", "2, 1"), ("x=1, y=2", "x=2, y=1"), ("5, -5", "5"), ("\\pm 5", "5"),
-    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}"),
-    ("1011_2", "1011_3"), ("1011_2", "1010_2"), ("1011_2", "11"), ("\\infty", "-\\infty"),
-    ("\\text{east}", "west"), ("\\text{east}", "5"), ("5", "\\text{east}"), ("\\text{(B)}", "C"),
-    ("\\text{(B)}", "(C) B"), ("3:00", "3:05"), ("9:45 a.m.", "9:45 p.m."),
-    ("4:51:06", "4:51:07"), ("4:51:06", "4:51"),
-    ("2^{-2023}", "2^{-2017}"), ("10^{-100}", "2^{-2017}"), ("2^{1000}", "2^{1000}+1"),
-    ("3:00", "7"), ("5\\text{ or }6", "5"), ("x", "X"), ("m", "M"),
-    ("5\\text{ or less}", "5"), ("5", "5\\text{ or more}"), ("100, 200", "100,300"),
-    ("2", "2\\text{ million}"),
-    ("2\\text{ thousand}", "2\\text{ million}"), ("2000", "2\\text{ million}"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("reference", "given"), EQUAL)
-def test_equal_answers(reference, given):
-    verdict = math.verify(f"Therefore $\\boxed{{{given}}}$.", reference)
-    assert verdict.outcome is CORRECT, verdict.reason
-
-
-@pytest.mark.parametrize(("reference", "given"), DIFFERENT)
-def test_different_answers(reference, given):
-    assert math.verify(f"Therefore $\\boxed{{{given}}}$.", reference).outcome is WRONG
 
 
 @pytest.mark.parametrize("reference", ["}", "", "$$", "\\frac{1}{", "3 \\not\\mid \\mid"])

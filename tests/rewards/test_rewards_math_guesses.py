@@ -7,14 +7,14 @@ import pytest
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
 from gapo_megatron.types import Outcome, Verdict
-from tests.math_guesses import DATA, GUESSES, guesses, references
-from tests.math_respellings import Pair
+from tests.math_guesses import DATA, KINDS, guesses, references
+from tests.math_pairs import Pair
 
 
 def test_no_guess_is_correct():
-    made = list(guesses(3 * len(GUESSES), seed=0))
+    made = list(guesses(3 * len(KINDS), seed=0))
     verdicts = [math.verify(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
-    assert {one.kind for one in made} == set(GUESSES)
+    assert {one.kind for one in made} == set(KINDS)
     assert _correct(made, verdicts) == []
 
 

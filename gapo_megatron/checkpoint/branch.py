@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import model_identity
-from gapo_megatron.checkpoint.state import TRAINER_STATE_NAME, State
+from gapo_megatron.checkpoint.state import State
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import broken_rules, changes
 from gapo_megatron.errors import CheckpointError, ConfigError
@@ -51,14 +51,10 @@ class BranchPoint:
         Raises:
             CheckpointError: the file is damaged or missing.
         """
-        name = TRAINER_STATE_NAME
-        if name not in self.manifest.files:
-            damage: str | None = f"{self.path / manifest.MANIFEST_NAME} does not list {name}"
-        else:
-            damage = manifest.find_damage(self.path, {name: self.manifest.files[name]})
-        if damage:
-            raise CheckpointError(f"cannot branch from {self.path}: {damage}")
-        return State.load(self.path, step=self.manifest.step)
+        try:
+            return State.load_whole(self.path, self.manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot branch from {self.path}: {error}") from None
 
 
 def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPoint | None:

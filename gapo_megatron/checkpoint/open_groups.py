@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gapo_megatron.checkpoint import files
@@ -32,16 +31,13 @@ def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
     """Read the file of `serialised_groups`, written by any layout. No collective.
 
     Raises:
-        CheckpointError: the file is missing, damaged or misshapen; names it.
+        CheckpointError: the file is damaged; names it.
     """
     path = folder / OPEN_GROUPS_NAME
     if not path.exists():
         return []
     with files.reading(path) as content:
-        groups = from_content(content["groups"])
-        if not groups:
-            raise ValueError("no groups")
-        return groups
+        return from_content(content["groups"])
 
 
 def to_content(groups: Sequence[Sequence[Episode]]) -> list[Any]:
@@ -52,19 +48,13 @@ def to_content(groups: Sequence[Sequence[Episode]]) -> list[Any]:
     ]
 
 
-def from_content(content: Any) -> list[tuple[Episode, ...]]:
-    """What `to_content` made.
-
-    Raises:
-        LookupError, TypeError, ValueError: it did not make it.
-    """
+def from_content(content: list[Any]) -> list[tuple[Episode, ...]]:
+    """What `to_content` made."""
     groups = []
-    for one in files.plain(content, list):
-        prompt = _to_prompt(one["prompt"])
+    for one in content:
+        prompt = Prompt(**one["prompt"])
         episodes = (_to_episode(prompt, i, fields) for i, fields in enumerate(one["rollouts"]))
         groups.append(tuple(episodes))
-    if len({*map(len, groups)}) > 1 or not all(groups):
-        raise ValueError(f"groups of {sorted({*map(len, groups)})} responses")
     return groups
 
 
@@ -87,75 +77,30 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
 
 
 def _to_fields(episode: Episode) -> dict[str, Any]:
-    old, mask = episode.carried_log_probs, episode.response_mask
     versions = episode.carried_versions
     num_carried = 0 if versions is None else len(versions)
     assert num_carried == len(episode.token_ids), (
         f"{num_carried} of {len(episode.token_ids)} tokens"
     )
+    arrays = {
+        "token_ids": episode.token_ids,
+        "log_probs": episode.log_probs,
+        "versions": versions,
+        "old_log_probs": episode.carried_log_probs,
+        "response_mask": episode.response_mask,
+        "routes": episode.routes,
+    }
     return {
-        "token_ids": torch.from_numpy(episode.token_ids),
-        "log_probs": torch.from_numpy(episode.log_probs),
+        **{name: None if one is None else torch.from_numpy(one) for name, one in arrays.items()},
         "truncated": episode.truncated,
         "finished": episode.finished,
-        "versions": None if versions is None else torch.from_numpy(versions),
-        "old_log_probs": None if old is None else torch.from_numpy(old),
-        "response_mask": None if mask is None else torch.from_numpy(mask),
-        "routes": None if episode.routes is None else torch.from_numpy(episode.routes),
     }
 
 
-def _to_prompt(fields: dict[str, Any]) -> Prompt:
-    prompt = Prompt(**fields)
-    for text in (prompt.id, prompt.answer, prompt.level):
-        files.plain(text, str)
-    for number in files.plain(prompt.token_ids, tuple):
-        _int32(number)
-    if not prompt.token_ids:
-        raise ValueError("a prompt without tokens")
-    return prompt
-
-
-def _int32(value: Any) -> int:
-    number: int = files.plain(value, int)
-    if not 0 <= number < 2**31:
-        raise ValueError(f"{number} instead of a number below 2**31")
-    return number
-
-
 def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
-    token_ids = files.column(fields["token_ids"], torch.int32)
-    old, versions = fields["old_log_probs"], _to_versions(fields["versions"], len(token_ids))
-    if old is not None:
-        old = files.column(old, torch.float32).numpy()
-        if not 0 < len(old) <= len(token_ids):
-            raise ValueError(f"{len(old)} old log-probs of {len(token_ids)} tokens")
-    mask = fields["response_mask"]
-    if mask is not None:
-        mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
-        if not mask.any():
-            raise ValueError("a response without a sampled token")
-    routes = fields["routes"]
-    if routes is not None:
-        routes = files.matrix(routes, torch.uint8).numpy()
-        if not 0 < len(routes) < len(prompt.token_ids) + len(token_ids) or not routes.size:
-            raise ValueError(f"routes of {len(routes)} tokens")
-    return Episode(
-        prompt,
-        sample,
-        token_ids=token_ids.numpy(),
-        log_probs=files.column(fields["log_probs"], torch.float32, length=len(token_ids)).numpy(),
-        truncated=files.plain(fields["truncated"], bool),
-        finished=files.plain(fields["finished"], bool),
-        response_mask=mask,
-        carried_log_probs=old,
-        carried_versions=versions,
-        routes=routes,
-    )
-
-
-def _to_versions(versions: Any, num_tokens: int) -> np.ndarray | None:
-    """Versions of the weights that sampled each token; None without tokens."""
-    if versions is None and not num_tokens:
-        return None
-    return files.column(versions, torch.int32, length=num_tokens).numpy()
+    values: dict[str, Any] = {
+        name: one.numpy() if isinstance(one, torch.Tensor) else one for name, one in fields.items()
+    }
+    values["carried_log_probs"] = values.pop("old_log_probs")
+    values["carried_versions"] = values.pop("versions")
+    return Episode(prompt, sample, **values)

@@ -7,9 +7,6 @@ same bits as without the stop.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import operator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,13 +24,7 @@ from gapo_megatron.rollouts import COLUMNS, ROW, Batch, Rollouts
 
 _TAG = 5
 BATCH_NAME = "batch.pt"
-_TORCH_TYPES = {np.int32: torch.int32, np.float32: torch.float32, np.bool_: torch.bool}
-_PER_SEQUENCE = {
-    "advantages": torch.float64,
-    "num_correct": torch.int64,
-    "group_size": torch.int64,
-    "valid": torch.bool,
-}
+_PER_SEQUENCE = ("advantages", "num_correct", "group_size", "valid")
 
 
 @dataclass(frozen=True)
@@ -95,16 +86,9 @@ class OpenStep:
 
     @classmethod
     def from_shared(cls, shared: dict[str, Any]) -> Self:
-        """A step before its first update, with all tokens on this rank.
-
-        Raises:
-            LookupError, TypeError, ValueError: `shared` is not a result of `OpenStep.shared`.
-        """
-        return cls(
-            _to_batch(shared["batch"], shared["facts"]),
-            files.numbers(shared["metrics"]),
-            files.numbers(shared["evaluated"]),
-        )
+        """A step before its first update, with all tokens on this rank."""
+        batch = _to_batch(shared["batch"], shared["facts"])
+        return cls(batch, shared["metrics"], shared["evaluated"])
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, num_updates: int) -> Self:
@@ -118,7 +102,7 @@ class OpenStep:
             num_updates: number of updates in the checkpoint's manifest.
 
         Raises:
-            CheckpointError: a file is missing, damaged or misshapen; names it.
+            CheckpointError: a file is missing or damaged; names it.
         """
         with files.reading(folder / BATCH_NAME) as shared:
             step = cls.from_shared(shared)
@@ -136,69 +120,16 @@ def progress_name(rank: int) -> str:
     return f"progress_{rank:05d}.pt"
 
 
-def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
+def _to_batch(fields: dict[str, Any], facts: torch.Tensor) -> Batch:
     """The batch with all its tokens."""
     fields = {**fields}
-    routes = [
-        files.matrix(one, torch.uint8).numpy()
-        for one in files.plain(fields.pop("routes", []), list)  # only of a batch with routes
-    ]
-    prompts, responses, log_probs, scored, masks, versions = (
-        [
-            files.column(one, _TORCH_TYPES[dtype]).numpy()
-            for one in files.plain(fields.pop(name), list)
-        ]
-        for name, dtype in COLUMNS.items()
-        if name != "routes"
-    )
-    columns: dict[str, Any] = {
-        name: files.column(one, _PER_SEQUENCE[name], length=len(responses))
-        for name, one in fields.items()
-    }
-    lengths = [*map(len, responses)]
-    if len(prompts) != len(lengths) or [*map(len, log_probs)] != lengths:
-        raise ValueError("prompts, responses and log-probs differ in number or length")
-    if not lengths or not all(map(len, [*prompts, *responses])):
-        raise ValueError("no sequences, or an empty prompt or response")
-    if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
-        raise ValueError("response masks that do not match the responses")
-    counts = [[*map(len, arrays)] for arrays in (scored, versions, responses) if arrays]
-    for fewer, more in itertools.pairwise(counts):
-        if any(a > b for a, b in zip(fewer, more, strict=True)):
-            raise ValueError("more carried tokens than response tokens, or log-probs than these")
-    fed = [len(a) + len(b) - 1 for a, b in zip(prompts, responses, strict=True)]
-    if routes and (len(routes) != len(fed) or any(map(operator.gt, map(len, routes), fed))):
-        raise ValueError("routes of more tokens than a sequence has")
-    rollouts = Rollouts.of(
-        prompts,
-        responses,
-        log_probs,
-        carried_log_probs=scored,
-        carried_versions=versions,
-        response_masks=masks,
-        routes=routes,
-    )
-    rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
+    # Routes are there only if the batch has some.
+    arrays = {name: [one.numpy() for one in fields.pop(name, [])] for name in COLUMNS}
+    table = facts.numpy().view(ROW)[:, 0]
     # Every rank has all tokens now: assign their holders round-robin.
-    rollouts = rollouts.changed(holder=np.arange(len(rollouts)) % dist.get_world_size())
-    return Batch(rollouts.table, rollouts.tokens, **columns)
-
-
-def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
-    """The table of a file of int32 words, if its lengths match `found`."""
-    num_words, count = ROW.itemsize // 4, len(found)
-    if (
-        not isinstance(words, torch.Tensor)
-        or words.dtype != torch.int32
-        or words.shape != (count, num_words)
-    ):
-        raise ValueError(f"{words!r:.40} instead of the facts of {count} sequences")
-    table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
-    kinds = ("prompt", "response", "sampled", "carried", "scored", "routed")
-    for name in (*(f"num_{kind}_tokens" for kind in kinds), "num_routes"):
-        if (table[name] != found[name]).any():
-            raise ValueError(f"facts whose {name} do not match the tokens")
-    return table
+    holder = np.arange(len(table)) % dist.get_world_size()
+    rollouts = replace(Rollouts.of(**arrays), table=table).changed(holder=holder)
+    return Batch(rollouts.table, rollouts.tokens, **fields)
 
 
 def _to_fields(progress: Progress) -> dict[str, Any]:
@@ -208,53 +139,18 @@ def _to_fields(progress: Progress) -> dict[str, Any]:
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
-    if missing := {one.name for one in dataclasses.fields(Progress)} - fields.keys():
-        raise ValueError(f"without {', '.join(sorted(missing))}")
+    scores, recorded = fields["scores"], fields["routes"]
     progress = Progress(**fields)
-    progress.scores = fields["scores"] and _to_scores(fields["scores"])
-    progress.routes = _to_recorded(fields["routes"], device)
+    progress.scores = scores and Scores(**scores)
+    progress.routes = Recorded(
+        {
+            number: [{layer: ids.to(device) for layer, ids in one.items()} for one in microbatches]
+            for number, microbatches in recorded["routes"].items()
+        },
+        None if recorded["counts"] is None else recorded["counts"].to(device),
+    )
     progress.old_log_probs = [
-        [
-            values if values is None else files.column(values, torch.float32).to(device)
-            for values in files.plain(one, list)  # None off the last pipeline stage
-        ]
-        for one in files.plain(progress.old_log_probs, list)
+        [values if values is None else values.to(device) for values in one]
+        for one in progress.old_log_probs  # None off the last pipeline stage
     ]
-    for name, total in files.plain(progress.sums, dict).items():
-        if not isinstance(total, torch.Tensor):
-            raise ValueError(f"{total!r:.40} instead of the sum {name}")
-    for number in (*files.plain(progress.grad_norms, list), progress.learning_rate):
-        files.plain(number, float, int)
     return progress
-
-
-def _to_recorded(fields: Any, device: torch.device) -> Recorded:
-    counts = files.plain(fields, dict)["counts"]
-    routes = {
-        files.plain(number, int): [
-            {
-                files.plain(layer, int): files.matrix(experts, torch.uint8, torch.int16).to(device)
-                for layer, experts in files.plain(one, dict).items()
-            }
-            for one in files.plain(microbatches, list)
-        ]
-        for number, microbatches in files.plain(fields["routes"], dict).items()
-    }
-    if counts is not None:
-        counts = files.matrix(counts, torch.int64).to(device)
-    return Recorded(routes, counts)
-
-
-def _to_scores(fields: Any) -> Scores:
-    """Log-probs that measure a step's rounding, on the CPU."""
-    dtypes = {"in_run": (torch.float32,), "exact": (torch.float32, torch.float64)}
-    if files.plain(fields, dict).keys() != dtypes.keys():
-        raise ValueError(f"{', '.join(map(str, fields))} instead of {', '.join(dtypes)}")
-    for name, kinds in dtypes.items():
-        for i, values in files.plain(fields[name], dict).items():
-            files.plain(i, int)
-            dtype = kinds[-1] if getattr(values, "dtype", None) == kinds[-1] else kinds[0]
-            files.column(values, dtype)
-    if fields["in_run"].keys() != fields["exact"].keys():
-        raise ValueError("log-probs with and without rounding belong to different sequences")
-    return Scores(**fields)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
@@ -30,11 +29,7 @@ from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError, 
 from gapo_megatron.formats import manifest
 from gapo_megatron.formats.manifest import Manifest
 from gapo_megatron.formats.unpickle import read_common, read_metadata
-from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
-from gapo_megatron.learn.checks.routes import counts_shape
-from gapo_megatron.learn.step import Progress
-from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.objective.diagnostics import CorrelationWindow
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.load import find_damage_together, first_problem, load_sharded
@@ -69,7 +64,7 @@ def newest_source(run_dir: str | Path) -> Mapping[str, Any] | None:
     """Data position in the newest checkpoint of a run; None if there is none, or it is damaged."""
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         with contextlib.suppress(CheckpointError):  # `load_latest` handles it
-            return State.load(newest[0], step=newest[1].step).source
+            return State.load_whole(*newest).source
     return None
 
 
@@ -132,7 +127,6 @@ def load_latest(
             logger.warning("set aside as %s until the run reaches that step again", aside)
         _log_changes(found, policy, config)
         record_changes(Path(run_dir), found, config)
-        _warn_of_lost_metrics(Path(run_dir), found)
     # No rank may train, and prune checkpoints, while a peer still reads.
     dist.barrier()
     if dist.get_rank() == 0:
@@ -184,52 +178,6 @@ def _why_not_go_on_within(found: Manifest, policy: Policy, config: Config) -> st
     return None
 
 
-def _require_routes(path: Path, progress: Progress, policy: Policy, config: Config) -> None:
-    """Refuse an interrupted step whose updates would replay routes that it does not have.
-
-    Raises:
-        CheckpointError: names the setting; or its counts are not those of this model.
-    """
-    num_experts, counts = geometry_of(policy.hf_config).num_experts, progress.routes.counts
-    if counts is not None and counts.shape != counts_shape(policy):
-        raise CheckpointError(
-            f"{path / progress_name(dist.get_rank())} has counts of experts {list(counts.shape)} "
-            f"instead of {list(counts_shape(policy))}"
-        )
-    if not num_experts or config.objective.replayed_routes != "trainer":
-        return
-    if progress.num_updates and progress.num_updates not in progress.routes.routes:
-        raise CheckpointError(
-            f"{path / progress_name(dist.get_rank())} has no routes of tokens to experts, which "
-            "objective.routing_replay needs within a step"
-        )
-
-
-def require_known(path: Path, state: State, hf_config: PretrainedConfig) -> None:
-    """Refuse tokens and experts that the model does not have.
-
-    Raises:
-        CheckpointError: names the number, and how many there are.
-    """
-    episodes = [one for group in state.open_groups for one in group]
-    tokens: list[Any] = [ids for one in episodes for ids in (one.prompt.token_ids, one.token_ids)]
-    routes = [one.routes for one in episodes]
-    if state.open_step is not None:
-        batch = state.open_step.batch
-        for i in range(len(batch)):
-            tokens += [batch.prompt_ids[i], batch.response_ids[i]]
-            routes.append(batch.routes_of(i))
-    known = {"token": (tokens, hf_config.vocab_size)}
-    known["expert"] = (routes, geometry_of(hf_config).num_experts)
-    for kind, (arrays, count) in known.items():
-        found = max((int(np.max(one)) for one in arrays if one is not None and len(one)), default=0)
-        if found >= max(count, 1):
-            raise CheckpointError(
-                f"{path} has {kind} {found} in an unfinished step or group, but the model has "
-                f"{count}"
-            )
-
-
 def _load(
     path: Path, found: Manifest, policy: Policy, config: Config
 ) -> tuple[State | None, str | None]:
@@ -251,12 +199,10 @@ def _load(
         state.branch = branch
         if found.open_updates is not None:
             state.open_step = OpenStep.load(path, policy.device, num_updates=found.open_updates)
-            _require_routes(path, state.open_step.progress, policy, config)
         if OPEN_GROUPS_NAME in found.files:
             state.open_groups = load_open_groups(path)
         if AHEAD_NAME in found.files and not changed:
             state.load_ahead(path)
-        require_known(path, state, policy.hf_config)
         if any(name.startswith("objective.") for name in changed):
             state.window = CorrelationWindow()  # the window must not mix objectives
     except (CheckpointError, ConversionError) as error:
@@ -375,33 +321,16 @@ def _require_same_base(path: Path, found: Manifest, ours: str | None, config: Co
         )
 
 
-def _warn_of_lost_metrics(run_dir: Path, found: Manifest) -> None:
-    """Warn that metrics of steps before the checkpoint are missing: they are not written again."""
-    path, first = run_dir / METRICS_NAME, found.branch.step if found.branch else 0
-    last = last_step(path)
-    if found.step > first and (last is None or last < found.step - 1):
-        logger.warning(
-            "%s %s, though %d steps are done: the missing lines are not written again",
-            path,
-            "is gone or empty" if last is None else f"ends with step {last}",
-            found.step,
-        )
-
-
 def _log_changes(found: Manifest, policy: Policy, config: Config) -> None:
-    """Log changed settings, which are allowed but must not be silent."""
-    if found.implementation != policy.implementation:
-        logger.warning(
-            "resuming with %s's optimizer (was %s's): the same moments, rounded otherwise from now "
-            "on",
-            policy.implementation,
-            found.implementation,
-        )
-    for name, (before, now) in changes(found.config, config).items():
-        logger.warning("resuming with %s = %r (was %r)", name, now, before)
-    if found.megatron_version != version():
-        logger.warning(
-            "the checkpoint was written by megatron-core %s, this is %s",
-            found.megatron_version,
-            version(),
-        )
+    """Log what has changed: it is allowed, but must not be silent.
+
+    The optimizer of another implementation has the same moments, and rounds otherwise.
+    """
+    changed = {
+        "optimizer.implementation": (found.implementation, policy.implementation),
+        "megatron-core": (found.megatron_version, version()),
+        **changes(found.config, config),
+    }
+    for name, (before, now) in changed.items():
+        if now != before:
+            logger.warning("resuming with %s = %r (was %r)", name, now, before)

@@ -44,9 +44,6 @@ def read(path: Path) -> dict[str, Any]:
         numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
         np.random.RandomState().set_state(numpy_state)
         torch.Generator().set_state(state["torch"])
-        states = [state["cuda"], *files.plain(state["megatron"], dict).values()]
-        for one in states:
-            files.column(torch.empty(0, dtype=torch.uint8) if one is None else one, torch.uint8)
         return state
 
 

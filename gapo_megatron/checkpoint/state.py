@@ -6,15 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
+from typing import Any
 
 from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_groups import from_content, serialised_groups, to_content
 from gapo_megatron.checkpoint.open_step import OpenStep
-from gapo_megatron.errors import CheckpointError
-from gapo_megatron.formats.manifest import Branch, first_flaw
+from gapo_megatron.errors import CheckpointError, said
+from gapo_megatron.formats.manifest import Branch, Manifest, find_damage
 from gapo_megatron.io.documents import read_json
 from gapo_megatron.objective.answers import AnswerForms
 from gapo_megatron.objective.diagnostics import CorrelationWindow
@@ -25,8 +23,6 @@ TRAINER_STATE_NAME = "trainer_state.json"
 AHEAD_NAME = "ahead.pt"
 """File of the next step's batch, sampled ahead: the weights that sampled it no longer exist, so a
 checkpoint between two steps must hold it."""
-
-_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass
@@ -120,17 +116,24 @@ class State:
         No collective.
 
         Raises:
-            CheckpointError: the file is missing, damaged or misshapen; names it.
+            CheckpointError: the file is missing or damaged; names it.
         """
         with files.reading(folder / AHEAD_NAME) as shared:
-            source = json.loads(files.plain(shared["source"], str))
-            try:
-                _SOURCE.validate_json(json.dumps(source), strict=True)
-            except ValidationError as error:
-                raise ValueError(first_flaw(error)) from None
             self.open_step = replace(OpenStep.from_shared(shared), is_ahead=True)
-            self.source = source
+            self.source = json.loads(shared["source"])
             self.open_groups = from_content(shared["groups"])
+
+    @classmethod
+    def load_whole(cls, folder: Path, found: Manifest) -> State:
+        """Check the digest of `TRAINER_STATE_NAME`, and read it. No collective.
+
+        Raises:
+            CheckpointError: see `load`.
+        """
+        entries = {name: one for name, one in found.files.items() if name == TRAINER_STATE_NAME}
+        if damage := find_damage(folder, entries):
+            raise CheckpointError(damage)
+        return cls.load(folder, step=found.step)
 
     @classmethod
     def load(cls, folder: Path, *, step: int) -> State:
@@ -141,72 +144,22 @@ class State:
             step: the step in the checkpoint's manifest.
 
         Raises:
-            CheckpointError: the file is missing, damaged or misshapen, or belongs to another step.
+            CheckpointError: the file is missing or damaged, or belongs to another step.
         """
         path = folder / TRAINER_STATE_NAME
         try:
             document = read_json(path, error=CheckpointError)
-            found = _SHAPE.validate_json(json.dumps(document), strict=True)
+            found = document["step"]
+            source, given_back = document["source"], document["given_back"]
+            state = cls(found, source, source, num_given_back=given_back)
+            state.window.load_state_dict(document["window"])
+            state.answer_forms.load_state_dict(document["answer_forms"])
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except ValidationError as error:
-            raise CheckpointError(f"{path}: {first_flaw(error)}") from None
-        if found.step != step:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: {said(error)}") from None
+        if found != step:
             raise CheckpointError(
-                f"{path} belongs to step {found.step}, and the manifest to step {step}"
+                f"{path} belongs to step {found}, and the manifest to step {step}"
             )
-        state = cls(step, document["source"], document["source"], num_given_back=found.given_back)
-        state.window.load_state_dict(document["window"])
-        state.answer_forms.load_state_dict(document["answer_forms"])
         return state
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """`data.source.PromptSource.state_dict`."""
-
-    epoch: _Count
-    remaining: list[_Count]
-    dataset: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """The position in one of several data sources."""
-
-    epoch: _Count
-    remaining: list[_Count]
-    credit: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """`data.source.PromptSource.state_dict` of several data sources."""
-
-    sources: dict[str, _Order]
-    dataset: dict[str, str]
-
-
-_AnySource = Annotated[
-    Annotated[_Source, Tag("source")] | Annotated[_Sources, Tag("sources")],
-    Discriminator(lambda state: "sources" if "sources" in state else "source"),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class _Document:
-    """The content of `TRAINER_STATE_NAME`."""
-
-    source: _AnySource
-    window: list[list[tuple[Annotated[float, Field(ge=0, lt=2**31)], float, float, float]]]
-    """`objective.diagnostics.CorrelationWindow.state_dict`."""
-    answer_forms: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]
-    """`objective.answers.AnswerForms.state_dict`."""
-    step: _Count
-    """Number of finished steps."""
-    given_back: _Count
-    """`State.num_given_back`."""
-
-
-_SHAPE = TypeAdapter(_Document)
-_SOURCE: TypeAdapter[_Source | _Sources] = TypeAdapter(_AnySource)

@@ -125,7 +125,6 @@ def refuse(hf_dir: str, run_dir: Path) -> None:
     batch = OpenStep(make_batch(), {}, {}).shared()
     for content in (
         batch,  # without the data position
-        {**batch, "source": "{}"},
         {**batch, "source": "["},
         {**batch, "source": Trap(trace)},
         {"source": '{"epoch": 1, "remaining": [], "dataset": {"rows": "d"}}'},

@@ -347,22 +347,6 @@ def test_the_newest_is_refused_by_name_whoever_signed_it(hf_dir, tmp_path):
     run_distributed(refuse_the_newest, 1, hf_dir, tmp_path)
 
 
-def test_lost_lines_of_metrics_are_said(hf_dir, tmp_path):
-    run_distributed(lose_metrics, 1, hf_dir, tmp_path)
-
-
-def lose_metrics(hf_dir: str, run_dir: Path) -> None:
-    config = make_config(hf_dir, layout="single")
-    policy = load_policy(config)
-    save(run_dir, policy, config, step=2)
-    metrics, warnings = run_dir / "metrics.jsonl", listen()
-    for lines, said in (("", True), ('{"step": 0}\n', True), ('{"step": 0}\n{"step": 1}\n', False)):
-        metrics.write_text(lines)
-        warnings.clear()
-        checkpoint.load_latest(run_dir, policy=policy, config=config)
-        assert any(str(metrics) in line for line in warnings) == said
-
-
 def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="dp2")
     policy = load_policy(config)

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.checkpoint import OpenStep, load_latest
 from gapo_megatron.compat import cpu
-from gapo_megatron.errors import CheckpointError, RolloutError
+from gapo_megatron.errors import RolloutError
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.checks import bounds as bounds_module
@@ -32,14 +31,12 @@ from gapo_megatron.learn.checks.routes import (
 )
 from gapo_megatron.learn.plan import DataParallelRanks, plan_scoring
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.learn.step import Progress
 from gapo_megatron.learn.update import update
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Microbatch
 from tests.distributed import conversion_setup
-from tests.distributed.checkpoint_setup import save
 from tests.distributed.policy_setup import VOCAB_SIZE, WeightedLoss, gradients, load_policy
 from tests.learn_setup import make_judged, planned, run_learn, with_columns
 from tests.messages import mentions
@@ -200,31 +197,6 @@ def test_a_stop_between_updates_changes_no_bit(folder: Path, tmp_path: Path, rep
     documented = {name for name in documented_names() if name.startswith("experts/")}
     of_engine = {name for name in documented if name.startswith("experts/engine_")}
     assert of_engine and logged == documented - (set() if replayed == "rollout" else of_engine)
-
-
-def test_an_interrupted_step_without_routes_is_refused_if_they_are_replayed(
-    folder: Path, policy: Policy, tmp_path: Path
-) -> None:
-    """A version without replay wrote none, and what it computed goes on without."""
-    for replayed, routes in (("trainer", {1: []}), ("none", {}), ("trainer", {})):
-        config = config_of(folder, replayed=replayed)
-        batch = make_batch(ROLLOUTS, config.objective.resolve())
-        progress = Progress([[], []], grad_norms=[0.5], routes=Recorded(routes))
-        run_dir = tmp_path / f"{replayed}, {len(routes)}"
-        save(run_dir, policy, config, step=3, open_step=OpenStep(batch, {}, {}, progress))
-        if routes or replayed == "none":
-            found = load_latest(run_dir, policy=policy, config=config)
-            assert found is not None and found.num_open_updates == 1
-    named = mentions("step_00000003_1", "objective.routing_replay")
-    with pytest.raises(CheckpointError, match=named):
-        load_latest(run_dir, policy=policy, config=config)
-    # Nor are counts of another model added to.
-    counted = Progress(
-        [[], []], grad_norms=[0.5], routes=Recorded({1: []}, torch.zeros(2, 5).long())
-    )
-    save(tmp_path / "counted", policy, config, step=3, open_step=OpenStep(batch, {}, {}, counted))
-    with pytest.raises(CheckpointError, match=mentions("step_00000003_1", [2, 5], [2, 12])):
-        load_latest(tmp_path / "counted", policy=policy, config=config)
 
 
 def test_rounding_is_measured_with_the_routes_that_updates_use(

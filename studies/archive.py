@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import re
@@ -22,11 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from gapo_megatron.config import Config, check_recorded
-from gapo_megatron.errors import DataError, GapoError
+from gapo_megatron.errors import DataError, GapoError, shown
 from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.formats.folder import claim
+from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.run_folder import parse_changes
-from gapo_megatron.launch.freeze import frozen_code
 from gapo_tools.reporting.runs import Run, Values, find_trained, parse_branch, read_run
 from gapo_tools.reporting.series import Row, rollout_weights
 
@@ -82,6 +83,35 @@ def read_study_run(folder: Path) -> StudyRun:
     )
     rates = dict(sorted(rates.items()))
     return StudyRun(**vars(read_run(folder)), solve_rates=rates, code=tuple(code))
+
+
+def frozen_code(folder: Path) -> str:
+    """Identifier of frozen code: its commit, plus a digest if files differ from the commit.
+
+    Args:
+        folder: a folder that `launch.freeze.freeze` wrote.
+
+    Returns:
+        `1a2b3c4d5e6f`; with a digest of the package if files differ from the commit or the commit
+        is unknown: `1a2b3c4d5e6f+01234567`, `+01234567`.
+
+    Raises:
+        FileNotFoundError: there is no code.json.
+        DataError: code.json is damaged.
+    """
+    path = folder / "code.json"
+    origin = read_json(path, error=DataError)
+    commit = origin.get("commit") if isinstance(origin, dict) else 0
+    if not isinstance(commit, str | None):
+        raise DataError(f"{path}: commit ({shown(commit)}) must be a string or null")
+    commit = (commit or "")[:12]
+    if commit and not origin.get("has_local_changes"):
+        return commit
+    digest = hashlib.sha256()
+    package = folder / "gapo_megatron"
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return f"{commit}+{digest.hexdigest()[:8]}"
 
 
 # -- writing ---------------------------------------------------------------------------------------

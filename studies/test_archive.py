@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import DataError
+from gapo_megatron.launch.freeze import freeze
 from gapo_tools.reporting.arms import Comparison
 from gapo_tools.reporting.figures import deviation_per_c, over_training
-from studies.archive import BIN_STEPS, read_archive, read_study_run, write_archive
+from studies.archive import BIN_STEPS, frozen_code, read_archive, read_study_run, write_archive
 from studies.miniature.claims import correlation_since
+from tests.launch.test_freeze import checkout, git  # noqa: F401 (a fixture)
 from tests.messages import mentions
 from tests.report_setup import clipped_tokens, length, write_run
 
@@ -160,3 +165,30 @@ def test_an_archive_executes_nothing(study, tmp_path):
     with pytest.raises(DataError, match=r"runs\.csv:2.*own\.py"):
         read_archive(tmp_path / "archive")
     assert not (tmp_path / "executed").exists()
+
+
+def test_frozen_code_is_told_apart(
+    checkout: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """By its commit; beyond that by the package's files, wherever the copy lies."""
+    commit = git(checkout, "rev-parse", "HEAD")[:12]
+    freeze(checkout, tmp_path / "clean", config="")
+    assert frozen_code(tmp_path / "clean") == commit
+    found = []
+    for number, text in enumerate(("a", "b", "a")):
+        (checkout / "gapo_megatron" / "__init__.py").write_text(text)
+        freeze(checkout, tmp_path / f"{number}", config="")
+        found.append(frozen_code(tmp_path / f"{number}"))
+    assert found[0] == found[2] != found[1]
+    assert all(re.fullmatch(rf"{commit}\+[0-9a-f]{{8}}", one) for one in found)
+    shutil.rmtree(checkout / ".git")
+    freeze(checkout, tmp_path / "unknown", config="")
+    assert frozen_code(tmp_path / "unknown") == found[0].removeprefix(commit)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"commit": 3}'])
+def test_a_damaged_origin_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "code.json").write_text(text)
+    with pytest.raises(DataError, match=mentions(tmp_path / "code.json")):
+        frozen_code(tmp_path)

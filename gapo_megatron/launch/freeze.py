@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -11,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.errors import ConfigError, DataError, shown
-from gapo_megatron.io.documents import read_json
+from gapo_megatron.errors import ConfigError
 
 ROOMS = ("gapo_megatron", "slurm", "tools", "gapo_tools", "configs")
 """Folders of a checkout that a job needs; `gapo_tools` is a link to `tools`."""
@@ -63,35 +61,6 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
         raise ConfigError(
             f"the code of {repository} cannot be copied to {folder}: {error}"
         ) from None
-
-
-def frozen_code(folder: Path) -> str:
-    """Identifier of frozen code: its commit, plus a digest if files differ from the commit.
-
-    Args:
-        folder: a folder that `freeze` wrote.
-
-    Returns:
-        `1a2b3c4d5e6f`; with a digest of the package if files differ from the commit or the commit
-        is unknown: `1a2b3c4d5e6f+01234567`, `+01234567`.
-
-    Raises:
-        FileNotFoundError: there is no code.json.
-        DataError: code.json is damaged.
-    """
-    path = folder / "code.json"
-    origin = read_json(path, error=DataError)
-    commit = origin.get("commit") if isinstance(origin, dict) else 0
-    if not isinstance(commit, str | None):
-        raise DataError(f"{path}: commit ({shown(commit)}) must be a string or null")
-    commit = (commit or "")[:12]
-    if commit and not origin.get("has_local_changes"):
-        return commit
-    digest = hashlib.sha256()
-    package = folder / "gapo_megatron"
-    for path in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return f"{commit}+{digest.hexdigest()[:8]}"
 
 
 def _origin(repository: Path) -> dict[str, Any]:

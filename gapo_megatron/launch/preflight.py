@@ -33,8 +33,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-from gapo_megatron.errors import MachineError
-from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.launch.node_checks import MIN_FREE_GIB, Check, check_local
 
@@ -94,7 +92,11 @@ class Preflight:
 
     def _link(self) -> tuple[Outcome, str]:
         self._wait_until(lambda: len(self._verdicts()) == self.num_nodes, self.third_s)
-        good = [path.stem for path in self._verdicts() if _is_good(path)]
+        nodes, bad = (
+            [path.stem for path in _listing(self.folder, pattern)]
+            for pattern in ("*.json", "*.why")
+        )
+        good = [node for node in nodes if node not in bad]
         members = self._agree(0, good)
         if self.node not in members:
             return "apart", f"too late: {', '.join(members)} started without this node"
@@ -118,12 +120,9 @@ class Preflight:
         """The members that the first node to get here proposed."""
         path = self.folder / f".members_{round_}"
         with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(proposal) + "\n")
+            file.write(" ".join(proposal) + "\n")
         self._wait_until(lambda: path.read_text(encoding="utf-8").endswith("\n"), _GRACE_S)
-        members = read_json(path, error=MachineError)
-        if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
-            raise MachineError(f"{path} is not a list of nodes")
-        return members
+        return path.read_text(encoding="utf-8").split()
 
     def _all_reduce(self, round_: int, members: list[str], end: float) -> tuple[Outcome, str]:
         """Do the all_reduce in a process that may crash or hang; `end`: by the monotonic clock."""
@@ -182,10 +181,11 @@ class Preflight:
             "checks": [asdict(check) for check in checks],
             "unix_s": time.time(),
         }
-        write_atomically(self.folder / f"{self.node}.json", json.dumps(verdict, indent=1))
         if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
             why = " ".join("; ".join(failed).split())
             write_atomically(self.folder / f"{self.node}.why", why)
+        # The verdict comes last: other nodes wait for it.
+        write_atomically(self.folder / f"{self.node}.json", json.dumps(verdict, indent=1))
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Return when the condition is true or the time is over."""
@@ -279,14 +279,6 @@ def _listing(folder: Path, pattern: str) -> list[Path]:
     probe.touch()
     probe.unlink()
     return sorted(folder.glob(pattern))
-
-
-def _is_good(verdict: Path) -> bool:
-    """Whether a verdict is good; a damaged one is not, since the node's disk may be full."""
-    with contextlib.suppress(MachineError):
-        found = read_json(verdict, error=MachineError)
-        return isinstance(found, dict) and found.get("ok") is True
-    return False
 
 
 def _one_line(error: Exception) -> str:

@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.launch.freeze import freeze, frozen_code
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.freeze import freeze
 from tests.messages import mentions
 
 
@@ -124,30 +122,6 @@ def test_without_git_the_origin_is_unknown(checkout: Path, tmp_path: Path, insid
     origin.pop("unix_s")
     assert origin == {"commit": None, "branch": None, "has_local_changes": None}
     assert files_of(tmp_path / "code") == {"gapo_megatron/__init__.py": "", "config.toml": ""}
-
-
-def test_frozen_code_is_told_apart(checkout: Path, tmp_path: Path) -> None:
-    """By its commit; beyond that by the package's files, wherever the copy lies."""
-    commit = git(checkout, "rev-parse", "HEAD")[:12]
-    freeze(checkout, tmp_path / "clean", config="")
-    assert frozen_code(tmp_path / "clean") == commit
-    found = []
-    for number, text in enumerate(("a", "b", "a")):
-        (checkout / "gapo_megatron" / "__init__.py").write_text(text)
-        freeze(checkout, tmp_path / f"{number}", config="")
-        found.append(frozen_code(tmp_path / f"{number}"))
-    assert found[0] == found[2] != found[1]
-    assert all(re.fullmatch(rf"{commit}\+[0-9a-f]{{8}}", one) for one in found)
-    shutil.rmtree(checkout / ".git")
-    freeze(checkout, tmp_path / "unknown", config="")
-    assert frozen_code(tmp_path / "unknown") == found[0].removeprefix(commit)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"commit": 3}'])
-def test_a_damaged_origin_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "code.json").write_text(text)
-    with pytest.raises(DataError, match=mentions(tmp_path / "code.json")):
-        frozen_code(tmp_path)
 
 
 def test_a_checkout_that_cannot_be_copied_leaves_no_draft(checkout: Path, tmp_path: Path) -> None:

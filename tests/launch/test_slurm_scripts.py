@@ -5,15 +5,12 @@ What only Slurm can do is tested on a private cluster, in tests/slurm.
 """
 
 import contextlib
-import fcntl
 import os
-import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import which
@@ -188,18 +185,17 @@ class Run:
 
     def __init__(self, folder: Path, *, launch: Path = LAUNCH, **env: str) -> None:
         self.folder = folder
-        self.process = self._start(
+        self.process = subprocess.Popen(
             ["bash", str(launch), "config.toml", "run.seed=7"],
             env=without_launcher_variables(
                 **{"PYTHON": str(STAND_IN), "RUN_DIR": str(folder), "WORLD_SIZE": "2"} | env
             ),
             cwd=folder.parent,
             text=True,
-        )
-
-    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_hear, **options
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, as in a terminal
+            preexec_fn=_hear,
         )
 
     def wait_for(self, happened: Callable[[], bool], what: str) -> None:
@@ -246,45 +242,6 @@ def _hear() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-class RunInTerminal(Run):
-    """The same, in the foreground of a terminal of its own."""
-
-    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        self._master, slave = pty.openpty()
-
-        def take_the_terminal() -> None:
-            _hear()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=take_the_terminal,
-            **options,
-        )
-        os.close(slave)
-        return process
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._master, keys)
-
-    def hang_up(self) -> None:
-        """Close the terminal, as its window or a connection that breaks does."""
-        os.close(self._master)
-        self._master = -1
-
-    def end(self) -> tuple[int, str]:
-        """Exit code and output; a terminal that is gone has none."""
-        exit_code, said = self.process.wait(timeout=HANG_S), b""
-        with contextlib.suppress(OSError):  # closed: by us, or by all who wrote to it
-            while text := os.read(self._master, 4096):
-                said += text
-        return exit_code, said.decode()
-
-
 Start = Callable[..., Run]
 
 
@@ -298,8 +255,8 @@ def start() -> Iterator[Start]:
     """Makes a `Run`; what a failed test leaves is ended."""
     runs = []
 
-    def start_one(folder: Path, *, kind: type[Run] = Run, **arguments: Any) -> Run:
-        runs.append(kind(folder, **arguments))
+    def start_one(folder: Path, **arguments: Any) -> Run:
+        runs.append(Run(folder, **arguments))
         return runs[-1]
 
     yield start_one
@@ -449,25 +406,26 @@ def assert_ranks_ended(run: Run) -> None:
     assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
 
 
-@pytest.mark.parametrize("way", ["Ctrl-C", "Ctrl-C twice", "Ctrl-backslash", "hang-up"])
+@pytest.mark.parametrize(
+    "numbers",
+    [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGQUIT,), (signal.SIGHUP,)],
+    ids=["Ctrl-C", "Ctrl-C twice", "Ctrl-backslash", "hang-up"],
+)
 def test_what_a_user_does_at_a_terminal_leaves_nobody_behind(
-    start: Start, run_dir: Path, way: str
+    start: Start, run_dir: Path, numbers: tuple[signal.Signals, ...]
 ) -> None:
-    told = {"STEPS": "10000", "SAVE_S": "0.5"} if way == "Ctrl-C" else {"ACTIONS": "hang"}
-    run = start(run_dir, kind=RunInTerminal, **told)
-    assert isinstance(run, RunInTerminal)
+    """A terminal sends a signal to all processes of its group."""
+    is_stop = numbers == (signal.SIGINT,)
+    run = start(run_dir, **{"STEPS": "10000", "SAVE_S": "0.5"} if is_stop else {"ACTIONS": "hang"})
     run.wait_for_ranks()
     assert len(ranks_of(run)) >= 2
-    if way == "hang-up":
-        run.hang_up()
-    else:
-        run.type(b"\x1c" if way == "Ctrl-backslash" else b"\x03")
-    if way == "Ctrl-C twice":
-        run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
-        run.type(b"\x03")
+    for number in numbers:
+        os.killpg(run.process.pid, number)
+        if len(numbers) == 2:
+            run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
     exit_code, output = run.end()
     assert ranks_of(run) == []
-    if way == "Ctrl-C":
+    if is_stop:
         assert exit_code == 0 and "asked to save" in output
         assert (run.attempts[0] / "outcome").read_text() == "stopped\n"
     else:
@@ -546,24 +504,6 @@ def test_what_a_rank_is_told(start: Start, run_dir: Path) -> None:
         check_told(run, told, given=env) for run, (_, env, told) in zip(runs, cases, strict=True)
     }
     assert len(ports) == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "threads"),
-    [
-        (GPUS | {"SLURM_CPUS_PER_TASK": "6"}, "6"),
-        (GPUS, "1"),
-        (CORES | GPUS | {"OMP_NUM_THREADS": "2"}, "2"),
-    ],
-)
-def test_threads_of_a_rank_beside_gpus(given: dict[str, str], threads: str) -> None:
-    """The lines of the launcher alone: a launch with all that it could be told shows the rest."""
-    (lines,) = re.findall(
-        r"^threads=1\n.*?^export OMP_NUM_THREADS=.*?$", LAUNCH.read_text(), re.M | re.S
-    )
-    command = ["bash", "-uc", f"{lines}\necho $OMP_NUM_THREADS"]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{threads}\n"
 
 
 def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:

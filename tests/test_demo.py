@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -115,6 +116,7 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     settings = demo._settings(_arguments(config=path))
     config = load_config(path, [*settings, "supervised.num_steps=2"])
+    demo._claim_task(config)
     demo._write_task(config)
     initial = config.supervised.initial_hf_dir
     # What a plan and a dry run take before there is a model (models/published).
@@ -180,18 +182,24 @@ def test_other_settings_have_a_folder_of_their_own(demo):
 
 
 def test_prepare_makes_what_the_config_names_unless_it_is_there(demo, tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(demo, "_launch", lambda module, *_: started.append(module))
+    def warm_start(config, start):
+        assert Path(config.supervised.initial_hf_dir).is_dir()
+        with open("started", "a") as file:
+            file.write(f"{config.parallel.tensor_model_parallel_size}\n")
+
+    monkeypatch.setattr(demo, "_warm_start", warm_start)
     command_line = ["demo.py", "--config", CONFIG, "--prepare", "supervised.num_steps=2"]
-    monkeypatch.setattr(sys, "argv", command_line)
+    monkeypatch.setattr(sys, "argv", [*command_line, "--world-size=2", "--tp=2"])
     monkeypatch.chdir(tmp_path)
     assert demo.main() == 0
-    assert started == ["gapo_megatron.sft"]
-    assert Path("runs/demo/task/train.jsonl").exists()
+    assert Path("started").read_text() == "1\n", "on one rank, for every layout"
     Path("runs/demo/warm_start").mkdir()
     Path("runs/demo/warm_start/config.json").touch()
     assert demo.main() == 0
-    assert started == ["gapo_megatron.sft"]
+    assert Path("started").read_text() == "1\n"
+    monkeypatch.setattr(demo, "_warm_start", lambda *_: os._exit(3))
+    Path("runs/demo/warm_start/config.json").unlink()
+    assert demo.main() == 1 and "exit code 3" in demo.console.file.getvalue()
 
 
 def _printed_commands(demo) -> list[list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import os
 import shlex
 import subprocess
@@ -32,6 +33,9 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.formats.folder import check_replaceable, claim, is_marked, mark
+from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.imports import without_garbage_collection
+from gapo_megatron.sft import train_supervised
 
 if TYPE_CHECKING:
     from gapo_tools.evaluation.statistics import Interval
@@ -167,13 +171,26 @@ def _prepare(arguments: argparse.Namespace, config: Config, settings: Sequence[s
     if (Path(config.model.hf_dir) / "config.json").exists():
         _say(f"{config.model.hf_dir} exists: skipping steps 1 and 2")
         return
-    _write_task(config)
-    _stage("2/3 warm start: supervised training", start)
+    _claim_task(config)
     # On one rank, so that runs of every layout start from the same weights.
-    alone = argparse.Namespace(**{**vars(arguments), "world_size": 1})
     whole = [f"parallel.{kind}_model_parallel_size=1" for kind in ("tensor", "pipeline")]
     kept = [one for one in settings if not one.startswith("parallel.")]
-    _launch("gapo_megatron.sft", alone, [*kept, *whole])
+    alone = load_config(arguments.config, [*kept, *whole])
+    # One process for both, which imports torch once.
+    process = multiprocessing.get_context("fork").Process(target=_warm_start, args=(alone, start))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise subprocess.CalledProcessError(process.exitcode, "warm start")
+
+
+def _warm_start(config: Config, start: float) -> None:
+    """Write task and initial model, and train the model."""
+    os.environ |= _threads(1)
+    with fail_fast():
+        _write_task(config)
+        _stage("2/3 warm start: supervised training", start)
+        train_supervised(config)
 
 
 def _stage(title: str, start: float) -> None:
@@ -186,11 +203,24 @@ def _say(text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
+def _claim_task(config: Config) -> None:
+    """Check that task and initial model may be written, and mark their folders."""
+    assert config.supervised is not None
+    task, initial = Path(config.data.train_path).parent, Path(config.supervised.initial_hf_dir)
+    field, is_ours = "supervised.initial_hf_dir", is_marked(initial, made_by="demo")
+    check_replaceable(initial, field=field, is_ours=is_ours)
+    names = [f"{split}.jsonl" for split in ("train", "eval", "supervised")]
+    claim(task, names, field="data.train_path", made_by="demo")
+    initial.mkdir(parents=True, exist_ok=True)
+    mark(initial, made_by="demo", made_at=initial)
+
+
 def _write_task(config: Config) -> None:
     # Torch and transformers: neither --help nor a wrong setting waits for them.
-    from transformers.utils import logging as transformers_logging
+    with without_garbage_collection():
+        from transformers.utils import logging as transformers_logging
 
-    from gapo_tools.demonstration import demo_task, demo_tools
+        from gapo_tools.demonstration import demo_task, demo_tools
 
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
@@ -198,12 +228,6 @@ def _write_task(config: Config) -> None:
     # Not by the environment: it may be the user's own, or none for comparison.
     made = demo_tools if Path(config.model.hf_dir).name == TOOLS_MODEL else demo_task
     task, initial = Path(config.data.train_path).parent, Path(supervised.initial_hf_dir)
-    field, is_ours = "supervised.initial_hf_dir", is_marked(initial, made_by="demo")
-    check_replaceable(initial, field=field, is_ours=is_ours)
-    names = [f"{split}.jsonl" for split in ("train", "eval", "supervised")]
-    claim(task, names, field="data.train_path", made_by="demo")
-    initial.mkdir(parents=True, exist_ok=True)
-    mark(initial, made_by="demo", made_at=initial)
     made.write_task(
         task,
         seed=config.run.seed,
@@ -238,19 +262,20 @@ def _prepare_language(config: Config) -> None:
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:
     """Run `python -m module` on every rank, through torchrun if there are several."""
-    # The ranks share the cores; beyond four threads a model of this size only waits for them.
-    threads = max(1, min(4, (os.cpu_count() or 1) // arguments.world_size))
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # an idle thread leaves its core to the other rank
-        "PYTHONPATH": path,
-    }
+    environment = {**os.environ, **_threads(arguments.world_size), "PYTHONPATH": path}
     number = arguments.world_size
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     command = [sys.executable, *(torchrun if number > 1 else []), "-m", module]
     subprocess.run([*command, arguments.config, *settings], env=environment, check=True)
+
+
+def _threads(num_ranks: int) -> dict[str, str]:
+    """Variables by which ranks share the cores."""
+    # Beyond four threads a model of this size only waits for them.
+    threads = max(1, min(4, (os.cpu_count() or 1) // num_ranks))
+    # An idle thread leaves its core to the other rank.
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _read_before_and_after(folder: Path) -> tuple[Counts, Counts]:

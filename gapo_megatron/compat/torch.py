@@ -196,7 +196,7 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(file, offset, length)
 
 
-def file_view(file: BinaryIO, offset: int, length: int) -> Any:
+def file_view(file: Any, offset: int, length: int) -> Any:
     """A section of a file, as a file."""
     # Uses: torch.distributed.checkpoint.utils._create_file_view
     # Versions: torch 2.13.0

@@ -306,10 +306,15 @@ def test_the_routers_own_routes_in_any_order_change_no_bit(tmp_path: Path, name:
     rollouts = with_columns(ROLLOUTS, routes=parts)
     of_engine = StepRoutes(policy, rollouts, replayed="rollout")
     (followed,) = log_probs(policy, of_engine.recording(0, [packed]))
+    assert of_engine._counts is not None and not of_engine._counts[:, :-4].any()  # updates do
+    log_probs(policy, of_engine.following(0, [packed]))
+    assert "experts/same_routes_share" not in of_engine.summarize()
+    counted = of_engine.summarize()
+    log_probs(policy, of_engine.following(1, [packed]))
+    assert of_engine.summarize()["experts/same_routes_share"] == 1.0
     destroy()
     assert torch.equal(followed, free)
-    assert of_engine._counts is not None and not of_engine._counts[:, :-4].any()  # updates do
-    assert of_engine.summarize()["experts/engine_same_routes_share"] == 1.0
+    assert counted["experts/engine_same_routes_share"] == 1.0
 
 
 @pytest.mark.parametrize(

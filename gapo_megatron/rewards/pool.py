@@ -281,7 +281,11 @@ class _Worker:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    command, stdin=theirs, env=variables, cwd=folder, start_new_session=True
+                    command,
+                    stdin=theirs.fileno(),
+                    env=variables,
+                    cwd=folder,
+                    start_new_session=True,
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -176,7 +176,7 @@ def _call_on_side(
 ) -> Any:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **env}
     rollout = RolloutConfig(max_response_tokens=1, generation_ranks=num_generation)
-    world = process_group.start(HANG_S, rollout=rollout, run_dir=Path(folder))
+    world = process_group.start(HANG_S, rollout=rollout)
     with open(Path(folder) / f"stacks{rank}", "a") as stacks:  # `start` has a watch of its own
         _show_stacks_later(stacks)
         result = fn(world, *args)

@@ -132,6 +132,21 @@ def interrupt(
     return finish(Program("tests.signalled", *command, env=env, **options), exit_code=exit_code)
 
 
+def stop_and_resume(
+    root: Path, name: str, *settings: str, stage: str, by: str = "SIGUSR1", **options: Any
+) -> None:
+    """Train under a launcher, with a signal as rank 0 enters `stage`, and again to the end."""
+    first, second = (root / name / "attempts" / attempt for attempt in ("7.0", "7.1"))
+    stopped = interrupt(root, name, *settings, stage=stage, by=by, env=launched(first), **options)
+    output = run(root, name, *settings, env=launched(second), **options)
+    assert "resumed from" in output
+    if by != "SIGKILL":
+        assert (first / "outcome").read_text() == "stopped\n", stopped[-4000:]
+        step = int(stage.split()[1].rstrip(":"))
+        assert f"step_{step:08d}_1" in output, "within the step"
+    assert (second / "outcome").read_text() == "finished\n"
+
+
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -68,7 +68,6 @@ class Bridge:
         num_generation: int,
         device: torch.device,
         timeout_s: float,
-        secret: bytes,
     ) -> None:
         """Join the two sides.
 
@@ -79,13 +78,12 @@ class Bridge:
             num_generation: ranks that only generate.
             device: where this rank holds weights.
             timeout_s: longest that an operation of the groups may wait.
-            secret: this launch's secret, the same on every rank; authenticates the messages.
 
         Collectives: creation of three groups: twice all ranks of the job; the ranks that generate.
         """
         self.num_training, self.num_generation = num_training, num_generation
         self.is_generation = rank >= num_training
-        self.mail = Mailbox(dist.PrefixStore("gapo_megatron_mail", store), secret)
+        self.mail = Mailbox(dist.PrefixStore("gapo_megatron_mail", store))
         self._beats = dist.PrefixStore("gapo_megatron_beats", store)
         self._is_first = rank in (0, num_training)
         self._next_beat_s = 0.0

@@ -4,7 +4,7 @@
 - timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
 - samples.jsonl: some responses of each step as text (`io.sample_files`).
 - timelines.jsonl: when their turns and an environment's calls took place.
-- tensorboard/: numbers as curves, and samples; Weights & Biases likewise when configured.
+- tensorboard/: numbers as curves; Weights & Biases, when configured, also shows samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gapo_megatron.types import Sample, Timeline
 logger = logging.getLogger(__name__)
 
 _MOST_CURVE_TEXT = 2000
-"""Characters of a text in TensorBoard and W&B, which keep those of every step."""
+"""Characters of a text in W&B, which keeps those of every step."""
 
 
 def check_sinks(config: MetricsConfig) -> None:
@@ -161,13 +161,10 @@ class MetricsWriter:
         self._sample_log.append(samples)
         if timelines:
             self._timeline_log.append(timelines)
-        rows = [{name: _cut(value) for name, value in asdict(one).items()} for one in samples]
-        if self._tensorboard is not None:
-            with naming(self._tensorboard.log_dir):
-                self._tensorboard.add_text("samples", _as_markdown(rows), step)
         if self._wandb is not None:
             import wandb
 
+            rows = [{name: _cut(value) for name, value in asdict(one).items()} for one in samples]
             table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
             with naming(self._run_dir / "wandb"):
                 self._wandb.log({"samples": table}, step=step)
@@ -268,20 +265,6 @@ def _cut(value: Any) -> Any:
         return value
     half = _MOST_CURVE_TEXT // 2
     return f"{value[:half]}\n[... {len(value) - 2 * half} characters ...]\n{value[-half:]}"
-
-
-def _as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A heading and an indented block for each sample, which no text in it can end."""
-    blocks = []
-    for row in rows:
-        reason = " ".join(row["reason"].split())
-        text = f"{row['prompt']}\n---\n{row['response']}\n---\n{row['answer']}"
-        blocks += [
-            f"**c = {row['c']} of {row['k']}: {row['verdict']}** {reason} "
-            f"({row['num_tokens']} tokens; problem {row['problem']})",
-            "\n".join(f"    {line}" for line in text.splitlines()),
-        ]
-    return "\n\n".join(blocks)
 
 
 def _open_wandb(run_dir: Path, config: Config) -> Any:

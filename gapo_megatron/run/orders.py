@@ -1,7 +1,7 @@
 """Messages between the two sides of a run: orders of the trainer, answers of the generation side.
 
 Orders are numbered and executed in sequence. Messages are JSON, except the table.
-`mailbox.Mailbox` authenticates each of them under its name, which is used once in a launch.
+A name is used once in a launch (`mailbox.Mailbox`).
 
     order/N    by trainer 0       an `Order`
     ready/N    by generation 0    it has reached this order of weights, and needs what it says

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,11 @@ import torch.distributed as dist
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.config.counts import num_generation_ranks
-from gapo_megatron.errors import ConfigError, MachineError, printable, shown
-from gapo_megatron.io.documents import parse_json
+from gapo_megatron.errors import ConfigError, MachineError, printable
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.cores import check_binding
 from gapo_megatron.run.fail_fast import end_after
-from gapo_megatron.run.mailbox import shared_secret
 from gapo_megatron.run.processes import Placement
 
 logger = logging.getLogger(__name__)
@@ -67,7 +64,6 @@ def start(
     *,
     alike: Mapping[str, Any] | None = None,
     rollout: RolloutConfig | None = None,
-    run_dir: Path | None = None,
 ) -> World:
     """Set up logging, the process group and the variables vLLM reads. Call it once, first.
 
@@ -76,7 +72,6 @@ def start(
         alike: values by name that all ranks of a run share, compared as text: two runs on the same
             port must not be mixed.
         rollout: sets how many ranks only generate; None: no rank does.
-        run_dir: the run's folder, shared by all ranks; needed if some ranks only generate.
 
     Collectives: creation of the default process group and of a gloo group, and a gather, by all
     ranks of a side; those of `Bridge` by the ranks of both.
@@ -84,8 +79,7 @@ def start(
     Raises:
         ConfigError: the environment contradicts itself (names the variables), or ranks differ in
             `alike` (names both ranks and the differences).
-        MachineError: the port is taken, peers do not connect or belong to another launch, or
-            `run_dir` fails.
+        MachineError: the port is taken, or peers do not connect or belong to another launch.
     """
     placement = processes.placement()
     processes.quiet_libraries()
@@ -104,8 +98,16 @@ def start(
     check_binding(device, gloo_group)
     bridge = None
     if side.num_generation:
-        assert run_dir is not None, "the secret of both sides is in the run folder"
-        bridge = _build_bridge(store, placement, side, device, timeout_s, run_dir=run_dir)
+        bridge = Bridge(
+            store,
+            rank=placement.rank,
+            num_training=placement.world_size - side.num_generation,
+            num_generation=side.num_generation,
+            device=device,
+            timeout_s=timeout_s,
+        )
+        if processes.attempt_folder() is None:
+            bridge.watch_ranks()
     faulthandler.cancel_dump_traceback_later()
     if side.rank == 0:
         name = side.name and f" of {side.name}"
@@ -174,31 +176,6 @@ def _join_side(
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
-def _build_bridge(
-    store: dist.Store,
-    placement: Placement,
-    side: _Side,
-    device: torch.device,
-    timeout_s: float,
-    *,
-    run_dir: Path,
-) -> Bridge:
-    """Create the bridge. Collectives: those of `Bridge`, by the ranks of both sides."""
-    with shared_secret(store, run_dir, rank=placement.rank) as secret:
-        bridge = Bridge(
-            store,
-            rank=placement.rank,
-            num_training=placement.world_size - side.num_generation,
-            num_generation=side.num_generation,
-            device=device,
-            timeout_s=timeout_s,
-            secret=secret,
-        )
-    if processes.attempt_folder() is None:
-        bridge.watch_ranks()
-    return bridge
-
-
 def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, after a check that it belongs to this run."""
     rank, timeout = placement.rank, timedelta(seconds=timeout_s)
@@ -235,8 +212,7 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
 
     Raises:
         ConfigError: names both processes and their differences.
-        MachineError: likewise, for processes of two launches; or another program has written to
-            the store. Another port may work.
+        MachineError: likewise, for processes of two launches. Another port may work.
     """
     settings = {"launch": processes.this_launch(), **alike}
     mine = {
@@ -244,8 +220,8 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
         "alike": {name: str(value) for name, value in settings.items()},
     }
     if rank != 0:
-        _require_same_run(rank, mine, 0, _read_rank(store.get(_rank_key(0)), 0, where), where)
-    held = _read_rank(store.compare_set(_rank_key(rank), "", json.dumps(mine)), rank, where)
+        _require_same_run(rank, mine, 0, json.loads(store.get(_rank_key(0))), where)
+    held = json.loads(store.compare_set(_rank_key(rank), "", json.dumps(mine)))
     if held != mine:
         _require_same_run(rank, mine, rank, held, where)
         raise ConfigError(
@@ -257,27 +233,6 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
 def _rank_key(rank: int) -> str:
     """Key in the store under which a rank describes its run."""
     return f"gapo_megatron/{rank}"
-
-
-def _read_rank(text: bytes, rank: int, where: str) -> dict[str, Any]:
-    """Read the description that `recognize` wrote for a rank.
-
-    Raises:
-        MachineError: another program wrote it.
-    """
-    name = f"{_rank_key(rank)} in the store at {where}"
-    held = parse_json(text, where=name, error=MachineError)
-    if not (
-        isinstance(held, dict)
-        and held.keys() == {"process", "alike"}
-        and isinstance(held["alike"], dict)
-        and "launch" in held["alike"]
-    ):
-        raise MachineError(
-            f"{name} ({shown(held)}) must be the description of rank {rank}: another program "
-            "uses this port"
-        )
-    return held
 
 
 def _require_same_run(

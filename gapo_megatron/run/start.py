@@ -78,7 +78,6 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
                 **flat(config),
             },
             rollout=config.rollout,
-            run_dir=run_dir,
         )
         attempt = Attempt.begin(
             run_dir,

@@ -142,9 +142,9 @@ def _read_examples(
     path: str, tokenizer: PreTrainedTokenizerBase, *, end: int, data: DataConfig, longest: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of every prompt, as in training with rewards, and of every response, with `end`."""
-    rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
+        name = "prompt"
         try:
             prompt = encode_prompt(
                 row["prompt"],
@@ -153,20 +153,15 @@ def _read_examples(
                 max_tokens=longest - 1,
                 system_prompt=data.system_prompt,
             )
-        except LengthError as error:
-            raise DataError(
-                f"{path}:{number}: the prompt has {error}; prompt and response must have at least "
-                f"one token each, and {rule}"
-            ) from None
-        try:
-            response = tokenizer.encode(row["response"], add_special_tokens=False)
-            response.append(end)
+            name = f"response (with EOS) to a prompt of {len(prompt)} tokens"
+            response = [*tokenizer.encode(row["response"], add_special_tokens=False), end]
             if len(prompt) + len(response) > longest:
                 raise LengthError(len(response))
         except LengthError as error:
             raise DataError(
-                f"{path}:{number}: the prompt has {len(prompt)} tokens, the response with its EOS "
-                f"has {error}; {rule}"
+                f"{path}:{number}: the {name} has {error}; data.max_prompt_tokens + "
+                f"rollout.max_response_tokens ({longest}) must hold a prompt and its response, "
+                "of at least one token each"
             ) from None
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:

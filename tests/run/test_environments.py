@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from random import Random
 
 import pytest
 from safetensors.torch import load_file
@@ -51,42 +50,6 @@ class Adds(OneTurn):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.delay_s * (episode.sample + 1))
         return self.said
-"""
-
-CALCULATES = r"""
-import os, pathlib, signal, threading
-from gapo_megatron.rollout.environments.tools import Tools
-
-class Calculates(Tools):
-    '''The calculator, called after every first turn, whatever the model says.
-
-    Each call leaves a line in a file. The next signal of its companion comes within the call whose
-    number it has, once in a process.
-    '''
-
-    def __init__(self, tokenizer, log):
-        super().__init__(tokenizer, chat_template=False)
-        self.log, self.signals = log, pathlib.Path(log + ".signals")
-        self.lock, self.is_signalled = threading.Lock(), False
-
-    def _last_turn(self, episode, **options):
-        said = super()._last_turn(episode, **options)
-        if episode.response_mask is not None:
-            return said
-        body = '{"name": "calculator", "arguments": {"expression": "%d %% 10"}}'
-        return said + "<tool_call>" + body % sum(episode.token_ids.tolist()) + "</tool_call>"
-
-    def respond(self, episode):
-        with self.lock:
-            with open(self.log, "a") as file:
-                file.write(f"{episode.prompt.id} {episode.sample}\n")
-            lines = self.signals.read_text().splitlines() if self.signals.exists() else []
-            is_due = lines and len(open(self.log).readlines()) >= int(lines[0].split()[0])
-            if is_due and not self.is_signalled:
-                self.is_signalled = True
-                self.signals.write_text("\n".join(lines[1:]))
-                os.kill(os.getpid(), signal.Signals[lines[0].split()[1]])
-        return super().respond(episode)
 """
 
 SECTION = """
@@ -185,43 +148,3 @@ def test_a_resumed_run_replays_answers_and_is_the_same_run(root: Path, whole: st
         for one, timeline in zip(samples, timelines, strict=True):
             sampled = sum(span.num_tokens for span in timeline.spans)
             assert sampled == one.num_tokens or one.truncated
-
-
-@pytest.mark.parametrize(
-    "signals",
-    [
-        pytest.param(("SIGTERM", "SIGKILL", "SIGTERM"), id="few"),
-        *(
-            pytest.param(kinds, id=f"many{i}", marks=pytest.mark.soak)
-            for i, kinds in enumerate([("SIGKILL", "SIGTERM", "SIGKILL", "SIGTERM")] * 5)
-        ),
-    ],
-)
-def test_signals_within_calls_of_a_built_in_tool_change_nothing(
-    root: Path, signals: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
-    """No verdict becomes unknown: what has no effect is calculated again."""
-    (root / "calculates.py").write_text(CALCULATES)
-    name = request.node.callspec.id
-
-    def settings_of(name: str) -> tuple[str, ...]:
-        kind = f"environment.kind={root}/calculates.py:Calculates"
-        settings = f'environment.settings={{log = "{root}/{name}.log"}}'
-        return kind, settings, "run.num_steps=4", "evaluation.every_steps=0"
-
-    if not (root / "calculated").exists():
-        run(root, "calculated", *settings_of("calculated"))
-    num_calls = len(calls_of(root, "calculated"))
-    random = Random(name)
-    places = sorted(random.sample(range(1, num_calls * 3 // 4), len(signals)))
-    lines = [f"{place} {signal}" for place, signal in zip(places, signals, strict=True)]
-    (root / f"{name}.log.signals").write_text("\n".join(lines))
-    for signal_name in signals:
-        command = arguments(root, name, *settings_of(name))
-        exit_code = -signal.SIGKILL if signal_name == "SIGKILL" else 0
-        finish(Program("gapo_megatron.train", *command), exit_code=exit_code)
-    run(root, name, *settings_of(name))
-    assert (root / f"{name}.log.signals").read_text() == ""
-    assert not any(line["groups/unknown_verdicts"] for line in metrics_of(root / name))
-    assert learned(root, name) == learned(root, "calculated")
-    assert not weights_differ(root, name, "calculated")

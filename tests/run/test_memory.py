@@ -1,9 +1,7 @@
-"""Memory of a step is that of the worst rank; growth is told from variation."""
+"""Memory of a step is that of the worst rank."""
 
 from __future__ import annotations
 
-import logging
-import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +12,11 @@ import torch.distributed as dist
 
 from gapo_megatron.run.memory import (
     MOMENTS,
-    WINDOW,
     DeviceMemory,
-    Growth,
     StepMemory,
     device_reader,
 )
 from tests.dist import run_distributed, single_rank
-from tests.messages import mentions
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -95,47 +90,3 @@ def test_a_peak_is_what_the_device_lacked_then(monkeypatch: pytest.MonkeyPatch) 
     assert read(True) == DeviceMemory(allocated=7, reserved=9, free=16)
     assert len(resets) == 2
     assert device_reader(CPU)(False) is None
-
-
-def growths(values: Sequence[float], least: float = 0.1) -> list[tuple[float, float]]:
-    growth = Growth(least)
-    return [found for value in values if (found := growth.add(value))]
-
-
-def test_a_growth_is_told_from_noise_and_from_a_jump() -> None:
-    rng = random.Random(0)
-    creeping = [0.05 * step for step in range(2 * WINDOW)]
-    assert growths(creeping) == [(0.1, pytest.approx(0.85)), (1.1, pytest.approx(1.85))]
-    assert len(growths([value + rng.uniform(0, 0.1) for value in creeping])) == 2
-    assert growths([-value for value in creeping]) == []
-    assert growths([rng.gauss(0, 10) for _ in range(2000)]) == []
-    for at in range(WINDOW):
-        assert growths([float(step >= at) for step in range(WINDOW)]) == []
-    assert growths([value / 100 for value in creeping]) == []  # too little to matter
-    assert growths([40, 4, 8, 9, 12, 25, 25]) == []  # five that rise, but not above all before
-    assert growths([1, 1, 4, 8, 9, 12, 25, 25]) == [(4, 25)]  # at once: five more may be too many
-    assert growths([1, 2, 3, 3.5, 4.5]) == []  # too little not to wait
-    outliers = [100.0 if step % 10 == 4 else value for step, value in enumerate(creeping)]
-    assert len(growths(outliers)) == 1
-
-
-def test_a_device_that_fills_up_is_warned_of_once_a_growth(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def warned(lost_gib: Sequence[float]) -> list[str]:
-        left = iter(lost_gib)
-        memory = StepMemory(
-            CPU, read=lambda _: DeviceMemory(GIB, GIB, int((60 - next(left)) * GIB))
-        )
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "gapo_megatron.run.memory"):
-            for _ in lost_gib:
-                run_step(memory, ["after_sleep"])
-        return caplog.messages
-
-    with single_rank():
-        (message,) = warned([0.5 * step for step in range(WINDOW + 10)])
-        expected = mentions("after_sleep/free_gib", "59.00", "51.50", WINDOW, "debugging.md")
-        assert re.search(expected, message)
-        assert warned([0.0] * 10 + [5.0] * 30) == []
-        assert len(warned([0.5 * step for step in range(2 * WINDOW)])) == 2

@@ -131,11 +131,29 @@ def test_a_full_disk_below_tensorboard_is_named(tmp_path, monkeypatch):
     writer._tensorboard.file_writer.event_writer._async_writer._worker.join(HANG_S)
 
 
-@pytest.mark.parametrize("content", ["", "a b", "../x"])
-def test_a_damaged_wandb_id_is_named(tmp_path, monkeypatch, content):
+def fake_wandb(monkeypatch) -> list:
+    """Stand in for the package; returns what its runs log and that they finish."""
+    logged = []
+
+    class Run:
+        def log(self, values, *, step):
+            logged.append((step, values))
+
+        def finish(self):
+            logged.append("finish")
+
     fake = types.ModuleType("wandb")
     fake.__spec__ = types.SimpleNamespace(name="wandb")
+    fake.opened = []
+    fake.init = lambda **arguments: fake.opened.append(arguments) or Run()
+    fake.Table = lambda columns, data: (columns, data)
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    return logged
+
+
+@pytest.mark.parametrize("content", ["", "a b", "../x"])
+def test_a_damaged_wandb_id_is_named(tmp_path, monkeypatch, content):
+    fake_wandb(monkeypatch)
     path = tmp_path / "wandb_run_id.txt"
     path.write_text(content)
     with pytest.raises(ConfigError, match=mentions(path, content)):
@@ -270,21 +288,10 @@ def test_missing_library_names_the_key_and_the_package(monkeypatch, sinks, modul
 
 
 def test_wandb_continues_the_run_of_the_folder(tmp_path, monkeypatch):
-    opened, logged = [], []
-
-    class Run:
-        def log(self, values, *, step):
-            logged.append((step, values))
-
-        def finish(self):
-            logged.append("finish")
-
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = types.SimpleNamespace(name="wandb")
-    fake.init = lambda **arguments: opened.append(arguments) or Run()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logged = fake_wandb(monkeypatch)
+    opened = sys.modules["wandb"].opened
+    config = make_config(wandb_project="gapo")
     for step in range(2):
-        config = make_config(wandb_project="gapo")
         with MetricsWriter(tmp_path, config=config, resume_step=step) as writer:
             writer.log(step, {"loss": 1.0})
     assert opened[0]["id"] == opened[1]["id"]

@@ -13,10 +13,9 @@ from tests.train_setup import (
     CONFIG,
     assert_same_run,
     finish,
-    interrupt,
-    launched,
     run,
     steps_of,
+    stop_and_resume,
     write_inputs,
 )
 
@@ -80,14 +79,8 @@ def test_routes_are_replayed_and_reported(whole_run: Path) -> None:
 
 def test_a_stop_between_updates_changes_no_bit(root: Path, whole_run: Path) -> None:
     """The checkpoint holds the routes of the updates to come."""
-    stopped = root / "stopped"
-    first, second = (stopped / "attempts" / name for name in ("7.0", "7.1"))
-    stop = {"stage": "step 1: update", "by": "SIGUSR1", "ranks": 2}
-    output = interrupt(root, "stopped", SHARED, **stop, env=launched(first))
-    assert "stopped (signal SIGUSR1)" in output
-    assert (stopped / "checkpoints" / "step_00000001_1").is_dir()
-    run(root, "stopped", SHARED, ranks=2, env=launched(second))
-    assert_same_run(stopped, whole_run)
+    stop_and_resume(root, "stopped", SHARED, stage="step 1: update", ranks=2)
+    assert_same_run(root / "stopped", whole_run)
 
 
 def test_routes_of_the_engine_go_on_over_partial_rollouts_and_a_stop(root: Path) -> None:
@@ -117,9 +110,6 @@ def test_routes_of_the_engine_go_on_over_partial_rollouts_and_a_stop(root: Path)
     run(root, "apart", *apart, "rollout.generation_ranks=1", ranks=2)
     (line, *_) = steps_of(root / "apart")
     assert line["experts/engine_same_routes_share"] > 0.99
-    stopped = root / "engine_stopped"
-    first, second = (stopped / "attempts" / name for name in ("8.0", "8.1"))
-    stop = {"stage": "step 1: update", "by": "SIGUSR1", "ranks": 2}
-    interrupt(root, "engine_stopped", *settings, **stop, env=launched(first))
-    run(root, "engine_stopped", *settings, ranks=2, env=launched(second))
-    assert_same_run(stopped, root / "engine", str(opened.relative_to(root / "engine")))
+    stop_and_resume(root, "engine_stopped", *settings, stage="step 1: update", ranks=2)
+    same = str(opened.relative_to(root / "engine"))
+    assert_same_run(root / "engine_stopped", root / "engine", same)

@@ -20,10 +20,9 @@ from tests.train_setup import (
     assert_same_run,
     documented_names,
     finish,
-    interrupt,
-    launched,
     run,
     steps_of,
+    stop_and_resume,
 )
 
 # The bound of a sync is the default one of fp16.
@@ -70,13 +69,8 @@ def test_a_run_in_fp16_trains_scales_its_loss_and_agrees_with_its_engine(
 def test_a_stop_between_overflows_of_one_step_repeats_the_run_bitwise(
     root: Path, whole_run: Path
 ) -> None:
-    stopped = root / "stopped"
-    first, second = (stopped / "attempts" / name for name in ("7.0", "7.1"))
-    stop = {"stage": "step 0: update", "by": "SIGUSR1"}
-    interrupt(root, "stopped", FP16, **stop, env=launched(first))
-    assert (stopped / "checkpoints/step_00000000_1").is_dir()
-    run(root, "stopped", FP16, env=launched(second))
-    assert_same_run(stopped, whole_run)
+    stop_and_resume(root, "stopped", FP16, stage="step 0: update")
+    assert_same_run(root / "stopped", whole_run)
 
 
 def test_a_model_beyond_the_range_is_refused_before_its_first_step(root: Path) -> None:

@@ -16,10 +16,9 @@ from tests.convert_tools_setup import to_hf
 from tests.messages import mentions
 from tests.train_setup import (
     assert_same_run,
-    interrupt,
-    launched,
     run,
     steps_of,
+    stop_and_resume,
 )
 
 CONFIG = train_setup.CONFIG.replace("num_steps = 6", "num_steps = 4").replace(
@@ -99,11 +98,7 @@ def test_its_checkpoint_becomes_an_adapter_folder_or_a_merged_model(
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(root: Path, whole_run: Path) -> None:
-    killed = root / "killed"
-    first, second = (killed / "attempts" / name for name in ("7.0", "7.1"))
-    stop = {"stage": "step 2: update", "by": "SIGKILL"}
-    interrupt(root, "killed", KL, **stop, env=launched(first))
-    [saved] = sorted((killed / "checkpoints").glob("step_*"))
+    stop_and_resume(root, "killed", KL, stage="step 2: update", by="SIGKILL")
+    saved, *_ = sorted((root / "killed/checkpoints").glob("step_*"))
     assert re.fullmatch("[0-9a-f]{64}", read_manifest(saved).base_sha256 or "")
-    run(root, "killed", KL, env=launched(second))
-    assert_same_run(killed, whole_run)
+    assert_same_run(root / "killed", whole_run)

@@ -18,6 +18,7 @@ from gapo_megatron.checkpoint import OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import CheckpointConfig, Config, load_config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.template_date import DATE_NAME
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.learn.step import Progress
@@ -586,6 +587,7 @@ def test_a_run_begins_at_step_0_and_leaves_its_config(
     source = resume(config, monkeypatch, None)
     assert remaining(source.state_dict()) == NUM_PROBLEMS
     assert load_config(tmp_path / "config.toml") == config
+    assert not (tmp_path / DATE_NAME).exists(), "no date in the prompts"
 
 
 def test_a_resumed_run_draws_on_from_its_data_position(

@@ -1,9 +1,11 @@
-"""Structure of the package: sizes, imports, and private names.
+"""Structure of the package: sizes, imports, private names, and the path of one batch.
 
     python benchmarks/house.py [CHECKOUT ...]     a column each, so OLD NEW is before and after
 
-Reads the sources of each checkout (older ones have their tools in the package). `--json` names
-every find. Standard library only.
+Reads the sources of each checkout (older ones have their tools in the package), and runs one step
+of its tests' tiny model with its own Python (.venv, else this one): which functions a batch passes
+from `learn` to the optimizer, over all mini-batches. `--json` names every find. Standard library
+only.
 
 Functions are measured from `def` to their last line. Parameters are counted without `self` and
 `cls`. An `elif` is as deep as its `if`, and nesting starts again in an inner function. Imports
@@ -14,13 +16,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
 import io
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 HERE, PACKAGE, TOOLS = Path(__file__).resolve().parents[1], "gapo_megatron", "gapo_tools"
@@ -217,17 +226,96 @@ def measure_imports(modules: dict[str, Module]) -> dict[str, Any]:
     return {"imports that run up": up, "names of no layer": unplaced, "circles": circles(graph)}
 
 
+class Tracer:
+    """Profile function that records calls from `learn` to its last optimizer step."""
+
+    def __init__(self, checkout: Path) -> None:
+        self._start = f"{checkout / PACKAGE}/"
+        self._depth = self._calls = self._deepest = (
+            0  # counts frames of the package, from `learn` on
+        )
+        kinds = ("entered", "that hold advantages", "that hold old_log_probs")
+        self._places: dict[str, set[str]] = {kind: set() for kind in kinds}
+        self.seen: dict[str, Any] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        ours = path.startswith(self._start) and not name.endswith(("comp>", "genexpr>"))
+        is_step = "/megatron/" in path and name == "step_with_ready_grads"
+        is_step |= "/torch/optim/" in path and name == "step"
+        if event == "call" and ours and (self._depth or name == "learn"):
+            self._depth += 1
+            self._calls += 1
+            self._deepest = max(self._deepest, self._depth)
+            self._places["entered"].add(self._place(frame))
+        elif event == "return" and ours and self._depth:
+            self._look(frame)
+            self._depth -= 1
+        elif event == "call" and is_step and self._depth:
+            while frame.f_back is not None:  # these have not returned yet
+                frame = frame.f_back
+                self._look(frame)
+            self.seen = {"calls": self._calls, "deepest stack": self._deepest}
+            self.seen |= {f"functions {k}": sorted(found) for k, found in self._places.items()}
+
+    def _place(self, frame: FrameType) -> str:
+        return f"{frame.f_code.co_filename.removeprefix(self._start)}:{frame.f_code.co_qualname}"
+
+    def _look(self, frame: FrameType) -> None:
+        """Note whether a frame holds the batch's values, by name or as a field."""
+        place = self._place(frame)
+        for local, value in frame.f_locals.items() if place in self._places["entered"] else ():
+            for name in {local, *getattr(type(value), "__dataclass_fields__", ())}:
+                self._places.get(f"that hold {name}", set()).add(place)
+
+
+def trace(checkout: Path) -> dict[str, Any]:
+    """Trace one step of the tests' tiny model; this process must import `checkout`."""
+
+    def load(name: str) -> Any:
+        path = next((checkout / "tests").rglob(f"{name}.py")).relative_to(checkout)
+        return importlib.import_module(".".join(path.with_suffix("").parts))
+
+    setup, tracer = load("learn_setup"), Tracer(checkout)
+    setup.record = lambda _: contextlib.nullcontext([])  # it calls functions of its own
+    with tempfile.TemporaryDirectory() as folder, load("dist").single_rank():
+        setup.policy_setup.save_model(Path(folder), "qwen2_tied")
+        config, groups = setup.make_config(Path(folder)), setup.make_groups()
+        sys.setprofile(tracer)
+        if hasattr(setup, "make_judged"):
+            setup.run_learn(config, setup.make_judged())
+        else:  # versions before the table of rollouts
+            setup.run_learn(config, groups, num_minibatches=setup.NUM_MINIBATCHES)
+        sys.setprofile(None)
+    assert tracer.seen, "no optimizer step within a function called learn"
+    return tracer.seen
+
+
+def run_trace(checkout: Path) -> dict[str, Any]:
+    """Run `trace` with the checkout's own Python; if it fails, return its last line."""
+    own = checkout / ".venv/bin/python"
+    command = [own if own.exists() else sys.executable, "-B", __file__, "--trace", checkout]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=settings, capture_output=True, text=True)
+    last = (done.stderr if done.returncode else done.stdout).splitlines()[-1]
+    return {"not traced": last} if done.returncode else dict(json.loads(last))
+
+
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Lines of the table: figure and its value in one checkout."""
     for name, entry in found["folders"].items():
         yield f"code lines (all lines): {name}", "{code:,} ({lines:,})".format(**entry)
     for name, finds in found.items():
-        if name != "folders":
+        if name not in ("folders", "learn to optimizer"):
             yield name, f"{len(finds)}"
         if name == PRIVATE:
             for how in ("named", "likely", "deep"):
                 yield f"  of these {how}", f"{[*finds.values()].count(how)}"
     yield "largest circle, modules", f"{max(map(len, found['circles']), default=0)}"
+    for name, value in found["learn to optimizer"].items():
+        if isinstance(value, list):
+            value = f"{len(value)} in {len({place.split(':')[0] for place in value})} files"
+        yield f"learn to optimizer: {name}", f"{value}"
 
 
 def main() -> None:
@@ -235,9 +323,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT", default=[HERE])
     parser.add_argument("--json", action="store_true", help="print every find by name")
+    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     checkouts = [path.resolve() for path in arguments.checkouts]
-    measured = [measure(path) for path in checkouts]
+    if arguments.trace:
+        return print(json.dumps(trace(checkouts[0])))
+    measured = [measure(path) | {"learn to optimizer": run_trace(path)} for path in checkouts]
     if arguments.json:
         return print(json.dumps(measured, indent=1))
     columns = [dict(rows(found)) for found in measured]

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from gapo_megatron.rewards.final_answer import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -166,6 +169,27 @@ def bind_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, date:
         )
     if data.system_prompt:
         _check_system_prompt(data, tokenizer)
+    if data.chat_template and (header := _missing_header(tokenizer)):
+        logger.warning(
+            "%s: its chat template ignores add_generation_prompt: before an answer it writes %r, "
+            "which no prompt ends with, so the model has to begin its turn itself",
+            tokenizer.name_or_path,
+            header,
+        )
+
+
+def _missing_header(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the template writes before an answer, if prompts should end with it and do not."""
+    asked, answer = {"role": "user", "content": _SAMPLE}, "It is 3."
+    try:
+        prompt = render([asked], tokenizer)
+        if prompt != render([asked], tokenizer, add_generation_prompt=False):
+            return ""
+        whole = render([asked, {"role": "assistant", "content": answer}], tokenizer)
+    except ConfigError:
+        return ""  # it wants other messages
+    header, _, _ = whole.removeprefix(prompt).partition(answer)
+    return header.strip() if whole.startswith(prompt) else ""
 
 
 def prompts_made_of(

@@ -14,6 +14,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron.config import Config, DataConfig, RewardConfig, parse_config
+from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.data.schema import read_training_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
@@ -363,3 +364,37 @@ def table(name: str = "a", **settings: Any) -> dict[str, Any]:
 def test_settings_that_cannot_be_are_named(data: dict[str, Any], named: list[Any]) -> None:
     with pytest.raises(ConfigError, match=mentions("FILE", *named)):
         config(data)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_odd"),
+    [
+        ("{% if add_generation_prompt %}<assistant> {% endif %}", False),
+        ("<assistant> ", False),  # whatever is asked for
+        ("", True),
+    ],
+)
+def test_a_template_that_never_opens_the_models_turn_is_named(
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    end: str,
+    is_odd: bool,
+) -> None:
+    template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}" + end
+    data = DataConfig(train_path="unused", chat_template=True)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    bind_template(tokenizer, data)
+    assert [bool(re.search(mentions("'<assistant>'"), one)) for one in caplog.messages] == (
+        [True] * is_odd
+    )
+    caplog.clear()
+    # As Mistral's: the end of the question is the beginning of the answer.
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ '[Q] ' ~ m.content ~ ' [/Q]' if m.role == 'user' else "
+        "' ' ~ m.content }}{% endfor %}",
+    )
+    bind_template(tokenizer, data)
+    assert not caplog.messages

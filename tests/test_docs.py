@@ -162,3 +162,39 @@ def test_make_bench_runs_every_script_that_needs_no_arguments() -> None:
     expected = {name_of(path) for path in scripts if not _needs_arguments(path)}
     assert set(re.findall(r"benchmarks/\w+\.py", done.stdout)) == expected
     assert len(expected) > 1
+
+
+def test_models_are_evaluated_as_the_configs_train_them() -> None:
+    trained = {load_config(path).data.chat_template for path in ROOT.glob("configs/*/base.toml")}
+    assert trained == {True}
+    for path in DOCUMENTS:
+        for words in commands_of(path):
+            if "tools/evaluate.py" in words and "--model" in words:
+                assert "--chat-template" in words, f"{name_of(path)}: {' '.join(words)}"
+
+
+def test_names_are_in_the_files_beside_them() -> None:
+    """`NAME` (`path/to/file.py`)."""
+    wrong = [
+        f"{name_of(path)}: {name} is not in {file}"
+        for path in DOCUMENTS
+        for name, file in re.findall(
+            r"`(?:\w+\.)*(\w+)` \(`(?:gapo_megatron/)?([\w/]+\.py)`\)", path.read_text("utf-8")
+        )
+        for found in [[one for one in (ROOT / "gapo_megatron" / file, ROOT / file) if one.exists()]]
+        if not found or name not in found[0].read_text("utf-8")
+    ]
+    assert not wrong
+
+
+def test_metrics_that_the_page_names_are_in_the_code() -> None:
+    """The other direction, that each name that a run logs is on the page, takes runs."""
+    from tests.train_setup import documented_names
+
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "gapo_megatron").rglob("*.py"))
+    gone = []
+    for name in documented_names():
+        *_, word = [part for part in re.split(r"/|\{\w+\}", name) if part]
+        if re.sub(r"_(s|share|share_min)$", "", word.strip("_")) not in code:
+            gone.append(name)
+    assert gone == []

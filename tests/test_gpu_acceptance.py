@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from gapo_megatron.run.memory import DeviceMemory
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
 from tests.gpu import engine, optimizers, programs, resources, runner, training, transfer
-from tests.gpu.parts import PARTS, Part
+from tests.gpu.parts import PARTS, REPEATABLE, Part
 from tests.gpu.report import Report, Row, table
 from tests.gpu.setting import Setting
 from tests.stand_ins.fused_optimizers import stand_ins
@@ -405,3 +407,54 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     assert statuses == expected, f"{found}\n{done.stdout}{done.stderr}"
     assert done.returncode == 0
     assert (results.parent / "table.md").read_text() in done.stdout
+
+
+def test_what_is_missing_is_said_and_not_run(tmp_path: Path) -> None:
+    part = Part("one", "engine", "something", 60, ("transformer_engine", "fp8"))
+    lines: list[str] = []
+    result = run_one(part, "raise SystemExit(1)", tmp_path, lines=lines)
+    assert result["status"] == "missing"
+    for text in (result["why"], "".join(lines), table([result])):
+        assert "transformer_engine" in text and "fp8" in text
+
+
+def test_every_part_is_there() -> None:
+    for part in PARTS:
+        assert callable(getattr(MODULES[part.module], part.name))
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_part_that_compares_bits_of_updates_has_what_they_need(
+    repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in REPEATABLE:
+        monkeypatch.delenv(name, raising=False)
+    script = f"import os; assert all((name in os.environ) == {repeats} for name in {[*REPEATABLE]})"
+    script += "\n" + WRITE.format([GOOD])
+    result = run_one(dataclasses.replace(ONE, repeats=repeats), script, tmp_path)
+    assert result["status"] == "passed"
+    assert BY_NAME["save_and_load"].repeats
+
+
+def test_rows_are_written_as_they_are_found(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; from tests.gpu.report import Report\n"
+        "Report(path=pathlib.Path(sys.argv[1])).figure('a figure', 3)\n"
+        "for i in range(100): print('line', i)\n"
+        "raise SystemExit(4)"
+    )
+    lines: list[str] = []
+    result = run_one(dataclasses.replace(PARTS[1], limit_s=60), script, tmp_path, lines=lines)
+    assert result["status"] == "crashed" and result["rows"][0]["what"] == "a figure"
+    assert "line 71\n" in "\n".join(lines) and "line 69\n" not in "\n".join(lines)
+
+
+def test_waits_are_counted_by_the_line_that_waits() -> None:
+    def work() -> None:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    setting = Setting("cpu", tiny=True, folder=Path())
+    ((place, count),) = resources.count_waits(setting, work).items()
+    assert count == 3 and Path(__file__).name in place

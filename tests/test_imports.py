@@ -234,3 +234,39 @@ def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
                 calls.append((f"{path.relative_to(ROOT)}:{node.lineno}", said))
     assert [where for where, said in calls if not said] == []
     assert len(calls) >= 5
+
+
+def test_a_users_own_tools_are_not_hidden() -> None:
+    """The checkout is first on the path of a job's processes: it must hold no `tools` package."""
+    assert not (ROOT / "tools/__init__.py").exists() and TOOLS.resolve() == ROOT / "tools"
+
+
+def test_no_tool_is_named_as_a_module_of_python() -> None:
+    """A script has its own folder first on the path: it would hide that module from everyone."""
+    names = {path.stem for path in TOOLS.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert names & sys.stdlib_module_names == set()
+
+
+def test_parallel_state_is_read_in_one_place() -> None:
+    readers = {
+        name_of(path) for path in sources() if "parallel_state." in path.read_text(encoding="utf-8")
+    }
+    assert readers == {"policy/parallel.py", "compat/megatron.py"}
+
+
+def test_no_console_takes_brackets_for_markup() -> None:
+    """What others wrote, such as `[supervised]` in an error, would vanish."""
+    calls = [
+        (path.name, node)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
+    ]
+    assert len(calls) > 5
+    off = {"markup": "False"}
+    wrong = [
+        name
+        for name, call in calls
+        if not off.items() <= {key.arg: ast.unparse(key.value) for key in call.keywords}.items()
+    ]
+    assert wrong == []

@@ -1,6 +1,7 @@
 """The locks: complete, consistent, alike where nothing speaks against it; and who installs them."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -297,3 +298,60 @@ def test_apex_is_one_commit_compiled_by_the_locked_toolkit(tmp_path: Path) -> No
     } <= {line.strip() for line in rest.splitlines()}
     result = run_setup("python3.12", tmp_path, "--other", PATH=path)
     assert result.returncode == 1 and "[--apex] FOLDER" in result.stderr
+
+
+CPYTHON = """\
+#!/bin/bash
+case "$*" in
+  *version_info*) echo {version} ;;
+  --version) echo Python {version} ;;
+  "-m venv"*) echo makes {version}; exit 1 ;;
+  *install*) echo installs with {version}; exit 1 ;;
+esac
+"""
+
+
+SHIM = "#!/bin/sh\nexit 127\n"
+
+
+@pytest.mark.parametrize(
+    ("there", "venv", "named", "outcome"),
+    [
+        ({"3.11": "3.11", "3.12": "3.12"}, "", "", "makes 3.11"),
+        ({"3.12": "3.12"}, "", "", "makes 3.12"),
+        ({"3.11": "", "3.12": "3.12"}, "", "", "makes 3.12"),
+        ({"3.11": "3.11", "3.12": "3.12"}, "", "python3.12", "makes 3.12"),
+        ({"3.11": "3.11"}, "3.12", "", "installs with 3.12"),
+        ({"3.11": "3.11"}, "3.12", "python3.11", "makes 3.11"),
+        ({"3.12": "3.12"}, "3.13", "", "makes 3.12"),
+        ({"3.13": "3.13"}, "", "", mentions("neither", "python3.11", "python3.12", "PYTHON")),
+        ({"3.13": "3.13"}, "", "python3.13", mentions("python3.13", "3.11", "3.12", "PYTHON")),
+        ({"3.12": "3.12"}, "", "python3.11", mentions("python3.11", "not found", "PYTHON")),
+    ],
+)
+def test_the_cpu_environment_takes_either_python(
+    tmp_path: Path, there: dict[str, str], venv: str, named: str, outcome: str
+) -> None:
+    for folder in ("tools", "requirements"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("awk", "bash", "cat", "cut", "dirname", "rm", "sha256sum"):
+        (commands / name).symlink_to(shutil.which(name) or name)
+    made = {commands / f"python{name}": version for name, version in there.items()}
+    if venv:
+        (tmp_path / ".venv" / "bin").mkdir(parents=True)
+        made[tmp_path / ".venv" / "bin" / "python"] = venv
+    for path, version in made.items():
+        path.write_text(CPYTHON.format(version=version) if version else SHIM)
+        path.chmod(0o755)
+    result = subprocess.run(
+        [tmp_path / "tools" / "setup_env.sh", "run"],
+        env={"PATH": str(commands), "PYTHON": named},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert re.search(outcome, result.stdout + result.stderr)

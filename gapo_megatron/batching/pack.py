@@ -92,8 +92,8 @@ def pack(
             outside = ids[(ids < 0) | (ids >= limit)]
             if len(outside):
                 raise DataError(
-                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are below "
-                    f"{limit}"
+                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are 0 or "
+                    f"more, and below {limit}"
                 )
     fed_lengths = prompt_lengths + response_lengths - 1
     fillers = -fed_lengths % sequence_align

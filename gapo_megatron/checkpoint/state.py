@@ -12,7 +12,7 @@ from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_groups import from_content, serialised_groups, to_content
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.errors import CheckpointError, said
-from gapo_megatron.formats.manifest import Branch, Manifest, find_damage
+from gapo_megatron.formats.manifest import MANIFEST_NAME, Branch, Manifest, find_damage
 from gapo_megatron.io.documents import read_json
 from gapo_megatron.objective.answers import AnswerForms
 from gapo_megatron.objective.diagnostics import CorrelationWindow
@@ -131,6 +131,8 @@ class State:
             CheckpointError: see `load`.
         """
         entries = {name: one for name, one in found.files.items() if name == TRAINER_STATE_NAME}
+        if not entries:
+            raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {TRAINER_STATE_NAME}")
         if damage := find_damage(folder, entries):
             raise CheckpointError(damage)
         return cls.load(folder, step=found.step)

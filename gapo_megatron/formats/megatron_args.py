@@ -56,6 +56,11 @@ _NEUTRAL = {
     "moe_router_group_topk": 1,
 }
 """What null, or 0, means where it does not mean that a feature is off."""
+_NULL_IS_OFF = {
+    *("window_size", "activation_func_clamp_value"),
+    *("num_experts", "moe_shared_expert_intermediate_size"),
+}
+"""Where null says that a feature is off; elsewhere it is a default that depends on others."""
 
 # rope_type "llama3": megatron-core fixes these, and only the factor is an argument.
 _LLAMA3 = {
@@ -154,17 +159,21 @@ def differences(hf_config: PretrainedConfig, args: argparse.Namespace) -> list[t
 
     An argument that is missing there, as of an older version, is not compared.
     """
-    theirs, ours = vars(args), vars(to_args(hf_config))
+    stated = {*_NEUTRAL, *_NULL_IS_OFF}
+    theirs = {k: value for k, value in vars(args).items() if value is not None or k in stated}
+    ours = _FIXED | vars(to_args(hf_config))
     # What is said by other arguments, or has a meaning only beside them.
     ignored = {*_NOT_COMPARED}
     if ours["num_experts"]:
         ignored.add("ffn_hidden_size")
     elif not theirs.get("num_experts"):
         ignored |= {name for name in ours if name.startswith("moe_")}
+    if ours.get("moe_router_score_function") == SCORES[True]:
+        ignored.add("moe_router_pre_softmax")
     if ours["multi_latent_attention"]:
-        ignored |= {"kv_channels", "group_query_attention", "num_query_groups"}
-    elif not (ours["group_query_attention"] or theirs.get("group_query_attention")):
-        ignored.add("num_query_groups")
+        ignored.add("kv_channels")
+    if ours["multi_latent_attention"] or _num_groups(ours) == _num_groups(theirs):
+        ignored |= {"group_query_attention", "num_query_groups"}
     if not ours.get("use_rope_scaling"):
         ignored.add("rope_scaling_factor")
     if not ours["window_size"]:
@@ -178,6 +187,13 @@ def differences(hf_config: PretrainedConfig, args: argparse.Namespace) -> list[t
     if "rotary_base" not in ours and theirs.get("rotary_base") is not None:
         found.append(("rotary_base", theirs["rotary_base"], "one of several, or scaled otherwise"))
     return found
+
+
+def _num_groups(args: Mapping[str, Any]) -> Any:
+    """Heads of keys and values."""
+    return args.get(
+        "num_query_groups" if args.get("group_query_attention") else "num_attention_heads"
+    )
 
 
 def _spelled(args: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -180,6 +180,8 @@ def _check_tokenizer_files(root: Path, vocab_size: int) -> None:
                 files[name] = read_object(root / name)
     settings, source = files.get("tokenizer_config.json", {}), root / "tokenizer_config.json"
     refuse_code(settings, source=str(source))
+    if others := settings.get("fast_tokenizer_files"):  # transformers would read these instead
+        raise ConfigError(f"{source}: fast_tokenizer_files ({others!a:.80}) are not read")
     template = settings.get("chat_template")
     if template is not None and not _is_template(template):
         raise ConfigError(

@@ -122,7 +122,10 @@ class Preflight:
         with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
             file.write(" ".join(proposal) + "\n")
         self._wait_until(lambda: path.read_text(encoding="utf-8").endswith("\n"), _GRACE_S)
-        return path.read_text(encoding="utf-8").split()
+        text = path.read_text(encoding="utf-8")
+        if not text.endswith("\n"):
+            raise OSError(f"{path} was not written whole: its node has ended, or the disk is slow")
+        return text.split()
 
     def _all_reduce(self, round_: int, members: list[str], end: float) -> tuple[Outcome, str]:
         """Do the all_reduce in a process that may crash or hang; `end`: by the monotonic clock."""

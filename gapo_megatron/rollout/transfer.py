@@ -7,7 +7,8 @@ then exchange their ranges. With W bytes, T ranks that train and G receivers, a 
 and a receiver gets W: W / G from the trainers, the rest from the other receivers.
 
 Both sides compute the same buckets, so no message has a header; whether they do is compared before
-the first one. A rank that fails ends: the others' operations fail with its connections.
+the first one. A rank that fails ends: the others' operations fail with its connections (gloo), or
+after their time limit, unless the launcher ends the job before (NCCL).
 
 An engine may hold tensors: vLLM keeps those of a fused module (query, key and value; gate and up;
 all experts of a layer) until the last of them has arrived. So every bucket is received into new

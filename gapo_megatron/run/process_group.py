@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -212,7 +213,8 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
 
     Raises:
         ConfigError: names both processes and their differences.
-        MachineError: likewise, for processes of two launches. Another port may work.
+        MachineError: likewise, for processes of two launches; or another program has written to
+            the store. Another port may work.
     """
     settings = {"launch": processes.this_launch(), **alike}
     mine = {
@@ -220,8 +222,8 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
         "alike": {name: str(value) for name, value in settings.items()},
     }
     if rank != 0:
-        _require_same_run(rank, mine, 0, json.loads(store.get(_rank_key(0))), where)
-    held = json.loads(store.compare_set(_rank_key(rank), "", json.dumps(mine)))
+        _require_same_run(rank, mine, 0, _read_rank(store.get(_rank_key(0)), where), where)
+    held = _read_rank(store.compare_set(_rank_key(rank), "", json.dumps(mine)), where)
     if held != mine:
         _require_same_run(rank, mine, rank, held, where)
         raise ConfigError(
@@ -233,6 +235,16 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
 def _rank_key(rank: int) -> str:
     """Key in the store under which a rank describes its run."""
     return f"gapo_megatron/{rank}"
+
+
+def _read_rank(text: bytes, where: str) -> dict[str, Any]:
+    held: Any = None
+    with contextlib.suppress(ValueError):
+        held = json.loads(text)
+    alike = held.get("alike") if isinstance(held, dict) else None
+    if not (isinstance(alike, dict) and "launch" in alike and "process" in held):
+        raise MachineError(f"another program uses the port at {where}: {text[:80]!r}")
+    return dict(held)
 
 
 def _require_same_run(

@@ -97,6 +97,11 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def test_no_two_write_to_one_folder() -> None:
+    folders = [load_config(path).run.output_dir for path in FILES]
+    assert len(folders) == len({*folders})
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_file_dry_runs_and_plans_on_a_fresh_clone(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ def read(path, **options):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_every_format_gives_the_same_rows(tmp_path, suffix):
-    rows = [{"a": "[é]", "b": 1}, {"a": '",}{"', "b": 2}] * 20
+    rows = [{"a": "[é]\u2028x\x85y", "b": 1}, {"a": '",}{"', "b": 2}] * 20
     numbered = list(enumerate(rows, start=1))
     path = put(tmp_path / f"rows{suffix}", rows, row_group_size=7)
     assert read(path, columns=("a", "b"), optional=("absent",)) == numbered

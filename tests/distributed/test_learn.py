@@ -32,9 +32,9 @@ LAYOUTS: dict[str, dict[str, object]] = {
 ROLLOUTS = make_judged(seed=1)
 
 
-def config_of(folder: Path, sizes: dict[str, object]) -> Config:
+def config_of(folder: Path, sizes: dict[str, object], method: str = "gapo") -> Config:
     # The penalty adds the reference's pass, which is not saved but made again.
-    objective = {"method": "gapo", "kl_coef": 0.1, "entropy_coef": 0.01}
+    objective = {"method": method, "kl_coef": 0.1, "entropy_coef": 0.01}
     return make_config(folder, parallel=sizes, objective=objective)
 
 
@@ -43,11 +43,13 @@ def rollouts_of(folder: Path, *, has_masks: bool) -> Rollouts:
     return mask_some(rollouts) if has_masks else rollouts
 
 
-def stop_in_every_layout(folder: Path, layouts: Sequence[str], has_masks: bool) -> None:
+def stop_in_every_layout(
+    folder: Path, layouts: Sequence[str], has_masks: bool, method: str
+) -> None:
     on_one_rank = json.loads((folder / "on_one_rank.json").read_text())
     rollouts = rollouts_of(folder, has_masks=has_masks)
     for name in layouts:
-        config = config_of(folder, LAYOUTS[name])
+        config = config_of(folder, LAYOUTS[name], method)
         whole = run_learn(config, rollouts)
         assert_same_statistics(whole.metrics, on_one_rank, name)
         kept = folder / f"kept_{name}"
@@ -74,16 +76,21 @@ def assert_same_statistics(found: dict[str, float], expected: dict[str, float], 
 
 
 @pytest.mark.parametrize(
-    ("layouts", "has_masks"),
-    [([*LAYOUTS], False), (["pipeline", "context"], True)],
-    ids=["sampled", "masked"],
+    ("layouts", "has_masks", "method"),
+    [
+        ([*LAYOUTS], False, "gapo"),
+        (["pipeline", "context"], True, "gapo"),
+        (["data", "tensor"], False, "grpo"),
+        (["data", "tensor"], False, "dapo"),
+    ],
+    ids=["sampled", "masked", "grpo", "dapo"],
 )
 def test_neither_a_stop_nor_the_layout_changes_what_is_learned(
-    tmp_path: Path, layouts: Sequence[str], has_masks: bool
+    tmp_path: Path, layouts: Sequence[str], has_masks: bool, method: str
 ) -> None:
     save_model(tmp_path, "qwen2_tied")
-    config = config_of(tmp_path, {})
+    config = config_of(tmp_path, {}, method)
     with single_rank():
         whole = run_learn(config, rollouts_of(tmp_path, has_masks=has_masks))
     (tmp_path / "on_one_rank.json").write_text(json.dumps(whole.metrics))
-    run_distributed(stop_in_every_layout, 2, tmp_path, layouts, has_masks)
+    run_distributed(stop_in_every_layout, 2, tmp_path, layouts, has_masks, method)

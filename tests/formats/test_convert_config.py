@@ -344,6 +344,8 @@ def test_arguments_of_another_model_are_refused(name):
     compare_configs(WITH_ARGS[name], Namespace())  # of a version that states none of them
     args = vars(args_with(name))
     of_experts = {one for one in args if one.startswith("moe_") and not args["num_experts"]}
+    if args.get("moe_router_score_function") == "sigmoid":
+        of_experts |= {"moe_router_pre_softmax"}
     for one in args.keys() - UNDECIDED - of_experts:
         changed = args_with(name, **{one: another(args[one])})
         with pytest.raises(ConversionError, match=f"^common.pt .*{one} is "):
@@ -358,6 +360,9 @@ def test_arguments_of_another_model_are_refused(name):
         ("qwen3_moe", {"ffn_hidden_size": 192, "moe_router_num_groups": None}),
         ("deepseek_v3", {"kv_channels": 8, "group_query_attention": True, "num_query_groups": 2}),
         ("with a head of keys for each of queries", {"num_query_groups": 1}),
+        ("with a head of keys for each of queries", {"group_query_attention": True}),
+        ("deepseek_v3", {"moe_router_pre_softmax": True, "moe_ffn_hidden_size": None}),
+        ("latent, scaled", {"rope_type": None}),
         # Layers by a period, one by one, or all of them.
         ("qwen3_moe", {"moe_layer_freq": [1, 1, 1]}),
         ("phi3", {"window_size": [15, 0], "window_attn_skip_freq": None}),
@@ -376,7 +381,10 @@ def test_another_spelling_of_an_argument_is_no_difference(name, changes):
         ("qwen2", {"ffn_hidden_size": 99}, "ffn_hidden_size is 99 there and 64 here"),
         ("qwen2", {"kv_channels": 8}, "kv_channels is 8"),
         ("qwen2", {"num_query_groups": 3}, "num_query_groups is 3"),
-        ("with a head of keys for each of queries", {"group_query_attention": True}, "query_att"),
+        ("qwen2", {"group_query_attention": False}, "group_query_attention is False there"),
+        # Of what no argument builds, too.
+        ("gemma3_text", {"apply_layernorm_1p": True}, "apply_layernorm_1p is True there and False"),
+        ("olmo2", {"rotary_interleaved": True}, "rotary_interleaved is True"),
         ("llama", {"rope_scaling_factor": 8.0}, "rope_scaling_factor is 8.0 there and 32.0 here"),
         ("phi3", {"window_attn_skip_freq": 2}, "window_attn_skip_freq is 2"),
         ("gemma3_text", {"window_attn_skip_freq": [1, 0, 1]}, "window_attn_skip_freq is "),

@@ -275,9 +275,12 @@ _CONFIG, _MAIN = "tokenizer_config.json", "tokenizer.json"
         (_MAIN, "model.vocab", {"a": 3, "b": 3}),
         (_MAIN, "model.vocab", [["a", 0.0]] * (VOCAB_SIZE + 1)),
         ("added_tokens.json", "", {"<pad>": VOCAB_SIZE}),
+        (_CONFIG, "fast_tokenizer_files", ["../tokenizer.4.0.0.json"]),
     ],
 )
-def test_ids_that_the_library_would_change(folder: Path, name: str, field: str, value: Any) -> None:
+def test_what_the_library_would_read_otherwise_is_refused(
+    folder: Path, name: str, field: str, value: Any
+) -> None:
     if field == "model.vocab":
         model = json.loads((folder / name).read_text())["model"]
         change(folder / name, model=model | {"vocab": value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -352,3 +353,28 @@ def test_nobody_else_can_write_the_kernels_that_this_user_runs(
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     check = check_cache(env)
     assert not check.ok and f"user {tmp_path.stat().st_uid};" in check.detail
+
+
+def test_packages_are_those_the_package_imports() -> None:
+    found = set()
+    ours = ("gapo_megatron", "gapo_tools")
+    for path in (path for name in ours for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").split(".")[0])
+    found -= {*sys.stdlib_module_names, *ours}
+    # Not of the ranks: reports, preparation, submission, the service's certificate. Others are
+    # optional.
+    found -= {
+        "cryptography",
+        "jinja2",
+        "matplotlib",
+        "pyarrow",
+        "sentencepiece",
+        "submitit",
+        "tokenizers",
+    }
+    found -= {"tensorboard", "transformer_engine", "triton", "verifiers", "wandb"}
+    assert found == {name.split(".")[0] for name in node_checks.PACKAGES}

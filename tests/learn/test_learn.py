@@ -348,3 +348,23 @@ def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
     # Nor does it count as wrong.
     wrong = make_judged((*VERDICTS[:2], "cwwc", *VERDICTS[3:]), seed=1)
     assert step(folder, wrong).updates[0].loss != step(folder).updates[0].loss
+
+
+def test_an_unknown_verdict_narrows_the_clip_of_its_group(folder: Path) -> None:
+    """k counts the group's valid rollouts: at c = 2 the clip is narrower for k = 3 than for 4."""
+
+    def judged(letters: str) -> Rollouts:
+        return make_judged((*VERDICTS[:5], letters, *VERDICTS[6:]), seed=1)
+
+    start = 5 * GROUP_SIZE
+    ratios = step(folder, judged("ccuw")).updates[1].ratios
+    deviation, highest = max((ratios[start + i] - 1, i) for i in (0, 1))
+    assert deviation > 1e-4
+    # The first update knows no clip, so the same ratio comes back. eps_high(2) is eps_low plus 1/2
+    # of the range at k = 3 and plus 2/3 at k = 4: 0.9 and 1.13 of the deviation.
+    widths = {"eps_low": 0.2 * deviation, "eps_high_max": 1.6 * deviation}
+    update = step(folder, judged("ccuw"), objective=widths).updates[1]
+    assert update.ratios[start + highest] == ratios[start + highest]
+    assert update.clipped[start + highest]
+    whole = step(folder, judged("ccww"), objective=widths).updates[1]
+    assert not whole.clipped[start + highest]

@@ -249,3 +249,31 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
     for main_grad, implementation in seen:
         assert main_grad is weight.main_grad and implementation == "torch"
     assert weight.main_grad.dtype == torch.float32 and weight.main_grad.any()
+
+
+def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups)
+    passes = count_backward(policy)
+
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        entropy = scored.entropy
+        assert entropy is not None
+        return (entropy[1:2] if scored.index == 1 else entropy * 0).sum(), {}
+
+    result = update(policy, MICROBATCHES, loss, skip_inactive=True, with_entropy=True)
+    assert [outputs["active_rows"].item() for outputs in result.outputs] == [0, 1, 0, 0]
+    assert len(passes) == 1 and result.grad_norm > 0
+
+
+def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: ParallelGroups) -> None:
+    """The loss is 0, but the root of 0 has no derivative: NaN is neither zero nor above it."""
+    policy = build(folder, groups)
+    before = state(policy)
+
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = scored.log_probs
+        return (log_probs - log_probs.detach()).square().sum().sqrt(), {}
+
+    with pytest.raises(DivergenceError, match=r"\bnorm\b.*\bnan\b"):
+        update(policy, MICROBATCHES, loss)
+    assert equal(state(policy), before)

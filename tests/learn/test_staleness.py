@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +40,7 @@ from tests.peers.reference import in_float64, response_log_probs
 pytestmark = pytest.mark.usefixtures("process_group")
 
 STALE = {"rollout": {"max_staleness": 1, "generation_ranks": 1}}
+WIDTHS = {"eps_low": 0.02, "eps_high_max": 0.04}
 LARGEST = 1.05
 
 
@@ -249,3 +251,43 @@ def test_without_a_computed_sequence_there_is_nothing_to_compare(folder: Path) -
     metrics = run_learn(config, rollouts).metrics
     assert "clip/fraction_sequences" in metrics
     assert not [name for name in metrics if name.startswith("mismatch/")]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("weights", ["sequence", "token"])
+def test_equal_log_probs_have_weights_of_one_and_the_same_bits(
+    weights: str, is_first: bool
+) -> None:
+    given, begin, now = make_inputs()
+    at_begin = now.detach() if is_first else begin
+    given = replace(given, rollout_log_probs=at_begin.clone())
+    results = []
+    weighted = {"importance_weights": weights, "importance_weight_max": 1.0}
+    for objective in (WIDTHS, WIDTHS | weighted):
+        config = make_config(Path("unused"), objective=objective)
+        found = microbatch_loss(given, None if is_first else begin, now, config, is_first=is_first)
+        results.append((*found, *torch.autograd.grad(found[0], now)))
+    (loss, _, gradient), (weighted_loss, sums, weighted_gradient) = results
+    assert torch.equal(loss, weighted_loss) and torch.equal(gradient, weighted_gradient)
+    num_weights = len(given.advantages) if weights == "sequence" else len(now)
+    assert float(sums["importance_weights"]) == num_weights
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_tokens_of_several_versions_are_learned_as_those_of_a_stale_batch(
+    folder: Path, rollouts: Rollouts, max_staleness: int
+) -> None:
+    """The same bits; but what a clip around the sampling weights would cut is counted always."""
+    objective = {"importance_weights": "token", "importance_weight_max": 1.005}
+    ahead = {"generation_ranks": 1, "max_staleness": max_staleness}
+    config = make_config(folder, objective=objective, rollout=ahead)
+    versions = [np.arange(len(ids) // 2, dtype=np.int32) for ids in rollouts.response_ids.values()]
+    several = run_learn(config, with_columns(rollouts, carried_versions=versions))
+    stale = run_learn(make_config(folder, objective=objective, **STALE), rollouts)
+    assert set(several.updates[0].ratios.values()) == {1.0}
+    assert all(torch.equal(several.after[name], weight) for name, weight in stale.after.items())
+    by_age = {"clip/fraction_sequences_carried", "clip/fraction_sequences_new"}
+    assert several.metrics.keys() - by_age == stale.metrics.keys() - by_age
+    assert "mismatch/outside_clip" in several.metrics and by_age & several.metrics.keys()
+    for name in stale.metrics.keys() - by_age:
+        assert several.metrics[name] == stale.metrics[name], name

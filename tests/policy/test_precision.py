@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.compat.transformer_engine import why_not
+from gapo_megatron.compat.transformer_engine import free_fp8_copies, why_not
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_shapes
@@ -234,3 +234,10 @@ def test_every_weight_has_the_dtype_in_which_it_is_sent(
             kept.add(rule.megatron.rpartition("layer}.")[2])
     is_sigmoid = name in ("glm4_moe", "deepseek_v3") and precision != "fp32"
     assert kept == ({"mlp.router.expert_bias"} if is_sigmoid else set())
+
+
+def test_copies_in_fp8_are_given_back() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = {"weight": torch.zeros(2)}  # type: ignore[assignment]
+    free_fp8_copies(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(layer)))
+    assert layer._fp8_workspaces == {}

@@ -538,3 +538,30 @@ def test_a_run_starts_from_a_megatron_folder_and_resumes_from_its_own_checkpoint
     # vLLM began with random weights; the first sync, before any metric, would have failed.
     exported = load_file(root / "from_megatron/hf/model.safetensors")
     assert exported.keys() == load_file(root / "base/model.safetensors").keys()
+
+
+ROOM = """
+import sys
+from gapo_megatron import train
+from gapo_megatron.config import load_config
+from gapo_megatron.policy import Policy
+from gapo_megatron.run import engines
+
+built, build = [], Policy.build
+Policy.build = lambda *arguments: built.append(build(*arguments)) or built[0]
+
+def look(*_, **__):
+    (buffer,) = built[0].model[0].buffers
+    sizes = [data.untyped_storage().nbytes() for data in (buffer.grad_data, buffer.param_data)]
+    sys.exit("{} bytes of gradients, {} of weights".format(*sizes))
+
+engines.RolloutEngine = look
+train.train(load_config(sys.argv[1], sys.argv[2:]))
+"""
+
+
+@pytest.mark.system
+def test_there_is_room_when_vllm_starts(root: Path) -> None:
+    """On a GPU it checks free memory, and refuses to start with less than its share."""
+    process = start_python("-c", ROOM, *arguments(root, "room", "optimizer.offload=all"))
+    assert "0 bytes of gradients, 0 of weights" in finish(process, exit_code=1).splitlines()

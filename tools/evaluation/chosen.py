@@ -164,6 +164,7 @@ _OF_PROMPTS: dict[str, Any] = {
     "system_prompt": "",
     "chat_template_kwargs": {},
     "end_tokens": [],
+    "template_date": "",
 }
 """Options named as the settings of [data] that say how prompts are made, and their defaults."""
 

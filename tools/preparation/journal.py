@@ -65,6 +65,8 @@ class Journal:
         folder = output.with_name(f".{output.name}.unfinished")
         if output.exists():  # its tests may be the journal's file, which is never to be cut off
             _remove(folder)
+        if folder.is_symlink() or (folder.exists() and {*os.listdir(folder)} - {ROWS, TESTS}):
+            raise ConfigError(f"{folder} must be a journal of this command: move it away")
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)

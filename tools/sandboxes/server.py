@@ -35,11 +35,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gapo_megatron.errors import printable, shown
-from gapo_megatron.io.connections import Strangers, protocol_of
 from gapo_megatron.rewards.code import TESTS, run_tests
 from gapo_megatron.rewards.sandbox import Limits, ProgramError, SandboxError, start_sandbox
 from gapo_megatron.rewards.sandbox.remote import QUEUE_TIMEOUT_S
 from gapo_megatron.rewards.sandbox.secret import USER, read_secret
+from gapo_tools.sandboxes.connections import Strangers, protocol_of
 
 BODY_TIMEOUT_S = 60.0
 """Most time between two parts of a request, once it has a place."""

@@ -32,6 +32,13 @@ logger = logging.getLogger(__name__)
 LEAST_CORRELATION = 0.9
 """Correlation of the ratios with those without rounding below which a run is warned."""
 
+_REMEDIES = {
+    "fp8": "set model.precision (fp8) to fp16, bf16 or fp32",
+    "bf16": "set model.precision (bf16) to fp16, or to fp32",
+    "fp16": "set model.precision (fp16) to fp32",
+    "fp32": "model.precision is fp32 already",
+}
+
 _ROUTES = -1
 """Number under which `StepRoutes` has the routes of these sequences."""
 
@@ -263,7 +270,7 @@ def _log(metrics: dict[str, float], precision: str, method: Method, *, may_clip:
     if is_low:
         text += (
             f". Below a correlation of {LEAST_CORRELATION:g} the clip decides largely on rounding: "
-            f"set model.precision ({precision}) to fp16 or fp32, which round less than bf16 and "
-            "fp8, or widen objective.eps_low and objective.eps_high_max (docs/numerics.md)"
+            f"{_REMEDIES[precision]}, or widen objective.eps_low and objective.eps_high_max "
+            "(docs/numerics.md)"
         )
     logger.log(logging.WARNING if is_low else logging.INFO, "%s", text)

@@ -22,6 +22,8 @@ _MOST_BYTES = 16 * 2**20
 """Largest request."""
 _KEEP_ALIVE_S = 600
 """How long a connection may be idle: an agent's tools take their time."""
+_MOST_FILES = 65_536
+"""Open files that this process may have; programs that it starts close each possible one."""
 
 
 class Server:
@@ -39,8 +41,10 @@ class Server:
         self._lock = threading.Lock()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a session takes two
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= now < _MOST_FILES:  # a session takes two
+            wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         threading.Thread(target=self._serve, name="agents' server", daemon=True).start()
 
     def new_secret(self) -> str:

@@ -141,6 +141,7 @@ class _Player:
         from gapo_megatron.compat.verifiers import serve_each_run_alone
 
         self._env = env
+        self._tasks, self._rest = list[Any](), iter(env.taskset)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
         self._serving = env.serving()  # kept: what it serves ends when it is collected
@@ -150,7 +151,6 @@ class _Player:
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         serve_each_run_alone(env)
-        self._tasks, self._rest = list[Any](), iter(env.taskset)
 
     def play(self, session: Session) -> float:
         """The reward of an episode; see the function of this name."""

@@ -217,6 +217,15 @@ def test_the_policy_is_itself_afterwards(policy: Policy, monkeypatch: pytest.Mon
     assert policy.stages[0].config.params_dtype == torch.float32
 
 
+def test_at_equal_weights_there_is_neither_signal_nor_rounding(
+    policy: Policy, folder: Path
+) -> None:
+    config = config_of(folder)
+    metrics = measured(policy, BATCH, Scores.of(policy, BATCH), config)
+    assert metrics["numerics/ratio_signal"] == metrics["numerics/ratio_rounding"] == 0
+    assert metrics["numerics/clip_decisions_changed"] == 0
+
+
 @pytest.mark.parametrize("objective", [{}, GRPO], ids=["sequence", "token"])
 def test_sums_are_those_of_a_loop(policy: Policy, folder: Path, objective: dict[str, Any]) -> None:
     config = config_of(folder, objective=objective)

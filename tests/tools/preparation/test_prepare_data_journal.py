@@ -210,6 +210,22 @@ def test_one_process_at_a_time_makes_an_output(tmp_path, make):
     make(deepcoder(), programs(tmp_path), "out")
 
 
+def test_a_folder_that_is_no_journal_is_left_alone(tmp_path, make):
+    files, folder = programs(tmp_path), tmp_path / ".out.unfinished"
+    (tmp_path / "mine").mkdir()
+    notes = tmp_path / "mine" / "rows.jsonl"
+    notes.write_text("mine")
+    folder.symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match=mentions(folder, "move it")):
+        make(deepcoder(), files, "out")
+    folder.unlink()
+    folder.mkdir()
+    (folder / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match=mentions(folder, "move it")):
+        make(deepcoder(), files, "out")
+    assert notes.read_text() == (folder / "notes").read_text() == "mine"
+
+
 def test_an_input_at_fault_leaves_nothing_and_a_full_disk_all_findings(tmp_path, make, monkeypatch):
     files = programs(tmp_path)
     make(deepcoder(), files, "whole")

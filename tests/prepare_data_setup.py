@@ -71,9 +71,9 @@ def put(path: Path, rows: list, *, row_group_size: int | None = None) -> Path:
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=row_group_size)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+        path.write_text(json.dumps(rows, indent=1))
     else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

@@ -27,6 +27,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, SandboxError
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.secret import make_secret
+from gapo_tools.arguments import positive
 from gapo_tools.sandboxes.server import Server
 
 console = Console(stderr=True, markup=False)
@@ -86,7 +87,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--num-programs",
-        type=_positive,
+        type=positive,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
         help="programs at a time; others queue, without losing time (default: one per core, "
@@ -100,19 +101,12 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-total-s",
-        type=_positive,
+        type=positive,
         default=600,
         metavar="S",
         help="largest reward.timeout_s that a run may ask for (default: %(default)s)",
     )
     return parser.parse_args()
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def differences(hf_config: PretrainedConfig, args: argparse.Namespace) -> list[t
     """
     stated = {*_NEUTRAL, *_NULL_IS_OFF}
     theirs = {k: value for k, value in vars(args).items() if value is not None or k in stated}
-    ours = _FIXED | vars(to_args(hf_config))
+    ours: dict[str, Any] = {**_FIXED, **vars(to_args(hf_config))}
     # What is said by other arguments, or has a meaning only beside them.
     ignored = {*_NOT_COMPARED}
     if ours["num_experts"]:

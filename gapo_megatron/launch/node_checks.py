@@ -32,8 +32,27 @@ MIN_MEMORY_SHARE = 0.25
 """Share of the job's host memory that must be free before it starts."""
 MIN_FREE_GIB = 10.0
 """Default of the free disk space that a run needs."""
-PACKAGES = ("torch", "transformers", "megatron.core", "vllm")
-"""Packages that training imports first; the locks bring the others with them."""
+PACKAGES = (
+    "antlr4",
+    "httpx",
+    "langdetect",
+    "latex2sympy2_extended",
+    "math_verify",
+    "megatron.core",
+    "mpmath",
+    "numpy",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "scipy",
+    "starlette",
+    "sympy",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "vllm",
+)
+"""Packages that training imports."""
 
 _COMMAND_TIMEOUT_S = 30.0
 _GPU_FIELDS = (

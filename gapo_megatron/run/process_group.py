@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.config.counts import num_generation_ranks
-from gapo_megatron.errors import ConfigError, MachineError, printable
+from gapo_megatron.errors import ConfigError, MachineError, printable, shown
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.cores import check_binding
@@ -222,8 +222,11 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
         "alike": {name: str(value) for name, value in settings.items()},
     }
     if rank != 0:
-        _require_same_run(rank, mine, 0, _read_rank(store.get(_rank_key(0)), where), where)
-    held = _read_rank(store.compare_set(_rank_key(rank), "", json.dumps(mine)), where)
+        _require_same_run(
+            rank, mine, 0, _read_rank(store.get(_rank_key(0)), _rank_key(0), where), where
+        )
+    name = _rank_key(rank)
+    held = _read_rank(store.compare_set(name, "", json.dumps(mine)), name, where)
     if held != mine:
         _require_same_run(rank, mine, rank, held, where)
         raise ConfigError(
@@ -237,13 +240,16 @@ def _rank_key(rank: int) -> str:
     return f"gapo_megatron/{rank}"
 
 
-def _read_rank(text: bytes, where: str) -> dict[str, Any]:
+def _read_rank(text: bytes, name: str, where: str) -> dict[str, Any]:
     held: Any = None
     with contextlib.suppress(ValueError):
         held = json.loads(text)
     alike = held.get("alike") if isinstance(held, dict) else None
     if not (isinstance(alike, dict) and "launch" in alike and "process" in held):
-        raise MachineError(f"another program uses the port at {where}: {text[:80]!r}")
+        raise MachineError(
+            f"{name} in the store at {where} ({shown(text)}) must be the description of a rank: "
+            "another program uses this port"
+        )
     return dict(held)
 
 

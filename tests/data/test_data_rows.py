@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
 
@@ -20,7 +21,7 @@ def read(path, **options):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_every_format_gives_the_same_rows(tmp_path, suffix):
-    rows = [{"a": "[é]\u2028x\x85y", "b": 1}, {"a": '",}{"', "b": 2}] * 20
+    rows = [{"a": "[é]", "b": 1}, {"a": '",}{"', "b": 2}] * 20
     numbered = list(enumerate(rows, start=1))
     path = put(tmp_path / f"rows{suffix}", rows, row_group_size=7)
     assert read(path, columns=("a", "b"), optional=("absent",)) == numbered
@@ -29,6 +30,14 @@ def test_every_format_gives_the_same_rows(tmp_path, suffix):
     shares = [share for _, _, share in read_rows(path, columns=())]
     assert shares == sorted(shares)
     assert 0 < shares[0] <= shares[-1] == 1
+
+
+@pytest.mark.parametrize(("suffix", "form"), [(".jsonl", "{}\n"), (".json", "[{}]")])
+def test_a_row_may_have_any_sign_that_ends_a_line_elsewhere(tmp_path, suffix, form):
+    row = {"a": "x\u2028y\x85z\x0c"}
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(form.format(json.dumps(row, ensure_ascii=False)), encoding="utf-8")
+    assert read(path) == [(1, row)]
 
 
 def test_an_empty_list_and_blank_lines_have_no_rows(tmp_path):

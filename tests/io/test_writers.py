@@ -78,13 +78,17 @@ def evaluation(folder: Path, _: Path) -> None:
 def task_of_the_demo(folder: Path, _: Path) -> None:
     overrides = [f"data.train_path={folder}/train.jsonl", f"data.eval_path={folder}/eval.jsonl"]
     overrides += [f"supervised.initial_hf_dir={folder}_initial"]
-    tool("demo")._write_task(load_config(DEMO, overrides))
+    config = load_config(DEMO, overrides)
+    tool("demo")._claim_task(config)
+    tool("demo")._write_task(config)
 
 
 def model_of_the_demo(folder: Path, _: Path) -> None:
     overrides = [f"supervised.initial_hf_dir={folder}"]
     overrides += [f"data.train_path={folder}_task/train.jsonl"]
-    tool("demo")._write_task(load_config(DEMO, overrides))
+    config = load_config(DEMO, overrides)
+    tool("demo")._claim_task(config)
+    tool("demo")._write_task(config)
 
 
 WRITERS = {

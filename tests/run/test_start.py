@@ -48,7 +48,11 @@ except SystemExit as end:
 report(0)
 """
 CONFIG = "configs/qwen2_5_7b/h100_8k.toml"
-TOOLS = sorted(path.name for path in (ROOT / "tools").glob("[a-z]*.py"))
+TOOLS = sorted(
+    path.name
+    for path in (ROOT / "tools").glob("[a-z]*.py")
+    if "__main__" in path.read_text(encoding="utf-8")
+)
 
 
 def start(

@@ -99,7 +99,7 @@ def test_a_wrong_megatron_folder_is_named(root: Path, tmp_path: Path) -> None:
     for name, value, named in (
         ("intermediate_size", 96, ()),
         ("num_hidden_layers", 3, ()),
-        ("rms_norm_eps", 1e-3, ("rms_norm_eps", "1e-06", 0.001)),
+        ("rms_norm_eps", 1e-3, ("norm_epsilon", "1e-06", 0.001)),
     ):
         other = shutil.copytree(root / "init", tmp_path / name)
         changed = Qwen2Config.from_dict(fields | {name: value, "layer_types": None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -88,22 +88,24 @@ def respelled(rng: random.Random, pair: Pair) -> Pair:
     return pair._replace(given=given)
 
 
-def _misjudged(made: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[Pair, str]:
-    """Wrong verdicts, and unknown ones except for words on no list."""
-    return {
-        pair: verdict.outcome.value
-        for pair, verdict in zip(made, verdicts, strict=True)
-        if verdict.outcome is not (Outcome.CORRECT if pair.is_equal else Outcome.WRONG)
-        and (pair.is_equal or "on no list" not in verdict.reason)
-    }
+def _check(made: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:
+    outcomes = dict(zip(made, (one.outcome for one in verdicts), strict=True))
+    wrong = {pair: one for pair, one in outcomes.items() if (one == "correct") != pair.is_equal}
+    assert wrong == {}
+    # Words on no list, mostly; hardly any spelling adds to them.
+    assert [*outcomes.values()].count(Outcome.UNKNOWN) <= 0.05 * len(outcomes)
+
+
+def _response(pair: Pair) -> str:
+    return f"So $\\boxed{{{pair.given}}}$."
 
 
 def test_respelled_pairs_are_judged_as_before():
-    rng, known = random.Random(0), list(table_pairs())
-    made = [respelled(rng, pair) for pair in rng.sample(known, 300)]
+    rng = random.Random(0)
+    known = rng.sample([*table_pairs()], 300)
+    made = [respelled(rng, pair) for pair in known]
     assert len({*made} - {*known}) > 150
-    verdicts = [math.verify(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
-    assert _misjudged(made, verdicts) == {}
+    _check(made, [math.verify(_response(one), one.reference) for one in made])
 
 
 @pytest.mark.system
@@ -113,5 +115,4 @@ def test_thousands_of_respelled_pairs_are_judged_as_before(seed):
     rng = random.Random(seed)
     made = [respelled(rng, pair) for pair in [*table_pairs()] * 4]
     with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
-        items = [(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
-        assert _misjudged(made, pool.judge(items)) == {}
+        _check(made, pool.judge([(_response(one), one.reference) for one in made]))

@@ -21,7 +21,6 @@ import httpx
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.io import connections
 from gapo_megatron.rewards.sandbox import (
     SYSTEM_PYTHON,
     Limits,
@@ -32,7 +31,7 @@ from gapo_megatron.rewards.sandbox import (
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.types import Outcome
-from gapo_tools.sandboxes import server
+from gapo_tools.sandboxes import connections, server
 from tests.sandbox_setup import (
     CORRECT,
     PATIENT,

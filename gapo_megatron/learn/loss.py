@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from gapo_megatron.objective import (
     token_importance_weights,
     weigh_gradient,
 )
-from gapo_megatron.types import Minibatch
+from gapo_megatron.types import LossMicrobatch, Minibatch
 
 LogProbs = Sequence[torch.Tensor | None]
 """Log-probs of a mini-batch: [R] float32 per micro-batch, None off the last pipeline stage."""
@@ -36,8 +35,8 @@ class MinibatchLoss:
     """The loss of micro-batch i of a mini-batch, divided by global denominators: ranks only add."""
 
     minibatch: Minibatch
-    microbatches: Sequence[Any]
-    """`LossMicrobatch`es, on the last pipeline stage, where the loss is computed."""
+    microbatches: Sequence[LossMicrobatch]
+    """Read on the last pipeline stage only, where the loss is computed."""
     is_first: bool
     """Whether the weights are still those of the start of the step."""
     old_log_probs: LogProbs
@@ -96,8 +95,8 @@ class MinibatchLoss:
             is_carried=given.is_carried,
         )
         for name, value in result.metrics.items():  # of a user's family: means over elements
-            sums[f"method/{name}/sum"] = value.double().sum()
-            sums[f"method/{name}/count"] = torch.full_like(sums["by_age"][0, 0], value.numel())
+            sums[f"method/{name}/sum"] = total = value.double().sum()
+            sums[f"method/{name}/count"] = torch.full_like(total, value.numel())
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
         if self.widths is not None and scored.index == 0:  # once per mini-batch and rank
@@ -121,8 +120,9 @@ class MinibatchLoss:
         old = self.old_log_probs[index] if self.old_log_probs else None
         if old is None and self.is_first:
             old = log_probs.detach()
-        if old is not None and given.is_carried_row is not None:
-            old = torch.where(given.is_carried_row, given.carried_log_probs, old)
+        carried = given.carried_log_probs
+        if old is not None and given.is_carried_row is not None and carried is not None:
+            old = torch.where(given.is_carried_row, carried, old)
         if self.objective.old_log_probs == "rollout":
             return old, given.rollout_log_probs
         assert old is not None  # computed unless ratios compare with the engine's log-probs

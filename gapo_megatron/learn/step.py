@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollouts import Batch
-from gapo_megatron.types import Microbatch
+from gapo_megatron.types import LossMicrobatch, Microbatch
 
 
 @dataclass
@@ -125,7 +126,7 @@ def learn(
             old = progress.old_log_probs[i]
             loss = MinibatchLoss(
                 plan.minibatches[i],
-                packed[i],
+                cast("Sequence[LossMicrobatch]", packed[i]),  # packed from a `Batch`, for the loss
                 is_first=i == 0,
                 old_log_probs=old,
                 ref_log_probs=reference[i],

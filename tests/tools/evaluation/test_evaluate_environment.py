@@ -164,6 +164,7 @@ def test_prompts_are_made_as_in_training_where_no_option_says_how(tmp_path: Path
     path = tmp_path / "config.toml"
     path.write_text(
         "[data]\nchat_template = true\nsystem_prompt = 'be brief'\nend_tokens = ['</s>']\n"
+        "template_date = '2026-07-01'\n"
     )
     base = ("--model", "m", "--output", "o")
 
@@ -174,11 +175,14 @@ def test_prompts_are_made_as_in_training_where_no_option_says_how(tmp_path: Path
             given.system_prompt,
             given.chat_template_kwargs,
             given.end_tokens,
+            given.template_date,
         )
 
-    assert made() == (False, "", {}, [])
-    assert made("--config", path) == (True, "be brief", {}, ["</s>"])
+    assert made() == (False, "", {}, [], "")
+    assert made("--config", path) == (True, "be brief", {}, ["</s>"], "2026-07-01")
     options = ("--system-prompt", "be long", "--chat-template-kwargs", '{"a": 1}')
-    assert made("--config", path, *options) == (True, "be long", {"a": 1}, ["</s>"])
+    options = (*options, "--template-date", "2026-08-01")
+    expected = (True, "be long", {"a": 1}, ["</s>"], "2026-08-01")
+    assert made("--config", path, *options) == expected
     path.write_text("[environment]\nkind = 'tools'\n")
-    assert made("--config", path, "--chat-template") == (True, "", {}, [])
+    assert made("--config", path, "--chat-template") == (True, "", {}, [], "")

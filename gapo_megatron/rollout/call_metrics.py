@@ -1,4 +1,4 @@
-"""Metrics of what the table does not have: an environment's calls, by c, and draft tokens."""
+"""Metrics of an environment's calls, by c, and of draft tokens: the table has neither."""
 
 from __future__ import annotations
 

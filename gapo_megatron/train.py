@@ -16,7 +16,7 @@ from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.run.processes import choose_cuda_queues, quiet_libraries, world_size
 
-DRY_RUNS = ("plain", "data", "deep")
+DRY_RUNS = ("plain", "data", "settings", "deep")
 
 
 def train(config: Config) -> None:
@@ -88,10 +88,10 @@ def parse_arguments() -> argparse.Namespace:
         "--dry-run",
         nargs="?",
         choices=DRY_RUNS,
-        help="print what the run would find, the resolved config and its arithmetic, build "
-        "nothing, and exit, with 2 where the run would not start (plain, the default: reads the "
-        "first rows of each file); data: read all rows; deep: also build one rank and let it take "
-        "one step, on a CPU",
+        help="say whether the run would start, what it would find and what its config leads to, "
+        "build nothing, and exit, with 2 where it would not start (plain, the default: reads the "
+        "first rows of each file); data: read all rows; settings: print every setting as TOML; "
+        "deep: also build one rank and let it take one step, on a CPU",
     )
     parser.add_argument(
         "--rank",

@@ -95,9 +95,17 @@ def _value(text: str) -> Any:
     return tree["value"] if len(tree) == 1 else text
 
 
-def to_toml(config: BaseModel) -> str:
-    """Write a resolved config as TOML that loads to an equal config; None is left out."""
-    return sections_to_toml(config.model_dump(mode="python", exclude_none=True))
+def to_toml(config: BaseModel, *, without_defaults: bool = False) -> str:
+    """Write a resolved config as TOML that loads to an equal config.
+
+    Args:
+        config: its sections.
+        without_defaults: leave out what equals its default; None is always left out.
+    """
+    sections = config.model_dump(
+        mode="python", exclude_none=True, exclude_defaults=without_defaults
+    )
+    return sections_to_toml({name: values for name, values in sections.items() if values})
 
 
 def sections_to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:

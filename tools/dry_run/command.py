@@ -1,4 +1,4 @@
-"""`train --dry-run`: what the run would find, the resolved config, and what it leads to.
+"""`train --dry-run`: what the run would find, what its config leads to, and its settings.
 
 Reads the config and, if they exist, the model's folder and its tokenizer, rows of the data and the
 manifest of the newest checkpoint. Builds no model, starts no process group, needs no GPU.
@@ -55,8 +55,12 @@ def print_dry_run(
     ranks_per_node: int | None = None,
     console: Console | None = None,
     look: Callable[[], Seen] = Seen,
+    all_settings: bool = False,
 ) -> list[str]:
-    """Print what was found, the resolved config as TOML, and what follows from it as tables.
+    """Print whether the run would start, what was found, what follows from it, and the settings.
+
+    All is TOML but for the tables: settings that are not the default, after the tables; or
+    all of them, without tables.
 
     If the model folder or the dataset does not exist, a message replaces what depends on it;
     `check_paths` says which missing paths are errors.
@@ -67,6 +71,7 @@ def print_dry_run(
         ranks_per_node: None if unknown; the output then states what is assumed.
         console: where to print; None: stdout.
         look: called once all that the config alone tells has been checked; its errors come first.
+        all_settings: print every setting instead of the tables.
 
     Returns:
         The errors of `look`.
@@ -94,7 +99,9 @@ def print_dry_run(
 
     rules = [] if hf_config is None else rules_for(hf_config)
     seen = look()
+    num_errors = f"{len(seen.errors)} error" + "s" * (len(seen.errors) > 1)
     notes = [
+        f"Training could NOT start here: {num_errors}." if seen.errors else "Found no error.",
         *(f"error: {error}" for error in seen.errors),
         *(f"warning: {warning}" for warning in seen.warnings),
         *seen.notes,
@@ -104,17 +111,18 @@ def print_dry_run(
         branch,
         inert_clip_note(config),
     ]
-
-    # As comments: all above the tables is TOML. Then the config, and its meaning.
     for note in filter(None, notes):
         text = "# " + note.replace("\n", "\n# ")
         console.print(text, highlight=False, soft_wrap=True)
-    console.print(to_toml(config), highlight=False, soft_wrap=True)
-    console.print(counts_table(config, layout, ranks_per_node=ranks_per_node))
-    console.print(method_table(config))
-    if rules:
-        print_whole(console, shapes_table(rules, config.parallel))
-        print_whole(console, memory_table(rules, config, layout))
+    if not all_settings:
+        console.print(counts_table(config, layout, ranks_per_node=ranks_per_node))
+        console.print(method_table(config))
+        if rules:
+            print_whole(console, shapes_table(rules, config.parallel))
+            print_whole(console, memory_table(rules, config, layout))
+        console.print("# Settings that are not the default (--dry-run=settings prints all):")
+    text = to_toml(config, without_defaults=not all_settings)
+    console.print(text, highlight=False, soft_wrap=True)
     return seen.errors
 
 
@@ -351,6 +359,7 @@ def main() -> None:
             world_size=num_ranks,
             ranks_per_node=ranks_per_node,
             look=partial(look_at_inputs, config, most=most),
+            all_settings=arguments.dry_run == "settings",
         )
         if arguments.dry_run == "deep":
             quiet_libraries()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,20 +176,29 @@ def test_what_an_environment_makes_the_response_is_no_warning(make: Any) -> None
     assert any("KeyError" in note for note in seen.notes)
 
 
-def test_what_was_found_comes_first_and_ends_with_its_exit_code(
+def test_findings_come_first_and_the_settings_last_and_load_again(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
     for rows, code in ((ROWS, []), (ROWS[:3], [2])):
-        (tmp_path / "config.toml").write_text(to_toml(make(rows)))
-        monkeypatch.setattr("sys.argv", ["train", "config.toml", "--dry-run=data"])
-        ended.clear()
-        monkeypatch.setattr("os._exit", ended.append)
-        dry_run.main()
-        found = capsys.readouterr()
-        assert ended == code
-        assert found.out.startswith("# ") and found.out.startswith("# error: ") == bool(code)
-        assert "\n[run]" in found.out
+        config = make(rows)
+        (tmp_path / "config.toml").write_text(to_toml(config))
+        printed = {}
+        for mode in ("data", "settings"):
+            monkeypatch.setattr("sys.argv", ["train", "config.toml", f"--dry-run={mode}"])
+            ended.clear()
+            dry_run.main()
+            printed[mode] = capsys.readouterr().out
+            assert ended == code
+            assert ("\n# error: " in printed[mode].partition("\n# Data: ")[0]) == bool(code)
+        findings, _, tables = printed["data"].partition("World-size arithmetic")
+        assert findings.startswith("# ") and "\n[run]" not in findings
+        short = "[run]" + tables.partition("\n[run]")[2]
+        # What `settings` prints is a config file, all of it.
+        for text in (short, printed["settings"]):
+            assert parse_config(tomllib.loads(text), source="test") == config
+        assert "seed" not in short and "\nseed = 0" in printed["settings"]
 
 
 def test_a_resume_that_a_changed_verifier_forbids_is_an_error(

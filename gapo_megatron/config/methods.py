@@ -32,6 +32,9 @@ class Method:
     eps_high_max at least eps_low. False: the family's file says what the widths mean."""
     aggregation: Aggregation = "token_mean"
     """How the losses of the tokens become one number; see `losses.policy_loss`."""
+    advantages: str = ""
+    """User code that makes advantages of rewards, `path/to/file.py:NAME` or `package.module:NAME`
+    (`objective.groups.find_advantages`); empty: `group_advantages` with the next three numbers."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO)."""
     std_floor: float = 0.0

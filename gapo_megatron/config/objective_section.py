@@ -148,6 +148,13 @@ class ObjectiveConfig(Section):
                 f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
                 + ("" if method.is_band else " with adaptive=true")
             )
+        if method.advantages:
+            for key in ("normalize_std", "focal_gamma", "std_floor"):
+                if value := getattr(method, key):
+                    raise ValueError(
+                        f"{key} ({value}) does nothing for method {self.method!r}, which makes its "
+                        f"advantages by {method.advantages!r}"
+                    )
         if method.std_floor and not method.normalize_std:
             raise ValueError(f"std_floor ({method.std_floor}) does nothing without normalize_std")
         self._check_own_keys()
@@ -176,8 +183,9 @@ class ObjectiveConfig(Section):
 
     @property
     def code_names(self) -> list[str]:
-        """User code that this section names: the method, and its family."""
-        return [one for one in (self.method, self.preset.family) if is_code(one)]
+        """User code that this section names: the method, its family and its advantages."""
+        parts = (self.method, self.preset.family, self.preset.advantages)
+        return [one for one in parts if is_code(one)]
 
     def resolve(self) -> Method:
         """The method with this section's values in place of its own."""

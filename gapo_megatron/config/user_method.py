@@ -44,8 +44,9 @@ def _load(name: str) -> Method:
         checked = check_method(asdict(method))
     except ValueError as error:
         raise ConfigError(f"{SETTING} ({name!r}): {error}") from None
-    if user_code.is_code(checked.family):
-        user_code.find_file(checked.family, setting=f"{SETTING}, family of {checked.name!r}")
+    for part in ("family", "advantages"):
+        if user_code.is_code(code := getattr(checked, part)):
+            user_code.find_file(code, setting=f"{SETTING}, {part} of {checked.name!r}")
     return checked
 
 
@@ -80,6 +81,8 @@ def _broken_rule(method: Method) -> str | None:
     if not _NAME.fullmatch(method.name):
         return f"name ({method.name!r}) must be a word of letters, digits and _.+-"
     require_known("family", method.family, sorted({one.family for one in METHODS.values()}))
+    if method.advantages and not user_code.is_code(method.advantages):
+        return f"advantages ({method.advantages!r}) must be code, path/to/file.py:NAME"
     if not method.eps_low > 0:
         return f"eps_low ({method.eps_low}) must be greater than 0"
     if not min(method.eps_high_max, method.focal_gamma) >= 0:

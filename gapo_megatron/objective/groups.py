@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
+from gapo_megatron import user_code
 from gapo_megatron.config.methods import Method
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rollouts import Batch, Rollouts
 
 
@@ -99,6 +103,63 @@ def group_advantages(
     return torch.where(informative, deviation * scale, 0)
 
 
+Advantages = Callable[[torch.Tensor], torch.Tensor]
+"""From rewards [G, k] float64, NaN where a verdict is unknown, to advantages [G, k]."""
+
+
+def find_advantages(method: Method) -> Advantages:
+    """The function that makes advantages for a method; user code is loaded once per process.
+
+    User code is called on every rank with the rewards of all groups of a step, and must return the
+    same on all: any floating dtype, finite where the reward is known. Rewards are 0 and 1, or the
+    verifier's numbers with `reward.graded`. Where a reward is unknown, or is the only known one of
+    its group, A is 0, whatever it returns.
+
+    Raises:
+        ConfigError: user code cannot be loaded or called; or, in a call, what it returned.
+    """
+    if method.advantages:
+        return _load_advantages(method.advantages)
+    return functools.partial(
+        group_advantages,
+        normalize_std=method.normalize_std,
+        focal_gamma=method.focal_gamma,
+        std_floor=method.std_floor,
+    )
+
+
+@functools.cache
+def _load_advantages(name: str) -> Advantages:
+    """The user's function, with a check of what it returns in every call."""
+    setting = "advantages of objective.method"
+    function = user_code.load(name, setting=setting)
+    if not callable(function):
+        raise ConfigError(
+            f"{setting} ({name!r}) must be a function from rewards to advantages, not "
+            f"{type(function).__name__}"
+        )
+
+    def checked(rewards: torch.Tensor) -> torch.Tensor:
+        found = function(rewards.clone())
+        if not isinstance(found, torch.Tensor) or found.shape != rewards.shape:
+            there = tuple(found.shape) if isinstance(found, torch.Tensor) else shown(found)
+            raise ConfigError(
+                f"{setting} ({name!r}) must return [G, k], {tuple(rewards.shape)}, not {there}"
+            )
+        known = ~rewards.isnan()
+        known &= known.sum(dim=1, keepdim=True) > 1
+        advantages = torch.where(known, found.detach().double(), 0)
+        if not advantages.isfinite().all():
+            row = int((~advantages.isfinite()).any(dim=1).nonzero()[0])
+            raise ConfigError(
+                f"{setting} ({name!r}): advantages {found[row].tolist()} of rewards "
+                f"{rewards[row].tolist()} must be finite"
+            )
+        return advantages
+
+    return checked
+
+
 def make_batch(rollouts: Rollouts, method: Method) -> Batch:
     """Give every sequence of a rollout batch its group's c and k and its advantage.
 
@@ -110,18 +171,13 @@ def make_batch(rollouts: Rollouts, method: Method) -> Batch:
         B = G x rollouts per prompt sequences, with the tokens that `rollouts` holds.
 
     Raises:
-        ConfigError: k < 2.
+        ConfigError: k < 2; or as `find_advantages`.
     """
     assert len(rollouts), "a batch needs at least one group"
     assert rollouts.table["is_finished"].all(), "a batch is of finished rollouts"
     num_rows = rollouts.rollouts_per_prompt
     rewards = torch.from_numpy(rollouts.rewards).view(-1, num_rows)
-    advantages = group_advantages(
-        rewards,
-        normalize_std=method.normalize_std,
-        focal_gamma=method.focal_gamma,
-        std_floor=method.std_floor,
-    )
+    advantages = find_advantages(method)(rewards)
     num_correct, group_size = group_counts(torch.from_numpy(rollouts.outcomes).view(-1, num_rows))
     return Batch(
         rollouts.table,

@@ -22,6 +22,7 @@ from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.objective.families import find_family
+from gapo_megatron.objective.groups import find_advantages
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import environments
@@ -61,7 +62,8 @@ def check_inputs(config: Config) -> Inputs:
     Raises:
         GapoError: names field, file or line, value and rule.
     """
-    find_family(config.objective.resolve())  # loads the user's code, if any; so does the next
+    for find in (find_family, find_advantages):  # load the user's code, if any; so does the next
+        find(config.objective.resolve())
     find_engine(config.rollout.engine)
     run_dir, hf_config = Path(config.run.output_dir), read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:

@@ -6,12 +6,15 @@ import hashlib
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gapo_megatron.config import Config, ObjectiveConfig, load_config, load_recorded
 from gapo_megatron.config.roles import changed_work, changes
@@ -19,6 +22,7 @@ from gapo_megatron.config.user_method import find_method
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.objective.families import find_family
+from gapo_megatron.objective.groups import find_advantages
 from gapo_megatron.objective.losses import PolicyLoss
 from gapo_tools.dry_run.command import why_not_run
 from gapo_tools.reporting.arms import Comparison
@@ -106,6 +110,73 @@ def test_the_example_of_a_loss_is_the_equation_beside_it(folder: Path) -> None:
             )
             away = (ratio - 1) * (1 if advantage > 0 else -1)
             assert result.clipped.tolist() == [away > width]
+
+
+def method_with(folder: Path, code: str) -> str:
+    """Name of a method whose advantages have this code."""
+    path = folder / f"advantages_{hashlib.sha256(code.encode()).hexdigest()}.py"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from gapo_megatron.objective import METHODS, group_advantages\n"
+        f"{code}\nM = replace(METHODS['gapo'], name='mine', advantages='{path}:A')\n"
+    )
+    return f"{path}:M"
+
+
+def test_own_advantages_equal_to_the_package_s_train_to_the_same_bits(folder: Path) -> None:
+    save_model(folder / "model", "qwen2_tied")
+    rollouts = make_judged(seed=1)
+    own = [
+        method_with(folder, f"def A(rewards): return group_advantages({sign}rewards)")
+        for sign in ("", "-")
+    ]
+    with single_rank():
+        preset, same, other = (
+            run_learn(
+                make_config(folder / "model", objective={"method": method}), rollouts, num_steps=2
+            ).after
+            for method in ("gapo", *own)
+        )
+    assert all(torch.equal(weight, same[name]) for name, weight in preset.items())
+    assert not all(torch.equal(weight, other[name]) for name, weight in preset.items())
+
+
+GROUP = st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=4, max_size=4)
+
+
+@given(st.lists(GROUP, min_size=1))
+def test_the_example_of_advantages_leaves_each_response_out_of_its_mean(rewards) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rloo.py")
+        path.write_text(examples()["rloo.py"].replace('"rloo.py:', f'"{path}:'))
+        found = find_advantages(ObjectiveConfig(method=f"{path}:RLOO").resolve())
+        advantages = found(torch.tensor(rewards, dtype=torch.float64))
+    for group, row in zip(rewards, advantages.tolist(), strict=True):
+        for i, (reward, advantage) in enumerate(zip(group, row, strict=True)):
+            others = [one for j, one in enumerate(group) if j != i and not math.isnan(one)]
+            is_compared = others and not math.isnan(reward)
+            wanted = reward - sum(others) / len(others) if is_compared else 0
+            assert advantage == pytest.approx(wanted, abs=1e-12)
+
+
+def test_advantages_that_cannot_be_used_are_refused(folder: Path) -> None:
+    rewards = torch.tensor([[0.0, 1.0, 1.0], [1.0, math.nan, 0.0]], dtype=torch.float64)
+    for code, named in {
+        "A = 3": ("function", "int"),
+        "def A(rewards): return None": ("[G, k]", "(2, 3)", "None"),
+        "def A(rewards): return rewards[0]": ("[G, k]", "(2, 3)", "(3,)"),
+        "def A(rewards): return rewards / rewards": ("finite", "[0.0, 1.0, 1.0]"),
+    }.items():
+        with pytest.raises(ConfigError, match=mentions("advantages", *named)):
+            find_advantages(config(method_with(folder, code)).objective.resolve())(rewards)
+    for key in ("focal_gamma", "std_floor"):
+        with pytest.raises(ValueError, match=mentions(key, "does nothing", "advantages")):
+            ObjectiveConfig(method=method_with(folder, "A = 3"), **{key: 0.5})
+    for i, name in enumerate((f"{folder}/missing.py:A", "mean")):
+        path, arguments = folder / f"method{i}.py", f"{NUMBERS}, advantages={name!r}"
+        path.write_text(f"from gapo_megatron.objective import Method\nM = Method({arguments})\n")
+        with pytest.raises(ConfigError, match=mentions("advantages")):
+            config(f"{path}:M")
 
 
 def test_overrides_replace_numbers_as_in_a_preset(folder: Path) -> None:

@@ -204,10 +204,12 @@ def why_not_run(config: Config) -> list[str]:
     try:
         if is_code(engine):
             load(engine, setting="rollout.engine")
-        if is_code(method.family):
+        if is_code(method.family + method.advantages):
             from gapo_megatron.objective.families import find_family  # imports torch
+            from gapo_megatron.objective.groups import find_advantages
 
             find_family(method)
+            find_advantages(method)
     except ConfigError as error:
         found.append(str(error))
     hf_dir = Path(config.model.hf_dir)

@@ -155,7 +155,8 @@ def method_table(config: Config) -> Table:
     """The resolved objective, with its upper clip by c."""
     method, k = config.objective.resolve(), config.batch.rollouts_per_prompt
     table = Table(title="Method", title_justify="left", show_header=False)
-    for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma"):
+    shape = ("advantages",) if method.advantages else ("normalize_std", "focal_gamma")
+    for key in ("name", "ratio", "aggregation", *shape):
         table.add_row(key, str(getattr(method, key)))
     if is_code(method.family):
         table.add_row("loss family", method.family)

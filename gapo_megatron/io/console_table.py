@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import deque
 from collections.abc import Mapping
 
 # Title, key, format, width. The most important come first: a narrow terminal shows as many as fit.
@@ -12,17 +13,19 @@ _COLUMNS = (
     ("unknown", "reward/unknown_share", "{:.0%}", 7),
     ("clipped", "clip/fraction_sequences", "{:.1%}", 7),
     ("seconds", "time/step_s", "{:.1f}", 7),
-    ("left", "left", "", 8),
-    ("loss", "loss/policy", "{:+.1e}", 8),
-    ("grad norm", "optim/grad_norm", "{:.2e}", 9),
-    ("length", "rollout/response_length/mean", "{:.0f}", 6),
+    ("left", "left", "", 9),
     ("|ratio-1|", "ratio/abs_deviation", "{:.1e}", 9),
-    ("tokens/s", "perf/tokens_per_s", "{:,.0f}", 9),
-    ("A=0", "groups/zero_advantage_share", "{:.0%}", 4),
+    ("length", "rollout/response_length/mean", "{:.0f}", 6),
+    ("grad", "optim/grad_norm", "{:.1e}", 7),
+    ("tokens/s", "perf/tokens_per_s", "{:.0f}", 9),
     ("mismatch", "mismatch/mean_abs_log_prob_diff", "{:.1e}", 9),
 )
 _GAP = "  "
 _ROWS_PER_HEADER = 20
+_LINE_WIDTH = 120
+"""Columns of a line in a log file."""
+_RECENT_STEPS = 50
+"""Steps whose times predict those of the steps to come."""
 
 
 class ConsoleTable:
@@ -34,21 +37,25 @@ class ConsoleTable:
     def __init__(self, *, num_steps: int) -> None:
         self._num_steps = num_steps
         self._num_shown = 0
-        self._seconds = 0.0
+        self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Print the step's numbers, its time and the time left."""
-        self._seconds += values.get("time/step_s", 0.0)
+        if self._num_shown == 1:
+            self._seconds.clear()  # of a start's first step, in which much happens only once
+        self._seconds.append(values.get("time/step_s", 0.0))
         self._num_shown += 1
-        left_s = self._seconds / self._num_shown * (self._num_steps - step - 1)
+        left_s = sum(self._seconds) / len(self._seconds) * (self._num_steps - step - 1)
         cells = {"step": self._step(step + 1)}
         for title, key, form, _ in _COLUMNS:
             cells[title] = form.format(values[key]) if key in values else "-"
-        cells["left"] = _clock(left_s)
+        cells["left"] = "<" * (self._num_shown == 1) + _clock(left_s)
         if sys.stdout.isatty():
             self._print_row(cells)
         else:
-            _print_line(cells | {"split": ",".join(_split(values))})
+            if not values.get("reward/unknown_share"):
+                del cells["unknown"]
+            _print_line(cells)
 
     def show_evaluation(self, num_trained: int, values: Mapping[str, float]) -> None:
         """Print pass@1 and pass@k of the weights after `num_trained` steps on a line."""
@@ -81,20 +88,14 @@ class ConsoleTable:
 
 
 def _print_line(cells: Mapping[str, str]) -> None:
-    """Print a line for grep."""
-    words = (f"{title.replace(' ', '_').replace('=', '')}={cell}" for title, cell in cells.items())
-    print(" ".join(words), flush=True)
-
-
-def _split(values: Mapping[str, float]) -> list[str]:
-    """Shares of the step's time by stage, largest first: `rollout,61%`, `update,30%`."""
-    total = values.get("time/step_s", 0.0)
-    stages = [
-        (seconds / total, key.removeprefix("time/").removesuffix("_s"))
-        for key, seconds in values.items()
-        if key.startswith("time/") and key != "time/step_s" and total > 0
-    ]
-    return [f"{name},{share:.0%}" for share, name in sorted(stages, reverse=True)[:4]]
+    """Print a line for grep: as many of the cells, in order, as fit `_LINE_WIDTH`."""
+    line = ""
+    for title, cell in cells.items():
+        longer = f"{line} {title}={cell}".lstrip()
+        if len(longer) > _LINE_WIDTH:
+            break
+        line = longer
+    print(line, flush=True)
 
 
 def _clock(seconds: float) -> str:

@@ -225,12 +225,28 @@ def test_log_file_gets_one_line_per_step(tmp_path, monkeypatch, capsys):
     log_a_step(tmp_path)
     evaluated, line = capsys.readouterr().out.splitlines()
     assert evaluated.split() == ["step=4/10", "pass@1=45.0%", "pass@8=100.0%"]
-    assert "step=5/10" in line and "reward=0.250" in line and "tokens/s=1,234" in line
-    assert "mismatch=2.0e-03" in line
-    assert "loss=-1.0e-03" in line and "grad_norm=7.50e-01" in line
-    assert "left=0:00:50" in line  # five more steps of ten seconds
-    assert "split=rollout,60%,update,30%" in line
-    assert "unknown=2%" in line
+    assert "step=5/10" in line and "reward=0.250" in line
+    assert "grad=7.5e-01" in line and "unknown=2%" in line
+    assert "left=<0:00:50" in line  # five more steps of ten seconds, or less
+
+
+def test_what_a_start_does_once_is_not_in_the_time_left(tmp_path, capsys):
+    with MetricsWriter(tmp_path, config=make_config()) as writer:
+        for step, seconds in enumerate((100.0, 10.0, 20.0)):
+            writer.log(step, STEP_METRICS, STEP_TIMINGS | {"time/step_s": seconds})
+    left = [line.partition("left=")[2].split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["<0:15:00", "0:01:20", "0:01:45"]
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_a_line_has_at_most_120_columns_and_ends_with_the_least_important(tmp_path, capsys, size):
+    values = STEP_METRICS | STEP_TIMINGS | {"reward/unknown_share": 0.0}
+    large = {key: value * size for key, value in values.items()}
+    with MetricsWriter(tmp_path, config=make_config()) as writer:
+        writer.log(4, large, large)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert 100 < len(line) <= 120 and ("tokens/s=" in line) == (size == 1)
+    assert "left=" in line and "unknown" not in line
 
 
 def test_a_step_without_verdicts_shows_no_reward(tmp_path, capsys):

@@ -30,6 +30,7 @@ from gapo_megatron.io.files import naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
 from gapo_megatron.io.sample_files import TIMELINES_NAME, SampleLog
 from gapo_megatron.run.signal_watch import SignalWatch
+from gapo_megatron.run.tensorboard import add_scalars, open_tensorboard
 from gapo_megatron.types import Sample, Timeline
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,11 @@ class MetricsWriter:
         self._samples: Sequence[Sample] = ()
         self._watch = SignalWatch(run_dir)
         with naming(run_dir / "tensorboard"):
-            self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
+            self._tensorboard = (
+                open_tensorboard(run_dir, resume_step=resume_step)
+                if config.metrics.tensorboard
+                else None
+            )
         self._wandb = _open_wandb(run_dir, config)
         self._console = ConsoleTable(num_steps=config.run.num_steps)
         self._not_finite: set[str] = set()
@@ -127,7 +132,7 @@ class MetricsWriter:
         present = {key: value for key, value in {**values, **clock}.items() if value is not None}
         if self._tensorboard is not None:
             with naming(self._tensorboard.log_dir):
-                _add_scalars(self._tensorboard, present, step)
+                add_scalars(self._tensorboard, present, step)
         if self._wandb is not None:
             with naming(self._run_dir / "wandb"):
                 self._wandb.log(present, step=step)
@@ -239,24 +244,6 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
         raise MachineError(f"{path} is a link to {target}, whose folder does not exist")
     write_atomically(target, b"".join(kept))  # a kill here loses no line
     return open(target, "a", encoding="utf-8")
-
-
-def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) -> Any:
-    if not config.tensorboard:
-        return None
-    from torch.utils.tensorboard import SummaryWriter  # 3 s of import, only where it is used
-
-    # Also at step 0: a run killed before its first checkpoint starts again.
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
-
-
-def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
-    """Write all values of a step as one event: two hundred single events take 35 ms."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    scalars = [Summary.Value(tag=key, simple_value=value) for key, value in values.items()]
-    writer.file_writer.add_summary(Summary(value=scalars), step)
-    writer.flush()
 
 
 def _cut(value: Any) -> Any:

@@ -20,6 +20,7 @@ from gapo_megatron.run.metrics import MetricsWriter, check_sinks
 from tests.configs import config_of
 from tests.full_disk import full_disk
 from tests.messages import mentions
+from tests.train_setup import documented_names
 from tests.waiting import HANG_S
 
 
@@ -266,6 +267,29 @@ def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys
     assert header.split()[0] == "step" and header.endswith(last)
     assert {len(line) for line in (header, *rows)} == {len(header)} and len(header) <= width
     assert len(rows) == 3 and rows[-1].split()[:2] == ["3/10", "0.667"]
+
+
+def test_tensorboard_s_first_page_shows_names_that_runs_write(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    with MetricsWriter(tmp_path, config=make_config(tensorboard=True)) as writer:
+        writer.log(0, STEP_METRICS, STEP_TIMINGS)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = found.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    patterns = [
+        tag for part in layout.category for chart in part.chart for tag in chart.multiline.tag
+    ]
+    written = {
+        name.format(side=side, c=1, k=8)
+        for name in documented_names()
+        for side in ("correct", "wrong")
+        if not set(re.findall("{(.*?)}", name)) - {"side", "c", "k"}
+    }
+    assert len(patterns) > 10
+    for pattern in patterns:
+        assert any(re.fullmatch(pattern, name) for name in written), pattern
 
 
 @pytest.mark.parametrize("resume_step", [0, 2])

@@ -151,6 +151,10 @@ def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
         "step": step,
         "reward/mean": 0.4 + step / 100 + seed / 10,
         "loss/policy": None,  # was not finite
+        "rollout/response_length/mean": 100.0 + step,
+        "optim/grad_norm": 0.5 + seed,
+        "mismatch/mean_abs_log_prob_diff": 1e-7,
+        "reward/unknown_share": 0.02,
         "ratio/advantage_correlation_window": 0.9 - 0.1 * seed,
     }
     if step % 20 == 0:

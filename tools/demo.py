@@ -30,15 +30,13 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.config.rules import input_paths
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.evaluate.counts import Counts, read_counts
-from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.formats.folder import check_replaceable, claim, is_marked, mark
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.sft import train_supervised
 
 if TYPE_CHECKING:
-    from gapo_tools.evaluation.statistics import Interval
+    pass
 
 NUM_EVAL = 256
 NUM_TRAIN = 2400
@@ -278,63 +276,37 @@ def _threads(num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def _read_before_and_after(folder: Path) -> tuple[Counts, Counts]:
-    files = sorted(
-        (folder / "evaluations").glob("step_*.json"), key=lambda path: int(path.stem[5:])
-    )
-    return read_counts(files[0]), read_counts(files[-1])
-
-
-def _pass_at_1(counts: Counts) -> list[float]:
-    return [entry["num_correct"] / entry["num_samples"] for entry in counts]
-
-
-def _change(before_and_after: Sequence[Counts], k: int) -> str:
-    pairs = [
-        [(entry["num_samples"], entry["num_correct"]) for entry in counts]
-        for counts in before_and_after
-    ]
-    return " -> ".join(f"{100 * mean_pass_at_k(one, k):.1f}" for one in pairs)
-
-
-def _shown(interval: Interval) -> str:
-    low, high = 100 * interval.low, 100 * interval.high
-    return f"{100 * interval.mean:+.1f}  [{low:+.1f}, {high:+.1f}]"
-
-
 def _report(config: Config) -> None:
     """Print the table of held-out accuracy by level, before and after, and draw the picture."""
-    from gapo_tools.evaluation.statistics import paired_difference  # scipy: most of a second
+    # scipy, matplotlib and torch: seconds that the command line need not wait.
+    from gapo_tools.reporting import gains, write_report
 
     folder = Path(config.run.output_dir)
-    before, after = _read_before_and_after(folder)
-    k = config.evaluation.samples_per_prompt
-    title = (
-        f"Accuracy (%) on {len(before)} held-out problems, before -> after "
-        f"{config.objective.method}"
-    )
-    table = Table(title=title, caption="gain: of pass@1; interval: 95 % Student-t over problems")
-    table.add_column("problems", no_wrap=True)
-    for name in ("pass@1", "gain [interval]", f"pass@{k}"):
-        table.add_column(name, justify="right", no_wrap=True)
-    levels = list(dict.fromkeys(entry["level"] for entry in before))
-    for level in [*levels, None]:
-        chosen = [
-            [entry for entry in counts if level in (None, entry["level"])]
-            for counts in (before, after)
-        ]
-        gain = paired_difference(*map(_pass_at_1, chosen))
-        table.add_row(
-            level or "all",
-            _change(chosen, 1),
-            _shown(gain),
-            _change(chosen, k),
-            style="bold" if level is None else None,
+    if found := gains.read_first_and_last(folder):
+        _, pair = found
+        k = config.evaluation.samples_per_prompt
+        title = (
+            f"Accuracy (%) on {len(pair[0])} held-out problems, before -> after "
+            f"{config.objective.method}"
         )
-    console.print(table)
-    # matplotlib and torch: seconds that the command line need not wait.
-    from gapo_tools.reporting import write_report
-
+        caption = "gain: of pass@1; interval: 95 % Student-t over problems"
+        table = Table(title=title, caption=caption)
+        table.add_column("problems", no_wrap=True)
+        for name in ("pass@1", "gain [interval]", f"pass@{k}"):
+            table.add_column(name, justify="right", no_wrap=True)
+        levels = list(dict.fromkeys(entry["level"] for entry in pair[0]))
+        for level in [*levels, None]:
+            before, after = (
+                [entry for entry in counts if level in (None, entry["level"])] for counts in pair
+            )
+            table.add_row(
+                level or "all",
+                gains.change((before, after), 1),
+                gains.with_bounds(gains.gain((before, after))),
+                gains.change((before, after), k),
+                style="bold" if level is None else None,
+            )
+        console.print(table)
     page = write_report([folder], folder / "report").page
     _say(f"report: {page}\nmodel:  {folder / 'hf'} (Hugging Face folder)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from gapo_megatron.objective.diagnostics import WINDOW
 from gapo_tools.reporting.arms import Arm, Comparison
@@ -36,6 +38,7 @@ from gapo_tools.reporting.style import (
     outer_names,
     over_steps,
     panels,
+    widen,
     wrapped,
 )
 
@@ -43,6 +46,9 @@ CORRELATION = "ratio/advantage_correlation_window"
 DEVIATION = "correct/ratio_deviation"
 CLIPPED_TOKENS = "correct/clip_fraction_tokens"
 GROUPS = "group_share"
+PEARSON = "Pearson r"
+LEAST_SPAN = 20
+"""Percentage points that an axis spans at least: less would draw noise as a rise or a fall."""
 MOST_BANDS = 3
 """With more arms in a panel, bands hide each other: lines alone."""
 SMALL = 0.02
@@ -57,35 +63,17 @@ _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
 
 
 def over_training(comparison: Comparison) -> Exhibit:
-    """Held-out pass@1 and pass@k, training reward and correlation: a panel each, a line per arm."""
+    """Held-out pass@1 and pass@k, training reward and correlation."""
     window = window_of(comparison.runs)
     quantities: dict[str, Callable[[Run], Values]] = {
         f"{key.removeprefix('eval/')} (%)": partial(Run.series, key=key)
         for key in pass_keys(comparison.arms)
     }
     quantities["correct in training (%)"] = partial(_smoothed, window=window)
-    quantities["Pearson r"] = partial(Run.series, key=CORRELATION)
-    rows: list[Row] = []
-    for quantity, values in quantities.items():
-        rows += curve_rows(comparison.arms, values, quantity=quantity)
-    drawn = distinct(rows, "quantity")
-    if not drawn:
+    quantities[PEARSON] = partial(Run.series, key=CORRELATION)
+    rows, figure = _draw_quantities(comparison, quantities)
+    if figure is None:
         raise NoData("no run has evaluations or a window of steps")
-    figure, axes = panels(len(drawn), share_y=False)
-    for axis, quantity in zip(axes, drawn, strict=True):
-        limits, scale = ((0, 1), 100) if quantity.endswith("(%)") else ((-1, 1), 1)
-        over_steps(axis, ylabel=quantity)
-        for place, arm in enumerate(comparison.arms):
-            if not (line := select(rows, quantity=quantity, arm=arm.label)):
-                continue
-            if len(comparison.arms) > MOST_BANDS:
-                line = [row | {"low": None, "high": None} for row in line]
-            look = {"label": arm.label, **arm_style(place)}
-            draw_band(axis, line, limits=limits, scale=scale, **look)
-        if scale == 1:
-            axis.set_ylim(-1.05, 1.05)
-    outer_names(axes, share_y=False)
-    legend_below(figure, *axes)
     seeds = ", ".join(f"{arm.label} {len(arm.runs)}" for arm in comparison.arms)
     return Exhibit(
         aid="Accuracy on held-out problems (pass@1: one answer is correct; pass@k: at least one of "
@@ -102,8 +90,68 @@ def over_training(comparison: Comparison) -> Exhibit:
     )
 
 
-def _smoothed(run: Run, *, window: int) -> Values:
-    values = run.series("reward/mean")
+def health(comparison: Comparison) -> Exhibit:
+    """Response length, gradient norm, mismatch with the engine and unknown verdicts."""
+    window = window_of(comparison.runs)
+    keys = {
+        "response tokens": "rollout/response_length/mean",
+        "gradient norm": "optim/grad_norm",
+        "mismatch (nats)": "mismatch/mean_abs_log_prob_diff",
+        "unknown (%)": "reward/unknown_share",
+    }
+    rows, figure = _draw_quantities(
+        comparison,
+        {title: partial(_smoothed, key=key, window=window) for title, key in keys.items()},
+    )
+    if figure is None:
+        raise NoData(f"no run has {window} steps with {', '.join(keys.values())}")
+    return Exhibit(
+        aid="Mean length of the responses, norm of the gradient before clipping, mean difference "
+        "of the trainer's and the engine's log-probs, and responses that could not be judged.",
+        rows=rows,
+        figure=figure,
+        notes=[f"Means over seeds{_point(window)}."],
+    )
+
+
+def _draw_quantities(
+    comparison: Comparison, quantities: Mapping[str, Callable[[Run], Values]]
+) -> tuple[list[Row], Figure | None]:
+    """Draw a panel per quantity that a run has, a line per arm; no figure without any."""
+    rows: list[Row] = []
+    for quantity, values in quantities.items():
+        rows += curve_rows(comparison.arms, values, quantity=quantity)
+    drawn = distinct(rows, "quantity")
+    if not drawn:
+        return rows, None
+    figure, axes = panels(len(drawn), share_y=False)
+    for axis, quantity in zip(axes, drawn, strict=True):
+        limits, scale = (0.0, math.inf), 1
+        if quantity.endswith("(%)"):
+            limits, scale = (0.0, 1.0), 100
+        elif quantity == PEARSON:
+            limits = (-1.0, 1.0)
+        over_steps(axis, ylabel=quantity)
+        for place, arm in enumerate(comparison.arms):
+            if not (line := select(rows, quantity=quantity, arm=arm.label)):
+                continue
+            if len(comparison.arms) > MOST_BANDS:
+                line = [row | {"low": None, "high": None} for row in line]
+            look = {"label": arm.label, **arm_style(place)}
+            draw_band(axis, line, limits=limits, scale=scale, **look)
+        if quantity == PEARSON:
+            axis.set_ylim(-1.05, 1.05)
+        elif scale == 100:
+            widen(axis, least=LEAST_SPAN, limits=(0, 100))
+        else:
+            axis.set_ylim(bottom=0)
+    outer_names(axes, share_y=False)
+    legend_below(figure, *axes)
+    return rows, figure
+
+
+def _smoothed(run: Run, *, key: str = "reward/mean", window: int) -> Values:
+    values = run.series(key)
     return windowed(values, list(values), window)
 
 

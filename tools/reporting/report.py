@@ -16,13 +16,16 @@ from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_tools.evaluation.table import Table
 from gapo_tools.reporting.arms import Comparison
+from gapo_tools.reporting.clip import clip_by_c
 from gapo_tools.reporting.figures import (
     clip_fraction_per_c,
     deviation_per_c,
     groups_per_c,
+    health,
     over_training,
     step_time,
 )
+from gapo_tools.reporting.gains import before_and_after
 from gapo_tools.reporting.runs import Run, find_trained, read_run
 from gapo_tools.reporting.samples import page_values
 from gapo_tools.reporting.series import NoData
@@ -32,17 +35,21 @@ from gapo_tools.reporting.tables import rounding, summary
 PAGE_NAME = "report.html"
 SAMPLES_PAGE_NAME = "samples.html"
 FIGURES_NAME = "figures"
+SUMMARY, ROUNDING = "Summary", "Signal against rounding"
 MOST_NAMES = 5
 """Most names of runs listed in a sentence."""
 
 MAKERS: dict[str, Callable[[Comparison], Exhibit]] = {
-    "Summary": summary,
+    "Before and after": before_and_after,
+    SUMMARY: summary,
     "Accuracy and correlation over training": over_training,
+    "Clip widths and what they clipped, per c": clip_by_c,
+    "Length, gradient, mismatch and unknown verdicts": health,
     "Ratio deviation of correct rollouts, per c": deviation_per_c,
     "Clip fraction of correct rollouts, per c": clip_fraction_per_c,
     "Groups, per c": groups_per_c,
     "Time of a step, by stage": step_time,
-    "Signal against rounding": rounding,
+    ROUNDING: rounding,
 }
 """Title -> function that makes the exhibit or raises NoData, in the order of the page.
 
@@ -103,20 +110,22 @@ def write_report(folders: Sequence[Path], output_dir: Path, *, first: str | None
             written.append(_write(title, make, comparison, figures_dir))
         except NoData as reason:
             left_out[title] = str(reason)
+    tables = [one for one in written if one.exhibit.table is not None]
     page = output_dir / PAGE_NAME
     text = _fill(
         "page.html.j2",
         title=f"Training report: {some([arm.label for arm in comparison.arms])}",
         lead=_lead(comparison, waiting),
         samples_page=_write_samples(comparison, output_dir / SAMPLES_PAGE_NAME),
-        tables=[one for one in written if one.exhibit.table is not None],
+        first_tables=[one for one in tables if one.title != ROUNDING],
+        last_tables=[one for one in tables if one.title == ROUNDING],
         figures=[one for one in written if one.exhibit.figure is not None],
         left_out=left_out,
         arms=comparison.arms,
     )
     write_atomically(page, text)
-    table = written[0].exhibit.table
-    assert table is not None, written[0].title
+    (table,) = (one.exhibit.table for one in written if one.title == SUMMARY)
+    assert table is not None
     return Report(page, table, left_out, waiting)
 
 

@@ -137,6 +137,16 @@ def over_steps(axis: Axes, *, ylabel: str) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
+def widen(axis: Axes, *, least: float, limits: tuple[float, float]) -> None:
+    """Let the y axis span at least `least`, around what is drawn and within `limits`."""
+    low, high = axis.get_ylim()
+    if (missing := least - (high - low)) > 0:
+        low, high = low - missing / 2, high + missing / 2
+    # Beyond a limit there are no values: the span moves inside.
+    shift = max(limits[0] - low, 0) - max(high - limits[1], 0)
+    axis.set_ylim(max(low + shift, limits[0]), min(high + shift, limits[1]))
+
+
 def arm_style(place: int) -> dict[str, Any]:
     """Colour, line style and marker of a panel's line number `place`; the first 28 all differ."""
     return {

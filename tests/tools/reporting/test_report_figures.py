@@ -13,11 +13,13 @@ from scipy import stats
 
 from gapo_tools.reporting.report import MAKERS, note_missing
 from gapo_tools.reporting.series import NoData
-from gapo_tools.reporting.style import style
+from gapo_tools.reporting.style import panels, style, widen
 from tests.report_setup import (
+    NUM_PROBLEMS,
     NUM_STEPS,
     ROUNDING,
     SIGNAL,
+    clipped,
     clipped_tokens,
     clocks_apart,
     compare,
@@ -26,6 +28,7 @@ from tests.report_setup import (
     num_sequences,
     pass_at,
     rows_of,
+    solved,
     t_interval,
     write_run,
 )
@@ -101,6 +104,62 @@ def test_groups_add_up_to_all(exhibits):
     assert sum(shares) == pytest.approx(1)
     top = exhibit.figure.axes[0].collections[-1].get_paths()[0].vertices[:, 1].max()
     assert top == pytest.approx(100)
+
+
+def test_each_run_has_its_gain_over_the_problems_with_its_interval(exhibits, tmp_path):
+    exhibit = exhibits["before_and_after"]
+    assert len(exhibit.rows) == len(exhibit.table.rows) == len(METHODS) * len(SEEDS)
+    for method in METHODS:
+        for seed in SEEDS:
+            before, after = (
+                [solved(method, seed, step, problem) / 8 for problem in range(NUM_PROBLEMS)]
+                for step in (0, NUM_STEPS)
+            )
+            gains = [b - a for a, b in zip(before, after, strict=True)]
+            (row,) = rows_of(exhibit, arm=method, seed=seed)
+            assert (row["first step"], row["last step"]) == (0, NUM_STEPS)
+            assert row["pass@1 after"] - row["pass@1 before"] == pytest.approx(row["gain"])
+            assert row["gain"] == pytest.approx(np.mean(gains), abs=1e-12)
+            if np.ptp(gains) > 1e-9:
+                assert (row["gain low"], row["gain high"]) == pytest.approx(t_interval(gains))
+    folder = write_run(tmp_path / "once", num_steps=3)
+    with pytest.raises(NoData, match="evaluated twice"):
+        FIGURES["before_and_after"](compare(folder))
+
+
+def test_a_problem_without_a_verdict_is_in_no_gain(tmp_path):
+    folder = write_run(tmp_path / "run")
+    path = folder / "evaluations" / "step_40.json"
+    whole = FIGURES["before_and_after"](compare(folder)).rows[0]
+    problems = json.loads(path.read_text())
+    problems["problems"][0] |= {"num_samples": 0, "num_correct": 0}
+    path.write_text(json.dumps(problems))
+    (row,) = FIGURES["before_and_after"](compare(folder)).rows
+    gains = [(solved("gapo", 0, 40, i) - solved("gapo", 0, 0, i)) / 8 for i in (1, 2, 3, 4)]
+    assert row["gain"] == pytest.approx(np.mean(gains)) != whole["gain"]
+
+
+def test_the_clip_stands_beside_its_width(exhibits, tmp_path):
+    """GAPO's falls with c, that of others does not; those that find theirs have none."""
+    found = FIGURES["clip_by_c"](compare(write_run(tmp_path / "m", method="m2po")))
+    assert {row["upper"] for row in found.rows} == {None}
+    for method, (low, high) in {"gapo": (0.01, 0.0167), "gspo_asym": (0.0167, 0.0167)}.items():
+        rows = rows_of(exhibits["clip_by_c"], arm=method)
+        assert [row["c"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+        for row in rows:
+            c = row["c"]
+            assert row["upper"] == pytest.approx(low + (high - low) * (8 - c) / 7)
+            assert row["mean"] == pytest.approx(np.mean([clipped(c, seed) for seed in SEEDS]))
+
+
+@pytest.mark.parametrize(("low", "high"), [(95, 99), (0, 3), (40, 50), (10, 90)])
+def test_an_axis_of_shares_spans_twenty_points_at_least(low, high):
+    _, (axis,) = panels(1)
+    axis.plot([0, 1], [low, high])
+    widen(axis, least=20, limits=(0, 100))
+    bottom, top = axis.get_ylim()
+    assert 0 <= bottom <= low and high <= top <= 100
+    assert top - bottom >= min(20, 100) - 1e-9
 
 
 def test_a_run_shorter_than_the_window_leaves_the_others_their_curves(tmp_path):
@@ -240,6 +299,8 @@ def test_files_hold_what_is_drawn(exhibits, tmp_path):
         ("over_training", ("time/",), "evaluations"),
         ("clip_fraction_per_c", ("reward/",), "per_c/correct/clip_fraction_tokens"),
         ("rounding", ("reward/",), "rounding_every_steps"),
+        ("clip_by_c", ("reward/",), "clip_fraction_sequences"),
+        ("health", ("reward/mean", "time/"), "optim/grad_norm"),
     ],
 )
 def test_what_runs_have_no_data_for_says_why(tmp_path, name, kept, reason):

@@ -35,6 +35,7 @@ ROW = np.dtype(
         ("newest_version", np.int32),  # policy version that sampled the tokens not carried
         ("num_routed_tokens", np.int32),  # leading prompt and response tokens with routes
         ("num_routes", np.int32),  # numbers of experts of each of these tokens, over all layers
+        ("num_ending_bytes", np.int32),  # of `endings`
         ("answer", np.int64),  # hash of the answer that is correct (`objective.answers`); 0: none
         ("answer_form", np.int64),  # hash of its form
     ]
@@ -49,6 +50,7 @@ COLUMNS = {
     "response_masks": np.bool_,
     "carried_versions": np.int32,
     "routes": np.uint8,
+    "endings": np.uint8,
 }
 """Arrays of a response, in the order of messages; see the properties of `Rollouts`."""
 
@@ -91,6 +93,7 @@ class Rollouts:
         carried_versions: Sequence[np.ndarray] = (),
         response_masks: Sequence[np.ndarray | None] = (),
         routes: Sequence[np.ndarray | None] = (),
+        endings: Sequence[bytes] = (),
     ) -> Rollouts:
         """Responses with all tokens on this rank; lengths and sums are computed, other facts are 0.
 
@@ -103,6 +106,7 @@ class Rollouts:
                 these, version 0.
             response_masks: B masks, or empty; a mask is None if the model sampled every token.
             routes: B arrays as of `Episode.routes`, each None without any; or empty.
+            endings: B texts in UTF-8, most of them empty; or none. See `endings`.
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
@@ -131,6 +135,10 @@ class Rollouts:
         for i, one in routed.items():
             table["num_routed_tokens"][i], table["num_routes"][i] = one.shape
         tokens.append(LocalArrays((i, one.reshape(-1)) for i, one in routed.items()))
+        ended = {i: np.frombuffer(one, np.uint8) for i, one in enumerate(endings) if one}
+        for i, text in ended.items():
+            table["num_ending_bytes"][i] = len(text)
+        tokens.append(LocalArrays(ended))
         return Rollouts(table, dict(zip(COLUMNS, tokens, strict=True)))
 
     @classmethod
@@ -187,6 +195,14 @@ class Rollouts:
         """[num_routed_tokens x num_routes] uint8, of rows that have some; see `routes_of`."""
         return self.tokens["routes"]
 
+    @property
+    def endings(self) -> Mapping[int, np.ndarray]:
+        """[num_ending_bytes] uint8: how an environment ended the episode, JSON in UTF-8.
+
+        Only of open groups, for rows whose episode has ended in another way than by a turn.
+        """
+        return self.tokens["endings"]
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -218,7 +234,7 @@ class Rollouts:
     def with_tokens(self, tokens: Tokens) -> Self:
         """A copy with exactly these arrays."""
         held = {name: LocalArrays(tokens[name]) for name in COLUMNS}
-        for name in ("response_masks", "routes"):  # which not every row has
+        for name in ("response_masks", "routes", "endings"):  # which not every row has
             held[name] = LocalArrays((row, one) for row, one in held[name].items() if len(one))
         return replace(self, tokens=held)
 

@@ -92,6 +92,8 @@ def _to_fields(episode: Episode) -> dict[str, Any]:
     }
     return {
         **{name: None if one is None else torch.from_numpy(one) for name, one in arrays.items()},
+        "failure": episode.failure,
+        "final_text": episode.final_text,
         "truncated": episode.truncated,
         "finished": episode.finished,
     }

@@ -50,12 +50,6 @@ def check_together(config: Config) -> None:
                 f"({config.run.num_steps})"
             )
     _check_numbers(config)
-    if config.environment.is_called and config.batch.oversampling > 1:
-        raise ValueError(
-            f"batch.oversampling ({config.batch.oversampling:g}) must be 1 with environment.kind "
-            f"({config.environment.kind!r}): which groups are finished first would depend on how "
-            "fast the environment answers"
-        )
     _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(

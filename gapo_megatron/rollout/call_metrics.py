@@ -80,9 +80,9 @@ def count_drafts(groups: Sequence[Sequence[Episode]]) -> np.ndarray:
     """
     counts = np.zeros(3, np.int64)
     for one in (one for group in groups for one in group):
-        # Over-sampling and an environment exclude each other: every carried token is sampled.
         num_carried = 0 if one.carried_versions is None else len(one.carried_versions)
-        counts += (one.num_sampled_tokens - num_carried, one.num_drafted, one.num_accepted)
+        num_new = int(one.is_sampled[num_carried:].sum())
+        counts += (num_new, one.num_drafted, one.num_accepted)
     return counts
 
 

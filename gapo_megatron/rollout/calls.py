@@ -36,8 +36,6 @@ EXCHANGE_EVERY = 8
 """Decoding steps between two broadcasts of answers, in a replica of several ranks."""
 _STOP_WAIT_S = 2.0
 """Longest wait of a stop for answers of an environment that may not be asked again."""
-_WAIT_S = 0.1
-"""Longest wait for an answer: meanwhile the verifier workers get new work."""
 
 _ANSWERS = {"kind", "settings", "code", "call_timeout_s", "episode_timeout_s"}
 """Settings that decide what a call answers, given its tokens."""
@@ -177,11 +175,23 @@ class Calls:
         every = EXCHANGE_EVERY if self._replicas.size > 1 else 1
         return self.num_open > 0 and num_steps % every == 0
 
-    def replies(self, *, wait: bool) -> Sequence[Reply]:
+    def hold(self) -> None:
+        """Begin no further call: those that wait are asked for by the next generation."""
+        if self._caller is not None:
+            self._caller.is_holding = True
+
+    def any_running(self) -> bool:
+        """Whether a call has begun whose answer has not been taken.
+
+        Collectives: one broadcast within the replica, if it has more than one rank.
+        """
+        return self._replicas.agree(self._caller is not None and self._caller.any_running())
+
+    def replies(self, *, wait_s: float) -> Sequence[Reply]:
         """The answers that have come, in one order on all ranks of the replica.
 
         Args:
-            wait: wait for an answer for a moment: the engine has nothing to decode.
+            wait_s: longest wait for an answer, if none has come: the engine has nothing to decode.
 
         Collectives: one broadcast within the replica, if it has more than one rank.
 
@@ -190,7 +200,7 @@ class Calls:
         """
         came: Sequence[Reply] = ()
         if self._caller is not None:
-            came = self._caller.take(wait_s=_WAIT_S if wait else 0.0)
+            came = self._caller.take(wait_s=wait_s)
         came = self._replicas.agree(came)
         self.num_open -= len(came)
         for reply in came:
@@ -233,6 +243,8 @@ class _Caller:
         self._results: queue.SimpleQueue[Reply | GapoError] = queue.SimpleQueue()
         self._closed: set[tuple[str, int]] = set()
         """Problem id and sample of the episodes that have ended."""
+        self.is_holding = False
+        """Whether calls that wait stay where they are."""
 
     def ask(self, episode: Episode) -> None:
         """Begin a call, or queue it; its answer may be in the journal."""
@@ -254,6 +266,10 @@ class _Caller:
             self._spent_s[reply.prompt, reply.sample] += reply.seconds
         self._begin()
         return replies
+
+    def any_running(self) -> bool:
+        """Whether a call has begun whose answer has not been taken."""
+        return not self._results.empty() or any(not one.is_settled for one in self._begun)
 
     def close(self, episode: Episode) -> None:
         """Tell the environment that the episode has ended, if it wants to know."""
@@ -294,6 +310,8 @@ class _Caller:
         config, running = self._acting.config, self._acting.running
         self._begun = [one for one in self._begun if not one.is_settled]
         running[:] = [one for one in running if one.is_running]
+        if self.is_holding:
+            return
         while self._waiting and len(running) < config.max_concurrent:
             episode = self._waiting.popleft()
             left_s = config.episode_timeout_s - self._spent_s[_place(episode)]

@@ -25,6 +25,8 @@ from gapo_megatron.user_code import contained
 
 # Decoding steps between two checks for an abort, each a broadcast within the replica.
 _STEPS_PER_QUESTION = 8
+_WAIT_S, _SHORT_WAIT_S = 0.1, 0.002
+"""Longest waits for an environment's answer: meanwhile the verifier workers get no new work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class Hooks:
     """Receives the number of tokens that this replica has sampled if the generation is aborted."""
     shows_progress: bool = False
     """Whether rank 0 shows a progress bar with tokens/s."""
+    keeps_unfinished: bool = False
+    """Whether a later generation continues the unfinished episodes: calls of an environment that
+    run at the end are then waited for, so that none is made twice."""
 
 
 def begin(environment: Environment, prompt: Prompt) -> Prompt:
@@ -126,7 +131,6 @@ def generate(
     hooks = hooks or Hooks()
     responses = Responses(prompts, begun or {}, settings, calls=calls)
     wanted = len(prompts) if num_groups is None else num_groups
-    assert not (is_called and isinstance(wanted, Tally)), "calls end when they do, not at a step"
     with generators_restored() if is_called else nullcontext():
         hooks.on_ended([one for group in responses.groups for one in group if one.finished])
         run = _Run(engine, responses, wanted, hooks, calls)
@@ -204,6 +208,9 @@ class _Run:
             self._advance(begun)
             with progress_bar(len(begun), shown=shown) as advance_bar:
                 self._end = self._take_steps(len(begun), advance_bar)
+            if self._calls and self._hooks.keeps_unfinished and not self._end.aborted:
+                is_aborted = self._await_calls(self._calls)
+                self._end = replace(self._end, aborted=is_aborted)
         finally:
             left = self._engine.abort()
             if self._calls and self._end.aborted:
@@ -250,7 +257,9 @@ class _Run:
             share = self._occupancy.share_taken(num_running + len(completions), num_waiting)
             ended = self._advance(map(responses.take, completions))
             if self._calls and num_open and (not num_in_engine or self._calls.is_due(num_steps)):
-                replies = self._calls.replies(wait=not num_in_engine)
+                # The other engines may wait for this one's next report to the tally.
+                longest_s = _SHORT_WAIT_S if self._tally else _WAIT_S
+                replies = self._calls.replies(wait_s=0.0 if num_in_engine else longest_s)
                 ended += self._advance(map(responses.answer, replies))
             num_open -= len(ended)
             self._hooks.on_ended(ended)
@@ -261,6 +270,21 @@ class _Run:
                 self.num_tokens += num_tokens
                 advance_bar(len(ended), num_tokens)
         return Ending(False, taken_s, last - self._start)
+
+    def _await_calls(self, calls: Calls) -> bool:
+        """Wait for the answers of calls that run; returns whether to abort. Begins nothing more."""
+        self._tally = None  # its group is now the heartbeat's
+        calls.hold()
+        while calls.any_running():
+            for reply in calls.replies(wait_s=_WAIT_S):
+                episode = self._responses.answer(reply)
+                if isinstance(episode, Episode):  # otherwise its next turn is sampled later
+                    calls.close([episode])
+                    self._hooks.on_ended([episode])
+            self._hooks.on_ended(())
+            if self._must_abort():
+                return True
+        return False
 
     def _advance(self, items: Iterable[Episode | Request]) -> list[Episode]:
         """Send requests to the engine, ask the environment; returns the episodes that ended."""

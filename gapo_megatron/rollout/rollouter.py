@@ -267,6 +267,7 @@ class Rollouter:
                     occupancy=now.occupancy,
                     on_aborted=self._count_discarded,
                     shows_progress=True,
+                    keeps_unfinished=self._batch.partial_rollouts,
                 ),
             )
         if groups is None:

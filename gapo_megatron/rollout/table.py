@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -61,6 +62,7 @@ def to_rollouts(
         carried_versions=carried,
         response_masks=[one.response_mask for one in episodes],
         routes=[one.routes for one in episodes],
+        endings=[_ending(one) for one in episodes] if verdicts is None else (),
     )
     if not judges_truncated:
         outcomes = [
@@ -108,8 +110,16 @@ def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Epi
     return groups
 
 
+def _ending(episode: Episode) -> bytes:
+    """How an environment ended an episode, for the step that judges it; mostly empty."""
+    if not episode.failure and episode.final_text is None:
+        return b""
+    return json.dumps({"failure": episode.failure, "final_text": episode.final_text}).encode()
+
+
 def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
     facts = rollouts.table[row]
+    ending = json.loads(rollouts.endings[row].tobytes()) if facts["num_ending_bytes"] else {}
     is_carried, is_scored = facts["num_carried_tokens"] > 0, facts["num_scored_tokens"] > 0
     return Episode(
         prompt,
@@ -122,6 +132,7 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
         carried_log_probs=rollouts.carried_log_probs[row] if is_scored else None,
         carried_versions=rollouts.carried_versions[row] if is_carried else None,
         routes=rollouts.routes_of(row),
+        **ending,
     )
 
 

@@ -101,7 +101,7 @@ def test_tokens_do_not_depend_on_how_fast_the_environment_answers() -> None:
     calls = calls_of(last, run=in_thread)
     poll, replies = engine.poll, calls.replies
     engine.poll = lambda: (is_idle.clear(), poll())[1]  # type: ignore[method-assign]
-    calls.replies = lambda *, wait: (wait and is_idle.set(), replies(wait=wait))[1]  # type: ignore[method-assign]
+    calls.replies = lambda *, wait_s: (wait_s and is_idle.set(), replies(wait_s=wait_s))[1]  # type: ignore[method-assign]
     assert content_of(generate(engine, PROMPTS, SETTINGS, calls=calls)) == expected
 
 
@@ -468,7 +468,7 @@ def test_a_recorded_call_counts_once_in_the_episodes_limit(tmp_path: Path) -> No
     calls = calls_of(answer_of, run_dir=tmp_path, episode_timeout_s=10)
     for episode in (first, second):
         calls.ask(episode)
-        (reply,) = calls.replies(wait=False)
+        (reply,) = calls.replies(wait_s=0.0)
         assert not reply.failure and reply.tokens
 
 

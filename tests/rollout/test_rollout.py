@@ -206,7 +206,7 @@ def test_goes_on_from_what_an_environment_says(fresh, monkeypatch):
     monkeypatch.setattr(fresh.engine.llm, "step", watched)
     calls = calls_of(respond, run=in_thread, eos_token_ids=fresh.ends, call_timeout_s=1000)
     replies = calls.replies
-    calls.replies = lambda *, wait: (wait and is_idle.set(), replies(wait=wait))[1]
+    calls.replies = lambda *, wait_s: (wait_s and is_idle.set(), replies(wait_s=wait_s))[1]
     groups = generate(fresh.engine, prompts, calls=calls, **settings)
     cached = dict(reversed(ended))
     assert len(cached) == len(prompts) and {*cached.values()} == {0}

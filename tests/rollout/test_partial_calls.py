@@ -1,0 +1,191 @@
+"""Partial rollouts with an environment: what is interrupted goes on, and no call is made twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gapo_megatron.checkpoint.open_groups import from_content, to_content
+from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.generate import Hooks, generate
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.table import to_episodes, to_rollouts
+from gapo_megatron.types import Episode, Prompt
+from tests.acting import EOS, acting_of, calls_of
+from tests.scripted_engine import LoneReplicas, ScriptedEngine, ThreadReplicas, place_of
+
+SETTINGS = SamplingSettings(num_samples=3, max_response_tokens=200, seed=7)
+PROMPTS = [Prompt(str(i), (10 + i,), answer="") for i in range(12)]
+GIVEN = 60
+"""The environment's tokens are from here on, the model's below."""
+Group = tuple[Episode, ...]
+
+
+def turn(problem: str, sample: int, number: int) -> list[int]:
+    length = (7 * int(problem) + 5 * sample + 11 * number) % 40
+    return [*[2 + number] * length, EOS]
+
+
+def say(request: Request) -> list[int]:
+    """The rest of a turn, whatever has been interrupted."""
+    problem, sample = place_of(request)
+    tokens = request.response_ids.tolist()
+    number = sum(token >= GIVEN for token in tokens)
+    given = [i for i, token in enumerate(tokens) if token >= GIVEN]
+    done = len(tokens) - (given[-1] + 1 if given else 0)
+    return turn(problem, sample, number)[done:]
+
+
+def answer_of(episode: Episode) -> Any:
+    """A token for each of some turns; then the end, with or without a text, or a failure."""
+    number, place = int((~episode.is_sampled).sum()), int(episode.prompt.id) + episode.sample
+    if number < 1 + place % 3:
+        return [GIVEN + number]
+    if place % 4 == 0:
+        raise ValueError(f"no answer to {place}")
+    return ["", f"text {place}", None][place % 3]
+
+
+def content_of(groups: Sequence[Group]) -> dict[tuple[str, int], Any]:
+    return {
+        (one.prompt.id, one.sample): (
+            *(one.token_ids.tolist(), one.is_sampled.tolist(), one.log_probs.tolist()),
+            *(one.failure, one.final_text, one.truncated),
+        )
+        for group in groups
+        for one in group
+    }
+
+
+def stored(groups: Sequence[Group], *, step: int) -> list[Group]:
+    """The open groups as the next step has them, after a stop and a resume in between."""
+    if not groups:
+        return []
+    rollouts = to_rollouts(groups, policy_version=step).carried()
+    opened = to_episodes(rollouts, [group[0].prompt for group in groups])
+    assert content_of(opened) == content_of(groups)
+    resumed = from_content(to_content(opened))
+    assert content_of(resumed) == content_of(groups)
+    return resumed
+
+
+class Asked:
+    """An environment that counts what it is asked, and how many calls run when a step ends."""
+
+    def __init__(self, respond: Callable[[Episode], Any] = answer_of) -> None:
+        self.counts: Counter[tuple[str, int, int]] = Counter()
+        self.num_running = 0
+        self._respond = respond
+        self._lock = threading.Lock()
+
+    def __call__(self, episode: Episode) -> Any:
+        with self._lock:
+            self.counts[episode.prompt.id, episode.sample, len(episode.token_ids)] += 1
+            self.num_running += 1
+        try:
+            time.sleep(random.uniform(0, 0.01))
+            return self._respond(episode)
+        finally:
+            with self._lock:
+                self.num_running -= 1
+
+
+def go_on(replicas: Replicas, asked: Asked, prompts: Sequence[Prompt], wanted: int) -> list[Group]:
+    """Steps until every group is complete; all engines take equally many."""
+    engine = ScriptedEngine(say, replicas=replicas, num_places=10)
+    # Two calls at a time: others wait for their turn when a step ends.
+    acting = acting_of(SimpleNamespace(respond=asked), run=in_thread, max_concurrent=2)
+    waiting, opened, done = list(prompts), list[Group](), list[Group]()
+    for step in range(100):
+        new, waiting = waiting[: wanted + 2 - len(opened)], waiting[wanted + 2 - len(opened) :]
+        mine = [*(group[0].prompt for group in opened), *new]
+        numbers = replicas.gather([len(mine)])
+        if not any(numbers):
+            return done
+        several = replicas.world_size > 1
+        groups = generate(
+            engine,
+            mine,
+            replace(SETTINGS, step=step),
+            calls=acting.calls(f"step_{step}", replicas),
+            begun={group[0].prompt.id: group for group in opened},
+            num_groups=replicas.tally(min(wanted, sum(numbers))) if several else wanted,
+            hooks=Hooks(keeps_unfinished=True, should_abort=lambda _: False),
+        )
+        assert groups is not None and engine.num_requests() == (0, 0)
+        assert replicas.world_size > 1 or asked.num_running == 0
+        whole = [group for group in groups if all(one.finished for one in group)]
+        done += whole
+        opened = stored([group for group in groups if group not in whole], step=step)
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_interrupted_episodes_end_as_undisturbed_ones_and_every_call_is_made_once(
+    num_engines: int,
+) -> None:
+    """Also the way in which an episode has ended is there when its group is whole."""
+    undisturbed = Asked()
+    whole = generate(
+        ScriptedEngine(say), PROMPTS, SETTINGS, calls=calls_of(undisturbed, run=in_thread)
+    )
+    assert whole is not None
+    expected = content_of(whole)
+    assert {bool(one[3]) for one in expected.values()} == {False, True}
+    assert {one[4] for one in expected.values()} >= {None, ""} and max(
+        undisturbed.counts.values()
+    ) == 1
+
+    asked = Asked()
+    if num_engines == 1:
+        done = go_on(LoneReplicas(), asked, PROMPTS, 3)
+    else:
+        ranks = ThreadReplicas.of(num_engines, size=1)
+        with ThreadPoolExecutor(num_engines) as threads:
+            parts = threads.map(
+                lambda one: go_on(one, asked, PROMPTS[one.rank :: num_engines], 3), ranks
+            )
+            done = [group for part in parts for group in part]
+    assert content_of(done) == expected
+    assert asked.counts == undisturbed.counts
+
+
+def test_calls_that_never_answer_hold_a_step_up_to_their_limit_only() -> None:
+    """The others' answers are taken meanwhile; a later step has an unknown verdict."""
+    release = threading.Event()
+
+    def respond(episode: Episode) -> Any:
+        if episode.prompt.id == "0":
+            release.wait(60)
+        return None
+
+    calls = calls_of(respond, run=in_thread, call_timeout_s=1)
+    engine = ScriptedEngine(lambda request: [5] * (1 if place_of(request)[0] == "0" else 9) + [EOS])
+    hooks = Hooks(keeps_unfinished=True)
+    found = generate(engine, PROMPTS[:3], SETTINGS, calls=calls, num_groups=2, hooks=hooks)
+    release.set()
+    assert found is not None and all(one.finished for group in found for one in group)
+    assert all("call_timeout_s (1)" in one.failure for one in found[0])
+    assert not any(one.failure for group in found[1:] for one in group)
+
+
+def test_calls_that_have_not_begun_wait_for_the_next_step() -> None:
+    """One call at a time: the group that ends first has its three, and one may have begun."""
+    asked = Asked(lambda episode: None)
+    calls = calls_of(asked, run=in_thread, max_concurrent=1)
+    engine = ScriptedEngine(lambda request: [5] * int(place_of(request)[0]) + [EOS])
+    hooks = Hooks(keeps_unfinished=True)
+    found = generate(engine, PROMPTS[:3], SETTINGS, calls=calls, num_groups=1, hooks=hooks)
+    assert found is not None and all(one.finished for one in found[0])
+    assert 3 <= sum(asked.counts.values()) <= 4

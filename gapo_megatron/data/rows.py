@@ -1,16 +1,20 @@
-"""Reads rows of JSONL, JSON and Parquet files, one at a time."""
+"""Reads rows of JSONL, JSON, CSV and TSV files, also gzipped, and of Parquet, one at a time."""
 
 from __future__ import annotations
 
 import codecs
+import csv
+import functools
+import gzip
 import json
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import MAX_BYTES, is_unicode, keys_of, open_file, parse_json
@@ -18,7 +22,9 @@ from gapo_megatron.io.documents import MAX_BYTES, is_unicode, keys_of, open_file
 Row = dict[str, Any]
 
 MAX_ROW_BYTES = MAX_BYTES
-"""Largest row of JSON: a row may hold 100 MB of tests."""
+"""Largest row of JSON or CSV: a row may hold 100 MB of tests."""
+MAX_UNPACKED_BYTES = 2**31
+"""Largest gzipped JSON list, which is read whole: a few kilobytes may unpack to any size."""
 PARQUET_ROWS = 16
 """Rows of a Parquet file that are converted at a time: a row may hold 100 MB of tests."""
 
@@ -30,8 +36,10 @@ def check_format(path: Path) -> None:
         ConfigError: unknown suffix.
         DataError: it cannot be opened, or is not a file.
     """
-    if path.suffix not in _READERS:
-        raise ConfigError(f"input {path} must be a file *{', *'.join(_READERS)}")
+    if _suffix(path) not in _READERS:
+        raise ConfigError(
+            f"input {path} must be a file *{', *'.join(_READERS)}, or but for .parquet *.gz of it"
+        )
     with _opened(path):
         pass
 
@@ -45,29 +53,36 @@ def read_rows(
 ) -> Iterator[tuple[int, Row, float]]:
     """Read a file's rows in order.
 
-    Of JSON lines a few rows are in memory, of Parquet a row group, of a JSON list all.
+    Of lines a few rows are in memory, of Parquet a row group, of a JSON list all.
+
+    A row that is a list of objects, as Open-Reasoner-Zero's, becomes an object with the keys "0",
+    "1" and so on. The first row of .csv and .tsv files has the names of the columns; their values
+    are texts, and None where a cell is empty.
 
     Args:
-        path: .parquet, .json (one list, or JSON lines), or JSON lines with any other suffix.
+        path: .parquet, .json (one list, or JSON lines), .csv, .tsv, or JSON lines with any other
+            suffix; .gz behind the suffix, except for Parquet.
         columns: columns to read from a Parquet file, which must have them; other formats give all.
         optional: columns to read from a Parquet file if it has them; None: all.
         after: number of the last row to skip.
 
     Yields:
-        Line number (JSONL) or row number (others), from 1; the row; and roughly the share of the
-        file that has been read.
+        Line number (JSONL) or row number (others, without the row of names), from 1; the row; and
+        roughly the share of the file that has been read.
 
     Raises:
         DataError: the file cannot be read, lacks a column, or a row is not an object; names file
             and row.
     """
     with _opened(path) as file:
-        reader = _READERS.get(path.suffix, _jsonl)
+        reader = _READERS.get(_suffix(path), _jsonl)
         if reader is _json and _first_character(file) == b"{":
             reader = _jsonl
         for number, row, share in reader(file, path, columns, optional, after):
             if number <= after:
                 continue
+            if row and isinstance(row, list) and all(isinstance(one, dict) for one in row):
+                row = {str(i): one for i, one in enumerate(row)}
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: must be an object, not {reprlib.repr(row)}")
             yield number, row, share
@@ -82,7 +97,7 @@ def count_rows(path: Path) -> int:
     if path.suffix == ".parquet":
         with _opened(path) as file, _parquet_file(file, path) as parquet_file:
             return int(parquet_file.metadata.num_rows)
-    if path.suffix == ".json":
+    if _suffix(path) in (".json", ".csv", ".tsv"):
         return sum(1 for _ in read_rows(path))
     with _opened(path) as file:
         return sum(1 for _, line in _lines(file, path) if line.strip())
@@ -136,11 +151,26 @@ def check_texts(row: Any, keys: Sequence[str], optional: Sequence[str], *, where
             raise DataError(f"{where}: {key} is empty")
 
 
+def _suffix(path: Path) -> str:
+    """The suffix that names the format: before .gz, if the file is gzipped."""
+    inner = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    return ".parquet.gz" if (inner, path.suffix) == (".parquet", ".gz") else inner
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The file's content, unpacked."""
+    if _suffix(path) == ".parquet.gz":
+        raise DataError(f"{path}: Parquet is compressed already: unpack it")
     try:
         with open_file(path) as file:
-            yield file
+            if path.suffix == ".gz":
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    yield cast(BinaryIO, unpacked)
+            else:
+                yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not a whole gzip file: {error}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -167,6 +197,12 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
+def _share(file: BinaryIO) -> float:
+    """Share of the file that has been read; of a gzipped one, of its packed bytes."""
+    packed = getattr(file, "fileobj", file)
+    return float(packed.tell() / os.fstat(packed.fileno()).st_size)
+
+
 def _jsonl(
     file: BinaryIO,
     path: Path,
@@ -174,13 +210,64 @@ def _jsonl(
     optional: Sequence[str] | None,
     after: int,
 ) -> Iterator[tuple[int, Any, float]]:
-    size, done = os.fstat(file.fileno()).st_size, 0
     for number, line in _lines(file, path):
-        done += len(line)
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)  # files from Windows
         if number > after and line.strip():
-            yield number, _parse(line, path, number), done / size
+            yield number, _parse(line, path, number), _share(file)
+
+
+def _delimited(
+    file: BinaryIO,
+    path: Path,
+    columns: Sequence[str],
+    optional: Sequence[str] | None,
+    after: int,
+    *,
+    delimiter: str,
+) -> Iterator[tuple[int, Any, float]]:
+    """Rows of texts; a cell may have quotes around it, and then line ends in it."""
+    row_number, num_bytes = 0, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal num_bytes
+        for number, line in _lines(file, path):
+            num_bytes += len(line)
+            if num_bytes > MAX_ROW_BYTES:  # a quote that is never closed, most likely
+                raise DataError(f"{path}:{row_number}: a row of more than {MAX_ROW_BYTES} bytes")
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:{row_number}: not valid UTF-8: {error.reason}") from None
+
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    try:
+        for values in filter(None, rows):
+            num_bytes = 0
+            if not names:
+                names, row_number = _names(values, path), 1
+                continue
+            if len(values) != len(names):
+                raise DataError(
+                    f"{path}:{row_number}: has {len(values)} cells; the row of names has "
+                    f"{len(names)}: {', '.join(names)[:500]}"
+                )
+            if row_number > after:
+                pairs = zip(names, values, strict=True)
+                yield row_number, {key: one or None for key, one in pairs if key}, _share(file)
+            row_number += 1
+    except csv.Error as error:
+        raise DataError(f"{path}:{row_number}: {error}") from None
+
+
+def _names(values: Sequence[str], path: Path) -> list[str]:
+    """The names of the columns; pandas leaves that of its row numbers empty."""
+    for name in filter(None, values):
+        if values.count(name) > 1:
+            raise DataError(f"{path}: the column {name[:60]!r} is there {values.count(name)} times")
+    return [*values]
 
 
 def _json(
@@ -191,7 +278,13 @@ def _json(
     after: int,
 ) -> Iterator[tuple[int, Any, float]]:
     """Rows of one list, each parsed by itself, so that an error names its row."""
-    text = data.read().decode("utf-8-sig").rstrip()
+    content = data.read(MAX_UNPACKED_BYTES + 1 if path.suffix == ".gz" else -1)
+    if path.suffix == ".gz" and len(content) > MAX_UNPACKED_BYTES:
+        raise DataError(
+            f"{path}: a list of more than {MAX_UNPACKED_BYTES} bytes, which is read whole: unpack "
+            "it, or write JSON lines"
+        )
+    text = content.decode("utf-8-sig").rstrip()
     decode, spaces = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
 
     def take(at: int) -> tuple[str, int]:
@@ -211,6 +304,8 @@ def _json(
             _, at = decode(text, take(start)[1] - 1)
         except (ValueError, RecursionError):  # what is wrong is said below
             at = len(text)
+        if at - start > MAX_ROW_BYTES:
+            raise DataError(f"{path}:{number}: a row of more than {MAX_ROW_BYTES} bytes")
         row = _parse(text[start:at], path, number)
         separator, at = take(at)
         if separator not in (",", "]"):
@@ -245,7 +340,7 @@ def _parquet(
             columns=names if optional is None else there,
             use_threads=False,
         )
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = (row for one in batches for row in one.to_pylist(maps_as_pydicts="lossy"))
         for number, row in enumerate(rows, start=passed + 1):
             yield number, row, number / file.metadata.num_rows
 
@@ -261,4 +356,10 @@ def _parquet_file(data: BinaryIO, path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+_READERS: dict[str, Callable[..., Iterator[tuple[int, Any, float]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": functools.partial(_delimited, delimiter=","),
+    ".tsv": functools.partial(_delimited, delimiter="\t"),
+    ".parquet": _parquet,
+}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -40,6 +41,20 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Scalar = Annotated[Any, AfterValidator(_check_scalar)]
 
 
+RowFormat = Literal["auto", "gapo", "verl", "slime", "orz", "trl", "openai"]
+"""Names of `data.row_formats.FORMATS`; `auto`: the one that the first row has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """How the rows of a file are to be read; an empty key is the format's."""
+
+    format: RowFormat = "auto"
+    prompt_key: str = ""
+    answer_key: str = ""
+    id_key: str = ""
+
+
 class DataSource(Section):
     """A file of training problems among several, each with its own epochs (docs/data.md)."""
 
@@ -49,6 +64,14 @@ class DataSource(Section):
     """Name in metrics, `data/<name>/...`, and before the ids of its problems: `<name>/<id>`."""
     path: Annotated[PathText, INPUT_PATH]
     """File with problems, as `data.train_path`."""
+    format: RowFormat | None = None
+    """Unset: `data.format`."""
+    prompt_key: Text = ""
+    """Empty: `data.prompt_key`."""
+    answer_key: Text = ""
+    """Empty: `data.answer_key`."""
+    id_key: Text = ""
+    """Empty: `data.id_key`."""
     weight: Positive = 1.0
     """A step draws prompts from its sources in proportion to their weights."""
     first_step: StepsOrZero = 0
@@ -76,13 +99,23 @@ class DataConfig(Section):
     kept = "the branch continues with the same problems"
 
     train_path: Annotated[OptionalPath, INPUT_PATH] = ""
-    """File with the training problems, .jsonl, .json or .parquet: id, prompt or messages, answer,
-    optional level and verifier (docs/data.md). Or use `[[data.source]]`."""
+    """File with the training problems, .jsonl, .json, .csv, .tsv, a .gz of these, or .parquet
+    (docs/data.md). Or use `[[data.source]]`."""
     source: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
     """Several files with training problems instead of `train_path`: a table `[[data.source]]` for
     each, with the settings below."""
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
     """Held-out problems in the same format. Empty: no evaluation during training."""
+    format: RowFormat = "auto"
+    """Which keys of a row are the prompt and the answer
+    ([data.md](data.md#rows-of-other-frameworks)). `auto`: as the first row of a file shows."""
+    prompt_key: Text = ""
+    """Key of the prompt, a text or a list of messages, instead of the format's; with dots for a key
+    within a value: `extra_info.question`, `messages.0.content`."""
+    answer_key: Text = ""
+    """Key of the answer instead of the format's, as `reward_model.ground_truth`."""
+    id_key: Text = ""
+    """Key of the id, as `extra_info.index`. Empty: `id`, or the row's number if it has none."""
     max_prompt_tokens: Tokens = 2048
     """Longest prompt, chat template included. A longer one is an error at the start."""
     chat_template: bool = False
@@ -122,6 +155,16 @@ class DataConfig(Section):
     def train_files(self) -> dict[str, str]:
         """Paths of the training problems by name of the source; the name of a single file is ''."""
         return {one.name: one.path for one in self.source} or {"": self.train_path}
+
+    def row_keys(self, source: str = "") -> RowKeys:
+        """How the rows of a source are read; of `train_path` and `eval_path` without a name."""
+        given = next((one for one in self.source if one.name == source), None)
+        return RowKeys(
+            given.format if given and given.format else self.format,
+            (given and given.prompt_key) or self.prompt_key,
+            (given and given.answer_key) or self.answer_key,
+            (given and given.id_key) or self.id_key,
+        )
 
     def stages(self, num_steps: int) -> list[tuple[range, dict[str, float]]]:
         """Ranges of steps that draw from the same sources, with each source's share; in order."""

@@ -10,12 +10,15 @@ from typing import Any, BinaryIO
 
 from gapo_megatron import rewards
 from gapo_megatron.config.schema import VerifierConfig
-from gapo_megatron.data.rows import Row, check_texts
+from gapo_megatron.data.row_formats import answer_text
 from gapo_megatron.errors import DataError
 from gapo_megatron.io.documents import is_unicode, open_file
 
 EXCERPT_BYTES = 64
 """Bytes at each end of an answer in another file that are read at the start of a run."""
+
+_PLACE = frozenset(("file", "offset", "length"))
+"""Keys of an answer that says where the answer is."""
 
 NUM_SHOWN = 5
 """Most lines that an error lists; it counts all."""
@@ -32,22 +35,33 @@ class Answers:
         self._file: BinaryIO | None = None
         """The open file at `_path`, kept because many rows may name it."""
 
-    def read(self, row: Row, judge: VerifierConfig, *, where: str) -> str:
-        """The answer; if it is in another file, the reference with its full path, as JSON text."""
-        answer = row.get("answer")
-        if not isinstance(answer, dict):
-            check_texts(row, ("answer",), (), where=where)
-        try:
-            text, *ends = self._find(answer) if isinstance(answer, dict) else [row["answer"]]
-        except DataError as error:
-            raise DataError(f"{where}: answer ({reprlib.repr(answer)}): {error}") from None
+    def read(self, answer: Any, judge: VerifierConfig, *, where: str) -> str:
+        """The answer; if it is in another file, the reference with its full path, as JSON text.
+
+        Args:
+            answer: as read.
+            judge: its verifier.
+            where: file, row and key.
+
+        Raises:
+            DataError: it is nothing that the verifier takes, or the place in the other file is
+                wrong.
+        """
+        ends: list[bytes] = []
+        if isinstance(answer, dict) and answer and answer.keys() <= _PLACE:
+            try:
+                text, *ends = self._find(answer)
+            except DataError as error:
+                raise DataError(f"{where} ({reprlib.repr(answer)}): {error}") from None
+        else:
+            text = answer_text(answer, judge.kind, where=where)
         try:
             if ends:
                 rewards.check_excerpt(judge.kind, *ends)
             else:
                 rewards.check_answer(judge.kind, text, settings=judge.settings)
         except DataError as error:
-            self.unreadable.append(f"{where}: answer ({reprlib.repr(answer)}): {error}")
+            self.unreadable.append(f"{where} ({reprlib.repr(answer)}): {error}")
         return text
 
     def check(self, path: Path, *, num_problems: int) -> None:

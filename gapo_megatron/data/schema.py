@@ -4,7 +4,8 @@
 
 `id` is unique within the file, the verifier compares responses with `answer`, and the optional
 `level` names a stratum in reports. `messages` may stand for `prompt`, and `verifier` names the
-row's verifier. Other keys are only kept for a verifier or a user environment.
+row's verifier. Other keys are only kept for a verifier or a user environment. `row_formats` says
+where the rows of other frameworks have prompt and answer.
 Answers that are too large for the memory of every rank (tests of programs) are in another file, and
 `answer` refers to it:
 
@@ -27,7 +28,16 @@ from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.answers import Answers
 from gapo_megatron.data.messages import Message, read_messages, render, special_pattern
-from gapo_megatron.data.rows import Row, check_texts, column_names, read_lines, read_rows
+from gapo_megatron.data.row_formats import (
+    OWN,
+    Problem,
+    Reading,
+    check_text,
+    heads,
+    read_id,
+    recognise,
+)
+from gapo_megatron.data.rows import Row, check_texts, read_lines, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Prompt
 
@@ -37,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEYS = ("id", "prompt", "messages", "answer", "level", "verifier")
-"""Keys of a row that become part of its `Prompt`."""
+"""Keys of a row in this project's format that become part of its `Prompt`."""
 
 
 def read_training_prompts(
@@ -73,10 +83,10 @@ def read_prompts(
     """Read, check and tokenise a problem file.
 
     Args:
-        path: .parquet, .json (a list), or JSON lines; in UTF-8, blank lines are skipped.
+        path: see `read_rows`; in UTF-8, blank lines are skipped.
         tokenizer: the policy's tokenizer; adds its special tokens (a BOS if it has one), and has
             been bound to `data` (`messages.bind_template`). None: prompts are not encoded.
-        data: section `data`: the longest prompt, and the chat template.
+        data: section `data`: how rows are read, the longest prompt, and the chat template.
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
         columns: columns to keep as `Prompt.row`, for user verifiers, if a row has
@@ -94,27 +104,34 @@ def read_prompts(
     """
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    path, wanted = Path(path), (*KEYS, *(columns or ()))
+    path, keys = Path(path), data.row_keys(source)
+    wanted = [*dict.fromkeys((*KEYS, *heads(keys), *(columns or ())))]
     oddities = _Oddities(tokenizer, chat_template=data.chat_template)
+    reading: Reading | None = None
     with closing(Answers(path.parent)) as answers:
         rows = read_rows(path, optional=None if columns is None else wanted)
         for number, whole, _ in itertools.islice(rows, most):
             where = f"{path}:{number}"
-            row = {key: whole[key] for key in KEYS if whole.get(key) is not None}
-            id = _check_row(row, whole, path=path, number=number)
-            verifier, judge = _verifier(row, reward, where=where)
-            answer = answers.read(row, judge, where=where)
+            if reading is None:
+                reading = recognise(whole, keys, path=path, number=number)
+                logger.info("%s: %s", path, reading)
+            problem = reading.read(whole, path=path, number=number)
+            check_text(problem.prompt, where=f"{where}: {problem.prompt_key}")
+            id = read_id(whole, keys.id_key, where=where) or str(number)
+            level = _level(whole, is_own=reading.format == OWN, where=where)
+            verifier, judge = _verifier(whole, reward, where=where)
+            answer = answers.read(problem.answer, judge, where=f"{where}: {reading.answer_key}")
             if id in line_of:
                 raise DataError(f"{where}: id {id[:60]!r} was used in line {line_of[id]}")
             line_of[id] = number
-            token_ids = _encode(row, tokenizer, data, where=where, id=id)
-            oddities.look_at(row, token_ids, where=where)
+            token_ids = _encode(problem, tokenizer, data, where=where, id=id)
+            oddities.look_at(problem.prompt, token_ids, where=where)
             prompts.append(
                 Prompt(
                     f"{source}/{id}" if source else id,
                     token_ids,
                     answer,
-                    row.get("level", ""),
+                    level,
                     source=source,
                     verifier=verifier,
                     row=kept_columns(whole, columns, judge, where=where),
@@ -135,11 +152,12 @@ class _Oddities:
         self._special = special_pattern(tokenizer) if tokenizer and chat_template else None
         self._warned: set[str] = set()
 
-    def look_at(self, row: Row, token_ids: Sequence[int], *, where: str) -> None:
+    def look_at(self, given: str | list[Any], token_ids: Sequence[int], *, where: str) -> None:
         """Look at a row's prompt and its tokens."""
         if self._bos is not None and [*token_ids[:2]] == [self._bos] * 2:
             self._warn("begins with BOS twice: the text has it, and the tokenizer adds it", where)
-        given = row["messages"] if "messages" in row else row["prompt"]
+        if isinstance(given, str) and given.lstrip()[:1] == "[" and '"role"' in given[:200]:
+            self._warn("is a text that looks like a list of messages, and is read as text", where)
         texts = [given] if isinstance(given, str) else [one["content"] for one in given]
         for found in filter(None, map(self._special.search, texts) if self._special else ()):
             self._warn(
@@ -152,37 +170,23 @@ class _Oddities:
             logger.warning(f"%s: the prompt {what} (later rows are not named)", where, *values)
 
 
-def _check_row(row: Row, whole: Row, *, path: Path, number: int) -> str:
-    """Check the keys of a row, except for messages and answers; returns its id.
-
-    Args:
-        row: its values for `KEYS`, without nulls.
-        whole: the row as read.
-        path: its file.
-        number: its number, which is also its id if it has none.
-    """
-    where, advice = f"{path}:{number}", "tools/prepare_data.py own reads files with other keys"
-    prompts = [key for key in ("prompt", "messages") if key in row]
-    if len(prompts) != 1:
-        found = " and ".join(prompts) or column_names(path, whole)
-        raise DataError(
-            f"{where}: a row needs either the key 'prompt' or the key 'messages'; it has {found} "
-            f"({advice})"
-        )
-    if "answer" not in row:
-        found = column_names(path, whole)
-        raise DataError(f"{where}: key 'answer' is missing; the row has {found} ({advice})")
-    texts = [key for key in ("id", "prompt", "verifier") if key in row]
-    if isinstance(row.get("prompt"), list):
-        texts.remove("prompt")
-    check_texts(row, texts, ("level",), where=where)
-    return str(row.get("id", number))
+def _level(row: Row, *, is_own: bool, where: str) -> str:
+    """The row's level; in rows of others an integer becomes text."""
+    level = row.get("level")
+    if level is None:
+        return ""
+    if type(level) is int and not is_own:
+        return str(level)
+    check_texts(row, (), ("level",), where=where)
+    return str(level)
 
 
 def _verifier(row: Row, reward: RewardConfig, *, where: str) -> tuple[str, VerifierConfig]:
     """The row's verifier: its name, which is empty for `reward.kind`, and its settings."""
-    name = row.get("verifier", "")
-    if name == reward.kind:
+    name = row.get("verifier")
+    if name is not None:
+        check_texts(row, ("verifier",), (), where=where)
+    if name is None or name == reward.kind:
         name = ""
     if name not in reward.by_name:
         known = ", ".join([reward.kind, *reward.verifiers])
@@ -194,15 +198,19 @@ def _verifier(row: Row, reward: RewardConfig, *, where: str) -> tuple[str, Verif
 
 
 def _encode(
-    row: Row, tokenizer: PreTrainedTokenizerBase | None, data: DataConfig, *, where: str, id: str
+    problem: Problem,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: DataConfig,
+    *,
+    where: str,
+    id: str,
 ) -> tuple[int, ...]:
     """The tokens of the row's prompt; none without a tokenizer."""
-    prompt = row.get("prompt")
+    prompt, key = problem.prompt, problem.prompt_key
     if not isinstance(prompt, str):
-        key = "messages" if prompt is None else "prompt"
         if not data.chat_template:
             raise DataError(f"{where}: {key}: a list of messages needs data.chat_template = true")
-        prompt = read_messages(row[key], where=f"{where}: {key}")
+        prompt = read_messages(prompt, where=f"{where}: {key}")
     if tokenizer is None:
         return ()
     return encode_problem(prompt, tokenizer, data, id=id, where=where)

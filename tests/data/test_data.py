@@ -74,7 +74,7 @@ def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):
         ("[1, 2]", ["[1, 2]"]),
         ({"id": "b", "prompt": "1+2="}, ["'answer'", "missing", "id, prompt"]),
         ({"id": "b", "prompt": "1+2=", "\ud800": ""}, ["'answer'", "missing", "prompt, \\ud800"]),
-        (_row("b", answer=3), ["answer (3)"]),
+        (_row("b", answer=True), ["answer (True)"]),
         (_row("b", level=2), ["level (2)"]),
         (_row("b", prompt="  "), ["prompt", "empty"]),
         (_row("b", level="half \ud800"), ["level", "surrogate"]),

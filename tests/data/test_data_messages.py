@@ -145,7 +145,7 @@ def test_wrong_messages_are_named(
     [
         ({"messages": CHAT}, ["prompt and messages"]),
         ({"prompt": None, "question": "1?"}, ["'prompt'", "'messages'", "id, ", "question"]),
-        ({"answer": None, "solution": "1"}, ["'answer'", "solution", "prepare_data"]),
+        ({"answer": None, "result": "1"}, ["'answer'", "result", "prepare_data"]),
         ({"prompt": None, "messages": CHAT}, ["messages", "data.chat_template"]),
         ({"verifier": "code"}, ["verifier ('code')", "reward.verifiers", "math"]),
         ({"verifier": "rewards.py:verify"}, ["verifier", "reward.verifiers"]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
+from gapo_megatron.data.row_formats import Problem, Reading, first_row
 from gapo_megatron.data.rows import count_rows
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import check_counts
@@ -77,10 +78,13 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
         try:
             found = read_prompts(path, source=source or "", **options)
             num_rows = count_rows(Path(path))
+            first = first_row(Path(path), data.row_keys(source or ""))
         except GapoError as error:
             seen.errors.append(str(error))
             continue
-        seen.notes.append(_about_rows(path, found, num_rows))
+        if first is not None:
+            seen.notes.append(_about_rows(path, found, num_rows, reading=first[0]))
+            seen.notes.append(_about_first(found[0], first[1]))
         if source is not None:
             counts[source] = num_rows
             problems += found[:SAMPLE]
@@ -114,12 +118,22 @@ def _tokenizer(config: Config, seen: Seen) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _about_rows(path: str, found: Sequence[Prompt], num_rows: int) -> str:
+def _about_rows(path: str, found: Sequence[Prompt], num_rows: int, *, reading: Reading) -> str:
     lengths = [len(one.token_ids) for one in found]
-    text = f"Data: {path}: read {len(found):,} of {num_rows:,} rows"
+    text = f"Data: {path}: {reading}; read {len(found):,} of {num_rows:,} rows"
     if len(found) < num_rows:
         text += " (--dry-run=data reads all)"
     return text + (f", prompts of {min(lengths)} to {max(lengths)} tokens" if max(lengths) else "")
+
+
+def _about_first(prompt: Prompt, problem: Problem) -> str:
+    """The first row as it was read: the end of its prompt, and its answer."""
+    given, number = problem.prompt, ""
+    if isinstance(given, list):
+        number, given = f" of {len(given)} messages", given[-1]["content"]
+    end = printable(given[-_TAIL:], most=2 * _TAIL)
+    answer = printable(prompt.answer[:_TAIL], most=2 * _TAIL)
+    return f'First row {prompt.id[:60]!r}: prompt{number} ends in "{end}", answer "{answer}"'
 
 
 def _about_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -175,7 +189,10 @@ def _says_something(found: Mapping[str, Sequence[Verdict]]) -> bool:
 
 
 def _answer(kind: str, problem: Prompt) -> str:
-    """The reference answer as a response."""
-    if kind != "math" or "\\boxed" in problem.answer:
+    """The reference answer as a response; of several accepted ones the first."""
+    if kind != "math":
         return problem.answer
-    return f"\\boxed{{{problem.answer}}}"
+    from gapo_megatron.rewards.math import accepted_answers  # and sympy with it
+
+    answer = accepted_answers(problem.answer)[0]
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"

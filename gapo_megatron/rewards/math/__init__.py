@@ -7,6 +7,7 @@ algebra, `comparison` lists and phrases, and `expressions` uses math-verify for 
 from __future__ import annotations
 
 import functools
+import json
 
 from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.rewards.math import expressions
@@ -35,14 +36,41 @@ _FAILURES = (
 def verify(response: str, answer: str) -> Verdict:
     r"""Say whether the last `\boxed` of the final answer in `response` equals `answer`.
 
-    Unknown if the reference cannot be read. Wrong if the answer cannot be read, is far larger than
-    the reference, or cannot be compared within `MOST_CPU_S` while an ordinary expression can. May
-    raise or hang in a single instruction: `Pool` makes that unknown, too.
+    Of several accepted answers (`accepted_answers`) it must equal any. Unknown if the reference
+    cannot be read. Wrong if the answer cannot be read, is far larger than the reference, or cannot
+    be compared within `MOST_CPU_S` while an ordinary expression can. May raise or hang in a single
+    instruction: `Pool` makes that unknown, too.
 
     Args:
         response: text of the model; its thoughts, up to `</think>`, are ignored.
-        answer: the reference: bare, between dollar signs, or boxed.
+        answer: the reference: bare, between dollar signs, or boxed; or several as a JSON list.
     """
+    verdicts = []
+    for one in accepted_answers(answer):
+        verdicts.append(_verify(response, one))
+        if verdicts[-1].outcome is Outcome.CORRECT:
+            return verdicts[-1]
+    # It may equal the answer that it could not be compared with.
+    return next((one for one in verdicts if one.outcome is Outcome.UNKNOWN), verdicts[0])
+
+
+def accepted_answers(answer: str) -> tuple[str, ...]:
+    """The reference answers, any of which is right: those of a JSON list of texts, or the answer.
+
+    A list of anything else is an answer itself: `[1, 2]` is an interval.
+    """
+    if answer.lstrip().startswith("["):
+        try:
+            found = json.loads(answer)
+        except (ValueError, RecursionError):
+            return (answer,)
+        if found and all(isinstance(one, str) for one in found):
+            return tuple(found)
+    return (answer,)
+
+
+def _verify(response: str, answer: str) -> Verdict:
+    """The verdict on a response by one reference answer."""
     try:
         reference = _read_reference(answer)
     except ValueError as error:
@@ -105,7 +133,8 @@ def check_answer(answer: str) -> None:
     Raises:
         ValueError: shows the reference.
     """
-    _read_reference(answer)
+    for one in accepted_answers(answer):
+        _read_reference(one)
 
 
 def check_reference(answer: str) -> None:
@@ -116,6 +145,11 @@ def check_reference(answer: str) -> None:
     Raises:
         ValueError: shows the reference and its readings.
     """
+    for one in accepted_answers(answer):
+        _check_reference(one)
+
+
+def _check_reference(answer: str) -> None:
     reference = _read_reference(answer)
     if not is_read(reference):
         raise ValueError(_unreadable(answer).reason)
@@ -149,4 +183,4 @@ def _unreadable(answer: str) -> Verdict:
     return Verdict(Outcome.UNKNOWN, f"the reference answer {answer!r} cannot be read")
 
 
-__all__ = ["check_answer", "check_reference", "verify"]
+__all__ = ["accepted_answers", "check_answer", "check_reference", "verify"]

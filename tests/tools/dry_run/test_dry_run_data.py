@@ -82,7 +82,8 @@ def test_a_run_that_can_start_shows_prompts_and_verdicts(make: Any) -> None:
     assert not seen.errors and not seen.warnings
     text = "\n".join(seen.notes)
     assert re.search(mentions("train.jsonl", "8 of 8", "4 to 4 tokens"), text)
-    assert text.count("1+2=") == 3
+    assert re.search(mentions("First row '0'", 'ends in "1+2="', 'answer "3"'), text)
+    assert text.count("1+2=") == 3 + 1
     assert re.search(mentions("exact", "reference answers", "8 correct"), text)
     assert re.search(mentions("exact", "empty responses", "8 wrong"), text)
 
@@ -94,7 +95,8 @@ LATIN = TEXT.replace("\\u00e9", "\u00e9").encode("latin-1")
 UNREADABLE: list[tuple[str, bytes | None, tuple[str, ...]]] = [
     ("t.jsonl", TEXT.encode("utf-16"), ("t.jsonl:1", "UTF-8")),
     ("t.jsonl", LATIN, ("t.jsonl:9", "UTF-8")),
-    ("t.csv", b"id,prompt,answer\na,1+2=,3\n", ("t.csv:1",)),
+    ("t.txt", b"id,prompt,answer\na,1+2=,3\n", ("t.txt:1",)),
+    ("t.csv", b"id,prompt,answer\na,1+2=,3\nb,1+2=\n", ("t.csv:2", "2 cells", "id, prompt")),
     ("t.jsonl", (TEXT + TEXT).encode(), ("t.jsonl:10", "id '0'", "line 1")),
     ("t.jsonl", TEXT.replace(', "answer": "3"}\n', "}\n", 1).encode(), ("t.jsonl:1", "answer")),
     ("t.jsonl", "".join(TEXT.splitlines(True)[:3]).encode(), ("rollout_prompts (4)", "3")),
@@ -104,7 +106,7 @@ UNREADABLE: list[tuple[str, bytes | None, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(
     ("name", "content", "said", "has_model"),
-    [*((*row, True) for row in UNREADABLE), *((*row, False) for row in UNREADABLE[4:])],
+    [*((*row, True) for row in UNREADABLE), *((*row, False) for row in UNREADABLE[5:])],
     ids=lambda value: "" if isinstance(value, bytes) else None,
 )
 def test_a_file_that_the_run_could_not_read_is_an_error(

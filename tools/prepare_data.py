@@ -1,16 +1,19 @@
 """Make a problem file for training from DeepScaleR, DeepCoder, files or environments of your own.
 
-Reads .jsonl, .json (a list) and .parquet as published, and downloads nothing. --output is a new
-folder: problems.jsonl (for data.train_path), dropped.jsonl (every row left out, and why),
-manifest.json (digests, options, counts) and, for code, tests.jsonl. It appears when it is complete.
-After an interruption the same command continues. docs/data.md lists the rules for dropping rows.
+Reads .jsonl, .json, .csv, .tsv, a .gz of these, and .parquet as published, and downloads nothing.
+--output is a new folder: problems.jsonl (for data.train_path), dropped.jsonl (every row left out,
+and why), manifest.json (digests, options, counts) and, for code, tests.jsonl. It appears when it is
+complete. After an interruption the same command continues. docs/data.md lists the rules for
+dropping rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,8 @@ from rich.progress import Progress, TaskID
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.errors import ConfigError, GapoError, printable
+from gapo_megatron.user_code import is_code
 from gapo_tools.arguments import positive
 
 if TYPE_CHECKING:
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 KINDS = ("math", "code", "instructions", "exact")
 """Values of `reward.kind`; importing the config would slow down --help."""
+FORMATS = ("auto", "gapo", "verl", "slime", "orz", "trl", "openai")
+"""Values of `data.format`."""
 
 console = Console(markup=False)
 if not console.is_terminal:
@@ -39,7 +45,7 @@ def main() -> int:
     try:
         if arguments.source == "verifiers":
             return _write_tasks(arguments)
-        counts, held_out = _prepare(arguments)
+        counts, held_out, source = _prepare(arguments)
     except GapoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -49,11 +55,11 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
-    _show(counts, held_out, arguments)
+    _show(counts, held_out, arguments, readings=[*map(source.describe, arguments.input)])
     return 0
 
 
-def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
+def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None, Source]:
     # Tokenizers and verifiers: seconds that --help does not need.
     from gapo_megatron.config import DataConfig
     from gapo_megatron.data.messages import bind_template
@@ -69,6 +75,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
     if arguments.source == "deepscaler" and arguments.suffix is None:
         arguments.suffix = BOXED
     recorded = {k: v for k, v in vars(arguments).items() if k not in ("input", "output", "source")}
+    source = _source(arguments)
     tasks: dict[str, TaskID] = {}
     told_at = time.monotonic()
     with Progress(console=console, disable=not console.is_terminal) as bar:
@@ -83,7 +90,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
                 print(f"{activity}: {share:.0%}", file=sys.stderr)
 
         counts = prepare(
-            _source(arguments),
+            source,
             arguments.input,
             arguments.output,
             lengths=lengths,
@@ -91,7 +98,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
             options={k: str(v) if isinstance(v, Path) else v for k, v in recorded.items()},
             progress=progress,
         )
-    return counts, held_out
+    return counts, held_out, source
 
 
 def _write_tasks(arguments: argparse.Namespace) -> int:
@@ -109,21 +116,33 @@ def _source(arguments: argparse.Namespace) -> Source:
         return sources.deepscaler(suffix=arguments.suffix)
     if arguments.source == "deepcoder":
         return sources.deepcoder()
+    from gapo_megatron.config.data_section import RowKeys
+
+    keys = RowKeys(arguments.format, arguments.prompt_key, arguments.answer_key, arguments.id_key)
     return sources.own(
         arguments.kind,
+        keys=keys,
         suffix=arguments.suffix,
-        prompt_key=arguments.prompt_key,
-        answer_key=arguments.answer_key,
         answer_after=arguments.answer_after,
+        keep=arguments.keep_columns,
     )
 
 
-def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespace) -> None:
+def _show(
+    counts: Counts,
+    held_out: HeldOut | None,
+    arguments: argparse.Namespace,
+    *,
+    readings: Sequence[str],
+) -> None:
     dropped = ", ".join(f"{number:,} {rule}" for rule, number in sorted(counts.dropped.items()))
     lines = {
         "rows": f"{counts.read:,}: {counts.written:,} written, dropped: {dropped or 'none'}",
         "train on": f'data.train_path = "{arguments.output / "problems.jsonl"}"',
     }
+    if any(readings):
+        lines["read as"] = "; ".join(dict.fromkeys(readings))
+        lines["first"] = _first_problem(arguments.output / "problems.jsonl")
     if counts.contradictory_texts:
         lines["contradictory"] = f"problems with several answers: {counts.contradictory_texts:,}"
     if counts.benchmarks:
@@ -136,6 +155,15 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
         lines["not compared"] = f"with {', '.join(held_out.absent)}: no such folders there"
     for name, text in lines.items():
         console.print(f"{name:14} {text}", highlight=False)
+
+
+def _first_problem(path: Path) -> str:
+    """The end of the first prompt, and its answer."""
+    with open(path, encoding="utf-8") as file:
+        row = json.loads(file.readline())
+    prompt = row["prompt"] if "prompt" in row else row["messages"][-1]["content"]
+    answer = row["answer"] if isinstance(row["answer"], str) else "in tests.jsonl"
+    return f'prompt ends in "{printable(prompt[-80:])}", answer "{printable(answer[:80])}"'
 
 
 def _parse() -> argparse.Namespace:
@@ -156,7 +184,7 @@ def _parse() -> argparse.Namespace:
     )
     own = sources.add_parser(
         "own",
-        help="your own files: rows with prompt and answer",
+        help="your own files, or those of verl, slime, TRL, Open-Reasoner-Zero and OpenAI",
         description="Keeps each problem once, and none with contradictory answers.",
     )
     for one in (deepscaler, deepcoder, own):
@@ -187,14 +215,31 @@ def _parse() -> argparse.Namespace:
     )
     own.add_argument(
         "--kind",
-        choices=KINDS,
+        type=_kind,
         default="math",
-        help="verifier, as reward.kind (default: %(default)s)",
+        metavar="KIND",
+        help=f"verifier, as reward.kind: {', '.join(KINDS)} or FILE.py:NAME (default: %(default)s)",
     )
-    for key in ("prompt", "answer"):
+    own.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="auto",
+        help="format of the rows, as data.format (default: %(default)s)",
+    )
+    for key in ("prompt", "answer", "id"):
         own.add_argument(
-            f"--{key}-key", default=key, metavar="KEY", help="key of a row (default: %(default)s)"
+            f"--{key}-key",
+            default="",
+            metavar="KEY",
+            help=f"key of a row, as data.{key}_key; with dots for a key within a value",
         )
+    own.add_argument(
+        "--keep-columns",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="keep these columns in the problem file, beside those that the verifier takes",
+    )
     own.add_argument(
         "--answer-after",
         default="",
@@ -202,6 +247,12 @@ def _parse() -> argparse.Namespace:
         help="keep only what follows the last TEXT of an answer, such as GSM8K's '####'",
     )
     return parser.parse_args()
+
+
+def _kind(text: str) -> str:
+    if text in KINDS or is_code(text):
+        return text
+    raise argparse.ArgumentTypeError(f"must be {', '.join(KINDS)} or FILE.py:NAME")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

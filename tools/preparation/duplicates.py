@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 from gapo_megatron.rewards import Pool
+from gapo_megatron.rewards.math import accepted_answers
 from gapo_megatron.types import Outcome
-from gapo_tools.preparation.sources import Kind
 
 COMPARE_TIMEOUT_S = 120
 """Far more than two answers need: a comparison must not depend on how busy the machine is."""
@@ -19,7 +19,7 @@ class Duplicates:
     and the answers that are spelt differently; no texts.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: str) -> None:
         """Start empty.
 
         Args:
@@ -74,7 +74,7 @@ class Duplicates:
         """
         pairs = [(key, self._first[key][1], other) for key in others for other in others[key]]
         items = [
-            (f"\\boxed{{{given}}}", reference)
+            (f"\\boxed{{{accepted_answers(given)[0]}}}", reference)
             for _, first, other in pairs
             for given, reference in ((first, other), (other, first))
         ]

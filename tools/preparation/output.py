@@ -52,7 +52,9 @@ def write_rows(folder: Path, entries: Iterable[dict[str, Any]]) -> Counts:
                 row = {key: entry[key] for key in ("id", "file", "row", "rule")} | entry["details"]
                 more, file = "problem", dropped
             else:
-                row = {key: entry[key] for key in ("id", "prompt", "answer")}
+                key = "prompt" if isinstance(entry["prompt"], str) else "messages"
+                row = {"id": entry["id"], key: entry["prompt"], "answer": entry["answer"]}
+                row |= entry["kept"]
                 more, file = "level", problems
             row |= {more: entry[more]} if entry[more] else {}
             file.write(json.dumps(row).encode() + b"\n")

@@ -12,6 +12,7 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.formats.folder import new_folder
 from gapo_megatron.formats.model_folder import TOKENIZER_FILES
 from gapo_megatron.io.files import file_sha256, real
+from gapo_megatron.user_code import digest, is_code
 from gapo_tools.evaluation.code_digest import code_sha256
 from gapo_tools.preparation.duplicates import Duplicates
 from gapo_tools.preparation.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
@@ -70,6 +71,8 @@ def prepare(
         "benchmarks": _describe(held_out) if held_out else None,
         "code": code_sha256(*_CODE),
     }
+    if is_code(source.kind):
+        made_of["verifier"] = digest(source.kind, setting="--kind")
     num_bytes = sum(path.stat().st_size for path in inputs)
     advice = ": remove the folder, or name another --output"
     with (  # the journal is removed last: a full disk on publishing the folder loses no finding

@@ -18,7 +18,7 @@ from gapo_tools.preparation.sources import Candidate, Source, UnreadableError
 
 Entry = dict[str, Any]
 """The finding for a row, as JSON: its source (`id`, `file`, `row`, `level`), the `rule` it broke
-(empty: none) with `details`, and `problem`, `prompt`, `answer`."""
+(empty: none) with `details`, and `problem`, `prompt` (or messages), `answer`, `kept` columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Rules:
         try:
             entry["level"] = _unicode("level", source.level_of(row, path))
             entry["id"] = _unicode("id", source.id_of(row)) or entry["id"]
-            one = source.read(row)
+            one = source.read(row, path, number)
             _unicode("problem", one.text)
-            _unicode("prompt", one.prompt)
+            _unicode("prompt", one.prompt if isinstance(one.prompt, str) else "")
             _unicode("answer", one.answer)
         except UnreadableError as error:
             return entry | {"rule": "unreadable", "details": {"reason": str(error)}}, ""
@@ -88,8 +88,9 @@ class Rules:
             "problem": one.text,
             "prompt": one.prompt,
             "answer": "" if is_code else one.answer,
+            "kept": one.kept,
         }
-        if broken := self._broken(one, same_as=self._remember(entry)):
+        if broken := self._broken(one, same_as=self._remember(entry), where=where):
             entry["rule"], entry["details"] = broken
             return entry, ""
         self._use_id(entry)
@@ -114,13 +115,17 @@ class Rules:
             raise DataError(f"{place}: id {entry['id']!r} is already used at {other}")
         self._places[entry["id"]] = place
 
-    def _broken(self, one: Candidate, *, same_as: str | None) -> tuple[str, dict[str, Any]] | None:
+    def _broken(
+        self, one: Candidate, *, same_as: str | None, where: str
+    ) -> tuple[str, dict[str, Any]] | None:
         """The first rule that a problem breaks, with its details."""
         if same_as is not None:
             return "duplicate", {"same_as": same_as}
         if self._held_out and (hit := self._held_out.find(one.text)):
             shown = {"same_as": hit.id, "share": round(hit.share, 3), "benchmark_problem": hit.text}
             return "held_out", shown
+        if not (isinstance(one.prompt, str) or self._lengths.chat_template):
+            raise DataError(f"{where}: a list of messages needs --chat-template")
         try:
             encode_prompt(
                 one.prompt,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import reprlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gapo_megatron import rewards
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.config.data_section import RowKeys
+from gapo_megatron.data.messages import Message, read_messages
+from gapo_megatron.data.row_formats import EmptyError, Reading, answer_text, find, first_row, heads
 from gapo_megatron.data.rows import Row
-from gapo_megatron.errors import DataError
+from gapo_megatron.data.schema import KEYS, kept_columns
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.rewards import math as math_answers
 from gapo_megatron.rewards.code.forms import CallTests, Tests, TextTests, read_tests
 from gapo_tools.evaluation.benchmarks import ANSWER_CALL, ANSWER_TEXT, BOXED
-
-Kind = Literal["math", "code", "instructions", "exact"]
 
 ANSWER_FUNCTION = """\
 {problem}
@@ -24,6 +29,9 @@ ANSWER_FUNCTION = """\
 Write a Python function `{function}` that solves this. Answer with one Python code block that \
 holds the whole function.
 """
+
+
+_RECOGNISED = RowKeys()
 
 
 class UnreadableError(Exception):
@@ -36,10 +44,12 @@ class Candidate:
 
     text: str
     """The problem's own words, for comparison with duplicates and benchmarks."""
-    prompt: str
-    """The text together with the instructions around it."""
+    prompt: str | Sequence[Message]
+    """The text together with the instructions around it; or messages."""
     answer: str
     """Reference answer in the verifier's form: plain text or JSON."""
+    kept: Row = field(default_factory=dict)
+    """Further columns of the row for the problem file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +58,29 @@ class Source:
 
     name: str
     """Name of the source; also the prefix of generated ids."""
-    kind: Kind
+    kind: str
     """Verifier, as `reward.kind` of the config."""
     deduplicates: bool
     columns: tuple[str, ...]
-    """Keys of a row that `read` needs."""
-    read: Callable[[Row], Candidate]
-    """Makes a problem of a row. Raises KeyError, TypeError or ValueError for a row of another form,
-    UnreadableError if no verifier can judge by it."""
+    """Columns that a Parquet file must have."""
+    read: Callable[[Row, Path, int], Candidate]
+    """Makes a problem of a row, in a file, of a number. Raises KeyError, TypeError or ValueError
+    for a row of another form, or a DataError that names it; UnreadableError if no verifier can
+    judge by it."""
     id_of: Callable[[Row], str] = lambda row: ""
     """The row's own id; empty if it has none."""
-    optional: tuple[str, ...] = ()
-    """Keys that are read if a row has them."""
+    optional: tuple[str, ...] | None = ()
+    """Columns that are read of a Parquet file that has them; None: all."""
     level_of: Callable[[Row, Path], str] = lambda row, path: ""
     """Level of a row in a file; empty if there is none."""
+    describe: Callable[[Path], str] = lambda path: ""
+    """How the rows of a file are read, if it was not always clear."""
 
 
 def deepscaler(*, suffix: str = BOXED) -> Source:
     """Rows with `problem` and `answer`; `suffix` is appended to every prompt."""
 
-    def read(row: Row) -> Candidate:
+    def read(row: Row, path: Path, number: int) -> Candidate:
         text, answer = _text(row, "problem"), _plain(row["answer"])
         _check("math", answer, key="answer")
         return Candidate(text, text + suffix, answer)
@@ -82,7 +95,7 @@ def deepcoder() -> Source:
     subset (`primeintellect`, `taco`, `lcbv5`).
     """
 
-    def read(row: Row) -> Candidate:
+    def read(row: Row, path: Path, number: int) -> Candidate:
         text, tests = _text(row, "problem"), _decoded(row["tests"])
         function = (_decoded(row.get("metadata")) or {}).get("func_name")
         if function and isinstance(tests, list):  # LiveCodeBench names it beside the tests
@@ -107,39 +120,94 @@ def deepcoder() -> Source:
 
 
 def own(
-    kind: Kind,
+    kind: str,
     *,
+    keys: RowKeys = _RECOGNISED,
     suffix: str = "",
-    prompt_key: str = "prompt",
-    answer_key: str = "answer",
     answer_after: str = "",
+    keep: Collection[str] = (),
 ) -> Source:
     """Rows of the user's files; level and id are optional, and an id is then generated.
 
-    The answer is what follows the last `answer_after`, if that is not empty.
-    """
+    Args:
+        kind: verifier; the columns that a user verifier takes are kept.
+        keys: how the rows are read.
+        suffix: appended to every prompt, or to its last message.
+        answer_after: the answer is what follows the last one of these, if it is not empty.
+        keep: columns to keep in the problem file.
 
-    def read(row: Row) -> Candidate:
-        text, answer = _text(row, prompt_key), row[answer_key]
-        if answer_after:
-            _, mark, answer = _text(row, answer_key).rpartition(answer_after)
-            if not mark:
-                raise UnreadableError(f"key {answer_key!r} has no {answer_after!r}")
-        is_json = kind in ("code", "instructions")
-        answer = _encoded(_decoded(answer)) if is_json else _plain(answer)
-        _check(kind, answer, key=answer_key)
-        return Candidate(text, text + suffix, answer)
+    Raises:
+        ConfigError: the verifier cannot be loaded, or a column to keep is a key of the problem
+            file.
+    """
+    for name in {*keep} & {*KEYS}:
+        raise ConfigError(f"--keep-columns {name}: a key of the problem file itself")
+    config = RewardConfig(kind=kind)
+    taken = rewards.row_columns(config)
+    columns = None if taken is None else {*taken, *keep}
+
+    @functools.cache
+    def reading_of(path: Path) -> Reading:
+        first = first_row(path, keys)
+        assert first, f"{path} has a row"
+        return first[0]
+
+    def read(row: Row, path: Path, number: int) -> Candidate:
+        where, reading = f"{path}:{number}", reading_of(path)
+        try:
+            problem = reading.read(row, path=path, number=number)
+        except EmptyError as error:
+            raise UnreadableError(str(error)) from None
+        prompt: str | list[Message]
+        if isinstance(problem.prompt, list):
+            prompt = read_messages(problem.prompt, where=f"{where}: {problem.prompt_key}")
+            text = "\n".join(one["content"] for one in prompt if one["role"] != "system")
+            prompt[-1]["content"] += suffix
+        else:
+            text = _text({problem.prompt_key: problem.prompt}, problem.prompt_key)
+            prompt = text + suffix
+        answer = _own_answer(
+            problem.answer, kind, after=answer_after, key=reading.answer_key, where=where
+        )
+        _check(kind, answer, key=reading.answer_key)
+        shown = row | {"id": "", "prompt" if isinstance(prompt, str) else "messages": prompt}
+        kept = kept_columns(shown, columns, config, where=where)
+        return Candidate(
+            text, prompt, answer, {key: one for key, one in kept.items() if key not in KEYS}
+        )
+
+    def id_of(row: Row) -> str:
+        value = find(row, keys.id_key or "id")
+        if keys.id_key and value is None:
+            raise KeyError(keys.id_key)
+        return _plain(value)
 
     return Source(
         "own",
         kind,
         True,
-        (prompt_key, answer_key),
+        (),
         read,
-        optional=("level", "id"),
-        id_of=lambda row: _plain(row.get("id")),
+        optional=None if columns is None else (*heads(keys), "level", *columns),
+        id_of=id_of,
         level_of=lambda row, path: _plain(row.get("level")),
+        describe=lambda path: str(reading_of(path)),
     )
+
+
+def _own_answer(value: Any, kind: str, *, after: str, key: str, where: str) -> str:
+    """The answer of a user's row as text; empty if there is none."""
+    if after:
+        _, mark, value = _text({key: value}, key).rpartition(after)
+        if not mark:
+            raise UnreadableError(f"key {key!r} has no {after!r}")
+    if kind in ("code", "instructions"):
+        return _encoded(_decoded(value))
+    if isinstance(value, list | dict | Decimal):
+        if value in ([], {}):
+            raise UnreadableError(f"key {key!r} is empty")
+        return answer_text(value, kind, where=f"{where}: {key}")
+    return _plain(value)
 
 
 def _ask_program(text: str, tests: Tests, *, starter: str) -> str:
@@ -152,7 +220,7 @@ def _ask_program(text: str, tests: Tests, *, starter: str) -> str:
     return text  # LeetCode's: it ends in the code to complete
 
 
-def _check(kind: Kind, answer: str, *, key: str) -> None:
+def _check(kind: str, answer: str, *, key: str) -> None:
     """Refuse an answer that the verifier cannot read; for `math`, also an ambiguous one."""
     if not answer.strip():
         raise UnreadableError(f"key {key!r} is empty")
@@ -164,7 +232,7 @@ def _check(kind: Kind, answer: str, *, key: str) -> None:
         raise UnreadableError(f"the {kind} verifier cannot read key {key!r}: {error}") from None
 
 
-def _text(row: Row, key: str) -> str:
+def _text(row: Mapping[str, Any], key: str) -> str:
     value = "" if row[key] is None else row[key]
     if not isinstance(value, str):
         raise TypeError(f"{key} must be a string, not {type(value).__name__}")

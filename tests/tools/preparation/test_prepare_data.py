@@ -353,9 +353,9 @@ def test_ids_used_twice_other_files_and_an_output_that_exists_are_errors(run, tm
     assert re.search(r"own\.jsonl:2\b.*'a'.*own\.jsonl:1\b", capsys.readouterr().err)
     assert run("own", [tmp_path / "own.jsonl", tmp_path / "own.jsonl"]) == 2
     assert re.search(mentions("own.jsonl", "twice"), capsys.readouterr().err)
-    (tmp_path / "a.csv").write_text("a,b")
-    assert run("own", [tmp_path / "a.csv"]) == 2
-    named = mentions("a.csv", "*.jsonl", "*.json", "*.parquet")
+    (tmp_path / "a.txt").write_text("a,b")
+    assert run("own", [tmp_path / "a.txt"]) == 2
+    named = mentions("a.txt", "*.jsonl", "*.json", "*.parquet", "*.csv", "*.tsv", "*.gz")
     assert re.search(named, capsys.readouterr().err)
     (tmp_path / "out").mkdir()
     assert run("own", rows) == 2

@@ -22,6 +22,7 @@ from gapo_tools.preparation import journal as journal_module
 from gapo_tools.preparation.journal import Journal
 from tests.messages import mentions
 from tests.prepare_data_setup import put, put_benchmarks, put_tokenizer
+from tests.row_files import put_rows
 
 module = importlib.import_module("gapo_tools.preparation.problem_folder")  # not the function
 
@@ -76,6 +77,21 @@ def answers(folder: Path) -> list[Path]:
     ]
 
 
+def packed(folder: Path) -> list[Path]:
+    """The same rows as `answers`, gzipped; the first file's in another framework's format."""
+    first, second = answers(folder)
+    rows = [json.loads(line) for line in first.read_text().splitlines()]
+    cells = [
+        {"prompt": row["prompt"], "id": row["id"], "reward_model": {"ground_truth": row["answer"]}}
+        for row in rows
+    ]
+    others = [json.loads(line) for line in second.read_text().splitlines()]
+    return [
+        put_rows(folder / "c.jsonl.gz", cells),
+        put_rows(folder / "d.csv.gz", [row | {"id": ""} for row in others]),
+    ]
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -109,8 +125,9 @@ def killed_at(number: int, call: Callable[[], None]) -> bool:
         (deepcoder(), programs, 5),
         pytest.param(deepcoder(), programs, 1, marks=pytest.mark.system),
         pytest.param(own("exact"), answers, 5, marks=pytest.mark.system),
+        (own("exact"), packed, 5),
     ],
-    ids=["code", "code at every step", "exact"],
+    ids=["code", "code at every step", "exact", "gzipped"],
 )
 def test_a_run_killed_at_any_step_is_continued_to_the_same_bytes(
     tmp_path, make, source, inputs, stride

@@ -107,15 +107,14 @@ class DataConfig(Section):
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
     """Held-out problems in the same format. Empty: no evaluation during training."""
     format: RowFormat = "auto"
-    """Which keys of a row are the prompt and the answer
-    ([data.md](data.md#rows-of-other-frameworks)). `auto`: as the first row of a file shows."""
+    """Where rows have prompt and answer ([data.md](data.md#rows-of-other-frameworks)). `auto`: as in
+    the file's first row."""
     prompt_key: Text = ""
-    """Key of the prompt, a text or a list of messages, instead of the format's; with dots for a key
-    within a value: `extra_info.question`, `messages.0.content`."""
+    """Key of the prompt instead of the format's; with dots within a value."""
     answer_key: Text = ""
-    """Key of the answer instead of the format's, as `reward_model.ground_truth`."""
+    """Key of the answer, likewise: `reward_model.ground_truth`."""
     id_key: Text = ""
-    """Key of the id, as `extra_info.index`. Empty: `id`, or the row's number if it has none."""
+    """Key of the id, likewise. Empty: `id`, or the row's number."""
     max_prompt_tokens: Tokens = 2048
     """Longest prompt, chat template included. A longer one is an error at the start."""
     chat_template: bool = False

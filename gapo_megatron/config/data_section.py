@@ -107,8 +107,8 @@ class DataConfig(Section):
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
     """Held-out problems in the same format. Empty: no evaluation during training."""
     format: RowFormat = "auto"
-    """Where rows have prompt and answer ([data.md](data.md#rows-of-other-frameworks)). `auto`: as in
-    the file's first row."""
+    """Where rows have prompt and answer ([data.md](data.md#rows-of-other-frameworks)). `auto`: as
+    in the file's first row."""
     prompt_key: Text = ""
     """Key of the prompt instead of the format's; with dots within a value."""
     answer_key: Text = ""

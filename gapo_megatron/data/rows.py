@@ -254,9 +254,8 @@ def _delimited(
                     f"{path}:{row_number}: has {len(values)} cells; the row of names has "
                     f"{len(names)}: {', '.join(names)[:500]}"
                 )
-            if row_number > after:
-                pairs = zip(names, values, strict=True)
-                yield row_number, {key: one or None for key, one in pairs if key}, _share(file)
+            pairs = zip(names, values, strict=True)
+            yield row_number, {key: one or None for key, one in pairs if key}, _share(file)
             row_number += 1
     except csv.Error as error:
         raise DataError(f"{path}:{row_number}: {error}") from None
@@ -330,7 +329,7 @@ def _parquet(
                 f"{path}: has no column {' nor '.join(absent)}; it has {', '.join(names)} "
                 "(for other names set --prompt-key and --answer-key)"
             )
-        there = [name for name in (*columns, *(optional or ())) if name in names]
+        there = [one for one in dict.fromkeys((*columns, *(optional or ()))) if one in names]
         groups, passed = list(range(file.num_row_groups)), 0
         while groups and passed + file.metadata.row_group(groups[0]).num_rows <= after:
             passed += file.metadata.row_group(groups.pop(0)).num_rows

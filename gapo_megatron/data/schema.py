@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Collection, Sequence
 from contextlib import closing
@@ -143,6 +144,10 @@ def read_prompts(
     return prompts
 
 
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]""")
+"""Begins a text that holds a list of messages, as JSON or as Python writes it."""
+
+
 class _Oddities:
     """Warns of suspicious prompts, once per kind, naming the row."""
 
@@ -156,7 +161,7 @@ class _Oddities:
         """Look at a row's prompt and its tokens."""
         if self._bos is not None and [*token_ids[:2]] == [self._bos] * 2:
             self._warn("begins with BOS twice: the text has it, and the tokenizer adds it", where)
-        if isinstance(given, str) and given.lstrip()[:1] == "[" and '"role"' in given[:200]:
+        if isinstance(given, str) and _MESSAGES.match(given):
             self._warn("is a text that looks like a list of messages, and is read as text", where)
         texts = [given] if isinstance(given, str) else [one["content"] for one in given]
         for found in filter(None, map(self._special.search, texts) if self._special else ()):

@@ -115,6 +115,28 @@ def test_two_readings_of_a_row_are_an_error_until_a_setting_decides(
     assert [one.answer for one in read(path)] == ["3"]
 
 
+UNFIT: list[tuple[dict[str, Any], dict[str, str], list[str]]] = [
+    ({"text": "a"}, {}, ["'prompt'", "'messages'", "it has text", "data.prompt_key"]),
+    ({"prompt": "a", "chosen": "1"}, {}, ["'answer'", "prompt, chosen", "data.answer_key"]),
+    ({"messages": user("a")}, {}, ["'answer'", "has messages"]),  # nobody answers
+    ({"messages": user("a")}, {"format": "openai"}, ["must end with the model's"]),
+    ({"prompt": "a", "label": "1"}, {"format": "verl"}, ["'reward_model.ground_truth'", "label"]),
+    ({"prompt": "a", "label": "1"}, {"format": "orz"}, ["'0.value'", "prompt, label"]),
+    ({"prompt": None, "label": "1"}, {}, ["prompt is null"]),
+    ({"prompt": 3, "label": "1"}, {}, ["prompt (3)", "string or a list"]),
+    ({"prompt": "", "label": "1"}, {}, ["prompt is empty"]),
+]
+
+
+@pytest.mark.parametrize(("row", "settings", "named"), UNFIT)
+def test_a_first_row_that_no_format_fits_is_named(
+    tmp_path: Path, row: dict[str, Any], settings: dict[str, str], named: list[str]
+) -> None:
+    path = put_rows(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(DataError, match=mentions(f"{path}:1", *named)):
+        read(path, **settings)
+
+
 def test_keys_that_are_set_overrule_and_reach_into_values(tmp_path: Path) -> None:
     row = {
         "question": {"en": [{"text": "What?"}]},
@@ -284,8 +306,10 @@ def test_messages_in_a_cell_are_read_and_such_a_prompt_is_named(
     first = first_row(path, RowKeys())
     assert first is not None and first[1].prompt == user("What?")
     assert not caplog.messages
-    put_rows(path, [{"prompt": cell, "answer": 1}])
-    first = first_row(path, RowKeys())
-    assert first is not None and first[1].prompt == cell
-    read(path)
-    assert any("list of messages" in one for one in caplog.messages)
+    for text in (cell, repr(user("What?"))):
+        put_rows(path, [{"prompt": text, "answer": 1}])
+        first = first_row(path, RowKeys())
+        assert first is not None and first[1].prompt == text
+        caplog.clear()
+        read(path)
+        assert any("list of messages" in one for one in caplog.messages)

@@ -93,6 +93,7 @@ def test_messages_need_the_template_and_are_one_text_for_duplicates(chat, tmp_pa
         {"messages": turns, "answer": "7"},
         {"prompt": "How wide?", "answer": ["1/2", "0.5"]},
         {"prompt": "How wide?", "answer": "0.50"},
+        {"prompt": "How wide?", "answer": ["0.5", "1/2"]},
     ]
     assert chat("own", rows) == 1
     assert re.search(mentions("own.jsonl:1", "--chat-template"), capsys.readouterr().err)
@@ -104,7 +105,7 @@ def test_messages_need_the_template_and_are_one_text_for_duplicates(chat, tmp_pa
     ]
     assert written(tmp_path / "out")[1]["messages"] == turns
     rules = [(row["rule"], row["same_as"]) for row in written(tmp_path / "out", "dropped")]
-    assert rules == [("duplicate", "own-0"), ("duplicate", "own-3")]
+    assert rules == [("duplicate", "own-0"), ("duplicate", "own-3"), ("duplicate", "own-3")]
     prompts = prompts_of(put_folder(tmp_path), tmp_path / "chat", "math")
     assert [one.answer for one in prompts] == ['["1/2", "0.5"]']
 

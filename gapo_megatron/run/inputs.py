@@ -16,6 +16,7 @@ from gapo_megatron.checkpoint import BranchPoint
 from gapo_megatron.config import Config
 from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template, prompts_made_of
+from gapo_megatron.data.row_formats import first_row
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.data.template_date import DATE
@@ -125,6 +126,17 @@ def read_problems(
     evaluates = config.evaluation.every_steps > 0
     held_out = read_prompts(data.eval_path, data=data, **options) if evaluates else []
     return problems, held_out
+
+
+def log_readings(config: Config) -> None:
+    """Log how the rows of each training file are read, where a rank logs such things.
+
+    `check_inputs` reads them before there is a log.
+    """
+    for name, path in config.data.train_files.items():
+        if logger.isEnabledFor(logging.INFO) and Path(path).is_file():
+            first = first_row(Path(path), config.data.row_keys(name))
+            logger.info("%s: %s", path, first[0] if first else "no rows")
 
 
 def _try_own_verifiers(config: Config, problems: Sequence[Prompt]) -> None:

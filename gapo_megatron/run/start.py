@@ -49,7 +49,7 @@ from gapo_megatron.run.cores import share_of_cores
 from gapo_megatron.run.engines import build_engine, check_engine
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
-from gapo_megatron.run.inputs import Inputs
+from gapo_megatron.run.inputs import Inputs, log_readings
 from gapo_megatron.run.process_group import World
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
         )
         if world.bridge is not None:
             attempt.on_alive = world.bridge.beat
+    log_readings(config)
     startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
     num_engine_ranks = world.bridge.num_generation if world.bridge else world.world_size
     check_engine(config, inputs.hf_config, world.device, world_size=num_engine_ranks)

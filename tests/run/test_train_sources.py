@@ -1,4 +1,7 @@
-"""The whole program with two data sources: the second begins later, with a verifier of its own."""
+"""The whole program with two data sources: the second begins later, with a verifier of its own.
+
+Its rows are verl's, with integers as ids and a verifier that takes a value of theirs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 
 from tests import train_setup
 from tests.prepare_data_setup import put
+from tests.row_files import put_rows
 from tests.train_setup import (
     assert_same_run,
     interrupt,
@@ -22,15 +26,15 @@ CONFIG = train_setup.CONFIG.replace(
     'train_path = "{root}/task/train.jsonl"\n',
     """source = [
     {{ name = "easy", path = "{root}/easy.parquet", weight = 3.0 }},
-    {{ name = "late", path = "{root}/late.json", first_step = 2 }},
+    {{ name = "late", path = "{root}/late.json.gz", first_step = 2, id_key = "extra_info.index" }},
 ]
 """,
     1,
 ).replace('kind = "exact"\n', 'kind = "exact"\nverifiers = {{ own = "{root}/own.py:verify" }}\n')
 
 OWN = """
-def verify(response, answer, goal):
-    return (answer, goal.isdigit()) == ("none", True)
+def verify(response, answer, extra_info):
+    return (answer, extra_info["goal"].isdigit()) == ("none", True)
 """
 
 
@@ -43,18 +47,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.loads(line) for line in (root / "task/train.jsonl").read_text().splitlines()]
     easy = [one | {"id": str(i)} for i, one in enumerate(rows[::2])]
     late = [
-        one | {"id": str(i), "verifier": "own", "goal": one["answer"], "answer": "none"}
+        {
+            "prompt": one["prompt"],
+            "verifier": "own",
+            "reward_model": {"ground_truth": "none", "style": "rule"},
+            "extra_info": {"index": i, "goal": one["answer"]},
+        }
         for i, one in enumerate(rows[1::2])
     ]
     put(root / "easy.parquet", easy)
-    put(root / "late.json", late)
+    put_rows(root / "late.json.gz", late)
     return root
 
 
 @pytest.fixture(scope="module")
 def whole_run(root: Path) -> Path:
     """An uninterrupted run on two ranks."""
-    run(root, "whole", ranks=2)
+    output = run(root, "whole", ranks=2)
+    for said in ("easy.parquet: gapo format", "late.json.gz: verl format: prompt, reward_model"):
+        assert output.count(said) == 1, output
     return root / "whole"
 
 
@@ -81,4 +92,6 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> 
     position = states[0]["source"]["sources"]
     num_left = {name: len(one["remaining"]) for name, one in position.items()}
     num_rows = len((root / "task/train.jsonl").read_text().splitlines())
+    ids = [json.loads(line)["problem"] for line in (whole_run / "samples.jsonl").open()]
+    assert any(one.startswith("late/") and one[5:].isdigit() for one in ids)
     assert num_left == {"easy": -(-num_rows // 2) - 40, "late": num_rows // 2 - 8}

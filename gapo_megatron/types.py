@@ -147,6 +147,8 @@ class Verdict:
     """The verifier's number, if it gives one; with `reward.graded` the advantages come from it."""
     answer: str = ""
     """The answer that it found correct, for `objective.answers`; empty if it is no single text."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Further numbers of the verifier, and the scores of components; logged as `verifier/NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ class Sample:
     """The response's tokens as text, with special tokens."""
     answer: str
     """Start of the reference answer."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """`Verdict.metrics`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,7 +364,7 @@ def _remaining(
         judged_by: dict[str, Any] = {"code": code_sha256(*_JUDGE_CODE)}
         if acts.is_called:
             judged_by["environment_code"] = code_sha256(*_ENVIRONMENT_CODE)
-        if "code" in [one.kind for one in task.reward.by_name.values()]:
+        if "code" in [one.kind for one in task.reward.by_setting.values()]:
             judged_by["sandbox"] = task.reward.sandbox
         decides = {"kind", "settings", "correct_above", "verifiers", "timeout_s"}
         judged_by["reward"] = task.reward.model_dump(include=decides)

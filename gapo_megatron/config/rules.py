@@ -66,7 +66,8 @@ def _check_numbers(config: Config) -> None:
     """Rules for a verifier's numbers, and for advantages from them: c is a count of verdicts."""
     reward = config.reward
     is_threshold_set = reward.correct_above != type(reward).model_fields["correct_above"].default
-    if is_threshold_set and not reward.code_names:
+    gives_numbers = bool(reward.code_names or reward.components)
+    if is_threshold_set and not gives_numbers:
         raise ValueError(
             f"reward.correct_above ({reward.correct_above}) needs a verifier of your own that "
             f"returns numbers, not reward.kind {reward.kind!r}"
@@ -80,7 +81,7 @@ def _check_numbers(config: Config) -> None:
             f"reward.graded (true) does not go with objective.method {config.objective.method!r}: "
             f"its {key} depends on c, the number of correct responses"
         )
-    if not config.reward.code_names:
+    if not gives_numbers:
         raise ValueError(
             f"reward.graded (true) needs a verifier of your own that returns numbers, not "
             f"reward.kind {config.reward.kind!r}"

@@ -1,4 +1,4 @@
-"""The run's configuration: model, rollouts and reward.
+"""The run's configuration: model and rollouts.
 
 The other sections are in data_section.py, objective_section.py and run_sections.py. Paths are
 relative to the working directory.
@@ -6,14 +6,16 @@ relative to the working directory.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from gapo_megatron.config.adapter_section import AdapterConfig
 from gapo_megatron.config.data_section import DataConfig
 from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.objective_section import ObjectiveConfig
+from gapo_megatron.config.reward_section import RewardConfig
+from gapo_megatron.config.reward_section import VerifierConfig as VerifierConfig
 from gapo_megatron.config.rules import check_together
 from gapo_megatron.config.run_sections import (
     CheckpointConfig,
@@ -41,16 +43,11 @@ from gapo_megatron.config.types import (
     GroupSize,
     MadePath,
     OptionalPath,
-    PathText,
-    Seconds,
-    Settings,
     Temperature,
     Text,
     Tokens,
-    Workers,
     require_known,
 )
-from gapo_megatron.isolation import REMOTE, SYSTEM_PYTHON, split_setting
 from gapo_megatron.user_code import is_code
 
 CONFIG_NAME = "config.toml"
@@ -230,101 +227,6 @@ class RolloutConfig(Section):
     def has_generation_side(self) -> bool:
         """Whether some ranks only generate."""
         return self.generation_nodes > 0 or self.generation_ranks > 0
-
-
-VERIFIERS = ("math", "code", "instructions", "exact")
-"""Verifiers of this package: values of `reward.kind`."""
-
-
-class VerifierConfig(Section):
-    """A verifier: one of this package, or user code."""
-
-    role = LEARNED
-    kept = "verdicts must mean the same"
-
-    kind: Text
-    """Verifier. `math` compares the boxed answer, `code` runs unit tests, `instructions` applies
-    IFEval's checks, `exact` compares the text after the last `>` (the demo). Or code of your own,
-    `path/to/file.py:NAME` or `package.module:NAME` (docs/rewards.md)."""
-    settings: Settings = Field(default_factory=dict)
-    """Keyword arguments of your own verifier, checked at the start."""
-    timeout_s: Seconds | None = None
-    """Time limit for one response: CPU time, or time in which no CPU time is used. After it the
-    verdict is unknown; for `code`, where it is for all tests of a program, wrong. Unset: 10 s, for
-    `code` 60 s; that of `[reward]` is the default of all `verifiers`."""
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        require_known("kind", self.kind, VERIFIERS)
-        if self.settings and not is_code(self.kind):
-            raise ValueError(f"settings ({self.settings!r}) need a kind that is code of your own")
-        return self
-
-
-def _verifier(value: Any) -> Any:
-    if not isinstance(value, str | dict | VerifierConfig):
-        raise ValueError("must be a verifier, as reward.kind, or a table with kind and settings")
-    return {"kind": value} if isinstance(value, str) else value
-
-
-Verifiers = dict[Text, Annotated[VerifierConfig, BeforeValidator(_verifier)]]
-
-
-class RewardConfig(VerifierConfig):
-    """How responses are verified."""
-
-    verifiers: Verifiers = Field(default_factory=dict)
-    """Further verifiers, which a row of the data chooses by `"verifier": NAME`. A value is like
-    `reward.kind`, or a table with `kind`, `settings` and `timeout_s`."""
-    correct_above: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.5
-    """A response is correct, and counts in c, if the number that your own verifier returns is
-    above this value."""
-    graded: bool = False
-    """Advantages from the verifier's numbers instead of 0 and 1. Only with methods that do not use
-    c (docs/rewards.md)."""
-    code: Text = ""
-    """SHA-256 of the files with code of your own. Filled in when the config is loaded."""
-    num_workers: Annotated[Workers, HOW] = 0
-    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8."""
-    truncated: Literal["judged", "unknown"] = "judged"
-    """Training's verdict on responses that reached `rollout.max_response_tokens`: `judged` like any
-    other (mostly wrong), or `unknown`, so that they leave their group (docs/rewards.md)."""
-    max_unknown_share: Annotated[float, Field(ge=0, le=1), HOW] = 0.9
-    """The run ends with an error once more than this share of a step's responses could not be
-    judged (verdict unknown) in `max_unknown_steps` steps in a row. 1: never. Responses that
-    `truncated` leaves out do not count."""
-    max_unknown_steps: Annotated[int, Field(ge=1), HOW] = 3
-    """See `max_unknown_share`."""
-    sandbox: Annotated[Text, HOW] = "bubblewrap"
-    """Where the model's programs run: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `https://HOST:PORT`
-    (a service on another machine), `sandboxfusion:http://HOST:PORT`, or `unsafe`: with your own
-    rights (docs/sandbox.md)."""
-    python: Annotated[PathText, HOW] = SYSTEM_PYTHON
-    """Python that runs the model's programs; with Apptainer, a path inside the image. A service
-    has its own. Programs see only this interpreter and its libraries."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        try:
-            kind, _ = split_setting(self.sandbox)
-        except ValueError as error:
-            raise ValueError(f"sandbox {error}") from None
-        if kind in REMOTE and self.python != SYSTEM_PYTHON:
-            raise ValueError(
-                f"python ({self.python!r}) does not go with sandbox ({self.sandbox!r}): a service "
-                "has its own"
-            )
-        return self
-
-    @property
-    def by_name(self) -> dict[str, VerifierConfig]:
-        """Every verifier by the name that rows use; the empty name is `reward.kind`."""
-        return {"": self, **self.verifiers}
-
-    @property
-    def code_names(self) -> list[str]:
-        """User code that this section names."""
-        return [one.kind for one in self.by_name.values() if is_code(one.kind)]
 
 
 class Config(Section):

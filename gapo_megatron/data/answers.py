@@ -56,10 +56,11 @@ class Answers:
         else:
             text = answer_text(answer, judge.kind, where=where)
         try:
-            if ends:
-                rewards.check_excerpt(judge.kind, *ends)
-            else:
-                rewards.check_answer(judge.kind, text, settings=judge.settings)
+            for part in judge.parts:
+                if ends:
+                    rewards.check_excerpt(part.kind, *ends)
+                else:
+                    rewards.check_answer(part.kind, text, settings=part.settings)
         except DataError as error:
             self.unreadable.append(f"{where} ({reprlib.repr(answer)}): {error}")
         return text

@@ -292,7 +292,8 @@ def kept_columns(
                 f"verifiers get it: {error}"
             ) from None
     try:
-        rewards.check_row(judge.kind, kept, settings=judge.settings)
+        for part in judge.parts:
+            rewards.check_row(part.kind, kept, settings=part.settings)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     return kept

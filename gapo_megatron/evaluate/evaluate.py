@@ -57,8 +57,14 @@ def evaluate(
     """
     replicas = engine.replicas
     mine = begin_all(environment, replicas.share(prompts), calls)
-    judging = rewards.Judging(pool, replicas.part(mine), judge=environment.judge)
     num_samples = config.evaluation.samples_per_prompt
+    judging = rewards.Judging(
+        pool,
+        replicas.part(mine),
+        judge=environment.judge,
+        turns=calls.turns.messages if calls else None,
+        group_size=num_samples,
+    )
     settings = SamplingSettings(
         num_samples=num_samples,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import functools
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import user_code
-from gapo_megatron.errors import ConfigError, DataError, printable, said, shown
+from gapo_megatron.errors import ConfigError, DataError, printable, said
 from gapo_megatron.rewards import verifiers
-from gapo_megatron.rewards.pool import Pool
+from gapo_megatron.rewards.judging import MOST_CHARACTERS, Judge, Judging, ask_judge, score
+from gapo_megatron.rewards.pool import Item, Pool
+from gapo_megatron.rewards.results import UNREADABLE
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.unknown import UnknownWatch, share_unknown
-from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from gapo_megatron.rewards.verdict_metrics import Carrier, Sums, sum_metrics, verifier_metrics
+from gapo_megatron.rewards.verifiers import Shape
+from gapo_megatron.types import Verdict
 
 if TYPE_CHECKING:  # a worker imports this package too, and must start fast
     from gapo_megatron.config import RewardConfig
-    from gapo_megatron.config.schema import VerifierConfig
-
-
-MOST_CHARACTERS = 300
-"""Longest error message in the reason of a verdict."""
-
-
-class _AbortedError(Exception):
-    pass
+    from gapo_megatron.config.reward_section import VerifierConfig
 
 
 def timeout_s(one: VerifierConfig, config: RewardConfig) -> int:
@@ -45,12 +40,11 @@ def check(config: RewardConfig) -> None:
         ConfigError: programs cannot be isolated here; names the options. Or user code
             cannot be used; names setting, code and reason.
     """
-    for name, one in config.by_name.items():
+    for setting, one in config.by_setting.items():
         if one.kind == "code":
             limits = Limits(total_s=timeout_s(one, config))
             check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
         elif user_code.is_code(one.kind):
-            setting = f"reward.verifiers.{name}" if name else "reward.kind"
             verifiers.load(one.kind, one.settings, setting=setting)
 
 
@@ -87,19 +81,19 @@ def row_columns(config: RewardConfig) -> frozenset[str] | None:
         ConfigError: as `check`.
     """
     columns: frozenset[str] = frozenset()
-    for one in config.by_name.values():
-        taken = _columns(one)
+    for setting, one in config.by_setting.items():
+        taken = _shape(one, setting).columns
         if taken is None:
             return None
         columns |= taken
     return columns
 
 
-def _columns(one: VerifierConfig) -> frozenset[str] | None:
-    """Columns of a row that a verifier takes; None: all."""
+def _shape(one: VerifierConfig, setting: str) -> Shape:
+    """How a verifier is called."""
     if not user_code.is_code(one.kind):
-        return frozenset()
-    return verifiers.load(one.kind, one.settings, setting="reward.kind").columns
+        return Shape(frozenset())
+    return verifiers.load(one.kind, one.settings, setting=setting).shape
 
 
 def check_row(kind: str, row: Mapping[str, Any], *, settings: Mapping[str, Any] = {}) -> None:
@@ -164,19 +158,20 @@ def try_verifiers(config: RewardConfig, items: Sequence[tuple[Any, ...]]) -> lis
         A verdict on each, in order; an unknown one has the reason.
 
     Raises:
-        ConfigError: a verifier returned what is no verdict (a coroutine, a generator, a text, NaN);
-            names setting, code and type.
+        ConfigError: a verifier returned what is no verdict (a generator, a text, NaN, a list that
+            is too short); names setting, code and type.
         RewardError: the worker cannot start.
     """
     with start_pool(config, num_workers=1) as pool:
         verdicts = pool.judge(items)
     for item, verdict in zip(items, verdicts, strict=True):
         name = item[2] if len(item) > 2 else ""
-        if verifiers.UNREADABLE in verdict.reason:
-            setting = f"reward.verifiers.{name}" if name else "reward.kind"
+        if UNREADABLE in verdict.reason:
+            usual = "reward.components" if config.components else "reward.kind"
+            setting = f"reward.verifiers.{name}" if name else usual
             raise ConfigError(
-                f"{setting}: {verdict.reason}; a verifier is a plain function (no async def, no "
-                "yield) that returns a bool, a number, a Verdict or None"
+                f"{setting}: {verdict.reason}; a verifier is a function (no yield) that returns a "
+                "bool, a number, a dict with a score, a Verdict or None"
             )
     return verdicts
 
@@ -189,17 +184,21 @@ def start_pool(config: RewardConfig, *, num_workers: int, output: Path | None = 
         num_workers: processes of this rank; `config.num_workers` is ignored.
         output: see `Pool`.
     """
-    by_name = {name: _for_workers(one, config) for name, one in config.by_name.items()}
-    columns = {name: _columns(one) for name, one in config.by_name.items()}
-    verifier, limit_s, options = by_name.pop("")
+    named: dict[str, VerifierConfig] = {**config.verifiers, **config.components}
+    main: tuple[str, float, Mapping[str, Any]] = ("reward.components", 0.0, {})
+    shapes = {name: _shape(one, f"reward: {name!r}") for name, one in named.items()}
+    if not config.components:
+        main, shapes[""] = _for_workers(config, config), _shape(config, "reward.kind")
+    verifier, limit_s, options = main
     return Pool(
         verifier,
         num_workers=num_workers,
         timeout_s=limit_s,
         options=options,
-        others=by_name,
+        others={name: _for_workers(one, config) for name, one in named.items()},
         correct_above=config.correct_above,
-        columns=columns,
+        weights={name: one.weight for name, one in config.components.items()},
+        shapes=shapes,
         output=output,
     )
 
@@ -220,120 +219,14 @@ def _for_workers(one: VerifierConfig, config: RewardConfig) -> tuple[str, float,
     return f"{__name__}.{one.kind}", limit_s, options
 
 
-Judge = Callable[[Episode], tuple[str, str]]
-"""What the verifier gets for an episode: (response, answer), as from `Environment.judge`."""
-
-
-class Judging:
-    """Judges responses while others are still generated; `score` waits for the verdicts."""
-
-    def __init__(self, pool: Pool, prompts: Sequence[Prompt], *, judge: Judge) -> None:
-        """Start without responses.
-
-        Args:
-            pool: workers with the verifier, for the sole use of this object until `score` returns.
-            prompts: problems whose responses this rank judges.
-            judge: maps an episode to what the verifier gets; called in this process.
-        """
-        self.pool = pool
-        self.numbers: dict[tuple[str, int], int] = {}
-        """Item number in the pool, by problem id and index of the response in its group."""
-        self.unknown: dict[tuple[str, int], Verdict] = {}
-        """Verdicts on episodes that the environment could not answer or judge, by the same keys."""
-        self._ids = {prompt.id for prompt in prompts}
-        self._judge = judge
-
-    def add(self, ended: Sequence[Episode]) -> None:
-        """Submit finished episodes, and keep the workers busy. Never waits.
-
-        Args:
-            ended: finished episodes, possibly none. Those of other ranks' problems are skipped.
-
-        Raises:
-            RewardError: see `Pool.poll`.
-        """
-        items: dict[tuple[str, int], tuple[str, str, str, Mapping[str, Any]]] = {}
-        for one in ended:
-            if one.prompt.id not in self._ids:
-                continue
-            key, asked = (one.prompt.id, one.sample), ask_judge(self._judge, one)
-            if isinstance(asked, Verdict):
-                self.unknown[key] = asked
-            else:
-                items[key] = (*asked, one.prompt.verifier, one.prompt.row)
-        self.numbers |= zip(items, self.pool.submit(items.values()), strict=True)
-        self.pool.poll()
-
-
-def ask_judge(judge: Judge, episode: Episode) -> tuple[str, str] | Verdict:
-    """What the verifier gets for an episode; or an unknown verdict, if the environment failed."""
-    if episode.failure:
-        return Verdict(Outcome.UNKNOWN, printable(episode.failure))
-    try:
-        with user_code.contained():
-            return _check_texts(judge(episode.for_user()))
-    except Exception as error:  # whatever a user's environment raises
-        return Verdict(Outcome.UNKNOWN, f"judge: {said(error)}"[:MOST_CHARACTERS])
-
-
-def _check_texts(judged: Any) -> tuple[str, str]:
-    """What `Environment.judge` returned, if it is (response, answer)."""
-    texts = judged if isinstance(judged, tuple | list) else ()
-    if [isinstance(one, str) for one in texts] != [True] * 2:
-        raise TypeError(f"must be two strings, response and answer, not {shown(judged)}")
-    return texts[0], texts[1]
-
-
-def score(
-    judging: Judging,
-    groups: Sequence[Sequence[Episode]],
-    *,
-    gather: Callable[[Sequence[tuple[bool, bool]]], list[tuple[bool, bool]]] = list,
-    should_abort: Callable[[float], bool] | None = None,
-) -> list[tuple[Verdict, ...]] | None:
-    """Wait for the verdicts on these episodes; other submitted ones are dropped.
-
-    Args:
-        judging: all of these episodes have been added to it.
-        groups: finished episodes of problems that this rank judges.
-        gather: all-gather over the ranks that judge at the same time, as one list. All ranks return
-            together, so none waits long in a later collective.
-        should_abort: called every few seconds with the seconds since the start; True aborts.
-
-    Returns:
-        One verdict per episode, shaped as `groups`; None on every rank if any rank aborted.
-
-    Collectives: `gather`, equally often on every rank.
-
-    Raises:
-        RewardError: see `Pool.poll`.
-    """
-    start = time.monotonic()
-
-    def may_end(is_done: bool) -> bool:
-        wants_out = should_abort is not None and should_abort(time.monotonic() - start)
-        answers = gather([(is_done, wants_out)])
-        if all(is_done for is_done, _ in answers):
-            return True
-        if any(wants_out for _, wants_out in answers):
-            raise _AbortedError
-        return False
-
-    keys = [(one.prompt.id, one.sample) for group in groups for one in group]
-    sent = [key for key in keys if key not in judging.unknown]
-    try:
-        judged = judging.pool.collect([judging.numbers[key] for key in sent], may_end=may_end)
-    except _AbortedError:
-        return None
-    found = judging.unknown | dict(zip(sent, judged, strict=True))
-    remaining = (found[key] for key in keys)
-    return [tuple(next(remaining) for _ in group) for group in groups]
-
-
 __all__ = [
+    "MOST_CHARACTERS",
+    "Carrier",
+    "Item",
     "Judge",
     "Judging",
     "Pool",
+    "Sums",
     "UnknownWatch",
     "ask_judge",
     "check",
@@ -344,6 +237,8 @@ __all__ = [
     "score",
     "share_unknown",
     "start_pool",
+    "sum_metrics",
     "timeout_s",
     "try_verifiers",
+    "verifier_metrics",
 ]

@@ -4,41 +4,35 @@ Workers are subprocesses (never forks: the trainer holds GPU and engine), each c
 pair. The parent measures time: CPU time while a worker computes, so that a busy machine changes no
 verdict, and wall-clock time while it does not. A worker that hangs, crashes or sends malformed
 replies is killed and replaced; the verdict on its item is unknown, with the reason.
+
+An item is a call of a verifier, or several: of each component; and a verifier that compares judges
+several items in one call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import math
 import os
 import selectors
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from gapo_megatron.errors import RewardError, printable
-from gapo_megatron.rewards.processes import cpu_s, cpu_s_of_all
-from gapo_megatron.rewards.verifiers import read_grade
+from gapo_megatron.rewards.results import total
+from gapo_megatron.rewards.verifiers import Shape
+from gapo_megatron.rewards.worker_process import MAX_REPLY_BYTES, Item, Worker
 from gapo_megatron.types import Outcome, Verdict
 
-START_TIMEOUT_S = 300.0
-"""Time for a worker to import its verifier, usually a second; measured as `timeout_s` of `Pool`."""
-
-LOOK_S = 0.5
-"""Seconds between two checks of a worker's CPU time; it may exceed its limit by this much."""
-
-LEAST_SHARE = 0.01
-"""Share of a CPU. A worker that uses less, with all its child processes, counts as hanging."""
+logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 """Failed starts in a row that are tolerated: a starting worker may be killed by chance."""
@@ -46,25 +40,8 @@ MAX_FAILED_STARTS = 3
 QUESTION_S = 5.0
 """Seconds between two calls of `may_end` in `collect`."""
 
-READY = b"ready\n"
-"""First message of a worker, once its verifier is imported."""
-
-SIGNALS_LEFT_TO_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm sends them to every process of a job. Workers start with them blocked, and ignore them."""
-
-MAX_REPLY_BYTES = 64 * 1024
-"""Largest reply of a worker."""
-
-
-class Item(NamedTuple):
-    """A response to judge."""
-
-    response: str
-    answer: str
-    verifier: str = ""
-    """Name of one of the pool's `others`; empty: its main verifier."""
-    row: Mapping[str, Any] = MappingProxyType({})
-    """Other columns of the problem's row; JSON values."""
+MOST_IN_FLIGHT = 32
+"""Calls of async verifiers that wait in a worker at the same time."""
 
 
 class Pool:
@@ -83,7 +60,8 @@ class Pool:
         options: Mapping[str, Any] = {},
         others: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {},
         correct_above: float = 0.5,
-        columns: Mapping[str, Collection[str] | None] = MappingProxyType({}),
+        weights: Mapping[str, float] = {},
+        shapes: Mapping[str, Shape] = MappingProxyType({}),
         output: Path | None = None,
     ) -> None:
         """Start the workers without waiting until they have imported the verifiers.
@@ -92,19 +70,25 @@ class Pool:
             verifier: name as of `verifiers.load`. Only workers import it; it should import neither
                 torch nor transformers.
             num_workers: number of processes.
-            timeout_s: limit for one item, counted from when a worker has received all of it: in
-                seconds of CPU time, and of wall-clock time without CPU time.
+            timeout_s: limit for one call, counted from when a worker has received all of it: in
+                seconds of CPU time, and of wall-clock time without CPU time. Of an async verifier:
+                in seconds of wall-clock time.
             options: further keyword arguments of `verify`; JSON values.
             others: further verifiers, by the name that items give: (verifier, timeout_s, options).
-            correct_above: see `verifiers.to_verdict`.
-            columns: what a worker gets of an item's row, by the name that items give; None, or
-                without the name: all of it.
+            correct_above: see `results.to_verdict`.
+            weights: weights of the components, by their names in `others`. The main verifier is
+                then their total (`results.total`); `verifier` and the next two count for nothing.
+            shapes: how verifiers are called, by the name that items give; without the name: with
+                the whole row, one item at a time.
             output: file to which is appended what the user's own verifiers print, and the first
                 traceback of every place where a verifier raises; None: nowhere.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
         self.verifier = verifier
-        self._verifiers = {"": (verifier, timeout_s, options), **others}
+        self._correct_above = correct_above
+        self._weights = weights
+        main = {} if weights else {"": (verifier, timeout_s, options)}
+        self._verifiers = {**main, **others}
         settings = {
             "verifiers": {name: (code, opts) for name, (code, _, opts) in self._verifiers.items()},
             "correct_above": correct_above,
@@ -114,15 +98,25 @@ class Pool:
         # Later workers start where these do: paths of verifiers are relative to the folder.
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        self._start = partial(_Worker, command, variables=variables, folder=os.getcwd())
+        self._async = frozenset(name for name, one in shapes.items() if one.is_async)
+        self._start = partial(
+            Worker, command, variables=variables, folder=os.getcwd(), with_grace=self._async
+        )
         self._workers = [self._start() for _ in range(num_workers)]
         self._num_failed_starts = 0
-        self._columns = columns
+        self._shapes = shapes
         self._next_index = 0  # never reused: a late verdict must not count for another item
         self._waiting: deque[tuple[int, Item]] = deque()
+        """Calls that no worker has begun, by number."""
+        self._places: dict[int, list[int]] = {}
+        """Numbers of the items that a call judges, by number of the call."""
+        self._parts: dict[int, dict[str, Verdict]] = {}
+        """Verdicts on an item so far, by component."""
         self._open: set[int] = set()
         """Items submitted and not judged yet."""
         self._verdicts: dict[int, Verdict] = {}
+        self._told: set[str] = set()
+        """What the log says of metrics that were left out."""
 
     def wait_until_ready(self) -> None:
         """Wait for the start of every worker, before expensive work. Raises as `poll`."""
@@ -137,6 +131,19 @@ class Pool:
         """Submit items and wait for their verdicts: `submit` and `collect` in one call."""
         return self.collect(self.submit(items), may_end=may_end)
 
+    def shape(self, name: str) -> Shape:
+        """What the verifiers of this name take, all components together; as of `Item.verifier`."""
+        parts = [self._shapes.get(one, Shape()) for one in self._components(name)]
+        columns = [one.columns for one in parts]
+        return Shape(
+            None if None in columns else frozenset().union(*filter(None, columns)),
+            frozenset().union(*(one.extras for one in parts)),
+            is_group=any(one.is_group for one in parts),
+        )
+
+    def _components(self, name: str) -> Sequence[str]:
+        return [name] if name or not self._weights else [*self._weights]
+
     def submit(self, items: Iterable[tuple[Any, ...]]) -> list[int]:
         """Queue the items, each the arguments of `Item`; `poll` and `collect` hand them out.
 
@@ -144,21 +151,37 @@ class Pool:
             The numbers of the items, for `collect`.
         """
         queued = [Item(*one) for one in items]
-        for place, item in enumerate(queued):
-            taken = self._columns.get(item.verifier)
-            if taken is not None:  # rows may be large: only what the verifier takes
-                row = {key: one for key, one in item.row.items() if key in taken}
-                queued[place] = item._replace(row=row)
         numbers = list(range(self._next_index, self._next_index + len(queued)))
         self._next_index += len(queued)
-        self._waiting.extend(zip(numbers, queued, strict=True))
+        calls: dict[Any, list[tuple[int, Item]]] = {}
+        for number, whole in zip(numbers, queued, strict=True):
+            for name in self._components(whole.verifier):
+                item = self._narrowed(whole._replace(verifier=name))
+                compares = self._shapes.get(name, Shape()).is_group
+                group = item.group if compares and item.group is not None else number
+                calls.setdefault((group, name, item.answer), []).append((number, item))
+        for members in calls.values():
+            call, ones = self._next_index, [item for _, item in members]
+            self._next_index += 1
+            self._places[call] = [number for number, _ in members]
+            is_group = self._shapes.get(ones[0].verifier, Shape()).is_group
+            self._waiting.append((call, _together(ones) if is_group else ones[0]))
         self._open.update(numbers)
         return numbers
 
-    def poll(self) -> None:
-        """Receive finished verdicts and give each free worker an item. Never waits.
+    def _narrowed(self, item: Item) -> Item:
+        """The item with only what its verifier takes: rows and tokens may be large."""
+        shape = self._shapes.get(item.verifier, Shape())
+        row, extras = item.row, item.extras
+        if shape.columns is not None:
+            row = {key: one for key, one in row.items() if key in shape.columns}
+        kept = {key: one for key, one in extras.items() if key in shape.extras}
+        return item._replace(row=row, extras=kept)
 
-        Call it often during other work: workers get items only here and in `collect`.
+    def poll(self) -> None:
+        """Receive finished verdicts and give each free worker a call. Never waits.
+
+        Call it often during other work: workers get calls only here and in `collect`.
 
         Raises:
             RewardError: workers cannot start; their own error is on stderr.
@@ -167,14 +190,34 @@ class Pool:
         settled = self._settle()
         self._verdicts |= settled
         self._open -= settled.keys()
-        for worker in self._workers:
-            is_free = worker.is_ready and worker.item is None
-            if is_free and (worker.first or self._waiting):
-                number, item = worker.first or self._waiting.popleft()
-                worker.first = None
-                _, timeout_s, _ = self._verifiers[item.verifier]
-                worker.take(number, item, timeout_s=timeout_s)
-                worker.send()
+        gives = True
+        while gives:  # one call to each worker in turn
+            gives = False
+            for worker in self._workers:
+                if (found := self._next_call(worker)) is not None:
+                    number, item = found
+                    _, timeout_s, _ = self._verifiers[item.verifier]
+                    worker.take(number, item, timeout_s=timeout_s)
+                    worker.send()
+                    gives = True
+
+    def _next_call(self, worker: Worker) -> tuple[int, Item] | None:
+        """The call that a worker should begin now, if any."""
+        if not worker.is_ready or worker.failure:
+            return None
+        if not worker.items and worker.first:
+            worker.is_alone = True
+            return worker.first.pop(0)
+        if not self._waiting:
+            return None
+        if not worker.items:
+            worker.is_alone = False
+            return self._waiting.popleft()
+        together = [*(item for item in worker.items.values()), self._waiting[0][1]]
+        is_full = worker.is_alone or worker.first or len(worker.items) >= MOST_IN_FLIGHT
+        if is_full or any(item.verifier not in self._async for item in together):
+            return None
+        return self._waiting.popleft()
 
     def collect(
         self, numbers: Sequence[int], *, may_end: Callable[[bool], bool] = bool
@@ -195,7 +238,7 @@ class Pool:
         """
         wanted = set(numbers)
         self._open &= wanted
-        self._waiting = deque(one for one in self._waiting if one[0] in wanted)
+        self._waiting = deque(one for one in self._waiting if wanted & {*self._places[one[0]]})
         next_question = time.monotonic() + QUESTION_S
         try:
             self.poll()
@@ -212,6 +255,8 @@ class Pool:
             self._open.clear()
             self._waiting.clear()
             self._verdicts.clear()
+            self._places.clear()
+            self._parts.clear()
 
     def close(self) -> None:
         """Kill the workers and wait for their end. May be called twice."""
@@ -235,22 +280,39 @@ class Pool:
 
     def _settle(self) -> dict[int, Verdict]:
         """Receive finished verdicts, by number of the item, and replace failed workers."""
-        verdicts = {}
+        settled: dict[int, Verdict] = {}
         for place, worker in enumerate(self._workers):
             worker.exchange()  # before the check of its time: its reply may have come long ago
-            if not worker.failure and not worker.verdict and time.monotonic() > worker.deadline:
+            if not worker.failure and not worker.verdicts and time.monotonic() > worker.deadline:
                 worker.look()
-            if worker.failure and worker.is_fresh:
-                worker.verdict = Verdict(Outcome.UNKNOWN, worker.failure)
-            if worker.verdict and worker.item:
-                number, item = worker.item
-                verdicts[number] = self._named(worker.verdict, item)
+            if worker.failure and worker.is_fresh and len(worker.items) == 1:
+                worker.blame()
+            items = dict(worker.items)
+            for call, verdicts in worker.hand_over().items():
+                settled |= self._settled(call, items[call], verdicts)
+            for why in worker.ignored:
+                if why not in self._told:
+                    self._told.add(why)
+                    logger.warning("a metric of a verifier is not logged: %s", printable(why))
+            worker.ignored.clear()
             if worker.failure:
                 self._replace(place)
-            elif worker.verdict:
-                worker.rest()
-                worker.is_fresh = False
-        return verdicts
+        return settled
+
+    def _settled(self, call: int, item: Item, verdicts: Sequence[Verdict]) -> dict[int, Verdict]:
+        """The items on which a call's verdicts are the last ones, with their verdicts."""
+        settled = {}
+        for number, verdict in zip(self._places.pop(call, ()), verdicts, strict=False):
+            parts = self._parts.setdefault(number, {})
+            parts[item.verifier] = self._named(verdict, item)
+            if not self._weights or item.verifier not in self._weights:
+                settled[number] = parts[item.verifier]
+            elif len(parts) == len(self._weights):
+                ordered = {name: parts[name] for name in self._weights}
+                settled[number] = total(ordered, self._weights, correct_above=self._correct_above)
+        for number in settled:
+            del self._parts[number]
+        return settled
 
     def _named(self, verdict: Verdict, item: Item) -> Verdict:
         """The verdict with a reason for a message; if unknown, it names the verifier."""
@@ -267,137 +329,18 @@ class Pool:
         if self._num_failed_starts > MAX_FAILED_STARTS:
             raise RewardError(f"a worker for {self.verifier} cannot start: {worker.failure}")
         self._workers[place] = self._start()
-        # What an earlier item has left behind may have broken the worker: judge this one again.
-        self._workers[place].first = worker.first or (None if worker.verdict else worker.item)
+        # What an earlier item has left behind may have broken the worker, and of several calls
+        # nobody knows which one has: judge these again, each alone.
+        self._workers[place].first = [*worker.items.items(), *worker.first]
 
 
-class _Worker:
-    """The parent's side of one worker process: starting, free, or busy with one item."""
-
-    def __init__(self, command: Sequence[str], *, variables: Any, folder: str) -> None:
-        self.channel, theirs = socket.socketpair()
-        self.channel.setblocking(False)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_LEFT_TO_TRAINER)
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    env=variables,
-                    cwd=folder,
-                    start_new_session=True,
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self.is_ready = False
-        self.item: tuple[int, Item] | None = None
-        """Number and item that it judges; None while idle."""
-        self.first: tuple[int, Item] | None = None
-        """The item that it must judge first, as the worker before it could not."""
-        self.is_fresh = True
-        """Whether it has judged nothing yet."""
-        self.limit(START_TIMEOUT_S)
-        self.verdict: Verdict | None = None
-        self.failure = ""
-        """Why the worker must be replaced; empty while it works."""
-        self.outbox = memoryview(b"")
-        self._inbox = bytearray()
-
-    def take(self, index: int, item: Item, *, timeout_s: float) -> None:
-        """Assign an item; `send` transfers it."""
-        self.item = index, item
-        self.limit(timeout_s)
-        document = [index, item.verifier, item.response, item.answer, dict(item.row)]
-        self.outbox = memoryview(json.dumps(document).encode() + b"\n")
-
-    def rest(self) -> None:
-        """Become free."""
-        self.item, self.verdict, self.deadline = None, None, math.inf
-
-    def limit(self, limit_s: float) -> None:
-        """Allow this many seconds from now: of CPU time, and of wall-clock time without any."""
-        self.limit_s = limit_s
-        # Without its child processes, which take longer to look at.
-        self._cpu_s_before = self._cpu_s_seen = cpu_s(self.process.pid)
-        self._computed_at = time.monotonic()
-        self._set_deadline()
-
-    def look(self) -> None:
-        """Measure its CPU time; set `failure` and `verdict` if the time is over."""
-        pid, now = self.process.pid, time.monotonic()
-        own_s, all_s = cpu_s(pid), cpu_s_of_all(pid)
-        computed_s, passed_s = all_s - self._cpu_s_seen, now - self._computed_at
-        if computed_s > 0 and computed_s >= LEAST_SHARE * passed_s:
-            self._cpu_s_seen, self._computed_at = all_s, now
-        if own_s - self._cpu_s_before > self.limit_s:
-            self.failure = f"took more than {self.limit_s:g} s of CPU time"
-        elif now - self._computed_at > self.limit_s:
-            self.failure = (
-                f"used less than {LEAST_SHARE:.0%} of a CPU for more than {self.limit_s:g} s"
-            )
-        if self.failure:
-            self.verdict = Verdict(Outcome.UNKNOWN, self.failure)
-        else:
-            self._set_deadline()
-
-    def _set_deadline(self) -> None:
-        """Set the time of the next check: every `LOOK_S`, or when a sleeping worker times out."""
-        self.deadline = min(time.monotonic() + LOOK_S, self._computed_at + self.limit_s)
-
-    def send(self) -> None:
-        """Send as much as possible without waiting."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            if self.outbox:
-                self.outbox = self.outbox[self.channel.send(self.outbox) :]
-                # Its time starts again: it could not judge before it had all of the item.
-                self.limit(self.limit_s)
-
-    def exchange(self) -> None:
-        """Send and receive as much as possible without waiting; set `verdict` or `failure`."""
-        if self.failure:
-            return
-        self.send()
-        try:
-            received = self.channel.recv(MAX_REPLY_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            received = b""
-        self._inbox += received
-        if not received:
-            self.failure = f"the verifier crashed ({self.kill()})"
-        elif len(self._inbox) > MAX_REPLY_BYTES:
-            self.failure = f"the verifier sent more than {MAX_REPLY_BYTES} bytes"
-        elif self._inbox.endswith(b"\n"):
-            self._read(bytes(self._inbox))
-            self._inbox.clear()
-
-    def kill(self) -> str:
-        """Kill the process and its children, wait for it, and say how it ended."""
-        self.channel.close()
-        if self.process.returncode is None:  # otherwise its pid may belong to another process
-            # Does not change the exit code of a process that is exiting by itself.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        names = {-one.value: one.name for one in signal.Signals}  # not of every signal
-        return names.get(code, f"signal {-code}") if code < 0 else f"exit code {code}"
-
-    def _read(self, line: bytes) -> None:
-        """Handle a line: ready, or the verdict on its item."""
-        if line == READY and not self.is_ready:
-            self.is_ready = True
-            self.rest()
-            return
-        try:
-            index, outcome, reason, grade, answer = json.loads(line)
-            grade = None if grade is None else read_grade(grade)
-            verdict = Verdict(Outcome(outcome), str(reason), grade, str(answer))
-        except (ValueError, TypeError, RecursionError):
-            index, verdict = None, None
-        if verdict and self.item and index == self.item[0]:
-            self.verdict = verdict
-        else:
-            self.failure = "the verifier sent something other than its verdict"
+def _together(items: Sequence[Item]) -> Item:
+    """The items of a prompt as one, whose response and extras are lists."""
+    names = items[0].extras.keys()
+    return items[0]._replace(
+        response=[one.response for one in items],
+        extras={name: [one.extras.get(name) for one in items] for name in names},
+    )
 
 
-__all__ = ["Pool"]
+__all__ = ["Item", "Pool"]

@@ -1,8 +1,13 @@
 """The process that runs verifiers: `python -m gapo_megatron.rewards.worker SETTINGS`.
 
 Standard input is a socket to the pool. Lines of JSON come in as (index, verifier, response, answer,
-row) and go out as (index, outcome, reason, grade). The pool copes with a worker that hangs or dies
-at any time.
+row, extras, limit in seconds) and go out as (index, verdicts, ignored): a verdict is (outcome,
+reason, grade, answer, metrics), and `ignored` a text on a metric that was left out, or empty. With
+a list of responses, extras are lists too. The pool copes with a worker that hangs or dies at any
+time.
+
+Verifiers that are `async` share an event loop, in which each call has its own limit. All others are
+called one at a time, and their limits are the pool's.
 """
 
 from __future__ import annotations
@@ -11,13 +16,21 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from json import dumps, loads
+from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import user_code
 from gapo_megatron.rewards import verifiers
-from gapo_megatron.rewards.pool import READY, SIGNALS_LEFT_TO_TRAINER
+from gapo_megatron.rewards.verifiers import Question, run_at_once
+from gapo_megatron.rewards.worker_process import READY, SIGNALS_LEFT_TO_TRAINER
+from gapo_megatron.types import Outcome, Verdict
+
+if TYPE_CHECKING:
+    import asyncio
 
 MEMORY_BYTES = 4 * 2**30
 """Address space of a worker, about ten times what it needs: huge values raise MemoryError. Code of
@@ -28,6 +41,9 @@ OWN_MEMORY_BYTES = 8 * MEMORY_BYTES
 
 MOST_OUTPUT_BYTES = 16 * 2**20
 """Size from which the file with what verifiers print gets no more."""
+
+MOST_IGNORED = 100
+"""Entries of mappings that a worker says it has left out; it says each once."""
 
 _MAX_REASON_CHARACTERS = 500
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -45,7 +61,6 @@ def main() -> None:
     own = {name for name, (code, _) in settings["verifiers"].items() if user_code.is_code(code)}
     _limit_memory(OWN_MEMORY_BYTES if own else MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
     loaded = {
         name: verifiers.load(code, options, setting="the verifier")
         for name, (code, options) in settings["verifiers"].items()
@@ -57,23 +72,130 @@ def main() -> None:
     output = os.open(settings["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
+    judges = _Judges(loaded, own, channel, (output, nowhere), settings["correct_above"])
     _send(channel, READY)
+    if any(one.is_async for one in loaded.values()):
+        import asyncio  # which other workers start without
+
+        asyncio.run(_serve_later(judges))
+        return
     with os.fdopen(os.dup(channel), "rb") as lines:
         for line in lines:
-            index, name, response, answer, row = loads(line)
-            if own:
-                _limit_memory(OWN_MEMORY_BYTES if name in own else _address_space() + MEMORY_BYTES)
-            has_room = os.fstat(output).st_size < MOST_OUTPUT_BYTES
-            for standard in (1, 2):
-                os.dup2(output if name in own and has_room else nowhere, standard)
-            verdict = loaded[name].judge(
-                response, answer, row, correct_above=settings["correct_above"]
-            )
-            signal.setitimer(signal.ITIMER_REAL, 0)  # its alarm must not end another's judgement
-            reason = str(verdict.reason)[:_MAX_REASON_CHARACTERS]
-            found = str(verdict.answer)[:_MAX_REASON_CHARACTERS]
-            reply = dumps([index, verdict.outcome, reason, verdict.grade, found])
-            _send(channel, reply.encode() + b"\n")
+            judges.answer(loads(line))
+
+
+class _Judges:
+    """The verifiers of this process, and its way to the pool."""
+
+    def __init__(
+        self,
+        loaded: Mapping[str, verifiers.Verifier],
+        own: set[str],
+        channel: int,
+        outputs: tuple[int, int],
+        correct_above: float,
+    ) -> None:
+        self.loaded = loaded
+        self.channel = channel
+        self._own = own
+        self._outputs = outputs
+        self._correct_above = correct_above
+        self._ignored: list[str] = []
+        """What was left out, and why, and has not been said yet."""
+        self._said: set[str] = set()
+
+    def answer(self, call: Sequence[Any]) -> None:
+        """Judge, with a verifier that is not async."""
+        self._prepare(call[1])
+        verdicts = run_at_once(self._judge(call))
+        signal.setitimer(signal.ITIMER_REAL, 0)  # its alarm must not end another's judgement
+        self._reply(call, verdicts)
+
+    async def answer_later(self, call: Sequence[Any]) -> None:
+        """Judge, with a verifier that is async, for as long as the call's limit."""
+        import asyncio
+
+        self._prepare(call[1])
+        task = asyncio.ensure_future(self._judge(call))
+        # Not `asyncio.timeout`: it waits until the task has ended, which may refuse to.
+        await asyncio.wait([task], timeout=call[-1])
+        if not task.done():
+            task.cancel()
+            verdicts = [Verdict(Outcome.UNKNOWN, f"timeout: no verdict in {call[-1]:g} s")]
+        elif task.cancelled():
+            verdicts = [Verdict(Outcome.UNKNOWN, "it has cancelled itself")]
+        else:
+            verdicts = task.result()
+        count = len(call[2]) if isinstance(call[2], list) else 1
+        self._reply(call, verdicts if len(verdicts) == count else verdicts * count)
+
+    async def _judge(self, call: Sequence[Any]) -> list[Verdict]:
+        _, name, responses, answer, row, extras, _ = call
+        if isinstance(responses, list):
+            each = [
+                {key: values[i] for key, values in extras.items()} for i in range(len(responses))
+            ]
+            questions = [*map(Question, responses, each)]
+        else:
+            questions = [Question(responses, extras)]
+        return await self.loaded[name].judge_all(
+            questions,
+            answer,
+            row,
+            correct_above=self._correct_above,
+            ignore=self._ignore,
+        )
+
+    def _ignore(self, why: str) -> None:
+        if why not in self._said and len(self._said) < MOST_IGNORED:
+            self._said.add(why)
+            self._ignored.append(why)
+
+    def _prepare(self, name: str) -> None:
+        """Limit the memory for a verifier, and choose where it prints."""
+        output, nowhere = self._outputs
+        if self._own:
+            limit = OWN_MEMORY_BYTES if name in self._own else _address_space() + MEMORY_BYTES
+            _limit_memory(limit)
+        has_room = os.fstat(output).st_size < MOST_OUTPUT_BYTES
+        for standard in (1, 2):
+            os.dup2(output if name in self._own and has_room else nowhere, standard)
+
+    def _reply(self, call: Sequence[Any], verdicts: Sequence[Verdict]) -> None:
+        most = _MAX_REASON_CHARACTERS
+        texts = [
+            (one.outcome, str(one.reason)[:most], one.grade, str(one.answer)[:most], one.metrics)
+            for one in verdicts
+        ]
+        why = self._ignored.pop(0) if self._ignored else ""  # others follow
+        _send(self.channel, dumps([call[0], texts, why]).encode() + b"\n")
+
+
+async def _serve_later(judges: _Judges) -> None:
+    """Read calls in an event loop, in which calls of async verifiers wait together."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**62)
+    with os.fdopen(os.dup(judges.channel), "rb", buffering=0) as file:
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+        running: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
+        while line := await reader.readline():
+            call = loads(line)
+            if not judges.loaded[call[1]].is_async:
+                judges.answer(call)
+                continue
+            task = asyncio.ensure_future(judges.answer_later(call))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            task.add_done_callback(_end_if_failed)
+    os._exit(0)  # without waiting for what was given up
+
+
+def _end_if_failed(task: asyncio.Task[None]) -> None:
+    """A reply that could not be sent ends the process; the pool sees it."""
+    if not task.cancelled() and task.exception() is not None:
+        os._exit(1)
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -91,7 +213,10 @@ def _address_space() -> int:
 
 def _send(channel: int, data: bytes) -> None:
     while data:
-        data = data[os.write(channel, data) :]
+        try:
+            data = data[os.write(channel, data) :]
+        except BlockingIOError:  # an event loop has made it so
+            select.select([], [channel], [])
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from gapo_megatron.types import Episode, Prompt
 
@@ -61,8 +61,11 @@ class Environment(Protocol):
         put a BOS into the response.
         """
 
-    def judge(self, episode: Episode) -> tuple[str, str]:
+    def judge(self, episode: Episode) -> tuple[str, str] | tuple[str, str, Mapping[str, Any]]:
         """The pair (response, answer) that is sent to the verifier in its own process.
+
+        With a third value, a mapping that JSON can hold: what the environment says of the episode,
+        for verifiers that name `state`.
 
         `turns.last_text` makes the text of the model's last turn, with its thinking between
         `<think>` and `</think>`; the verifier gets what follows (`rewards.final_answer`).

@@ -5,7 +5,6 @@ Also dynamic sampling, and for the long tail of responses over-sampling and part
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -169,9 +168,11 @@ class Rollouter:
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
         replicas = self._engine.replicas
+        carrier = rewards.Carrier(now.metric_sums, replicas.gather)
         metrics["reward/unknown_share"] = self._unknown.check(
-            step, now.verdicts, gather=replicas.gather, is_first=replicas.is_first_rank
+            step, now.verdicts, gather=carrier.gather, is_first=replicas.is_first_rank
         )
+        metrics |= rewards.verifier_metrics(carrier.sums, is_first=replicas.is_first_rank)
         if self._acting.config.is_called:
             sums = join_sums(replicas.gather(now.call_sums))
             by_c, timings = call_metrics(sums)
@@ -252,7 +253,12 @@ class Rollouter:
             # preserve global order.
             judged_here = replicas.part(range(len(mine)))
             judging = rewards.Judging(
-                self._pool, [mine[i] for i in judged_here], judge=self.environment.judge
+                self._pool,
+                [mine[i] for i in judged_here],
+                judge=self.environment.judge,
+                turns=self._acting.turns.messages,
+                group_size=self._sampling.num_samples,
+                compares_truncated=self._reward.truncated == "judged",
             )
             groups = generate(
                 engine,
@@ -341,12 +347,15 @@ class Rollouter:
         if self.samples is not None:
             self.samples.note(kept, verdicts, calls.timing)
         judges_truncated = self._reward.truncated == "judged"
-        for group, judged in zip(kept, verdicts, strict=True):
-            counts = (judges_truncated or not one.truncated for one in group)
-            now.verdicts.append(tuple(itertools.compress(judged, counts)))
+        counted = [
+            tuple(v for one, v in zip(*pair, strict=True) if judges_truncated or not one.truncated)
+            for pair in zip(kept, verdicts, strict=True)
+        ]
+        now.verdicts.extend(counted)
         judged_here = self._to_rollouts(kept, verdicts)
         is_correct = judged_here.table["outcome"] == Outcome.CORRECT.code
         num_correct = is_correct.reshape(-1, max(judged_here.rollouts_per_prompt, 1)).sum(axis=1)
+        now.metric_sums.append(rewards.sum_metrics(zip(num_correct.tolist(), counted, strict=True)))
         now.call_sums.append(sum_calls(kept, num_correct.tolist(), calls.counts))
         now.draft_counts.append(count_drafts(kept))
         complete = self._join_ranks(judged_here)
@@ -394,6 +403,8 @@ class _Step:
     occupancy: Occupancy
     verdicts: list[tuple[Verdict, ...]] = field(default_factory=list)
     """Verdicts of this rank, by group, without those that `reward.truncated` leaves out."""
+    metric_sums: list[rewards.Sums] = field(default_factory=list)
+    """Sums of the verifiers' metrics over the same verdicts, by round."""
     call_sums: list[Sums] = field(default_factory=list)
     """Costs of the environment's calls for the groups that this rank has judged, by round."""
     draft_counts: list[np.ndarray] = field(default_factory=list)

@@ -128,6 +128,7 @@ class Samples:
             prompt=self._decode(rollouts.prompt_ids[row]),
             response=self._decode(rollouts.response_ids[row]),
             answer=_plain(prompt.answer[:_MOST_ANSWER]),
+            metrics=dict(verdict.metrics),
         )
 
     def _decode(self, token_ids: np.ndarray) -> str:

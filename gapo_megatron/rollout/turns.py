@@ -8,6 +8,7 @@ a request, whose prefix the engine has cached. A text that is one token costs no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -92,6 +93,10 @@ class Turns:
         before, text = self._decode(turn[:-1]), self._decode(turn)
         return any(text.rfind(one) + len(one) > len(before) for one in self._stop if one in text)
 
+    def messages(self, episode: Episode) -> list[dict[str, str]]:
+        """As the function `messages`."""
+        return messages(self._tokenizer, episode)
+
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -107,6 +112,28 @@ def _start_of_turn(episode: Episode) -> int:
     """Number of tokens before the model's current turn."""
     appended = np.flatnonzero(~episode.is_sampled)
     return int(appended[-1]) + 1 if len(appended) else 0
+
+
+def messages(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> list[dict[str, str]]:
+    """The turns of an episode as chat messages, for verifiers.
+
+    The model's turns are the assistant's, with their thinking marked. What the environment appended
+    between two of them is a user's message: its text as it is, without special tokens.
+    """
+    tokens, is_sampled = episode.token_ids.tolist(), episode.is_sampled
+    edges = [0, *(np.flatnonzero(np.diff(is_sampled)) + 1).tolist(), len(tokens)]
+    found = []
+    for start, end in itertools.pairwise(edges):
+        if start == end:
+            continue
+        before = [*episode.prompt.token_ids, *tokens[:start]]
+        if is_sampled[start]:
+            text = marked_text(tokenizer, tokens[start:end], before=before)
+            found.append({"role": "assistant", "content": text})
+        else:
+            text = str(tokenizer.decode(tokens[start:end], skip_special_tokens=True))
+            found.append({"role": "user", "content": text})
+    return found
 
 
 def last_turn(episode: Episode) -> np.ndarray:

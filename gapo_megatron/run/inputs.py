@@ -147,7 +147,11 @@ def _try_own_verifiers(config: Config, problems: Sequence[Prompt]) -> None:
     Raises:
         ConfigError: it returned what is no verdict.
     """
-    own = {name for name, one in config.reward.by_name.items() if is_code(one.kind)}
+    own = {
+        name
+        for name, one in config.reward.by_name.items()
+        if any(is_code(part.kind) for part in one.parts)
+    }
     first = {one.verifier: one for one in reversed(problems) if one.verifier in own}
     items = [(one.answer, one.answer, one.verifier, one.row) for one in first.values()]
     verdicts = rewards.try_verifiers(config.reward, items) if items else []

@@ -262,11 +262,17 @@ def test_later_workers_start_where_the_first_did(
 
 
 NO_VERDICTS = {
-    "async def verify(response, answer): return True": "coroutine",
+    "async def f(): return True\ndef verify(response, answer): return f()": "coroutine",
+    "async def verify(response, answer): yield True": "async_generator",
     "def verify(response, answer): yield True": "generator",
     "def verify(response, answer): return 'yes'": "str",
     "def verify(response, answer): return float('nan')": "nan",
-    "class verify:\n  async def verify(self, response, answer): return True": "coroutine",
+    "class verify:\n  def verify(self, response, answer): yield True": "generator",
+    "def verify(response, answer): return {'acc': 1}": "score",
+    "def verify(response, answer): return {'score': {'score': 'high'}}": "str",
+    "def verify(responses, answer): return True": "list",
+    "def verify(responses, answer): return [True, True]": "list of 2",
+    "def verify(completions, **kwargs): return []": "list of 0",
 }
 
 

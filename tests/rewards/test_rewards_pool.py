@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from gapo_megatron.errors import RewardError, printable
-from gapo_megatron.rewards import Pool
+from gapo_megatron.rewards import Pool, worker_process
 from gapo_megatron.rewards import pool as module
 from gapo_megatron.rewards.processes import descendants
 from gapo_megatron.types import Outcome, Verdict
@@ -40,9 +40,10 @@ def pool():
 def clock(monkeypatch) -> SimpleNamespace:
     """The pool's: time passes only where a test sets `now`, and its workers' only in `cpu_s`."""
     clock = SimpleNamespace(now=0.0, cpu_s=0.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for one in (module, worker_process):
+        monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock.now))
     for name in ("cpu_s", "cpu_s_of_all"):
-        monkeypatch.setattr(module, name, lambda pid: clock.cpu_s)
+        monkeypatch.setattr(worker_process, name, lambda pid: clock.cpu_s)
     return clock
 
 
@@ -89,12 +90,12 @@ def test_responses_of_any_size_and_any_text_arrive_whole(pool):
     ],
 )
 def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason, monkeypatch):
-    take = module._Worker.take
+    take = worker_process.Worker.take
 
     def impatient(worker, index, item, *, timeout_s):
         take(worker, index, item, timeout_s=0.5 if item[0] == "hang" else timeout_s)
 
-    monkeypatch.setattr(module._Worker, "take", impatient)
+    monkeypatch.setattr(worker_process.Worker, "take", impatient)
     before = _pids(pool)
     # The failure among others, on both sides of it, all of which must be judged as ever.
     items = [(f"echo {number}", "") for number in range(20)]
@@ -135,13 +136,13 @@ def test_a_verdict_forged_for_another_item_does_not_count(pool):
 
 
 def test_waiting_for_a_worker_does_not_count_as_judging(clock, monkeypatch):
-    rest = module._Worker.rest
+    rest = worker_process.Worker.rest
 
     def late(worker):
         rest(worker)
         clock.now += 100
 
-    monkeypatch.setattr(module._Worker, "rest", late)
+    monkeypatch.setattr(worker_process.Worker, "rest", late)
     with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
         # Nothing is ready yet, and the last has waited for 300 s: longer than any of them may take.
         verdicts = pool.judge([("sleep 0", "")] * 3)
@@ -187,11 +188,12 @@ def test_a_worker_computes_where_a_process_that_it_started_does(tmp_path):
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout and process.stdout.readline()
-            before = module.cpu_s_of_all(process.pid)
+            before = worker_process.cpu_s_of_all(process.pid)
             wait_until(
-                lambda: module.cpu_s_of_all(process.pid) > before + 0.05, "what the child computes"
+                lambda: worker_process.cpu_s_of_all(process.pid) > before + 0.05,
+                "what the child computes",
             )
-            assert module.cpu_s(process.pid) < before + 0.05
+            assert worker_process.cpu_s(process.pid) < before + 0.05
         finally:
             for one in (*map(int, descendants(process.pid)), process.pid):
                 os.kill(one, signal.SIGKILL)
@@ -211,8 +213,8 @@ def test_the_pool_wakes_to_look_at_a_worker_that_says_nothing(clock, tmp_path, m
 
         monkeypatch.setattr(module.selectors.DefaultSelector, "select", passing)
         [verdict] = pool.judge([(f"await {tmp_path}/never", "")])
-    assert "CPU" in verdict.reason and max(timeouts) < 1.5 * module.LOOK_S
-    assert 150 < clock.cpu_s < 150 + 2 * module.LOOK_S
+    assert "CPU" in verdict.reason and max(timeouts) < 1.5 * worker_process.LOOK_S
+    assert 150 < clock.cpu_s < 150 + 2 * worker_process.LOOK_S
 
 
 COMPUTES = """```python
@@ -410,7 +412,7 @@ def test_a_verifier_that_cannot_start_is_an_error(verifier, capfd):
 def test_a_worker_that_was_ready_in_time_is_not_late_because_nobody_listened(clock):
     with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:  # then the model is built ...
         wait_for(pool._workers[0].channel, selectors.EVENT_READ)
-        clock.now += 2 * module.START_TIMEOUT_S
+        clock.now += 2 * worker_process.START_TIMEOUT_S
         pool.wait_until_ready()
 
 
@@ -419,14 +421,14 @@ def test_workers_that_are_never_ready_are_an_error(clock, monkeypatch, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with Pool("endless", num_workers=1, timeout_s=PATIENCE_S) as pool:
         for _ in range(module.MAX_FAILED_STARTS):
-            clock.now += module.START_TIMEOUT_S
+            clock.now += worker_process.START_TIMEOUT_S
             before = _pids(pool)
             pool._settle()
             assert _pids(pool) == before  # it is not late yet
             clock.now += 0.1
             pool._settle()
             assert not _pids(pool) & before
-        clock.now += module.START_TIMEOUT_S + 0.1
+        clock.now += worker_process.START_TIMEOUT_S + 0.1
         with pytest.raises(RewardError, match=mentions("endless", "start", "300 s")):
             pool.wait_until_ready()
 

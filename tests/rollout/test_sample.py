@@ -18,6 +18,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, DataSource
 from gapo_megatron.data.source import PromptSource, check_counts
 from gapo_megatron.errors import DataError
+from gapo_megatron.rewards.verifiers import Shape
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout import rollouter as rollouter_module
 from gapo_megatron.rollout.engine import Request
@@ -107,6 +108,9 @@ class InstantPool:
             correct = sample == "0" and int(problem) % 3
             self.judged.append(Verdict(Outcome.CORRECT if correct else Outcome.WRONG))
         return list(range(first, len(self.judged)))
+
+    def shape(self, name: str) -> Shape:
+        return Shape()
 
     def poll(self) -> None:
         pass

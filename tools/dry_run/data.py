@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,13 +154,14 @@ def _ask_verifiers(config: Config, problems: Sequence[Prompt], seen: Seen) -> No
     for name, one in reward.by_name.items():
         asked = [problem for problem in problems if problem.verifier == name]
         wanted = {"empty responses": Outcome.WRONG}
-        if one.kind not in ("code", "instructions"):  # whose answers are no responses
+        kinds = {part.kind for part in one.parts}
+        if not kinds & {"code", "instructions"}:  # whose answers are no responses
             wanted["reference answers"] = Outcome.CORRECT
         found: dict[str, list[Verdict]] = {what: [] for what in wanted}
         try:
             for part in (asked[:_NUM_FIRST], asked[_NUM_FIRST:]):
                 for what in wanted if part and _says_something(found) else ():
-                    texts = [_answer(one.kind, p) if "answers" in what else "" for p in part]
+                    texts = [_answer(kinds, p) if "answers" in what else "" for p in part]
                     items = [
                         (text, p.answer, name, p.row) for text, p in zip(texts, part, strict=True)
                     ]
@@ -171,7 +172,7 @@ def _ask_verifiers(config: Config, problems: Sequence[Prompt], seen: Seen) -> No
         for what, outcome in wanted.items():
             verdicts = found[what]
             counts = Counter(verdict.outcome.value for verdict in verdicts)
-            note = f"{one.kind}, {what}: {', '.join(f'{n} {k}' for k, n in counts.items())}"
+            note = f"{one.label}, {what}: {', '.join(f'{n} {k}' for k, n in counts.items())}"
             odd = [
                 pair for pair in zip(asked, verdicts, strict=False) if pair[1].outcome != outcome
             ]
@@ -188,9 +189,9 @@ def _says_something(found: Mapping[str, Sequence[Verdict]]) -> bool:
     return not verdicts or any(verdict.outcome is not Outcome.UNKNOWN for verdict in verdicts)
 
 
-def _answer(kind: str, problem: Prompt) -> str:
+def _answer(kinds: Collection[str], problem: Prompt) -> str:
     """The reference answer as a response; of several accepted ones the first."""
-    if kind != "math":
+    if "math" not in kinds:
         return problem.answer
     from gapo_megatron.rewards.math import accepted_answers  # and sympy with it
 

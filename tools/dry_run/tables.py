@@ -39,6 +39,7 @@ def counts_table(config: Config, layout: Layout, *, ranks_per_node: int | None) 
     if batch.partial_rollouts:
         begun_as, num_open = "running in a step", num_prompts - batch.rollout_prompts
         begun += f"; after the first step {batch.rollout_prompts} new and {num_open} resumed"
+    runs_programs = any(one.kind == "code" for one in reward.parts)
     updates = batch.num_minibatches * config.run.num_steps
     # From the processes down to the micro-batch; rows that do not apply are left out.
     rows = {
@@ -47,10 +48,11 @@ def counts_table(config: Config, layout: Layout, *, ranks_per_node: int | None) 
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
-        "verdicts": f"{reward.kind}, time limit {rewards.timeout_s(reward, reward)} s; "
+        "verdicts": f"{reward.label}, time limit "
+        f"{max(rewards.timeout_s(one, reward) for one in reward.parts)} s; "
         f"workers per rank: {reward.num_workers or 'its share of the cores, at most 8'}",
         **({"truncated responses": "leave their group"} if reward.truncated == "unknown" else {}),
-        **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
+        **({"sandbox of programs": reward.sandbox} if runs_programs else {}),
         "one update": f"{batch.minibatch_prompts} prompts = {minibatch_sequences:,} "
         f"sequences, about {minibatch_sequences / layout.dp_size:g} per data-parallel rank",
         "updates per step": f"{batch.num_minibatches} (one per mini-batch): {updates:,} updates in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from gapo_megatron.rewards.final_answer import marked_text
 from gapo_megatron.rollout.call_metrics import num_turns
 from gapo_megatron.rollout.calls import Acting, CallCounts, Calls
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.process_state import generators_restored
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -214,10 +213,10 @@ class Sampler:
     ) -> list[Solved]:
         """Judge this rank's part of the samples. Collective, see `sample`."""
         gather = self.engine.replicas.gather
-        environment, answers = self.acting.environment, task.answers
+        answers = task.answers
         episodes = [one for group in groups for one in group]
         with generators_restored() if calls.is_called else nullcontext():
-            asked = [_questions(one, environment, answers[one.prompt.id]) for one in episodes]
+            asked = [self._questions(one, answers[one.prompt.id], pool) for one in episodes]
         questions = [item for items in asked if not isinstance(items, Verdict) for item in items]
         # All ranks return together, so none waits long in the next collective.
         verdicts = iter(pool.judge(questions, may_end=lambda done: all(gather([done]))))
@@ -244,20 +243,21 @@ class Sampler:
             for group in groups
         ]
 
+    def _questions(
+        self, episode: Episode, answers: Sequence[str], pool: rewards.Pool
+    ) -> list[rewards.Item] | Verdict:
+        """What the verifier gets for each reference answer; or an unknown verdict.
 
-def _questions(
-    episode: Episode, environment: Environment, answers: Sequence[str]
-) -> list[tuple[str, str, str, Mapping[str, Any]]] | Verdict:
-    """What the verifier gets for each reference answer; or an unknown verdict.
-
-    An environment may have another answer than the problem's: it is then the only one.
-    """
-    judged = rewards.ask_judge(environment.judge, episode)
-    if isinstance(judged, Verdict):
-        return judged
-    response, answer = judged
-    right = answers if answer == episode.prompt.answer else (answer,)
-    return [(response, one, episode.prompt.verifier, episode.prompt.row) for one in right]
+        An environment may have another answer than the problem's: it is then the only one.
+        """
+        acting = self.acting
+        judged = rewards.ask_judge(
+            acting.environment.judge, episode, pool=pool, turns=acting.turns.messages
+        )
+        if isinstance(judged, Verdict):
+            return judged
+        right = answers if judged.answer == episode.prompt.answer else (judged.answer,)
+        return [judged._replace(answer=one) for one in right]
 
 
 def _cost(episode: Episode, calls: Calls) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import time
 
 from gapo_megatron.errors import printable
 from gapo_megatron.isolation import Kind
-from gapo_megatron.rewards.pool import SIGNALS_LEFT_TO_TRAINER
 from gapo_megatron.rewards.sandbox import apptainer, bubblewrap
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
@@ -30,6 +29,7 @@ from gapo_megatron.rewards.sandbox.interpreter import (
     start_command,
 )
 from gapo_megatron.rewards.sandbox.meter import Meter
+from gapo_megatron.rewards.worker_process import SIGNALS_LEFT_TO_TRAINER
 
 END_TIMEOUT_S = 5.0
 """Time for the runner process to end after its channel was closed."""

@@ -36,8 +36,11 @@ def lax(response, answer):
 def dead(response, answer):
     raise KeyError("missing")
 
-async def later(response, answer):
-    return True
+def later(response, answer):
+    yield True
+
+async def soon(response, answer):
+    return {"score": response == answer, "length": len(response)}
 
 def agent(session):
     return ""
@@ -150,7 +153,8 @@ def test_only_a_look_at_all_rows_finds_what_is_behind_the_sample(make: Any) -> N
     ("kind", "errors", "warnings"),
     [
         ("own.py:needs_unit", [("train.jsonl:1", "'unit'")], []),
-        ("own.py:later", [("reward.kind", "coroutine")], []),
+        ("own.py:later", [("reward.kind", "generator")], []),
+        ("own.py:soon", [], []),
         ("own.py:lax", [], [("empty responses", "8 correct", "'0'")]),
         # Each unknown verdict may have taken its whole time: three are enough.
         (

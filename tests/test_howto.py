@@ -7,14 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from transformers import Qwen2Tokenizer
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config, load_config
+from gapo_megatron.config import Config, RewardConfig, load_config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.sample_files import read_samples
 from gapo_megatron.rollout.calls import Acting
@@ -31,6 +33,7 @@ from tests.clone import ROOT, make_clone
 from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine
 from tests.train_setup import steps_of
+from tests.waiting import HANG_S
 
 DATA = ROOT.parent / "shared" / "data"
 PAGES = sorted(path.stem for path in (ROOT / "docs/howto").glob("*.md"))
@@ -110,6 +113,44 @@ def test_the_reward_judges_by_every_sum(clone: Path) -> None:
         verdicts = pool.collect(pool.submit(items))
     assert [one.grade for one in verdicts] == [1, pytest.approx(2 / 3), 0]
     assert [one.outcome for one in verdicts] == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG]
+
+
+class _JudgeServer(BaseHTTPRequestHandler):
+    """Says what the response in the question says; of "late" nothing, until the test is over."""
+
+    over = threading.Event()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = asked["messages"][0]["content"]
+        [said] = re.findall(r"^Response: (.*)$", question, re.MULTILINE)
+        assert self.path == "/v1/chat/completions" and "2+3=" in question and "5" in question
+        if said == "late":
+            self.over.wait(HANG_S)
+        self.send_response(500 if said == "error" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_judge_behind_an_address_holds_nothing_up(clone: Path) -> None:
+    write_files("own_reward", clone)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _JudgeServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = {"url": f"http://127.0.0.1:{server.server_address[1]}/v1"}
+        own = {"kind": "judge.py:Judge", "settings": settings}
+        config = RewardConfig(**own, timeout_s=600, verifiers={"brief": {**own, "timeout_s": 1}})
+        said = ["Yes.", "no", "maybe", "error", *["late"] * 20]
+        items = [(one, "5", "brief" if one == "late" else "", {"prompt": "2+3="}) for one in said]
+        with rewards.start_pool(config, num_workers=1) as pool:
+            verdicts = pool.judge(items)
+        _JudgeServer.over.set()
+        server.shutdown()
+    assert [one.outcome for one in verdicts[:2]] == [Outcome.CORRECT, Outcome.WRONG]
+    assert {one.outcome for one in verdicts[2:]} == {Outcome.UNKNOWN}
+    assert "500" in verdicts[3].reason and all("timeout" in one.reason for one in verdicts[4:])
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def _remaining(
             judged_by["environment_code"] = code_sha256(*_ENVIRONMENT_CODE)
         if "code" in [one.kind for one in task.reward.by_setting.values()]:
             judged_by["sandbox"] = task.reward.sandbox
-        decides = {"kind", "settings", "correct_above", "verifiers", "timeout_s"}
+        decides = {"kind", "settings", "correct_above", "components", "verifiers", "timeout_s"}
         judged_by["reward"] = task.reward.model_dump(include=decides)
         digests = [user_code.digest(one, setting="reward.kind") for one in task.reward.code_names]
         judged_by["reward_sha256"] = digests

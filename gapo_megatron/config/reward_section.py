@@ -28,16 +28,20 @@ class VerifierConfig(Section):
     settings: Settings = Field(default_factory=dict)
     """Keyword arguments of your own verifier, checked at the start."""
     timeout_s: Seconds | None = None
-    """Time limit for one response: CPU time, or time in which no CPU time is used. After it the
-    verdict is unknown; for `code`, where it is for all tests of a program, wrong. Unset: 10 s, for
-    `code` 60 s; that of `[reward]` is the default of all `verifiers`."""
+    """Time limit for one call: CPU time, or time in which no CPU time is used; of an async
+    verifier, wall-clock time. After it the verdict is unknown; for `code`, where it is for all
+    tests of a program, wrong. Unset: 10 s, for `code` 60 s; that of `[reward]` is the default of
+    all `verifiers`."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
+        self._require_kind()
+        return self
+
+    def _require_kind(self) -> None:
         require_known("kind", self.kind, VERIFIERS)
         if self.settings and not is_code(self.kind):
             raise ValueError(f"settings ({self.settings!r}) need a kind that is code of your own")
-        return self
 
     @property
     def parts(self) -> Sequence[VerifierConfig]:
@@ -129,11 +133,11 @@ class RewardConfig(VerifierConfig):
             )
         return self
 
-    def _check_kind(self) -> Self:
+    def _require_kind(self) -> None:
         if not self.components:
             if not self.kind:
                 raise ValueError(f"kind ({self.kind!r}) is required, or components in its place")
-            return super()._check_kind()  # type: ignore[operator]
+            return super()._require_kind()
         if self.kind or self.settings:
             key, value = ("kind", self.kind) if self.kind else ("settings", self.settings)
             raise ValueError(
@@ -152,7 +156,6 @@ class RewardConfig(VerifierConfig):
             raise ValueError(
                 f"components: {len(self.components)} of them; at most {_MOST_COMPONENTS}"
             )
-        return self
 
     @property
     def parts(self) -> Sequence[VerifierConfig]:

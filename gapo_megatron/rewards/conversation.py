@@ -26,6 +26,8 @@ def conversation(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     first = [dict(one) for one in prompt] if isinstance(prompt, list) else []
-    found = Conversation([*first, *(turns or [{"role": "assistant", "content": response}])])
+    if turns is None:
+        turns = [{"role": "assistant", "content": response}]
+    found = Conversation([*first, *map(dict, turns)])
     found.num_prompt = len(first)
     return found

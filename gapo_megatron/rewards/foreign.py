@@ -41,6 +41,7 @@ def adapted(function: Callable[..., Any], *, setting: str, name: str) -> Callabl
         parameters = inspect.signature(function).parameters
     except ValueError:  # of a built-in function
         return function
+    known: tuple[str, ...]
     if {"solution_str", "ground_truth"} <= parameters.keys():
         framework, known, adapter = "verl", _VERL, _verl
     elif "completions" in parameters:
@@ -211,7 +212,7 @@ def _slime(
         names = ("whole_response", "messages", "token_ids", "prompt_token_ids")
         samples = []
         for one, *values in columns:
-            given = dict(zip(names, values, strict=True))
+            given: dict[str, Any] = dict(zip(names, values, strict=True))
             (_, sample), *_ = ask(one, answer, **given, prompt=prompt, metadata=metadata)
             samples.append(sample)
         return (NoArguments(), samples), {}, _same

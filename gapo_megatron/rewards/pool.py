@@ -159,14 +159,20 @@ class Pool:
                 item = self._narrowed(whole._replace(verifier=name))
                 compares = self._shapes.get(name, Shape()).is_group
                 group = item.group if compares and item.group is not None else number
-                calls.setdefault((group, name, item.answer), []).append((number, item))
+                calls.setdefault((group, name), []).append((number, item))
+        settled: dict[int, Verdict] = {}
         for members in calls.values():
             call, ones = self._next_index, [item for _, item in members]
             self._next_index += 1
             self._places[call] = [number for number, _ in members]
+            if len({one.answer for one in ones}) > 1:
+                verdict = Verdict(Outcome.UNKNOWN, "its responses have different answers")
+                settled |= self._settled(call, ones[0], [verdict] * len(ones))
+                continue
             is_group = self._shapes.get(ones[0].verifier, Shape()).is_group
             self._waiting.append((call, _together(ones) if is_group else ones[0]))
-        self._open.update(numbers)
+        self._verdicts |= settled
+        self._open.update({*numbers} - settled.keys())
         return numbers
 
     def _narrowed(self, item: Item) -> Item:

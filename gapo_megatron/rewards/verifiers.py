@@ -153,7 +153,7 @@ class Verifier:
             MESSAGES: lambda one: conversation(row, one.response, one.extras.get(MESSAGES)),
         }
         for name in self.optional - {ROW}:
-            value = values.get(name, lambda one, name=name: one.extras.get(name))
+            value = values.get(name, functools.partial(_extra, name))
             each = [value(one) for one in questions]
             given[name] = each if self.is_group else each[0]
         if ROW in self.optional:
@@ -195,6 +195,11 @@ class Verifier:
     def takes(self, column: str) -> bool:
         """Whether `verify` takes this column of the row."""
         return column in self.columns if self.columns is not None else column not in self.settings
+
+
+def _extra(name: str, question: Question) -> Any:
+    """The value that the trainer sent; a trial before a run sends none."""
+    return question.extras.get(name, [] if name in (TOKENS, PROMPT_TOKENS) else None)
 
 
 def _read_one(result: Any, *, correct_above: float, ignore: Ignore) -> Verdict:

@@ -54,12 +54,12 @@ class Item(NamedTuple):
     extras: Mapping[str, Any] = MappingProxyType({})
     """Values of `verifiers.EXTRAS`; of a list of responses, a list of them by name."""
     group: str | None = None
-    """Problem id. A verifier that compares gets the items of a `submit` with the same one in one
-    call; None: alone."""
+    """What a verifier that compares gets in one call: the items of a `submit` with the same group,
+    which have the same answer. None: alone."""
 
     @property
-    def count(self) -> int:
-        """Number of its responses."""
+    def num_responses(self) -> int:
+        """1, or the number in the list."""
         return len(self.response) if isinstance(self.response, list) else 1
 
 
@@ -165,7 +165,7 @@ class Worker:
     def blame(self) -> None:
         """Make its failure the verdict on everything that it judges."""
         for number, item in self.items.items():
-            self.verdicts[number] = [Verdict(Outcome.UNKNOWN, self.failure)] * item.count
+            self.verdicts[number] = [Verdict(Outcome.UNKNOWN, self.failure)] * item.num_responses
 
     def _set_deadline(self) -> None:
         """Set the time of the next check: every `LOOK_S`, or when a sleeping worker times out."""
@@ -191,7 +191,7 @@ class Worker:
         except ConnectionResetError:
             received = b""
         self._inbox += received
-        most = MAX_REPLY_BYTES * max(sum(item.count for item in self.items.values()), 1)
+        most = MAX_REPLY_BYTES * max(sum(item.num_responses for item in self.items.values()), 1)
         if not received:
             self.failure = f"the verifier crashed ({self.kill()})"
         elif len(self._inbox) > most:
@@ -223,7 +223,7 @@ class Worker:
         except (ValueError, TypeError, RecursionError, AttributeError):
             index, verdicts, ignored = None, [], ""
         item = self.items.get(index)
-        if item is None or index in self.verdicts or len(verdicts) != item.count:
+        if item is None or index in self.verdicts or len(verdicts) != item.num_responses:
             self.failure = "the verifier sent something other than its verdict"
             self.verdicts.clear()
             return

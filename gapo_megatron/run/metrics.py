@@ -247,7 +247,9 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
 
 
 def _cut(value: Any) -> Any:
-    """A long text without its middle."""
+    """A long text without its middle; a mapping as text, as W&B wants one type in a column."""
+    if isinstance(value, Mapping):
+        value = json.dumps(value)
     if not isinstance(value, str) or len(value) <= _MOST_CURVE_TEXT:
         return value
     half = _MOST_CURVE_TEXT // 2

@@ -249,15 +249,18 @@ def test_a_component_may_compare(compare: str) -> None:
         assert verdicts[1].metrics == {"shortest": 1, "exact": 1, "shortest/n": 2}
 
 
-def test_alternative_answers_are_compared_apart(compare: str) -> None:
+def test_groups_are_compared_apart_and_have_one_answer(compare: str) -> None:
     """An evaluation asks for each reference answer of a problem, in one call of the pool."""
-    items = [(text, answer, "", {}, {}, "p") for text in ("aa", "b") for answer in "xy"]
+    items = [(text, answer, "", {}, {}, answer) for text in ("aa", "b") for answer in "xy"]
     items += [("aaaa", "x", "", {}, {}, "other"), ("a", "x")]
+    items += [("a", answer, "", {}, {}, "two") for answer in "xy"]
     verdicts = judged(RewardConfig(kind=compare), items)
-    assert [one.metrics["n"] for one in verdicts] == [2, 2, 2, 2, 1, 1]
-    assert [one.outcome is Outcome.CORRECT for one in verdicts] == [
+    assert [one.metrics["n"] for one in verdicts[:6]] == [2, 2, 2, 2, 1, 1]
+    assert [one.outcome is Outcome.CORRECT for one in verdicts[:6]] == [
         *(False, False, True, True, True, True)
     ]
+    for one in verdicts[6:]:
+        assert one.outcome is Outcome.UNKNOWN and "different answers" in one.reason
 
 
 def test_a_reply_on_a_large_group_is_not_too_long(source: Path) -> None:

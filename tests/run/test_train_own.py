@@ -10,6 +10,7 @@ import pytest
 
 from gapo_megatron.io.sample_files import read_samples
 from tests.programs import Program
+from tests.rewards.foreign_rewards import NAMES, TEXTS
 from tests.train_setup import CONFIG, arguments, finish, prepare, run, steps_of
 
 EXACT = """
@@ -32,14 +33,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("own"), CONFIG)
 
 
+SHORT = ("run.num_steps=2", "evaluation.every_steps=0")
+
+
+@pytest.fixture(scope="module")
+def built_in(root: Path) -> Path:
+    """A short run with the verifier of the package."""
+    run(root, "built_in", *SHORT)
+    return root / "built_in"
+
+
+@pytest.mark.usefixtures("built_in")
 def test_a_verifier_of_the_users_own_trains_to_the_same_bits(root: Path) -> None:
     """A resumed run with a changed file is refused, unless the change is allowed."""
     own = root / "exact.py"
     own.write_text(EXACT)
-    short = ("run.num_steps=2", "evaluation.every_steps=0")
-    run(root, "built_in", *short)
     kind = f"reward.kind={own}:verify"
-    run(root, "own", *short, kind)
+    run(root, "own", *SHORT, kind)
     name = "hf/model.safetensors"
     assert (root / "own" / name).read_bytes() == (root / "built_in" / name).read_bytes()
     # It does not say which answer it has judged.
@@ -63,6 +73,36 @@ def test_a_verifier_of_the_users_own_trains_to_the_same_bits(root: Path) -> None
     assert "reward.code" in output and "run.allow_changes" in output
     run(root, "own", *longer, 'run.allow_changes=["reward.code"]')
     assert len(steps_of(root / "own")) == 3
+
+
+def test_a_reward_of_another_framework_trains_to_the_same_bits(root: Path, built_in: Path) -> None:
+    """As one of two components that judge together; what they say is logged by c."""
+    (root / "slime_reward.py").write_text(TEXTS["slime"])
+    (root / "style.py").write_text(
+        "def verify_group(responses, answer):\n"
+        "    return [{'score': 1e-3 * (one == min(responses, key=len)), 'length': len(one)}"
+        " for one in responses]\n"
+    )
+    settings = (
+        'reward.kind=""',
+        f'reward.components={{gsm8k = "{root}/slime_reward.py:{NAMES["slime"]}", '
+        f'short = {{kind = "{root}/style.py:verify_group", weight = 0.5}}}}',
+    )
+    run(root, "foreign", *SHORT, *settings)
+    name = "hf/model.safetensors"
+    assert (root / "foreign" / name).read_bytes() == (built_in / name).read_bytes()
+    steps, expected = steps_of(root / "foreign"), steps_of(built_in)
+    for step, other in zip(steps, expected, strict=True):
+        assert step["reward/mean"] == other["reward/mean"] == step["verifier/gsm8k"]
+        assert step["verifier/gsm8k/acc"] == step["verifier/gsm8k"]
+        assert 0 < step["verifier/short"] < 1e-3 and step["verifier/short/length"] > 1
+        for key in [key for key in step if key.startswith("per_c/groups/c")]:
+            c = key.removeprefix("per_c/groups/c")
+            if step[key]:
+                assert step[f"per_c/verifier/gsm8k/c{c}"] == int(c) / 4
+    samples = read_samples(root / "foreign")
+    assert samples and all({"gsm8k", "short", "short/length"} <= {*one.metrics} for one in samples)
+    assert all((one.metrics["gsm8k"] == 1) == (one.verdict == "correct") for one in samples)
 
 
 def test_a_run_whose_verifier_fails_ends_and_says_why(root: Path) -> None:

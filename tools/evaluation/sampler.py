@@ -257,7 +257,10 @@ class Sampler:
         if isinstance(judged, Verdict):
             return judged
         right = answers if judged.answer == episode.prompt.answer else (judged.answer,)
-        return [judged._replace(answer=one) for one in right]
+        return [
+            judged._replace(answer=one, group=f"{judged.group} {number}")
+            for number, one in enumerate(right)
+        ]
 
 
 def _cost(episode: Episode, calls: Calls) -> dict[str, Any]:

@@ -194,6 +194,21 @@ def test_an_unknown_verdict_leaves_the_samples(tokenizer):
     assert metrics["eval/unknown_verdicts"] == pytest.approx(10 / 12)
 
 
+def test_a_verifier_may_compare_the_samples_of_a_problem(tokenizer, tmp_path):
+    """All of them: the evaluation's number, not that of training; truncated ones too."""
+    path = tmp_path / "majority.py"
+    path.write_text(
+        "def verify_group(responses, answer):\n"
+        "    assert len(responses) == 4\n"
+        "    return [one == max(responses, key=responses.count) for one in responses]\n"
+    )
+    with rewards.start_pool(RewardConfig(kind=f"{path}:verify_group"), num_workers=1) as pool:
+        engine = ScriptedEngine(says(tokenizer, RESPONSES))
+        metrics = evaluate(engine, PROMPTS, **settings(pool, tokenizer))
+    assert metrics["eval/pass@1"] == pytest.approx((0.75 + 0.75 + 1) / 3)
+    assert metrics["eval/unknown_verdicts"] == 0
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

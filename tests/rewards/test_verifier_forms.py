@@ -148,9 +148,14 @@ def test_workers_get_only_what_is_named(source: Path) -> None:
         sent = [(set(item.row), set(item.extras)) for _, item in pool._waiting]
     names = {"messages", "token_ids", "prompt_token_ids", "state"}
     assert sent == [(set(), set()), ({"level"}, {"state"}), (set(ROW), names)]
+    components = {"plain": "mine.py:plain", "one": "mine.py:one_column", "exact": "exact"}
+    with rewards.start_pool(RewardConfig(components=components), num_workers=1) as pool:
+        pool.submit([of_episode(pool, prompts[0], state={"a": 1})])
+        sent = [(set(item.row), set(item.extras)) for _, item in pool._waiting]
+    assert sent == [(set(), set()), ({"level"}, {"state"}), (set(), set())]
 
 
-@pytest.mark.parametrize("state", ["text", ["list"], {"a": {1}}, {"a": float("nan")}, 3])
+@pytest.mark.parametrize("state", ["text", [["a", 1]], {"a": {1}}, {"a": float("nan")}, 3])
 def test_a_state_that_json_cannot_hold_is_unknown(source: Path, state: Any) -> None:
     with rewards.start_pool(RewardConfig(kind="mine.py:plain"), num_workers=1) as pool:
         verdict = of_episode(pool, Prompt("p", (4,), ""), state=state)

@@ -12,9 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from gapo_megatron import rewards
-from gapo_megatron.config import RewardConfig
+from gapo_megatron.config import RewardConfig, parse_config
+from gapo_megatron.io.documents import parse_toml
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.rewards import verdict_metrics
 from gapo_megatron.types import Outcome, Verdict
+from tests.configs import config_of
 
 SOURCE = """
 import numpy as np
@@ -158,6 +161,19 @@ def test_components_judge_together(mine: str) -> None:
     assert (other.outcome, other.metrics) == (Outcome.CORRECT, {})
     assert rewards.row_columns(config) == frozenset()
     assert config.code_names == [f"{mine}:share", f"{mine}:fails", f"{mine}:short"]
+
+
+def test_a_run_reads_its_components_back(mine: str) -> None:
+    components = {"a": "exact", "b": {"kind": f"{mine}:short", "weight": -2, "timeout_s": 3}}
+    config = config_of({"reward": {"components": components, "kind": "", "correct_above": 0.9}})
+    written = parse_toml(to_toml(config), where="written")
+    assert parse_config(written, source="written") == config
+    assert config.reward.components["b"].weight == -2
+    graded = {
+        "reward": {"components": components, "kind": "", "graded": True},
+        "objective": {"method": "gspo"},
+    }
+    assert config_of(graded).reward.graded
 
 
 def test_a_total_beyond_the_largest_grade_is_unknown(mine: str) -> None:

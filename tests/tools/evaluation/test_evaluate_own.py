@@ -24,7 +24,14 @@ from gapo_megatron.rollout.turns import Turns
 from gapo_megatron.types import Outcome, Verdict
 from gapo_tools.demonstration import demo_task as arithmetic
 from gapo_tools.evaluation.benchmarks import BOXED
-from gapo_tools.evaluation.chosen import Chosen, choose, environment_of, read_reward, with_kind
+from gapo_tools.evaluation.chosen import (
+    Chosen,
+    choose,
+    environment_of,
+    judge_of,
+    read_reward,
+    with_kind,
+)
 from gapo_tools.evaluation.compare import Method, compare
 from gapo_tools.evaluation.paper import Sampling
 from gapo_tools.evaluation.result_tables import results_tables
@@ -187,6 +194,47 @@ def test_a_verifier_of_ones_own_judges_with_its_settings(
     path.write_text("[reward]\nkind = 'exact'\ncorrect_abov = 1\n")
     with pytest.raises(ConfigError, match=mentions("--config", path, "correct_abov")):
         read_reward(path, field="--config")
+
+
+@pytest.mark.parametrize(("needed", "correct"), [(2, [0, 2]), (3, [0, 0])])
+def test_components_that_compare_and_wait_judge_a_benchmark(
+    tmp_path, tokenizer, monkeypatch: pytest.MonkeyPatch, needed: int, correct: list[int]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(
+        "def verify_group(responses, answer, messages):\n"
+        "    said = [[one['role'] for one in some] for some in messages]\n"
+        "    return [said == [['user', 'assistant']] * 2] * len(responses)\n"
+        "async def verify(response, answer, row):\n"
+        "    return {'score': response == '>' + answer and row['prompt'][1] == '+'}\n"
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f"[reward]\ncorrect_above = {needed - 0.5}\n[reward.components]\n"
+        f"pair = '{tmp_path}/mine.py:verify_group'\nexact = '{tmp_path}/mine.py:verify'\n"
+    )
+    judge = judge_of(RewardConfig(kind="math"), None, path, sandbox="unsafe")
+    (one,) = choose(
+        (), (problems(tmp_path),), data_dir=tmp_path, reward=RewardConfig(kind="math"), judge=judge
+    )
+    output = evaluated(one, tokenizer, tmp_path / "out", says_always=">4")
+    solved = read_samples(output / "held_out" / "seed_0").values()
+    assert [row.num_correct for row in solved] == correct
+
+
+def test_each_answer_of_a_problem_is_compared_by_itself(
+    own: Path, tokenizer, tmp_path: Path
+) -> None:
+    verifier = (
+        "def verify_group(responses, answer):\n"
+        "    assert len(responses) == 2\n"
+        "    return [one == answer for one in responses]\n"
+    )
+    kind = f'import dataclasses\nSCHOOL = dataclasses.replace(SCHOOL, kind="{own}:verify_group")\n'
+    own.write_text(f"{own.read_text()}\n{verifier}\n{kind}")
+    (one,) = chosen(names=(f"{own}:SCHOOL",), data=tmp_path / "data")
+    output = evaluated(one, tokenizer, tmp_path / "out", says_always="three")
+    assert read_results(output).benchmarks["school"][0].pass_at_k == [1.0, 1.0]
 
 
 @pytest.fixture

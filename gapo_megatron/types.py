@@ -185,6 +185,50 @@ class Sample:
     """`Verdict.metrics`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampleTokens:
+    """A `Sample` token by token, with what its update made of it: a row of tokens/step_N.parquet.
+
+    Arrays have an element for each of its `num_tokens`. What is a number of sampled tokens is NaN
+    at those that an environment appended.
+    """
+
+    sample: Sample
+    token_ids: np.ndarray
+    """Int32."""
+    pieces: list[str]
+    """Text of each token; together they are `Sample.response`."""
+    response_mask: np.ndarray
+    """Bool: True where the model sampled the token."""
+    policy_versions: np.ndarray
+    """Int32: version of the weights that sampled each token."""
+    rollout_log_probs: np.ndarray
+    """Float32: the engine's, while sampling."""
+    advantage: float
+    update: int | None = None
+    """Number of its update within the step, from 0. None, as all that follows: the model was not
+    computed for it (A = 0)."""
+    ratio: float | None = None
+    """Ratio s of the sequence at its update; None where each token has a ratio."""
+    clip_low: float | None = None
+    """Lower bound of the ratio; None where the method's widths are no such bounds."""
+    clip_high: float | None = None
+    """Upper bound of the ratio, likewise."""
+    clipped: float | None = None
+    """1 if its ratio was clipped, else 0; where each token has a ratio, the share of them."""
+    clip_side: str | None = None
+    """Where its clipped ratios lie: `high` above 1, `low` below, `both`; empty without any."""
+    token_clipped: np.ndarray | None = None
+    """Float32: 1 where the token's ratio was clipped, else 0; None where sequences have ratios."""
+    old_log_probs: np.ndarray | None = None
+    """Float32: the trainer's, at the start of the step or, of carried tokens, at the weights that
+    sampled them; None: not computed, with `objective.old_log_probs` = "rollout"."""
+    log_probs: np.ndarray | None = None
+    """Float32: the trainer's, at its update."""
+    log_ratio: np.ndarray | None = None
+    """Float32: `log_probs` minus the log-probs that the ratio compares with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A turn of the model, or a call of the environment; seconds since the generation began."""

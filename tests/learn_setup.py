@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM
 from gapo_megatron.checkpoint import OpenStep, files
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as learn_module
-from gapo_megatron.learn.plan import plan_step
+from gapo_megatron.learn.plan import DataParallelRanks, bring_tokens, plan_step
+from gapo_megatron.learn.records import Record, gather
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult
 from gapo_megatron.objective import PolicyLoss, make_batch
@@ -204,6 +206,8 @@ class Report:
     metrics: dict[str, float]
     """Of the last step."""
     after: dict[str, Tensor]
+    records: list[Record]
+    """Of the last step, on rank 0."""
 
 
 def planned(batch: Batch, config: Config, *, data_parallel_size: int = 1) -> Batch:
@@ -224,6 +228,7 @@ def run_learn(
     num_steps: int = 1,
     stop_in: Path | None = None,
     measures_rounding: bool = False,
+    recorded: Sequence[int] = (),
 ) -> Report:
     """Steps on this rank, from verdicts to weights. The default process group must be up.
 
@@ -231,12 +236,13 @@ def run_learn(
     """
     policy = load_policy(config)
     groups = policy.groups
-    batch = make_batch(rollouts, config.objective.resolve())
+    batch, method = make_batch(rollouts, config.objective.resolve()), config.objective.resolve()
 
     def go_on(opened: OpenStep, **options: Any) -> dict[str, float] | None:
         batch = planned(opened.batch, config, data_parallel_size=groups.dp_size)
         sections = (config.objective, config.rollout)
         options |= {"progress": opened.progress, "measures_rounding": measures_rounding}
+        options |= {"recorded": recorded}
         return learn(policy, batch, *sections, Stopwatch(), **options)
 
     with record(policy) as updates:
@@ -252,7 +258,20 @@ def run_learn(
                 opened = OpenStep.load(stop_in, policy.device, num_updates=1)
             metrics = go_on(opened)
             assert metrics is not None
-    report = Report(updates, metrics, after=copies(policy))
+    records = []
+    if recorded:
+        ranks, channel = DataParallelRanks.gather(groups, None), GroupChannel(dist.group.WORLD)
+        apart = planned(batch, config, data_parallel_size=groups.dp_size)
+        apart = apart.spread(rank=channel.rank, size=channel.size)
+        records = gather(
+            bring_tokens(apart, ranks=ranks, channel=channel),
+            recorded,
+            opened.progress.records,
+            is_per_token=method.ratio == "token",
+            ranks=ranks,
+            channel=channel,
+        )
+    report = Report(updates, metrics, copies(policy), records)
     destroy()
     return report
 

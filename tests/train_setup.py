@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gapo_megatron.io.token_files import token_files
 from gapo_tools.demonstration import demo_task as arithmetic
 from tests.programs import Program
 from tests.waiting import HANG_S
@@ -171,6 +172,9 @@ def num_problems_drawn(run_dir: Path, *, step: int) -> int:
 
 def assert_same_run(run_dir: Path, other: Path, *more: str) -> None:
     """They have the same metrics, samples and exported weights, and the same bytes in `more`."""
+    ours, theirs = token_files(run_dir), token_files(other)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[step].read_bytes() == theirs[step].read_bytes() for step in ours)
     for name in ("metrics.jsonl", "samples.jsonl", "hf/model.safetensors", *more):
         assert (run_dir / name).read_bytes() == (other / name).read_bytes(), name
 

@@ -64,7 +64,11 @@ def _table(name: str, model: type[Section]) -> Iterator[str]:
 
 def _values(field: dict[str, Any], setting: str) -> str:
     """Type and range of a setting, from its JSON schema."""
-    field = next((one for one in field.get("anyOf", ()) if one["type"] != "null"), field)
+    choices = [one for one in field.get("anyOf", ()) if one["type"] != "null"]
+    if choices:
+        return " or ".join(_values(one, setting) for one in choices)
+    if "const" in field:
+        return _value(field["const"])
     if "enum" in field:
         return ", ".join(map(_value, field["enum"]))
     if field["type"] == "array":

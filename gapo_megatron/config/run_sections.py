@@ -19,6 +19,7 @@ from gapo_megatron.config.types import (
     OptimizerImplementation,
     OptionalPath,
     PathText,
+    SamplesPerStep,
     Seconds,
     Seed,
     Steps,
@@ -227,9 +228,9 @@ class MetricsConfig(Section):
     """Write TensorBoard event files."""
     wandb_project: WandbProject = ""
     """Weights & Biases project. Empty: off. Install `wandb` yourself."""
-    samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
-    """Responses of each step that `samples.jsonl` keeps as text, spread over c and verdicts
-    (docs/metrics.md). 0: none."""
+    samples_per_step: SamplesPerStep = 8
+    """Responses of each step that are kept, as text and token by token: whole groups if one fits,
+    spread over c and verdicts (docs/metrics.md). 0: none."""
     rounding_every_steps: StepsOrZero | None = None
     """Steps between measurements of what rounding does to the ratios (docs/numerics.md), from step
     0 on. 0: never. Unset: 10, and never in fp32, whose rounding is far below any clip."""

@@ -47,6 +47,19 @@ GroupSize = Annotated[int, Field(ge=2, le=2**12)]
 """Responses that are compared with each other: at least two, and few enough for metrics by the
 number of correct ones."""
 
+
+def _check_samples(value: object) -> object:
+    if value == "all" or (type(value) is int and 0 <= value <= MOST_SAMPLES):
+        return value
+    raise ValueError(f'must be a whole number from 0 to {MOST_SAMPLES}, or "all"')
+
+
+MOST_SAMPLES = 64
+SamplesPerStep = Annotated[
+    Annotated[int, Field(ge=0, le=MOST_SAMPLES)] | Literal["all"], BeforeValidator(_check_samples)
+]
+"""Responses of a step that people may look at."""
+
 Workers = Annotated[int, Field(ge=0, le=1024)]
 """Processes that one rank starts."""
 

@@ -13,6 +13,7 @@ import torch
 
 from gapo_megatron.config import ObjectiveConfig
 from gapo_megatron.config.methods import Method
+from gapo_megatron.learn import records
 from gapo_megatron.learn.metrics import Sums
 from gapo_megatron.learn.score import Scored
 from gapo_megatron.objective import (
@@ -56,9 +57,11 @@ class MinibatchLoss:
     with `rollout.max_staleness`, or responses that generation ranks began in earlier steps."""
     widths: tuple[float, float] | None = None
     """Lower and upper clip width of this mini-batch (`learn.checks.bounds`); None: the method's."""
+    recorded: frozenset[int] = frozenset()
+    """Rows of the batch whose tokens the outputs describe beside the sums (`learn.records`)."""
 
     def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:
-        """Scalar float64 loss and additive metrics of a micro-batch.
+        """Scalar float64 loss and additive metrics of a micro-batch, and what `records` takes.
 
         Does not wait for the device.
         """
@@ -102,6 +105,8 @@ class MinibatchLoss:
         if self.widths is not None and scored.index == 0:  # once per mini-batch and rank
             bounds = {"low": 1 - self.widths[0], "high": 1 + self.widths[1], "count": 1.0}
             sums |= {f"bound_{k}": torch.full_like(sums["loss"], v) for k, v in bounds.items()}
+        if not self.recorded.isdisjoint(given.indices):
+            sums |= records.outputs_of(result, scored.log_probs, at_begin)
         if not self.ref_log_probs and scored.entropy is None:
             return result.loss, sums
         return self._add_penalties(result.loss, scored, sums), sums

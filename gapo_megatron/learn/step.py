@@ -6,17 +6,15 @@ In the order of the data flow: `plan`, `Policy.pack`, `score` (old log-probs), `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-import numpy as np
-
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import ObjectiveConfig, RolloutConfig
 from gapo_megatron.config.methods import Method
-from gapo_megatron.learn import metrics
+from gapo_megatron.learn import metrics, records
 from gapo_megatron.learn.checks import rounding
 from gapo_megatron.learn.checks.bounds import find_widths
 from gapo_megatron.learn.checks.routes import Recorded, StepRoutes
@@ -46,14 +44,26 @@ class Progress:
     """Log-probs at the start of the step, to measure rounding; None: not measured."""
     routes: Recorded = field(default_factory=Recorded)
     """Experts of the tokens of mini-batches to come; empty for a model without experts."""
+    records: dict[int, records.Arrays] = field(default_factory=dict)
+    """Rows of the batch that are recorded -> what the finished updates made of them, on the rank
+    that reports log-probs."""
 
     @property
     def num_updates(self) -> int:
         return len(self.grad_norms)
 
-    def add(self, result: UpdateResult, scored: Sequence[Microbatch], lengths: np.ndarray) -> None:
+    def add(
+        self,
+        result: UpdateResult,
+        scored: Sequence[Microbatch],
+        batch: Batch,
+        recorded: Collection[int] = (),
+    ) -> None:
         """Count an update; `scored` are its micro-batches on the last pipeline stage."""
-        for microbatch, sums in zip(scored, result.outputs, strict=True):
+        lengths, num_rows = batch.num_fed_tokens.numpy(), batch.table["num_sampled_tokens"]
+        for microbatch, outputs in zip(scored, result.outputs, strict=True):
+            sums, found = records.split(outputs, microbatch, recorded, num_rows)
+            self.records |= found
             num_tokens = float(lengths[list(microbatch.indices)].sum())
             tokens_backward = (sums["active_rows"] > 0).double() * num_tokens
             metrics.add(self.sums, sums | {"tokens_backward": tokens_backward})
@@ -70,6 +80,7 @@ def learn(
     *,
     progress: Progress | None = None,
     measures_rounding: bool = False,
+    recorded: Collection[int] = (),
     must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of the batch's plan.
@@ -86,6 +97,8 @@ def learn(
             Updated in place.
         measures_rounding: also compare the ratios with those without rounding
             (`learn.checks.rounding`).
+        recorded: rows of the batch to describe token by token, in `progress.records`; the same on
+            every rank.
         must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
@@ -116,7 +129,8 @@ def learn(
             for one in plan.minibatches
         ]
         reference = _score(policy, packed, objective, progress, routes)
-    lengths, table = batch.num_fed_tokens.numpy(), batch.table
+    table = batch.table
+    kept = frozenset(recorded if policy.groups.is_first_copy else ())
     # Older weights sampled tokens whose log-probs the trainer has not kept.
     is_stale = bool((table["num_carried_tokens"] > table["num_scored_tokens"]).any())
     for i in range(progress.num_updates, len(packed)):
@@ -135,6 +149,7 @@ def learn(
                 rollouts_per_prompt=batch.rollouts_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
                 measures_staleness=rollout.max_staleness > 0 or is_stale,
+                recorded=kept,
             )
             has_moved = bool(old) or batch.has_scored
             if method.bounds != "fixed" and may_differ(objective, has_moved=has_moved):
@@ -148,7 +163,8 @@ def learn(
                 with_entropy=objective.entropy_coef > 0,
             )
             # The loss is computed on the last pipeline stage only.
-            progress.add(result, packed[i] if policy.groups.is_last_stage else [], lengths)
+            scored = packed[i] if policy.groups.is_last_stage else []
+            progress.add(result, scored, batch, kept)
         routes.forget(i)
     summary = _summarize(policy, batch, progress, objective, method) | routes.summarize()
     if progress.scores is not None:

@@ -55,6 +55,10 @@ class PolicyLoss:
     weight above the bound; a lower bound removes nothing). Detached."""
     per_token: bool
     """Whether the tensors shaped like `ratio` are [T]."""
+    lower: torch.Tensor
+    """[B] float64: lower clip width of each sequence, which its family may read in its own way."""
+    upper: torch.Tensor
+    """[B] float64: upper clip width, likewise."""
     metrics: dict[str, torch.Tensor]
     """What a user's family returns beside the clip, of any shape; detached."""
 
@@ -158,6 +162,8 @@ def policy_loss(
         gradient_mass=mass * share,
         gradient_mass_lost=(mass - kept).clamp(min=0) * share,
         per_token=tokens.per_token,
+        lower=lower,
+        upper=upper,
         metrics={name: value.detach() for name, value in given.items() if name not in CLIP},
     )
 

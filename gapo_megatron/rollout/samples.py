@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -23,6 +23,9 @@ _MOST_ANSWER = 2000
 """Characters of a reference answer that are kept: the tests of a program may have megabytes."""
 
 
+Number = int | Literal["all"]
+"""Responses to keep of a step: `metrics.samples_per_step`."""
+
 _Taken = tuple[Sample, tuple[Span, ...]]
 
 
@@ -33,13 +36,12 @@ class Samples:
     decodes the few that are taken; which ones follows from the table, so that all ranks agree.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, num_per_step: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, num_per_step: Number) -> None:
         """Set up.
 
         Args:
             tokenizer: the policy's.
-            num_per_step: responses to take of a step; of a step without any advantage at least
-                `NUM_WITHOUT_SIGNAL`.
+            num_per_step: see `kept_rows`.
         """
         self._tokenizer = tokenizer
         self._num_per_step = num_per_step
@@ -86,10 +88,7 @@ class Samples:
 
         Collectives: `gather`, if any samples are taken.
         """
-        number = self._num_per_step
-        if not informative(rollouts).any():
-            number = max(number, NUM_WITHOUT_SIGNAL)
-        rows = choose_rows(rollouts, number, step=step)
+        rows = kept_rows(rollouts, self._num_per_step, step=step)
         here = [
             self._describe(rollouts, row, step, problems[rollouts.table["problem"][row]])
             for row in rows
@@ -135,41 +134,71 @@ class Samples:
         return _plain(str(self._tokenizer.decode(token_ids.tolist())))
 
 
-def choose_rows(rollouts: Rollouts, number: int, *, step: int) -> list[int]:
-    """Choose responses of as many values of c as possible, and of different verdicts at each c.
+def kept_rows(rollouts: Rollouts, number: Number, *, step: int) -> list[int]:
+    """Rows of the responses to keep of a step: a pure function of the table.
 
-    Problems of a batch are in random order, so the first responses of a kind are as good as any;
-    those of different problems come first.
+    Args:
+        rollouts: the step's batch.
+        number: responses to keep; of a step without any advantage at least `NUM_WITHOUT_SIGNAL`.
+        step: index of the step.
+    """
+    if not isinstance(number, int):
+        return [*range(len(rollouts))]
+    least = 0 if informative(rollouts).any() else NUM_WITHOUT_SIGNAL
+    return choose_rows(rollouts, max(number, least), step=step)
+
+
+def choose_rows(rollouts: Rollouts, number: int, *, step: int) -> list[int]:
+    """Choose whole groups, as many as there is room for, and for the rest single responses.
+
+    Both are of as many values of c as possible. Problems of a batch are in random order, so the
+    first ones of a kind are as good as any. Of a c, groups with and without unknown verdicts take
+    turns, and single responses of different verdicts; those of different problems come first.
 
     Args:
         rollouts: whole groups; only the table is read.
         number: responses to choose; all if there are fewer.
-        step: index of the step: c and verdicts are rotated by it, so that a few responses per step
-            show all kinds over the steps.
+        step: index of the step: c and kinds are rotated by it, so that a few responses per step
+            show all of them over the steps.
 
     Returns:
         Row numbers, ascending.
     """
     size = max(rollouts.rollouts_per_prompt, 1)
-    outcomes = rollouts.table["outcome"]
-    is_correct = outcomes.reshape(-1, size) == Outcome.CORRECT.code
-    num_correct = np.repeat(is_correct.sum(axis=1), size)
+    outcomes = rollouts.table["outcome"].reshape(-1, size)
+    num_correct = (outcomes == Outcome.CORRECT.code).sum(axis=1)
+    has_unknown = (outcomes == Outcome.UNKNOWN.code).any(axis=1)
 
-    # At each c the outcomes take turns, beginning with another one at the next c and step.
+    groups = [(int(num_correct[i]), int(has_unknown[i]), i) for i in range(len(outcomes))]
+    whole = {*_by_turns(groups, step=step, num_c=size + 1)[: number // size]}
+    # Each group's first response, then each one's second, and so on.
+    singles = [
+        (int(num_correct[group]), int(outcomes[group, sample]), group * size + sample)
+        for sample in range(size)
+        for group in range(len(outcomes))
+        if group not in whole
+    ]
+    room = number - len(whole) * size
+    rows = rollouts.rows_of(sorted(whole)) + _by_turns(singles, step=step, num_c=size + 1)[:room]
+    return sorted(rows)
+
+
+def _by_turns(found: Sequence[tuple[int, int, int]], *, step: int, num_c: int) -> list[int]:
+    """Order what has a c, a kind and a number so that every c has its first before any its second.
+
+    At each c the kinds take turns, beginning with another one at the next c and step.
+    """
     seen: Counter[tuple[int, int]] = Counter()
     by_c: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for row in np.arange(len(outcomes)).reshape(-1, size).T.flat:  # each group's first, and so on
-        c, outcome = int(num_correct[row]), int(outcomes[row])
-        by_c[c].append((seen[c, outcome], (outcome + c + step) % 2, int(row)))
-        seen[c, outcome] += 1
-
-    # Every c has its first response before any has its second.
+    for c, kind, number in found:
+        by_c[c].append((seen[c, kind], (kind + c + step) % 2, number))
+        seen[c, kind] += 1
     turns = [
-        (turn, (c + step) % (size + 1), row)
-        for c, found in by_c.items()
-        for turn, (_, _, row) in enumerate(sorted(found))
+        (turn, (c + step) % num_c, number)
+        for c, of_c in by_c.items()
+        for turn, (_, _, number) in enumerate(sorted(of_c))
     ]
-    return sorted(row for *_, row in sorted(turns)[:number])
+    return [number for *_, number in sorted(turns)]
 
 
 def _plain(text: str) -> str:
@@ -177,4 +206,4 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-__all__ = ["NUM_WITHOUT_SIGNAL", "Samples", "choose_rows"]
+__all__ = ["NUM_WITHOUT_SIGNAL", "Number", "Samples", "choose_rows", "kept_rows"]

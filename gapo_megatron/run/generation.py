@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import Episode
@@ -29,6 +30,10 @@ class Generation(Protocol):
     @property
     def samples_ahead(self) -> bool:
         """Whether the next batch may be sampled before the weights are updated."""
+
+    @property
+    def dp_ranks(self) -> DataParallelRanks:
+        """Data-parallel rank of each of the trainer's ranks."""
 
     @property
     def stages(self) -> Sequence[str]:

@@ -88,12 +88,12 @@ class GenerationRanks:
 
     def __post_init__(self) -> None:
         """Send the generation side its first data position, and open groups. Collective."""
-        self._ranks = DataParallelRanks.gather(self.policy.groups, self.gloo_group)
+        self.dp_ranks = DataParallelRanks.gather(self.policy.groups, self.gloo_group)
         begin = Order(
             "begin",
             source_state=self.source_state,
-            dp_ranks=self._ranks.dp_ranks,
-            scorers=self._ranks.scorers,
+            dp_ranks=self.dp_ranks.dp_ranks,
+            scorers=self.dp_ranks.scorers,
             has_open_groups=len(self.open_groups) > 0,
         )
         number = self._order(begin)
@@ -150,7 +150,7 @@ class GenerationRanks:
         """Receive this rank's share, and its part of the open groups: `Generation.bring_tokens`."""
         table = batch.table
         with self.stopwatch("exchange"):
-            wanted = self._ranks.wanted(batch, every=True)
+            wanted = self.dp_ranks.wanted(batch, every=True)
             tokens = exchange.receive(
                 exchange.token_columns(table),
                 table["holder"],

@@ -3,6 +3,7 @@
 - metrics.jsonl: a line per step, only values that a repeated or resumed run reproduces.
 - timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
 - samples.jsonl: some responses of each step as text (`io.sample_files`).
+- tokens/step_N.parquet: the same responses token by token (`io.token_files`).
 - timelines.jsonl: when their turns and an environment's calls took place.
 - tensorboard/: numbers as curves; Weights & Biases, when configured, also shows samples.
 """
@@ -28,10 +29,11 @@ from gapo_megatron.io.console_table import ConsoleTable
 from gapo_megatron.io.documents import read_text
 from gapo_megatron.io.files import naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
-from gapo_megatron.io.sample_files import TIMELINES_NAME, SampleLog
+from gapo_megatron.io.sample_files import TIMELINES_NAME, SampleLog, read_samples
+from gapo_megatron.io.token_files import TokenLog
 from gapo_megatron.run.signal_watch import SignalWatch
 from gapo_megatron.run.tensorboard import add_scalars, open_tensorboard
-from gapo_megatron.types import Sample, Timeline
+from gapo_megatron.types import Sample, SampleTokens, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,8 @@ class MetricsWriter:
                 self._files[name] = _open_truncated(run_dir / name, resume_step=resume_step)
         self._sample_log = SampleLog(run_dir)
         self._timeline_log = SampleLog(run_dir, name=TIMELINES_NAME)
-        self._keeps_samples = config.metrics.samples_per_step > 0
+        self._token_log = TokenLog(run_dir, resume_step=resume_step)
+        self._keeps_samples = config.metrics.samples_per_step != 0
         self._samples: Sequence[Sample] = ()
         self._watch = SignalWatch(run_dir)
         with naming(run_dir / "tensorboard"):
@@ -173,6 +176,25 @@ class MetricsWriter:
             table = wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
             with naming(self._run_dir / "wandb"):
                 self._wandb.log({"samples": table}, step=step)
+
+    def samples_of(self, step: int) -> list[Sample]:
+        """On rank 0: the samples that `log_samples` wrote of `step`, here or before a resume.
+
+        Raises:
+            DataError: samples.jsonl is damaged.
+        """
+        if self._samples and self._samples[0].step == step:
+            return [*self._samples]
+        return [one for one in read_samples(self._run_dir) if one.step == step]
+
+    def log_tokens(self, step: int, rows: Sequence[SampleTokens]) -> None:
+        """Write the samples of `step` token by token, before its line of metrics; none: no file.
+
+        Raises:
+            MachineError: the disk is full or fails; there is no file then.
+        """
+        if self._enabled and rows:
+            self._token_log.write(step, rows)
 
     def log_startup(
         self, step: int, seconds: Mapping[str, Value], *, sizes: Mapping[str, int]

@@ -36,6 +36,7 @@ from gapo_megatron.run.memory import StepMemory
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.run.processes import process_age_s
 from gapo_megatron.run.saving import Checkpoints, export
+from gapo_megatron.run.tokens import TokenRecords
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Run:
     memory: StepMemory
     gloo_group: dist.ProcessGroup | None
     """Gloo group of all ranks of the trainer, for objects and tensors on the host."""
+    tokens: TokenRecords
     _save_waits: bool = False
     """Whether a checkpoint is due that must contain the next batch."""
     _is_stopping: bool = False
@@ -129,6 +131,7 @@ class Run:
             stopwatch=stopwatch,
             memory=StepMemory(world.device),
             gloo_group=world.gloo_group,
+            tokens=TokenRecords(config, inputs, generation, channel, writer),
         )
 
     def __enter__(self) -> Self:
@@ -255,8 +258,7 @@ class Run:
             Stopped: a stop was asked for between two updates; those done are kept.
         """
         config, open_step = self.config, self.state.open_step
-        assert open_step is not None
-        assert batch.plan is not None
+        assert open_step is not None and batch.plan is not None
         measures = any(map(any, batch.plan.rounding)) and rounding.is_due(
             self.state.step, self.policy, config.objective, config.rollout, config.metrics
         )
@@ -269,6 +271,7 @@ class Run:
             self.stopwatch,
             progress=open_step.progress,
             measures_rounding=measures,
+            recorded=self.tokens.rows(batch, self.state.step),
             must_stop=lambda: self._is_stopping or self._must_stop(*stages),
         )
         if learned is None:
@@ -308,10 +311,11 @@ class Run:
         Its checkpoint follows: after a kill between the two the step is repeated and its line
         replaced.
 
-        Collectives: those of `StepMemory.lap`.
+        Collectives: those of `TokenRecords.log` and of `StepMemory.lap`.
         """
         open_step = self.state.open_step
         assert open_step is not None
+        self.tokens.log(step, batch, open_step.progress.records)
         self.stopwatch.notes |= self.memory.lap(self.gloo_group)
         metrics = open_step.metrics | learned | self.state.window.add(learned)
         problems = self.inputs.source.problems
@@ -375,10 +379,8 @@ class Run:
             raise Stopped
 
     def _evaluation_is_due(self, step: int) -> bool:
-        every_steps = self.config.evaluation.every_steps
-        return bool(self.inputs.held_out) and (
-            step == self.config.run.num_steps or step % every_steps == 0
-        )
+        every_steps, is_last = self.config.evaluation.every_steps, step == self.config.run.num_steps
+        return bool(self.inputs.held_out) and (is_last or step % every_steps == 0)
 
     def _must_stop(self, *stages: str) -> bool:
         """Whether to stop: asked to, or too little time for `stages` and a save. Collective."""

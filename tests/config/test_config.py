@@ -246,6 +246,16 @@ def test_wrong_combination_names_both_sides(minimal: Path, line: str) -> None:
     assert all(name in message for name in names.split("; ")), message
 
 
+def test_samples_of_a_step_are_a_number_or_all(minimal: Path) -> None:
+    key = "metrics.samples_per_step"
+    for given in (0, 64, "all"):
+        assert load_config(minimal, [f"{key}={given}"]).metrics.samples_per_step == given
+    for wrong in ("65", "-1", "1.5", "true", "every"):
+        message = error_of(minimal, f"{key}={wrong}")
+        assert all(part in message for part in (key, wrong.title() if wrong == "true" else wrong))
+        assert "0 to 64" in message and '"all"' in message
+
+
 def test_ratios_against_an_engine_that_computes_with_factors_are_allowed(minimal: Path) -> None:
     (own := minimal.parent / "own.py").write_text("class Engine: ...\n")
     for more in ((), ("adapter.targets=['experts']", f"rollout.engine={own}:Engine")):

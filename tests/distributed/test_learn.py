@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from gapo_megatron.config import Config
+from gapo_megatron.learn.records import Record
+from gapo_megatron.objective import make_batch
 from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
     NUM_MINIBATCHES,
+    Report,
     carry_some,
     make_config,
     make_judged,
@@ -29,12 +35,15 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "context": {"context_parallel_size": 2},
     "data": {},
 }
+LOG_PROBS = ("log_probs", "old_log_probs")
 ROLLOUTS = make_judged(seed=1)
 
 
 def config_of(folder: Path, sizes: dict[str, object], method: str = "gapo") -> Config:
     # The penalty adds the reference's pass, which is not saved but made again.
-    objective = {"method": method, "kl_coef": 0.1, "entropy_coef": 0.01}
+    objective: dict[str, object] = {"method": method, "kl_coef": 0.1, "entropy_coef": 0.01}
+    if method != "gapo":  # ratios of tokens: some beyond their bounds
+        objective |= {"eps_low": 0.01, "eps_high_max": 0.02}
     return make_config(folder, parallel=sizes, objective=objective)
 
 
@@ -52,10 +61,12 @@ def stop_in_every_layout(
         config = config_of(folder, LAYOUTS[name], method)
         whole = run_learn(config, rollouts)
         assert_same_statistics(whole.metrics, on_one_rank, name)
+        everything = [*range(len(rollouts))]
         kept = folder / f"kept_{name}"
         kept.mkdir(exist_ok=True)
         dist.barrier()
-        stopped = run_learn(config, rollouts, stop_in=kept)
+        stopped = run_learn(config, rollouts, stop_in=kept, recorded=everything)
+        assert_same_records(stopped.records, pickle.loads((folder / "records").read_bytes()), name)
         assert len(whole.updates) == len(stopped.updates) == NUM_MINIBATCHES
         assert stopped.metrics == whole.metrics, name
         for key, tensor in whole.after.items():
@@ -75,6 +86,51 @@ def assert_same_statistics(found: dict[str, float], expected: dict[str, float], 
             assert found[key] == pytest.approx(value, rel=1e-6, abs=bound), (name, key)
 
 
+def assert_same_records(found: list[Record], expected: list[Record], name: str) -> None:
+    """Rank 0 has each sequence once, with its own tokens, whichever rank computed it."""
+    assert len(found) == (len(expected) if dist.get_rank() == 0 else 0), name
+    for ours, theirs in zip(found, expected, strict=False):
+        assert (ours.row, ours.minibatch) == (theirs.row, theirs.minibatch), name
+        for key in ("token_ids", "is_sampled", "rollout_log_probs", "versions"):
+            assert np.array_equal(getattr(ours, key), getattr(theirs, key)), (name, key)
+        assert ours.learned.keys() == theirs.learned.keys()
+        for key, values in theirs.learned.items():
+            # As above: 7e-6 measured of a log-prob.
+            assert ours.learned[key] == pytest.approx(values, abs=3e-5, nan_ok=True), (name, key)
+
+
+def assert_records(whole: Report, rollouts: Rollouts, config: Config) -> None:
+    """They have what the loss has seen, the ratios its log-probs make, and nothing else."""
+    advantages = make_batch(rollouts, config.objective.resolve()).advantages
+    is_per_token = config.objective.resolve().ratio == "token"
+    computed = [one for one in whole.records if one.learned]
+    assert len(computed) > len(rollouts) // 2 and len(whole.records) == len(rollouts)
+    assert any(one.learned["clipped"].any() for one in computed)
+    for one in computed:
+        assert one.minibatch is not None
+        ratio, lower, upper = one.learned["facts"].tolist()
+        log_probs, old = (one.learned[name].astype(float) for name in LOG_PROBS)
+        assert len(log_probs) == len(old) == one.is_sampled.sum()
+        if one.minibatch == 0 and not rollouts.table["num_carried_tokens"][one.row]:
+            assert (log_probs == old).all()  # it is its own pass of the old log-probs
+        scored = rollouts.carried_log_probs[one.row]
+        carried = one.is_sampled[: len(scored)]
+        assert (old[: carried.sum()] == scored[carried]).all()
+        assert 0 < lower < 1 and upper > 0
+        if is_per_token:
+            ratios, advantage = np.exp(log_probs - old), float(advantages[one.row])
+            beyond = ratios > 1 + upper if advantage > 0 else ratios < 1 - lower
+            assert math.isnan(ratio)
+            assert one.learned["clipped"].tolist() == (beyond & (advantage != 0)).tolist()
+        else:
+            seen = whole.updates[one.minibatch]
+            assert (ratio, [seen.clipped[one.row]]) == (
+                seen.ratios[one.row],
+                one.learned["clipped"].tolist(),
+            )
+            assert ratio == pytest.approx(math.exp((log_probs - old).mean()), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("layouts", "has_masks", "method"),
     [
@@ -91,6 +147,9 @@ def test_neither_a_stop_nor_the_layout_changes_what_is_learned(
     save_model(tmp_path, "qwen2_tied")
     config = config_of(tmp_path, {}, method)
     with single_rank():
-        whole = run_learn(config, rollouts_of(tmp_path, has_masks=has_masks))
+        rollouts = rollouts_of(tmp_path, has_masks=has_masks)
+        whole = run_learn(config, rollouts, recorded=[*range(len(rollouts))])
+    assert_records(whole, rollouts, config)
+    (tmp_path / "records").write_bytes(pickle.dumps(whole.records))
     (tmp_path / "on_one_rank.json").write_text(json.dumps(whole.metrics))
     run_distributed(stop_in_every_layout, 2, tmp_path, layouts, has_masks, method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.samples import NUM_WITHOUT_SIGNAL, choose_rows
+from gapo_megatron.rollout.samples import NUM_WITHOUT_SIGNAL, choose_rows, kept_rows
 from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Outcome, Prompt, Sample, Verdict
 from tests.acting import one_turn_inputs
@@ -27,6 +28,8 @@ from tests.rollout.test_sample import (
 )
 from tests.scripted_engine import LoneReplicas, ThreadReplicas
 
+SAME_C = {0: (2,), 1: (0, 3), 8: (1,)}
+"""Groups by their c."""
 TOKENIZER: Any = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 
 
@@ -88,16 +91,38 @@ def test_samples_spread_over_c_first_and_over_verdicts_then(step: int) -> None:
         return [(groups[row // 4].count("c"), letters[row]) for row in rows]
 
     assert len({c for c, _ in kinds(3)}) == 3
-    assert sorted(c for c, _ in kinds(4)) == [0, 1, 2, 4]
-    # The second response of a c has another verdict, where there is one.
-    eight = kinds(8)
-    assert sorted(c for c, _ in eight) == [0, 0, 1, 1, 2, 2, 4, 4]
-    problems = [row // 4 for row in choose_rows(rollouts, 8, step=step)]
-    assert len({problem for problem in problems if problem in (0, 1, 3)}) == 2  # of c = 0
-    assert {letter for c, letter in eight if c == 1} == {"c", "w"}
-    assert len({letter for c, letter in eight if c == 2}) == 2
-    assert {letter for c, letter in kinds(12) if c == 2} == {"c", "w", "u"}
+    # Whole groups as far as they fit, of one c each; of the rest again as many c as possible.
+    for number in (4, 7, 16, 18):
+        chosen = Counter(row // 4 for row in choose_rows(rollouts, number, step=step))
+        whole = [group for group, count in chosen.items() if count == 4]
+        assert len(whole) == number // 4
+        assert len({groups[one].count("c") for one in whole}) == len(whole)
+        others = [groups[one].count("c") for one in chosen.keys() - {*whole}]
+        assert len(others) == number % 4 == len({*others})
+    # Without whole groups (as large as all): the second of a c has another verdict, if it can.
+    wide = with_verdicts("w" * 13 + "cuu", "c" * 8 + "w" * 8, "w" * 16, "c" + "w" * 15)
+    rows = choose_rows(wide, 8, step=step)
+    eight = [(row // 16, int(wide.table["outcome"][row])) for row in rows]
+    of_c = {c: [code for group, code in eight if group in found] for c, found in SAME_C.items()}
+    assert sorted(map(len, of_c.values())) == [2, 3, 3]
+    assert all(len({*of_c[c]}) > 1 for c in (1, 8))
+    assert {group for group, _ in eight} >= {1, 2}
     assert len(kinds(1000)) == len(letters) and kinds(0) == []
+
+
+def test_groups_with_and_without_unknown_verdicts_take_turns() -> None:
+    rollouts = with_verdicts("cwww", "cwww", "cwuw", "cwww")
+    found = [choose_rows(rollouts, 8, step=step) for step in range(4)]
+    assert all({row // 4 for row in rows} == {0, 2} for rows in found)
+    assert {choose_rows(rollouts, 4, step=step)[0] // 4 for step in range(4)} == {0, 2}
+
+
+def test_all_are_all_of_the_step() -> None:
+    rollouts = with_verdicts("cwww", "wwww", "cwuw")
+    assert kept_rows(rollouts, "all", step=3) == [*range(12)]
+    assert kept_rows(rollouts, 4, step=0) == choose_rows(rollouts, 4, step=0)
+    silent = with_verdicts("wwww", "cccc")
+    assert len(kept_rows(silent, 1, step=0)) == NUM_WITHOUT_SIGNAL
 
 
 def test_few_samples_show_every_c_and_verdict_over_the_steps() -> None:

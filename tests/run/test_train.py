@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,10 @@ from gapo_megatron.config import load_config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.formats.manifest import read_manifest
 from gapo_megatron.io.sample_files import read_samples
+from gapo_megatron.io.token_files import read_tokens, token_files
+from gapo_megatron.objective import upper_clip
 from gapo_megatron.train import train
+from gapo_megatron.types import Sample
 from tests.distributed.conversion_setup import convert
 from tests.messages import mentions
 from tests.programs import Program
@@ -96,6 +100,7 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
         sums = one.response.removesuffix("</s>").split(">")
         assert one.truncated or (one.verdict == "correct") == (sums[-1] == one.answer)
         assert bool(one.reason) == (one.verdict == "wrong")
+    assert_tokens(whole_run, samples)
     assert all(line["sync/max_abs_log_prob_diff"] < 1e-4 for line in steps)
     # Neither hopeless nor perfect, so that the rest of this file means something.
     assert 0.05 < steps[0]["reward/mean"] < 0.95
@@ -108,6 +113,50 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
     before = load_file(root / "base/model.safetensors")
     moved = [name for name, tensor in before.items() if not tensor.equal(model.state_dict()[name])]
     assert moved == list(before)
+
+
+def assert_tokens(run_dir: Path, samples: list[Sample]) -> None:
+    """Each sample token by token; of what was not computed nothing is made up."""
+    files = token_files(run_dir)
+    rows = [row for path in files.values() for row in read_tokens(path)]
+    shared = [{name: row[name] for name in asdict(samples[0])} for row in rows]
+    assert [*files] == [*range(6)] and shared == [*map(asdict, samples)]
+    learned = [row for row in rows if row["update"] is not None]
+    assert {row["update"] for row in learned} == {0, 1}
+    for row in rows:
+        assert "".join(row["pieces"]) == row["response"] and all(row["response_mask"])
+        assert {*row["policy_versions"]} == {row["step"]}
+        assert (row["advantage"] != 0) == (row in learned)
+        absent = {row[name] is None for name in ("ratio", "clipped", "log_probs", "log_ratio")}
+        assert absent == {row not in learned}
+    for row in learned:
+        old, new = np.array(row["old_log_probs"]), np.array(row["log_probs"])
+        assert np.abs(old - row["rollout_log_probs"]).max() < 1e-4
+        assert row["ratio"] == pytest.approx(np.exp((new - old).mean()), rel=1e-12)
+        assert np.array_equal(np.array(row["log_ratio"], np.float32), (new - old).astype("f4"))
+        assert row["ratio"] == 1 or row["update"] == 1
+        width = upper_clip(
+            torch.tensor([row["c"]]), group_size=row["k"], eps_low=0.01, eps_high_max=0.02
+        )
+        high = 1 + (float(width) if row["advantage"] > 0 else 0.01)
+        assert (row["clip_low"], row["clip_high"]) == pytest.approx((0.99, high), rel=1e-12)
+        right, wrong = row["ratio"] > high, row["ratio"] < 0.99
+        side = "high" if right and row["advantage"] > 0 else ""
+        assert row["clip_side"] == ("low" if wrong and row["advantage"] < 0 else side)
+        assert row["clipped"] == (row["clip_side"] != "")
+    assert any(row["clipped"] for row in learned) and any(row["ratio"] != 1 for row in learned)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("number", ["0", "all"])
+def test_what_is_recorded_changes_nothing(root: Path, whole_run: Path, number: str) -> None:
+    run(root, f"records_{number}", f"metrics.samples_per_step={number}")
+    other = root / f"records_{number}"
+    for name in ("metrics.jsonl", "hf/model.safetensors"):
+        assert (other / name).read_bytes() == (whole_run / name).read_bytes(), name
+    assert {len(read_tokens(one)) for one in token_files(other).values()} == (
+        {32} if number == "all" else set()
+    )
 
 
 def test_kill_and_resume_repeat_the_run_bitwise(root: Path, run_of_two: Path) -> None:

@@ -13,7 +13,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gapo_megatron.errors import DataError
 from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import write_atomically
-from gapo_megatron.io.sample_files import read_samples, read_timelines
 from gapo_tools.evaluation.table import Table
 from gapo_tools.reporting.arms import Comparison
 from gapo_tools.reporting.clip import clip_by_c
@@ -27,10 +26,10 @@ from gapo_tools.reporting.figures import (
 )
 from gapo_tools.reporting.gains import before_and_after
 from gapo_tools.reporting.runs import Run, find_trained, read_run
-from gapo_tools.reporting.samples import page_values
 from gapo_tools.reporting.series import NoData
 from gapo_tools.reporting.style import KINDS, Exhibit, style
 from gapo_tools.reporting.tables import rounding, summary
+from gapo_tools.viewer import has_samples, make_page, read_data
 
 PAGE_NAME = "report.html"
 SAMPLES_PAGE_NAME = "samples.html"
@@ -91,7 +90,7 @@ def write_report(folders: Sequence[Path], output_dir: Path, *, first: str | None
 
     Raises:
         DataError: names the folder or file and the rule (`find_trained`, `read_run`,
-            `read_samples`, `Comparison.of`); `output_dir` cannot be made.
+            `viewer.read_data`, `Comparison.of`); `output_dir` cannot be made.
         ConfigError: a run's config is not valid, or `output_dir` holds other files with the names
             of ours.
     """
@@ -164,18 +163,18 @@ def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
 
 def _write_samples(comparison: Comparison, page: Path) -> str:
     """Write the page of samples and return its name; "" without any, an earlier one removed."""
-    runs = [
-        (f"{arm.label}: {run.folder.name}", samples, read_timelines(run.folder))
+    named = {
+        f"{arm.label}: {run.folder.name}": run.folder
         for arm in comparison.arms
         for run in arm.runs
-        if (samples := read_samples(run.folder))
-    ]
-    if not runs:
+        if has_samples(run.folder)
+    }
+    if not named:
         page.unlink(missing_ok=True)
         return ""
+    runs = [read_data(folder, name, share=len(named)) for name, folder in named.items()]
     title = f"Samples: {some([arm.label for arm in comparison.arms])}"
-    values = page_values(runs)
-    write_atomically(page, _fill("samples.html.j2", title=title, report_page=PAGE_NAME, **values))
+    write_atomically(page, make_page(runs, title=title, report=PAGE_NAME))
     return page.name
 
 

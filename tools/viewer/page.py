@@ -1,0 +1,77 @@
+"""The page as one file: data, style and script within it, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gapo_tools.viewer.data import RunData
+
+_FOLDER = Path(__file__).parent
+
+
+def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: int = -1) -> str:
+    """The page of these runs.
+
+    What a model wrote reaches the page as JSON in which no `<` is left, and the script only ever
+    sets it as text; the page's policy runs no other script than its own.
+
+    Args:
+        runs: at least one.
+        title: of the page.
+        report: address of the report that the page belongs to; empty: none.
+        live: newest step, of a page that its server renews; -1: a file.
+    """
+    style, script = (_read(name) for name in ("view.css", "view.js"))
+    head = {"runs": [run.head() for run in runs], "report": report, "live": live}
+    head["groups"] = [
+        _summary(number, group) for number, run in enumerate(runs) for group in run.groups
+    ]
+    parts = [_data("head", head)]
+    everything = [group for run in runs for group in run.groups]
+    parts += [_data(f"group-{number}", group) for number, group in enumerate(everything)]
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"img-src data:; base-uri 'none'; form-action 'none'"
+        + ("; connect-src 'self'" if live >= 0 else "")
+    )
+    return _read("view.html").format(
+        policy=html.escape(policy, quote=True),
+        title=html.escape(title),
+        style=style,
+        data="\n".join(parts),
+        script=script,
+    )
+
+
+def _summary(run: int, group: dict[str, Any]) -> dict[str, Any]:
+    """What the list of problems shows of a group, without its tokens."""
+    responses = group["responses"]
+    return {
+        "run": run,
+        **{name: group[name] for name in ("step", "problem", "c", "k")},
+        "n": len(responses),
+        "verdicts": [one["verdict"] for one in responses],
+        "clipped": sum(1 for one in responses if one.get("clipped")),
+        "unknown": sorted({one["reason"] for one in responses if one["verdict"] == "unknown"}),
+    }
+
+
+def _data(name: str, value: Any) -> str:
+    """A block of JSON: plain ASCII without `<`, so that nothing in it can end the block."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """Names an inline script or style in the page's policy."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

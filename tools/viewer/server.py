@@ -1,0 +1,105 @@
+"""The page of a run as a file, or served on this machine while the run goes on."""
+
+from __future__ import annotations
+
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.io.files import naming, real, write_atomically
+from gapo_megatron.io.token_files import token_files
+from gapo_tools.viewer.data import read_data
+from gapo_tools.viewer.page import make_page
+
+PAGE_NAME = "view.html"
+_HOST = "127.0.0.1"
+
+
+def render(run: Path, *, first: int = 0, last: int | None = None, live: int = -1) -> str:
+    """The page of a run; arguments and errors as of `read_data`; `live` as of `make_page`."""
+    name = real(run).name
+    return make_page(
+        [read_data(run, name, first=first, last=last)], title=f"Answers: {name}", live=live
+    )
+
+
+def write(run: Path, output: Path | None, *, first: int = 0, last: int | None = None) -> Path:
+    """Write the page; returns its path.
+
+    Args:
+        run: folder of the run.
+        output: where; None: view.html in `run`.
+        first: first step to show.
+        last: last step to show; None: the newest.
+
+    Raises:
+        DataError, ConfigError: see `read_data`; `output` is no file that we may write.
+        MachineError: the disk is full or fails.
+    """
+    if output is not None and (output.suffix != ".html" or not output.absolute().parent.is_dir()):
+        raise ConfigError(f"--output ({output}) must be a file *.html in an existing folder")
+    page = output or run / PAGE_NAME
+    write_atomically(page, render(run, first=first, last=last))
+    return page
+
+
+def serve(run: Path, *, port: int | None, first: int = 0, last: int | None = None) -> None:
+    """Serve the page on 127.0.0.1, made anew when the run has a new step, until Ctrl-C.
+
+    Raises:
+        MachineError: the port is taken.
+    """
+    with make_server(run, port=port, first=first, last=last) as server:
+        print(f"live: http://{_HOST}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+
+
+def make_server(
+    run: Path, *, port: int | None, first: int = 0, last: int | None = None
+) -> ThreadingHTTPServer:
+    """A server that is bound but does not serve yet; see `serve`."""
+    lock, pages = Lock(), dict[int, str]()
+
+    def newest() -> int:
+        return max(token_files(run), default=0)
+
+    def page() -> str:
+        with lock:
+            step = newest()
+            if step not in pages:
+                made = render(run, first=first, last=last, live=step)
+                pages.clear()
+                pages[step] = made
+            return pages[step]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # Another site's name may lead here, too: its pages must not read this one.
+            if self.headers.get("Host") not in {f"{n}:{port_of}" for n in (_HOST, "localhost")}:
+                self.send_error(403)
+                return
+            answers = {"/": ("text/html", page), "/newest": ("text/plain", lambda: f"{newest()}")}
+            if self.path not in answers:
+                self.send_error(404)
+                return
+            kind, make = answers[self.path]
+            try:
+                content, status = make().encode(), 200
+            except GapoError as error:
+                content, status, kind = f"{error}\n".encode(), 500, "text/plain"
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing: requests every few seconds are no news."""
+
+    with naming(f"--port {port or 'any'} of {_HOST}"):
+        server = ThreadingHTTPServer((_HOST, port or 0), Handler)
+    port_of = server.server_port
+    return server

@@ -48,6 +48,16 @@ class Prompt:
         return replace(self, row=copy.deepcopy(self.row)) if self.row else self
 
 
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """What ends one turn of the model, beside EOS and `environment.stop`."""
+
+    stop: tuple[str, ...] = ()
+    """Texts, as `environment.stop`: the token that completes one stays, as it was sampled."""
+    max_tokens: int | None = None
+    """Largest number of tokens of the turn; None: as many as the response has room for."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
     """A response to a prompt, complete or still being generated.
@@ -80,6 +90,8 @@ class Episode:
     """Why the environment ended the episode without an answer; its verdict is then unknown."""
     final_text: str | None = None
     """Text with which the environment ended the episode (`Environment.respond`); None: without."""
+    turn: TurnSettings = field(default_factory=TurnSettings)
+    """Settings of the model's current turn, if the environment has given some."""
     num_drafted: int = 0
     """Tokens that a draft proposed for it in this step (`engine.Completion`)."""
     num_accepted: int = 0

@@ -6,8 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from gapo_megatron.types import TurnSettings
+
 _MOST_TEXT = 1_000_000
 """Characters of an episode's final text: it is sent to all ranks of the replica and a verifier."""
+
+
+def split_answer(answer: Any) -> tuple[Any, TurnSettings]:
+    """An answer of `Environment.respond`, and the settings of the next turn that came with it."""
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], TurnSettings):
+        return answer
+    return answer, TurnSettings()
 
 
 def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int, ...] | str | None:

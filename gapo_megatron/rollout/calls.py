@@ -21,7 +21,7 @@ from typing import Any
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.errors import GapoError, said
 from gapo_megatron.rewards import MOST_CHARACTERS
-from gapo_megatron.rollout.answers import check_answer
+from gapo_megatron.rollout.answers import check_answer, split_answer
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.journal import Journal, Reply
 from gapo_megatron.rollout.replicas import Replicas
@@ -378,12 +378,14 @@ class _Caller:
             return
         result: dict[str, Any]
         try:
+            given, turn = split_answer(self._acting.environment.respond(call.episode.for_user()))
+            self._acting.turns.check(turn)
             answer = check_answer(
-                self._acting.environment.respond(call.episode.for_user()),
+                given,
                 max_tokens=self._acting.max_response_tokens,
                 vocab_size=self._acting.vocab_size,
             )
-            result = {"text" if isinstance(answer, str) else "tokens": answer}
+            result = {"text" if isinstance(answer, str) else "tokens": answer, "turn": turn}
         except BaseException as error:  # a thread: also SystemExit, which would leave no answer
             result = {"failure": said(error)[:MOST_CHARACTERS]}
         is_closed = _place(call.episode) in self._closed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 
 
 class Environment(Protocol):
@@ -43,10 +43,13 @@ class Environment(Protocol):
         They replace `prompt.token_ids` from here to the update, and may be equal to them.
         """
 
-    def respond(self, episode: Episode) -> Sequence[int] | str | None:
+    def respond(
+        self, episode: Episode
+    ) -> Sequence[int] | tuple[Sequence[int], TurnSettings] | str | None:
         """Answer the model's last turn: the tokens to append (list or array), or None to end.
 
-        A string also ends the episode, and becomes its `final_text`, for `judge`.
+        A string also ends the episode, and becomes its `final_text`, for `judge`. A pair of tokens
+        and `TurnSettings` says how the model's next turn ends, beside EOS and `environment.stop`.
 
         Called in a thread of the first rank of each engine, for up to `environment.max_concurrent`
         episodes at once, while the engine decodes. It may be slow and have side effects: no call

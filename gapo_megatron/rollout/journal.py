@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import naming
 from gapo_megatron.io.run_folder import JOURNAL_FOLDER
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, TurnSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class Reply:
     """Duration of the call."""
     text: str | None = None
     """Text with which the environment ended the episode (`Episode.final_text`)."""
+    turn: TurnSettings = field(default_factory=TurnSettings)
+    """Settings of the model's next turn."""
     began_s: float | None = None
     """Seconds from the start of the generation to that of the call, on the first rank of the
     replica; not recorded, so None if an earlier attempt made the call."""
@@ -139,7 +141,12 @@ class Journal:
                 self._begun.add(record["begun"])
                 continue
             name, tokens = record.pop("call"), record.pop("tokens")
-            reply = Reply(**record, tokens=None if tokens is None else tuple(tokens))
+            turn = record.pop("turn")
+            reply = Reply(
+                **record,
+                tokens=None if tokens is None else tuple(tokens),
+                turn=TurnSettings(**turn | {"stop": tuple(turn["stop"])}),
+            )
             self._replies.setdefault(name, reply)
 
 

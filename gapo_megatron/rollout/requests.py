@@ -13,6 +13,7 @@ from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.journal import Reply
+from gapo_megatron.rollout.turns import last_turn
 from gapo_megatron.types import Episode, Prompt
 
 
@@ -77,7 +78,6 @@ class Responses:
         ]
         self._settings = settings
         self._calls = calls
-        self._stop_ids = calls.turns.stop_ids if calls else ()
         self._num_open = [sum(not one.finished for one in group) for group in self.groups]
         self._places: dict[str, tuple[int, int]] = {}
         """Prompt and sample of each request, by name."""
@@ -104,6 +104,9 @@ class Responses:
     def _request(self, episode: Episode) -> Request:
         """Request for the rest of a response."""
         settings, num_tokens = self._settings, len(episode.token_ids)
+        num_left = settings.max_response_tokens - num_tokens
+        if episode.turn.max_tokens is not None:
+            num_left = min(num_left, episode.turn.max_tokens - len(last_turn(episode)))
         seed = request_seed(
             settings.seed, settings.step, episode.prompt.id, episode.sample, num_tokens
         )
@@ -111,13 +114,19 @@ class Responses:
             name=_name(episode),
             prompt_ids=episode.prompt.token_ids,
             response_ids=episode.token_ids,
-            max_tokens=settings.max_response_tokens - num_tokens,
+            max_tokens=num_left,
             seed=seed,
             temperature=settings.temperature,
             top_p=settings.top_p,
-            stop_ids=self._stop_ids,
+            stop_ids=self._stop_ids(episode),
             num_routed=0 if episode.routes is None else len(episode.routes),
         )
+
+    def _stop_ids(self, episode: Episode) -> tuple[int, ...]:
+        if self._calls is None:
+            return ()
+        turns, turn = self._calls.turns, episode.turn
+        return turns.stop_ids_of(turn) if turn.stop else turns.stop_ids
 
     def take(self, completion: Completion) -> Episode | Request:
         """Add a request's tokens.
@@ -125,16 +134,19 @@ class Responses:
         Returns:
             The episode: finished, aborted, or at the end of a turn that the environment answers.
             Or the request that continues it, after a stop token that ended no turn.
+            A turn may also end at its own limit (`TurnSettings.max_tokens`).
         """
         i, sample = self._places[completion.name]
         episode = _extend(
             self.groups[i][sample], completion, keeps_routes=self._settings.keeps_routes
         )
-        if completion.reason == "stop":
-            at_stop = int(episode.token_ids[-1]) in self._stop_ids
+        is_cut = len(episode.token_ids) < self._settings.max_response_tokens and episode.truncated
+        if completion.reason == "stop" or is_cut:
+            at_stop = int(episode.token_ids[-1]) in self._stop_ids(episode)
             if at_stop and self._calls and not self._calls.turns.is_over(episode):
                 return self._continue(episode)
-            episode = replace(episode, finished=not (self._calls and self._calls.is_called))
+            is_called = self._calls is not None and self._calls.is_called
+            episode = replace(episode, truncated=False, finished=not is_called)
         return self._keep(episode)
 
     def answer(self, reply: Reply) -> Episode | Request:
@@ -150,7 +162,7 @@ class Responses:
         elif reply.tokens is None:
             episode = replace(episode, finished=True, final_text=reply.text)
         else:
-            episode = self._append(episode, reply.tokens)
+            episode = replace(self._append(episode, reply.tokens), turn=reply.turn)
         if not episode.finished:
             return self._continue(episode)
         return self._keep(episode if len(episode.token_ids) else _without_turn(episode))

@@ -17,11 +17,14 @@ import numpy as np
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.final_answer import marked_text
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MOST_CHARACTERS = 256
+_MOST_KEPT = 256
+"""Sets of texts whose stop tokens are kept: agents may ask with texts of their own."""
 _BEFORE = "a"
 """Decoded before a token: some tokenizers drop the space of a first token."""
 
@@ -40,7 +43,7 @@ class Turns:
         *,
         eos_token_ids: Iterable[int],
     ) -> None:
-        """Find the tokens that may complete a text; decodes the whole vocabulary if there are any.
+        """Check the texts; the whole vocabulary is decoded for the first request with any.
 
         Args:
             tokenizer: the policy's.
@@ -53,45 +56,77 @@ class Turns:
         """
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
-        self._stop = tuple(text for text in stop if text.isascii())
-        self._length = max(map(len, self._stop), default=0)
-        encoded = {text: self._encode(text) for text in stop}
-        self._whole = {tokens[0] for tokens in encoded.values() if len(tokens) == 1}
-        """Texts that are a single token."""
-        for text, tokens in encoded.items():
-            if not text.isascii() and len(tokens) > 1:
-                raise ConfigError(
-                    f"environment.stop ({text!r}) must be ASCII, or a single token of the "
-                    f"tokenizer; it is {len(tokens)} tokens"
-                )
+        for text in stop:
+            _check_text(text, tokenizer, name="environment.stop")
+        self._stop = tuple(stop)
+        self._found: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    @cached_property
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens at which a request ends, ascending: EOS, and those that may complete a text."""
-        found = self._whole | self.eos_token_ids
-        ends = tuple(text[i:] for text in self._stop for i in range(len(text)))
-        if ends:
-            first = self._encode(_BEFORE)
-            skipped = len(self._decode(first))
-            for token in self._tokenizer.get_vocab().values():
-                text = self._decode([*first, token])[skipped:]
-                if text.startswith(ends) or any(one in text for one in self._stop):
-                    found.add(token)
-        return tuple(sorted(found))
+        return self.stop_ids_of(TurnSettings())
+
+    def stop_ids_of(self, turn: TurnSettings) -> tuple[int, ...]:
+        """Tokens at which a request of a turn ends, in which the turn's own texts end it, too."""
+        texts = (*self._stop, *turn.stop)
+        if texts not in self._found:
+            if len(self._found) >= _MOST_KEPT:
+                self._found.clear()
+            self._found[texts] = self._find_stop_ids(texts)
+        return self._found[texts]
+
+    def check(self, turn: TurnSettings) -> None:
+        """Check an environment's settings of a turn.
+
+        Raises:
+            ConfigError: see `check_stop`.
+        """
+        for text in turn.stop:
+            check_stop(text, self._tokenizer)
 
     def is_over(self, episode: Episode) -> bool:
-        """Whether the model's turn is over: its last token is EOS, or completes a text."""
+        """Whether the model's turn is over: at EOS, a text's last token, or the turn's own limit.
+
+        The turn's own texts (`Episode.turn`) count like those of the config.
+        """
         tokens = episode.token_ids
         if not len(tokens) or not episode.is_sampled[-1]:
             return False
-        if int(tokens[-1]) in self.eos_token_ids | self._whole:
+        turn, limit = last_turn(episode), episode.turn.max_tokens
+        if limit is not None and len(turn) >= limit:
             return True
-        if not self._stop:
+        stop = (*self._stop, *episode.turn.stop)
+        if int(tokens[-1]) in self.eos_token_ids | self._whole(stop):
+            return True
+        texts = _comparable(stop)
+        if not texts:
             return False
         # Every token of a text has at least one character, but for parts of a character.
-        turn = tokens[_start_of_turn(episode) :][-4 * self._length - 4 :].tolist()
-        before, text = self._decode(turn[:-1]), self._decode(turn)
-        return any(text.rfind(one) + len(one) > len(before) for one in self._stop if one in text)
+        end = turn[-4 * max(map(len, texts)) - 4 :].tolist()
+        before, text = self._decode(end[:-1]), self._decode(end)
+        return any(text.rfind(one) + len(one) > len(before) for one in texts if one in text)
+
+    def _find_stop_ids(self, stop: tuple[str, ...]) -> tuple[int, ...]:
+        found = {*self._whole(stop), *self.eos_token_ids}
+        texts = _comparable(stop)
+        if ends := tuple(text[i:] for text in texts for i in range(len(text))):
+            for token, text in self._vocabulary.items():
+                if text.startswith(ends) or any(one in text for one in texts):
+                    found.add(token)
+        return tuple(sorted(found))
+
+    @cached_property
+    def _vocabulary(self) -> dict[int, str]:
+        """Text of every token."""
+        first = self._encode(_BEFORE)
+        skipped = len(self._decode(first))
+        tokens = self._tokenizer.get_vocab().values()
+        return {token: self._decode([*first, token])[skipped:] for token in tokens}
+
+    def _whole(self, stop: Iterable[str]) -> set[int]:
+        """Texts that are a single token."""
+        encoded = [self._encode(text) for text in stop]
+        return {tokens[0] for tokens in encoded if len(tokens) == 1}
 
     def messages(self, episode: Episode) -> list[dict[str, str]]:
         """As the function `messages`."""
@@ -106,6 +141,30 @@ class Turns:
                 tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+
+def check_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check a text that is to end a turn.
+
+    Raises:
+        ConfigError: it is empty or long; or see `Turns`.
+    """
+    if not 0 < len(text) <= _MOST_CHARACTERS:
+        raise ConfigError(f"stop ({text!r:.100}) must have 1 to {_MOST_CHARACTERS} characters")
+    _check_text(text, tokenizer, name="stop")
+
+
+def _check_text(text: str, tokenizer: PreTrainedTokenizerBase, *, name: str) -> None:
+    num_tokens = 0 if text.isascii() else len(tokenizer.encode(text, add_special_tokens=False))
+    if num_tokens > 1:
+        raise ConfigError(
+            f"{name} ({text!r}) must be ASCII, or a single token of the tokenizer; it is "
+            f"{num_tokens} tokens"
+        )
+
+
+def _comparable(stop: Iterable[str]) -> tuple[str, ...]:
+    return tuple(text for text in stop if text.isascii())
 
 
 def _start_of_turn(episode: Episode) -> int:

@@ -88,7 +88,12 @@ def run(
 ) -> tuple[list[Episode], Agents]:
     agents = agents or Agents(tokenizer, functools.partial(solve))
     acting = acting_of(
-        agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=2000, **options
+        agents,
+        eos_token_ids=[EOS],
+        run=in_thread,
+        max_response_tokens=2000,
+        tokenizer=tokenizer,
+        **options,
     )
     engine = engine or ScriptedEngine(script)
     calls = acting.calls("step_3", engine.replicas)
@@ -191,11 +196,11 @@ def test_sampling_settings_of_a_request_are_overruled_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def solve(session: Session) -> None:
-        ask(session, [{"role": "user", "content": "q"}], temperature=0.25, max_tokens=3, user="me")
+        ask(session, [{"role": "user", "content": "q"}], temperature=0.25, seed=3, user="me")
 
     episodes, _ = run(solve, says("eighty-four"))
     assert not any(one.failure or one.truncated for one in episodes)
-    for name, value in {"temperature": 0.25, "max_tokens": 3}.items():
+    for name, value in {"temperature": 0.25, "seed": 3}.items():
         assert sum(f"{name} = {value}" in one for one in caplog.messages) == 1
 
 
@@ -205,13 +210,22 @@ FURTHER = {"role": "user", "content": "and now?"}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"n": 2}, ["n", "2"]),
     ({"response_format": {"type": "json_object"}}, ["response_format", "json_object"]),
-    ({"stop": ["x"]}, ["stop"]),
+    ({"stop": [5]}, ["stop", "5"]),
+    ({"stop": ["a", "</töol>"]}, ["stop", "</töol>", "ASCII"]),
+    ({"stop": [str(i) for i in range(17)]}, ["stop", "17", "16"]),
+    ({"stop": ""}, ["stop", "1"]),
+    ({"max_tokens": 0}, ["max_tokens", "0", "1"]),
+    ({"max_tokens": 5, "max_completion_tokens": "x"}, ["max_completion_tokens", "x"]),
     ({"tool_choice": "required"}, ["tool_choice", "required"]),
     ({"logit_bias": {"5": 1}}, ["logit_bias"]),
     ({"logprobs": True, "top_logprobs": 3}, ["top_logprobs", "3"]),
     ({"model": "gpt-4o"}, ["gpt-4o", "policy"]),
     ({"messages": []}, ["messages"]),
-    ({"messages": [{"role": "developer", "content": "q"}]}, ["role", "developer"]),
+    ({"messages": [{"role": "critic", "content": "q"}]}, ["role", "critic"]),
+    (
+        {"messages": [QUESTION, {"role": "assistant", "refusal": "no"}, QUESTION]},
+        ["messages[1]", "refusal"],
+    ),
     ({"messages": [QUESTION, {"role": "assistant", "content": "a"}]}, ["messages", "assistant"]),
     (
         {"messages": [QUESTION, {"role": "assistant", "tool_calls": 5}, QUESTION]},

@@ -12,6 +12,8 @@ from gapo_megatron.rewards.final_answer import marked_text, special_tokens
 from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, read_message, read_request
 from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.rollout.environments.tools import find_calls
+from gapo_megatron.rollout.turns import check_stop
+from gapo_megatron.types import TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +28,7 @@ class Conversation:
 
     Attributes:
         tokens: tokens of the response so far: the agent's, and the model's.
+        turn: what the last request asks of the turn that answers it.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Conversation:
         *,
         first: int,
         overrule: Callable[[str, Any], object],
+        stop: Sequence[str] = (),
     ) -> None:
         """Begin without a message.
 
@@ -41,8 +45,12 @@ class Conversation:
             tokenizer: the policy's, with its chat template.
             first: the prompt's token, with which the template begins (`first_token`).
             overrule: receives names and values of the sampling settings of a request.
+            stop: texts that end every turn (`environment.stop`).
         """
         self.tokens: list[int] = []
+        self.turn = TurnSettings()
+        self._stop = tuple(stop)
+        self._special = special_tokens(tokenizer)
         self._tokenizer = tokenizer
         self._first = first
         self._template = ChatTemplate(tokenizer)
@@ -61,8 +69,14 @@ class Conversation:
             RefusedError: it does not continue the conversation, or asks for what there is not.
         """
         request = read_request(body, overrule=self._overrule)
+        try:
+            for text in request["stop"]:
+                check_stop(text, self._tokenizer)
+        except ConfigError as error:
+            raise RefusedError(str(error), "stop") from None
         tokens = self._continue(request) if self._said else self._open(request)
         self._request, self._said = request, request["messages"]
+        self.turn = TurnSettings(stop=request["stop"], max_tokens=request["max_tokens"])
         self.tokens += tokens
         return tokens
 
@@ -73,7 +87,7 @@ class Conversation:
         choice: dict[str, Any] = {
             "index": 0,
             "message": message,
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+            "finish_reason": self._finish_reason(turn, message),
             "logprobs": None,
         }
         if self._request["logprobs"]:
@@ -142,10 +156,12 @@ class Conversation:
     def _message(self, turn: Sequence[int]) -> dict[str, Any]:
         """The model's turn as a message, its calls parsed if the agent has said what tools are."""
         text = marked_text(self._tokenizer, turn, before=[self._first, *self.tokens])
+        whole = str(self._tokenizer.decode([*turn]))
+        if stop := [one for one in self.turn.stop if one in whole]:
+            text, whole = _cut(text, stop), _cut(whole, stop)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if not self._request["tools"] or self._request["tool_choice"] == "none":
             return message
-        whole = str(self._tokenizer.decode([*turn]))
         calls = [_read_call(one) for one in find_calls(whole)]
         if not calls or None in calls:
             return message
@@ -158,6 +174,15 @@ class Conversation:
             id = f"call{self._num_calls:05d}"
             message["tool_calls"].append({"id": id, "type": "function", "function": call})
         return message
+
+    def _finish_reason(self, turn: Sequence[int], message: Mapping[str, Any]) -> str:
+        whole = str(self._tokenizer.decode([*turn]))
+        is_ended = turn[-1] in self._special or any(
+            one in whole for one in (*self._stop, *self.turn.stop)
+        )
+        if len(turn) == self.turn.max_tokens and not is_ended:
+            return "length"
+        return "tool_calls" if message.get("tool_calls") else "stop"
 
     def _log_probs(self, turn: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
         entries = []
@@ -185,14 +210,21 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return token
 
 
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """What precedes the first of the texts."""
+    found = [place for one in stop if (place := text.find(one)) >= 0]
+    return text[: min(found, default=len(text))]
+
+
 def _is_same(message: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether a message is one that was said, up to white space at the ends of the model's."""
+    """Whether a message is one that was said; the model's: up to its name and white space."""
     if ours["role"] != "assistant":
         return message == ours
-    return {**message, "content": message["content"].strip()} == {
-        **ours,
-        "content": ours["content"].strip(),
-    }
+
+    def compared(one: Mapping[str, Any]) -> dict[str, Any]:
+        return {**one, "content": one["content"].strip(), "name": None}
+
+    return compared(message) == compared(ours)
 
 
 def _read_call(text: str) -> dict[str, str] | None:

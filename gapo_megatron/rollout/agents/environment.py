@@ -16,7 +16,7 @@ from gapo_megatron.rollout.agents.requests import MODEL
 from gapo_megatron.rollout.agents.server import Server
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.rollout.turns import last_text
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +39,8 @@ class Agents:
         self,
         tokenizer: PreTrainedTokenizerBase,
         agent: functools.partial[Any],
+        *,
+        stop: Sequence[str] = (),
     ) -> None:
         """Check the chat template; no agent and no server starts.
 
@@ -48,12 +50,14 @@ class Agents:
         Args:
             tokenizer: the policy's, with its chat template.
             agent: called with a Session.
+            stop: texts that end every turn (`environment.stop`).
 
         Raises:
             ConfigError: there is no template, or none that begins with a special token.
         """
         self._tokenizer = tokenizer
         self._agent = agent
+        self._stop = tuple(stop)
         self._first = first_token(tokenizer)
         self._live: dict[tuple[str, int], LiveAgent] = {}
         self._lock = threading.Lock()
@@ -64,8 +68,8 @@ class Agents:
         """The first token of the chat template: the agent's request brings the others."""
         return [self._first]
 
-    def respond(self, episode: Episode) -> Sequence[int] | str | None:
-        """The tokens of the agent's next request, or what the agent returned."""
+    def respond(self, episode: Episode) -> tuple[list[int], TurnSettings] | str | None:
+        """The agent's next request: tokens, and what ends the turn. Or what the agent returned."""
         place = _place(episode)
         with self._lock:
             agent = self._live.get(place)
@@ -107,6 +111,7 @@ class Agents:
             self._tokenizer,
             first=self._first,
             overrule=self._overrule,
+            stop=self._stop,
         )
         agent = LiveAgent(self._agent, session, conversation)
         self._server.add(agent)

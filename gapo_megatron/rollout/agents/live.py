@@ -13,9 +13,9 @@ from typing import Any
 
 from gapo_megatron.errors import said
 from gapo_megatron.rollout.agents.conversation import Conversation
-from gapo_megatron.rollout.agents.requests import RefusedError
+from gapo_megatron.rollout.agents.requests import RefusedError, is_same_request
 from gapo_megatron.rollout.agents.session import Session
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, TurnSettings
 
 
 class AgentError(Exception):
@@ -90,11 +90,12 @@ class LiveAgent:
         tokens = self.conversation.tokens
         return self._open is not None and tokens == episode.token_ids[: len(tokens)].tolist()
 
-    def follow(self, episode: Episode) -> list[int] | str | None:
+    def follow(self, episode: Episode) -> tuple[list[int], TurnSettings] | str | None:
         """Answer the agent's requests with the model's turns, until the turns run out.
 
         Returns:
-            The tokens of the agent's next request, or what it has returned.
+            The tokens of the agent's next request, and what it asks of the turn; or what the agent
+            has returned.
 
         Raises:
             AgentError: it has raised, returned too early, or asks otherwise than in the episode.
@@ -131,8 +132,8 @@ class LiveAgent:
             if request is not None and not request.answer.done():
                 request.answer.set_exception(_ended())
 
-    def _next(self) -> list[int] | _End:
-        """Tokens of the agent's next request, or its end."""
+    def _next(self) -> tuple[list[int], TurnSettings] | _End:
+        """Tokens and settings of the agent's next request, or its end."""
         while True:
             event = self._events.get()
             if isinstance(event, _Closed):
@@ -143,7 +144,7 @@ class LiveAgent:
                 if event.error:
                     raise AgentError(self._refusal or event.error)
                 return event
-            if self._last and event.is_repeated and event.body == self._last[0]:
+            if self._last and event.is_repeated and is_same_request(event.body, self._last[0]):
                 event.answer.set_result(self._last[1])
                 continue
             try:
@@ -156,7 +157,7 @@ class LiveAgent:
             with self._lock:
                 if not self._is_closed:
                     self._open, self._refusal = event, ""
-                    return tokens
+                    return tokens, self.conversation.turn
             event.answer.set_exception(_ended())
 
     def _answer(self, turn: list[int], log_probs: list[float]) -> None:

@@ -10,24 +10,35 @@ from typing import Any
 MODEL = "policy"
 """Name of the model in requests and answers."""
 
-_READ = {"messages", "model", "tools", "tool_choice", "logprobs"}
+_READ = {
+    *("messages", "model", "tools", "tool_choice", "logprobs"),
+    *("stop", "max_tokens", "max_completion_tokens"),
+}
 _SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning_effort", "verbosity"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 }
 """Fields that the run's own settings overrule: a policy is trained as it samples."""
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("parallel_tool_calls", "stream", "stream_options"),
+    *("parallel_tool_calls", "stream", "stream_options", "prompt_cache_retention"),
 }
 """Fields that concern other services, or the form of the answer (`stream_of`)."""
-_ONLY: dict[str, Any] = {
-    "n": 1,
-    "top_logprobs": 0,
-    "response_format": {"type": "text"},
+_ONLY: dict[str, tuple[Any, str]] = {
+    "n": (1, "a conversation goes on after one turn; the run samples the problem several times"),
+    "top_logprobs": (0, "a resumed run answers from the tokens that were sampled"),
+    "response_format": ({"type": "text"}, "the trainer's log-probs know no grammar"),
+    "modalities": (["text"], "the policy writes text"),
+    "logit_bias": ({}, "the policy is trained as it samples"),
 }
-"""Values, beside null, that a field may have."""
+"""Fields with the only value that they may have beside null, and why."""
 _ROLES = ("system", "user", "assistant", "tool")
+_REPEATED = {
+    *("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"),
+    *("provider_specific_fields", "thinking_blocks"),
+}
+"""Fields that clients send, empty, with messages of the assistant that have none of them."""
+_MOST_STOPS = 16
 
 
 class RefusedError(Exception):
@@ -46,7 +57,8 @@ def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[s
         overrule: receives names and values of fields that the run's own settings overrule.
 
     Returns:
-        `messages`, `tools` (None without any), `tool_choice`, `logprobs`.
+        `messages`, `tools` (None without any), `tool_choice`, `logprobs`; and `stop`, `max_tokens`
+        as in `TurnSettings`.
 
     Raises:
         RefusedError: names the field, its value and the rule.
@@ -58,8 +70,9 @@ def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[s
         if name in _SAMPLING:
             overrule(name, value)
         elif name in _ONLY:
-            if value != _ONLY[name]:
-                raise RefusedError(f"{name} ({value!r}) must be {_ONLY[name]!r} here", name)
+            only, why = _ONLY[name]
+            if value != only:
+                raise RefusedError(f"{name} ({value!r:.100}) must be {only!r} here: {why}", name)
         elif name not in _READ | _WITHOUT_EFFECT:
             raise RefusedError(f"{name} ({value!r:.100}) is not supported here", name)
     if given.get("model") != MODEL:
@@ -76,7 +89,21 @@ def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[s
         "tools": _read_tools(given.get("tools")),
         "tool_choice": choice,
         "logprobs": given.get("logprobs") is True,
+        "stop": _read_stop(given.get("stop", ())),
+        "max_tokens": _read_max_tokens(given),
     }
+
+
+def is_same_request(body: Any, other: Any) -> bool:
+    """Whether two requests are equal in all fields that are neither overruled nor ignored."""
+    if not isinstance(body, Mapping) or not isinstance(other, Mapping):
+        return bool(body == other)
+
+    def asked(request: Mapping[str, Any]) -> dict[str, Any]:
+        ignored = _SAMPLING | _WITHOUT_EFFECT
+        return {k: v for k, v in request.items() if v is not None and k not in ignored}
+
+    return asked(body) == asked(other)
 
 
 def stream_of(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
@@ -112,6 +139,7 @@ def read_message(message: Any, *, where: str) -> dict[str, Any]:
         raise RefusedError(f"{where} must be an object", where)
     given = {name: value for name, value in message.items() if value not in (None, [])}
     role = given.pop("role", None)
+    role = "system" if role == "developer" else role
     if role not in _ROLES:
         raise RefusedError(f"{where}.role ({role!r:.100}) must be of {', '.join(_ROLES)}", where)
     read: dict[str, Any] = {"role": role, "content": _text(given.pop("content", ""), where=where)}
@@ -124,6 +152,8 @@ def read_message(message: Any, *, where: str) -> dict[str, Any]:
         read["tool_call_id"] = str(given.pop("tool_call_id", ""))
     if "name" in given:
         read["name"] = str(given.pop("name"))
+    if role == "assistant":
+        given = {k: v for k, v in given.items() if v or k not in _REPEATED}
     if given:
         raise RefusedError(f"{where}: {', '.join(given)} is not supported here", where)
     return read
@@ -150,6 +180,26 @@ def _read_tool_call(call: Any, *, where: str) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):  # otherwise the model's own words
             arguments = json.loads(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _read_stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise RefusedError(f"stop ({stop!r:.100}) must be a text or a list of texts", "stop")
+    if len(texts) > _MOST_STOPS:
+        raise RefusedError(f"stop has {len(texts)} texts; at most {_MOST_STOPS}", "stop")
+    return tuple(dict.fromkeys(texts))
+
+
+def _read_max_tokens(given: Mapping[str, Any]) -> int | None:
+    """The newer name goes before the older one."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = given.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise RefusedError(f"{name} ({value!r:.100}) must be a whole number from 1", name)
+        if value is not None:
+            return value
+    return None
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:

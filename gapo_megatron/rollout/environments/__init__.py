@@ -80,7 +80,7 @@ def build(
     if is_agent(made.func):
         from gapo_megatron.rollout.agents.environment import Agents
 
-        return Agents(tokenizer, made)
+        return Agents(tokenizer, made, stop=config.stop)
     if config.kind == "tools":
         made = functools.partial(made, **{"chat_template": chat_template} | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)

@@ -50,12 +50,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
-    """What ends one turn of the model, beside EOS and `environment.stop`."""
+    """What one turn of the model must be, and what ends it beside EOS and `environment.stop`."""
 
     stop: tuple[str, ...] = ()
     """Texts, as `environment.stop`: the token that completes one stays, as it was sampled."""
     max_tokens: int | None = None
     """Largest number of tokens of the turn; None: as many as the response has room for."""
+    grammar: str = ""
+    """A structural tag of xgrammar, as JSON, that masks the tokens of the turn, which ends at EOS
+    alone; empty: none. Needs `environment.structured_outputs`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

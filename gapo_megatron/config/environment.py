@@ -35,6 +35,9 @@ class EnvironmentConfig(Section):
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = ()
     """Texts that end the model's turn, beside EOS, such as `</tool_call>`. The token that completes
     the text is kept whole. Best are texts that are a single token (docs/environments.md)."""
+    structured_outputs: bool = False
+    """Let an agent's requests hold a turn to a grammar, by `response_format` and `tool_choice`. Its
+    tokens are sampled from fewer than all (docs/environments.md)."""
     max_concurrent: Annotated[Count, HOW] = 64
     """Calls of the environment that an engine may have open at once; others wait in order."""
     call_timeout_s: Seconds = 60

@@ -50,6 +50,8 @@ def check_together(config: Config) -> None:
                 f"({config.run.num_steps})"
             )
     _check_numbers(config)
+    if config.environment.structured_outputs:
+        _check_grammars(config)
     _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(
@@ -59,6 +61,32 @@ def check_together(config: Config) -> None:
     if config.evaluation.every_steps and not config.data.eval_path:
         raise ValueError(
             f"evaluation.every_steps ({config.evaluation.every_steps}) needs data.eval_path"
+        )
+
+
+def _check_grammars(config: Config) -> None:
+    """Rules for turns that a grammar masks: the engine's log-probs are not the policy's."""
+    objective, rollout = config.objective, config.rollout
+    excluded = {
+        "objective.old_log_probs": (objective.old_log_probs, "trainer"),
+        "objective.importance_weights": (objective.importance_weights, "none"),
+        "rollout.draft": (rollout.draft, "none"),
+    }
+    for name, (value, only) in excluded.items():
+        if value != only:
+            why = (
+                "a draft proposes what the grammar forbids"
+                if name == "rollout.draft"
+                else "log-probs under a grammar are not the policy's"
+            )
+            raise ValueError(
+                f"{name} ({value!r}) must be {only!r} with environment.structured_outputs (true): "
+                f"{why}"
+            )
+    if is_code(rollout.engine):
+        raise ValueError(
+            f"environment.structured_outputs (true) needs vLLM, not rollout.engine "
+            f"({rollout.engine!r})"
         )
 
 

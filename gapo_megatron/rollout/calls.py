@@ -37,7 +37,9 @@ EXCHANGE_EVERY = 8
 _STOP_WAIT_S = 2.0
 """Longest wait of a stop for answers of an environment that may not be asked again."""
 
-_ANSWERS = {"kind", "settings", "code", "call_timeout_s", "episode_timeout_s"}
+_ANSWERS = {
+    *("kind", "settings", "code", "structured_outputs", "call_timeout_s", "episode_timeout_s"),
+}
 """Settings that decide what a call answers, given its tokens."""
 
 Run = Callable[[Callable[[], None]], object]

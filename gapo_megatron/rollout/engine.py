@@ -45,6 +45,8 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the request, EOS included; they stay in the response. Empty: EOS tokens of
     the model's files."""
+    grammar: str = ""
+    """A structural tag that the output must match (`TurnSettings.grammar`); empty: none."""
     num_routed: int = 0
     """First input tokens whose routes are kept from earlier requests (`Completion.routes`)."""
 
@@ -59,7 +61,7 @@ class Completion:
     """[n] int32, the EOS or stop token included when the model sampled it."""
     log_probs: np.ndarray
     """[n] float32, log-probs of the sampling distribution: at the request's temperature,
-    renormalised over the nucleus if `top_p` < 1."""
+    renormalised over the nucleus if `top_p` < 1, and over what a grammar allows."""
     reason: Literal["stop", "length", "abort"]
     """Why it ended: at EOS or a stop token, at `max_tokens`, or aborted after any number of tokens.
     """

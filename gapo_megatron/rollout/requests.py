@@ -105,6 +105,7 @@ class Responses:
         """Request for the rest of a response."""
         settings, num_tokens = self._settings, len(episode.token_ids)
         num_left = settings.max_response_tokens - num_tokens
+        assert not (episode.turn.grammar and len(last_turn(episode))), episode.turn
         if episode.turn.max_tokens is not None:
             num_left = min(num_left, episode.turn.max_tokens - len(last_turn(episode)))
         seed = request_seed(
@@ -119,6 +120,7 @@ class Responses:
             temperature=settings.temperature,
             top_p=settings.top_p,
             stop_ids=self._stop_ids(episode),
+            grammar=episode.turn.grammar,
             num_routed=0 if episode.routes is None else len(episode.routes),
         )
 
@@ -126,6 +128,8 @@ class Responses:
         if self._calls is None:
             return ()
         turns, turn = self._calls.turns, episode.turn
+        if turn.grammar:  # it begins with the request: no text may interrupt it
+            return tuple(sorted(turns.eos_token_ids))
         return turns.stop_ids_of(turn) if turn.stop else turns.stop_ids
 
     def take(self, completion: Completion) -> Episode | Request:

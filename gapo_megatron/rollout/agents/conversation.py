@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.final_answer import marked_text, special_tokens
-from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, read_message, read_request
+from gapo_megatron.rollout.agents.errors import RefusedError
+from gapo_megatron.rollout.agents.requests import MODEL, read_message, read_request
 from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.rollout.environments.tools import find_calls
 from gapo_megatron.rollout.turns import check_stop
@@ -38,6 +39,7 @@ class Conversation:
         first: int,
         overrule: Callable[[str, Any], object],
         stop: Sequence[str] = (),
+        has_grammars: bool = False,
     ) -> None:
         """Begin without a message.
 
@@ -46,10 +48,13 @@ class Conversation:
             first: the prompt's token, with which the template begins (`first_token`).
             overrule: receives names and values of the sampling settings of a request.
             stop: texts that end every turn (`environment.stop`).
+            has_grammars: whether the engine can hold a turn to a grammar
+                (`environment.structured_outputs`).
         """
         self.tokens: list[int] = []
         self.turn = TurnSettings()
         self._stop = tuple(stop)
+        self._has_grammars = has_grammars
         self._special = special_tokens(tokenizer)
         self._tokenizer = tokenizer
         self._first = first
@@ -68,7 +73,7 @@ class Conversation:
         Raises:
             RefusedError: it does not continue the conversation, or asks for what there is not.
         """
-        request = read_request(body, overrule=self._overrule)
+        request = read_request(body, overrule=self._overrule, has_grammars=self._has_grammars)
         try:
             for text in request["stop"]:
                 check_stop(text, self._tokenizer)
@@ -76,7 +81,9 @@ class Conversation:
             raise RefusedError(str(error), "stop") from None
         tokens = self._continue(request) if self._said else self._open(request)
         self._request, self._said = request, request["messages"]
-        self.turn = TurnSettings(stop=request["stop"], max_tokens=request["max_tokens"])
+        self.turn = TurnSettings(
+            stop=request["stop"], max_tokens=request["max_tokens"], grammar=request["grammar"]
+        )
         self.tokens += tokens
         return tokens
 

@@ -41,6 +41,7 @@ class Agents:
         agent: functools.partial[Any],
         *,
         stop: Sequence[str] = (),
+        has_grammars: bool = False,
     ) -> None:
         """Check the chat template; no agent and no server starts.
 
@@ -51,6 +52,7 @@ class Agents:
             tokenizer: the policy's, with its chat template.
             agent: called with a Session.
             stop: texts that end every turn (`environment.stop`).
+            has_grammars: `environment.structured_outputs`.
 
         Raises:
             ConfigError: there is no template, or none that begins with a special token.
@@ -58,6 +60,7 @@ class Agents:
         self._tokenizer = tokenizer
         self._agent = agent
         self._stop = tuple(stop)
+        self._has_grammars = has_grammars
         self._first = first_token(tokenizer)
         self._live: dict[tuple[str, int], LiveAgent] = {}
         self._lock = threading.Lock()
@@ -112,6 +115,7 @@ class Agents:
             first=self._first,
             overrule=self._overrule,
             stop=self._stop,
+            has_grammars=self._has_grammars,
         )
         agent = LiveAgent(self._agent, session, conversation)
         self._server.add(agent)

@@ -13,7 +13,8 @@ from typing import Any
 
 from gapo_megatron.errors import said
 from gapo_megatron.rollout.agents.conversation import Conversation
-from gapo_megatron.rollout.agents.requests import RefusedError, is_same_request
+from gapo_megatron.rollout.agents.errors import RefusedError
+from gapo_megatron.rollout.agents.requests import is_same_request
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.types import Episode, TurnSettings
 

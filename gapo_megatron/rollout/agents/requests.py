@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gapo_megatron.rollout.agents.errors import RefusedError
+from gapo_megatron.rollout.agents.grammar import grammar_of
+
 MODEL = "policy"
 """Name of the model in requests and answers."""
 
 _READ = {
     *("messages", "model", "tools", "tool_choice", "logprobs"),
-    *("stop", "max_tokens", "max_completion_tokens"),
+    *("stop", "max_tokens", "max_completion_tokens", "response_format"),
 }
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning_effort", "verbosity"),
@@ -27,7 +30,6 @@ _WITHOUT_EFFECT = {
 _ONLY: dict[str, tuple[Any, str]] = {
     "n": (1, "a conversation goes on after one turn; the run samples the problem several times"),
     "top_logprobs": (0, "a resumed run answers from the tokens that were sampled"),
-    "response_format": ({"type": "text"}, "the trainer's log-probs know no grammar"),
     "modalities": (["text"], "the policy writes text"),
     "logit_bias": ({}, "the policy is trained as it samples"),
 }
@@ -41,24 +43,19 @@ _REPEATED = {
 _MOST_STOPS = 16
 
 
-class RefusedError(Exception):
-    """A request that cannot be answered: an error of status 400 for the agent."""
-
-    def __init__(self, message: str, param: str | None = None, *, status: int = 400) -> None:
-        super().__init__(message)
-        self.param, self.status = param, status
-
-
-def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[str, Any]:
+def read_request(
+    body: Any, *, overrule: Callable[[str, Any], object], has_grammars: bool
+) -> dict[str, Any]:
     """A request with messages in one form, so that equal ones compare equal.
 
     Args:
         body: the request, as JSON values.
         overrule: receives names and values of fields that the run's own settings overrule.
+        has_grammars: `environment.structured_outputs`.
 
     Returns:
-        `messages`, `tools` (None without any), `tool_choice`, `logprobs`; and `stop`, `max_tokens`
-        as in `TurnSettings`.
+        `messages`, `tools` (None without any), `tool_choice`, `logprobs`; and `stop`, `max_tokens`,
+        `grammar` as in `TurnSettings`.
 
     Raises:
         RefusedError: names the field, its value and the rule.
@@ -79,17 +76,31 @@ def read_request(body: Any, *, overrule: Callable[[str, Any], object]) -> dict[s
         message = f"model ({given.get('model')!r:.100}) must be {MODEL!r} (session.model)"
         raise RefusedError(message, "model", status=404)
     choice = given.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise RefusedError(f"tool_choice ({choice!r:.100}) must be 'auto' or 'none'", "tool_choice")
+    if choice not in ("auto", "none", "required") and not isinstance(choice, Mapping):
+        raise RefusedError(
+            f"tool_choice ({choice!r:.100}) must be 'auto', 'none', 'required' or name a function",
+            "tool_choice",
+        )
+    tools, stop = _read_tools(given.get("tools")), _read_stop(given.get("stop", ()))
+    grammar = grammar_of(
+        given.get("response_format"), tool_choice=choice, tools=tools, is_allowed=has_grammars
+    )
+    if grammar and stop:
+        raise RefusedError(
+            f"stop ({stop!r:.100}) must be empty where response_format or tool_choice decide how "
+            "the turn ends",
+            "stop",
+        )
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedError("messages must be a list of at least one message", "messages")
     return {
         "messages": [read_message(one, where=f"messages[{i}]") for i, one in enumerate(messages)],
-        "tools": _read_tools(given.get("tools")),
+        "tools": tools,
         "tool_choice": choice,
         "logprobs": given.get("logprobs") is True,
-        "stop": _read_stop(given.get("stop", ())),
+        "stop": stop,
+        "grammar": grammar,
         "max_tokens": _read_max_tokens(given),
     }
 
@@ -207,7 +218,10 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     is_list = isinstance(tools, list)
     if not is_list or any(
-        not isinstance(one, Mapping) or one.get("type") != "function" for one in tools
+        not isinstance(one, Mapping)
+        or one.get("type") != "function"
+        or not isinstance(one.get("function"), Mapping)
+        for one in tools
     ):
         raise RefusedError(f"tools ({tools!r:.100}) must be a list of functions", "tools")
     return [dict(one) for one in tools]

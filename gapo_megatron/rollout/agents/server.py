@@ -11,8 +11,9 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.live import LiveAgent
-from gapo_megatron.rollout.agents.requests import MODEL, RefusedError, stream_of
+from gapo_megatron.rollout.agents.requests import MODEL, stream_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request

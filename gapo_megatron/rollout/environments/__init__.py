@@ -42,6 +42,11 @@ def check(config: EnvironmentConfig, *, system_prompt: str = "") -> None:
         ConfigError: names setting, file, name, and what is missing.
     """
     made = _load(config)
+    if config.structured_outputs and not is_agent(made.func):
+        raise ConfigError(
+            f"environment.structured_outputs (true) must be false: {SETTING} ({config.kind!r}) is "
+            "no agent, whose requests could ask for one"
+        )
     if is_agent(made.func):
         if system_prompt:
             raise ConfigError(
@@ -80,7 +85,7 @@ def build(
     if is_agent(made.func):
         from gapo_megatron.rollout.agents.environment import Agents
 
-        return Agents(tokenizer, made, stop=config.stop)
+        return Agents(tokenizer, made, stop=config.stop, has_grammars=config.structured_outputs)
     if config.kind == "tools":
         made = functools.partial(made, **{"chat_template": chat_template} | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from vllm import EngineArgs
 
 from gapo_megatron.compat import vllm
+from gapo_megatron.compat.vllm_grammar import BACKEND
 from gapo_megatron.config import Config, ObjectiveConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats.headers import find_files
@@ -172,7 +173,8 @@ def engine_args(
         model=config.model.hf_dir,
         trust_remote_code=False,
         load_format="auto" if load_weights else "dummy",
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not config.environment.structured_outputs,  # grammars need it
+        structured_outputs_config={"backend": BACKEND},
         generation_config="vllm",  # sampling parameters come only from the config
         dtype=config.model.dtype,
         max_model_len=max_model_len,

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from gapo_megatron.compat.vllm_drafts import draft_counts
 from gapo_megatron.errors import RolloutError
@@ -33,8 +33,13 @@ def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
         top_p=request.top_p,
         stop_token_ids=stop_token_ids,
         routed_experts_prompt_start=request.num_routed,
+        structured_outputs=_structure(request.grammar),
         **TOKENS_ONLY,
     )
+
+
+def _structure(grammar: str) -> StructuredOutputsParams | None:
+    return StructuredOutputsParams(structural_tag=grammar) if grammar else None
 
 
 def to_completion(

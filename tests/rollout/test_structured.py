@@ -1,0 +1,221 @@
+"""Turns that a request holds to a grammar: real vLLM, the real `openai` client, random weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gapo_megatron.config import EnvironmentConfig
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.agents import Session
+from gapo_megatron.rollout.agents.environment import Agents
+from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.generate import begin, generate
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Episode
+from tests.acting import acting_of
+from tests.configs import config_of
+from tests.messages import mentions
+from tests.rollout.test_agents import EOS, FURTHER, PROMPTS, QUESTION, TOKENIZER, client_of
+from tests.rollout_setup import SIZES, TOLERANCE, build_engine, process_group
+
+MOST_TOKENS = 1500
+CONFIG = {
+    "model": {"precision": "fp32"},
+    "data": {"max_prompt_tokens": 8},
+    "batch": {"max_tokens_per_microbatch": 2000},
+    "rollout": {"max_response_tokens": MOST_TOKENS, "enforce_eager": True},
+    "environment": {"structured_outputs": True},
+}
+SETTINGS = SamplingSettings(num_samples=4, max_response_tokens=MOST_TOKENS, seed=7, step=3)
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "unit": {"enum": ["kg", "cm"]}},
+    "required": ["ok", "unit"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, *values: str) -> dict[str, Any]:
+    parameters = {"properties": {"what": {"enum": [*values]}}, "required": ["what"]}
+    parameters |= {"type": "object", "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("look", "up", "down"), tool("go", "left", "right")]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": len(TOKENIZER), "max_position_embeddings": 2048}
+    sizes["eos_token_id"] = EOS
+    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    config = config_of(CONFIG, {"model": {"hf_dir": str(folder)}})
+    with process_group():
+        engine = build_engine(config)
+        yield engine
+        engine.close()
+
+
+def play(engine: RolloutEngine, solve: Any) -> list[Episode]:
+    agents = Agents(TOKENIZER, functools.partial(solve), has_grammars=True)
+    acting = acting_of(agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=MOST_TOKENS)
+    calls = acting.calls("step_3", engine.replicas)
+    groups = generate(engine, [begin(agents, PROMPTS[0])], SETTINGS, calls=calls)
+    assert groups is not None
+    return [*groups[0]]
+
+
+def test_a_turn_is_held_to_its_grammar(engine: RolloutEngine) -> None:
+    asked: dict[int, dict[str, Any]] = {
+        0: {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        1: {"tools": TOOLS, "tool_choice": "required"},
+        2: {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "go"}}},
+        3: {"response_format": {"type": "json_object"}, "max_tokens": 4},
+    }
+    for one in asked.values():
+        one["temperature"] = 0.0  # overruled, and so the samples differ
+
+    def solve(session: Session) -> str:
+        client = client_of(session)
+        create = functools.partial(client.chat.completions.create, model=session.model)
+        first = create(messages=[QUESTION], **asked[session.sample]).choices[0]
+        # The next turn is free, and may be of any length.
+        tools = {"tools": TOOLS} if session.sample in (1, 2) else {}
+        create(messages=[QUESTION, first.message, FURTHER], max_tokens=20, **tools)
+        return str(json.dumps([first.finish_reason, first.message.model_dump()]))
+
+    episodes = play(engine, solve)
+    assert [one.failure for one in episodes] == [""] * 4
+    said = [json.loads(one.final_text or "") for one in episodes]
+    found = json.loads(said[0][1]["content"])
+    assert found.keys() == {"ok", "unit"} and found["ok"] in (True, False)
+    assert found["unit"] in ("kg", "cm") and said[0][0] == "stop"
+    for number, names in ((1, {"look", "go"}), (2, {"go"})):
+        (call,) = said[number][1]["tool_calls"]
+        assert said[number][0] == "tool_calls" and call["function"]["name"] in names
+        (value,) = json.loads(call["function"]["arguments"]).values()
+        assert value in ("up", "down", "left", "right")
+    assert said[3][0] == "length" and said[3][1]["content"].lstrip().startswith("{")
+
+    # A free turn has the policy's log-probs; one with a grammar those of fewer tokens.
+    rollouts = Rollouts.of(
+        [np.asarray(one.prompt.token_ids, np.int32) for one in episodes],
+        [one.token_ids for one in episodes],
+        response_masks=[one.response_mask for one in episodes],
+    )
+    for one, scores in zip(episodes, engine.score(rollouts), strict=True):
+        log_probs = one.log_probs[one.is_sampled]
+        first_turn = int(np.flatnonzero(np.diff(np.flatnonzero(one.is_sampled)) > 1)[0]) + 1
+        assert np.abs(log_probs - scores)[first_turn:].max() < TOLERANCE
+        assert len(scores) > first_turn
+        assert (log_probs - scores)[:first_turn].min() > -TOLERANCE
+        assert (log_probs - scores)[:first_turn].max() > 1
+        assert (log_probs <= 0).all()
+
+
+def test_with_tools_a_turn_in_a_format_may_be_a_call(engine: RolloutEngine) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": SCHEMA, "name": "x"}}
+
+    def solve(session: Session) -> str:
+        answer = client_of(session).chat.completions.create(
+            model=session.model, messages=[QUESTION], tools=TOOLS, response_format=schema
+        )
+        message = answer.choices[0].message
+        found = [json.loads(one.function.arguments) for one in message.tool_calls or ()]
+        return json.dumps(found[0] if found else json.loads(message.content))
+
+    for one in play(engine, solve):
+        assert json.loads(one.final_text or "").keys() in ({"what"}, {"ok", "unit"}), one
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, ["response_format", "schema"]),
+        ({"response_format": {"type": "grammar"}}, ["response_format", "grammar"]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            ["response_format", "grammar"],
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "array", "uniqueItems": True}},
+                }
+            },
+            ["response_format", "xgrammar"],
+        ),
+        ({"tool_choice": "required"}, ["tool_choice", "required", "tools"]),
+        ({"tool_choice": "must", "tools": TOOLS}, ["tool_choice", "must"]),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "fly"}}, "tools": TOOLS},
+            ["tool_choice", "fly"],
+        ),
+        ({"tool_choice": {"type": "custom"}, "tools": TOOLS}, ["tool_choice", "custom"]),
+        ({"response_format": {"type": "json_object"}, "stop": ["x"]}, ["stop", "x"]),
+    ],
+)
+def test_what_no_grammar_can_be_made_of_is_refused(
+    engine: RolloutEngine, change: dict[str, Any], words: list[str]
+) -> None:
+    """By an error to the agent: the engine, and the other episodes, go on."""
+
+    def solve(session: Session) -> str:
+        create = functools.partial(
+            client_of(session).chat.completions.create,
+            model=session.model,
+            messages=[QUESTION],
+            max_tokens=3,
+        )
+        if session.sample:
+            create()
+            return ""
+        with pytest.raises(openai.BadRequestError, match=mentions(*words)):
+            create(**change)
+        return str(create().choices[0].finish_reason)
+
+    first, *others = play(engine, solve)
+    assert first.failure == "" and first.final_text in ("length", "stop")
+    assert not any(one.failure for one in others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": {"old_log_probs": "rollout"}}, ["objective.old_log_probs", "rollout"]),
+        (
+            {"objective": {"importance_weights": "token"}},
+            ["objective.importance_weights", "token"],
+        ),
+        ({"rollout": {"draft": "ngram"}}, ["rollout.draft", "ngram"]),
+        ({"rollout": {"engine": "engine.py:Engine"}}, ["rollout.engine", "engine.py:Engine"]),
+    ],
+)
+def test_what_needs_the_policys_log_probs_is_refused(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    settings: list[dict[str, Any]] = [CONFIG, changes]
+    with pytest.raises((ConfigError, ValueError), match=mentions(*words, "structured_outputs")):
+        config_of(*settings)
+
+
+def test_only_an_agent_can_ask_for_a_grammar() -> None:
+    config = EnvironmentConfig(kind="tools", structured_outputs=True)
+    with pytest.raises(ConfigError, match=mentions("environment.structured_outputs", "tools")):
+        environments.check(config)

@@ -64,6 +64,11 @@ class Conversation:
         self._said: list[dict[str, Any]] = []
         self._num_calls = 0
 
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """What has been said, the last request and its answer included."""
+        return self._said
+
     def ask(self, body: Any) -> list[int]:
         """Take the agent's next request.
 

@@ -15,6 +15,7 @@ from gapo_megatron.errors import said
 from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.requests import is_same_request
+from gapo_megatron.rollout.agents.responses import Responses
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.types import Episode, TurnSettings
 
@@ -28,6 +29,8 @@ class _Request:
     body: Any
     is_repeated: bool
     """Whether the client sends it again, for want of an answer to the first."""
+    is_response: bool
+    """Whether it is one of the Responses API, not for a chat completion."""
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -66,6 +69,7 @@ class LiveAgent:
         self._last: tuple[Any, dict[str, Any]] | None = None
         """The request before, and its answer."""
         self._refusal = ""
+        self._responses = Responses()
         name = f"agent {session.problem['id']}/{session.sample}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -73,9 +77,14 @@ class LiveAgent:
         """Start the agent. RuntimeError: the system has no more threads."""
         self._thread.start()
 
-    def post(self, body: Any, *, is_repeated: bool) -> Future[dict[str, Any]]:
-        """Hand over a request; its answer is a `chat.completion`, or a RefusedError."""
-        request = _Request(body, is_repeated)
+    def post(
+        self, body: Any, *, is_repeated: bool, is_response: bool = False
+    ) -> Future[dict[str, Any]]:
+        """Hand over a request; its answer is a `chat.completion`, or a RefusedError.
+
+        Of the Responses API (`is_response`) it is a `response`.
+        """
+        request = _Request(body, is_repeated, is_response)
         request.answer.set_running_or_notify_cancel()  # from now on nobody can cancel it
         with self._lock:
             if self._is_closed:
@@ -149,7 +158,10 @@ class LiveAgent:
                 event.answer.set_result(self._last[1])
                 continue
             try:
-                tokens = self.conversation.ask(event.body)
+                asked, said_before = event.body, self.conversation.messages
+                if event.is_response:
+                    asked = self._responses.to_chat(event.body, said_before)
+                tokens = self.conversation.ask(asked)
             except Exception as error:  # a body may have any JSON value anywhere
                 refused = error if isinstance(error, RefusedError) else RefusedError(said(error))
                 self._refusal = f"a request was refused: {refused}"
@@ -171,6 +183,8 @@ class LiveAgent:
                 how = f"raised {self._ended.error}" if self._ended.error else "returned"
                 raise AgentError(f"the agent {how}, while a request of its own was open")
         answer = self.conversation.say(turn, log_probs)
+        if request.is_response:
+            answer = self._responses.answer(request.body, answer)
         self._last = request.body, answer
         request.answer.set_result(answer)
 

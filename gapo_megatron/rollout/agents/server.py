@@ -11,6 +11,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.rollout.agents import responses
 from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.live import LiveAgent
 from gapo_megatron.rollout.agents.requests import MODEL, stream_of
@@ -86,12 +87,19 @@ class Server:
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/responses", self._respond, methods=["POST"]),
                 Route("/v1/models", self._models),
             ],
             exception_handlers={RefusedError: _refuse, 404: _not_found, 405: _not_found},
         )
 
     async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, is_response=False)
+
+    async def _respond(self, request: Request) -> Response:
+        return await self._answer(request, is_response=True)
+
+    async def _answer(self, request: Request, *, is_response: bool) -> Response:
         from starlette.responses import JSONResponse, Response
 
         agent = self._find(request)
@@ -100,8 +108,10 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"the request must be JSON: {error}") from None
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
-        answer = await asyncio.wrap_future(agent.post(body, is_repeated=is_repeated))
-        events = stream_of(body, answer)
+        answer = await asyncio.wrap_future(
+            agent.post(body, is_repeated=is_repeated, is_response=is_response)
+        )
+        events = responses.stream_of(body, answer) if is_response else stream_of(body, answer)
         if events is not None:
             return Response(events, media_type="text/event-stream")
         return JSONResponse(answer)
@@ -156,5 +166,5 @@ async def _refuse(request: Request, error: Any) -> Response:
 
 
 async def _not_found(request: Request, error: Any) -> Response:
-    what = f"{request.method} {request.url.path} is not served here, only chat completions"
+    what = f"{request.method} {request.url.path} is not served here, only completions and responses"
     return await _refuse(request, RefusedError(what, status=error.status_code))

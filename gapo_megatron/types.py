@@ -59,6 +59,9 @@ class TurnSettings:
     grammar: str = ""
     """A structural tag of xgrammar, as JSON, that masks the tokens of the turn, which ends at EOS
     alone; empty: none. Needs `environment.structured_outputs`."""
+    num_cut: int = 0
+    """Tokens that were cut from results of calls before the turn (`environment.max_call_tokens`):
+    only for the metrics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

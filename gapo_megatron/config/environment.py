@@ -38,6 +38,9 @@ class EnvironmentConfig(Section):
     structured_outputs: bool = False
     """Let an agent's requests hold a turn to a grammar, by `response_format` and `tool_choice`. Its
     tokens are sampled from fewer than all (docs/environments.md)."""
+    max_call_tokens: Annotated[int, Field(ge=0)] = 0
+    """Largest number of tokens of a call's output, whose middle is cut and says so: of `tools`, and
+    of messages of the role `tool`. A class of your own takes it as an argument. 0: no limit."""
     max_concurrent: Annotated[Count, HOW] = 64
     """Calls of the environment that an engine may have open at once; others wait in order."""
     call_timeout_s: Seconds = 60
@@ -60,4 +63,6 @@ class EnvironmentConfig(Section):
         require_known("kind", self.kind, KINDS)
         if not self.is_called and self.settings:
             raise ValueError(f"settings ({self.settings}): 'one_turn' has none")
+        if not self.is_called and self.max_call_tokens:
+            raise ValueError(f"max_call_tokens ({self.max_call_tokens}): 'one_turn' has no calls")
         return self

@@ -9,7 +9,7 @@ import numpy as np
 from gapo_megatron.rollout.calls import CallCounts
 from gapo_megatron.types import Episode
 
-_NAMES = ("rollouts", "turns", "calls", "errors", "cut", "seconds")
+_NAMES = ("rollouts", "turns", "calls", "errors", "cut", "shortened", "seconds")
 
 Sums = Mapping[int, np.ndarray]
 """Sums over rollouts by c, in the order of `_NAMES`."""
@@ -31,8 +31,8 @@ def sum_calls(
     for group, c in zip(groups, num_correct, strict=True):
         for one in group:
             cost = counts.get((one.prompt.id, one.sample), CallCounts())
-            costs = (cost.num_calls, cost.num_errors, cost.num_cut, cost.seconds)
-            parts.append({c: np.array([1, num_turns(one), *costs])})
+            counts_of_one = (cost.num_calls, cost.num_errors, cost.num_cut, cost.num_shortened)
+            parts.append({c: np.array([1, num_turns(one), *counts_of_one, cost.seconds])})
     return join_sums(parts)
 
 
@@ -59,6 +59,7 @@ def call_metrics(sums: Sums) -> tuple[dict[str, float], dict[str, float]]:
         metrics[f"environment/{name}"] = total[name] / max(total["rollouts"], 1)
     metrics["environment/error_share"] = total["errors"] / max(total["calls"], 1)
     metrics["environment/cut_share"] = total["cut"] / max(total["rollouts"], 1)
+    metrics["environment/shortened_share"] = total["shortened"] / max(total["calls"], 1)
     timings["perf/environment_s"] = total["seconds"] / max(total["rollouts"], 1)
     for c in sorted(sums):
         part = _named(sums[c])

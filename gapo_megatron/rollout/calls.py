@@ -38,7 +38,15 @@ _STOP_WAIT_S = 2.0
 """Longest wait of a stop for answers of an environment that may not be asked again."""
 
 _ANSWERS = {
-    *("kind", "settings", "code", "structured_outputs", "call_timeout_s", "episode_timeout_s"),
+    *(
+        "kind",
+        "settings",
+        "code",
+        "structured_outputs",
+        "max_call_tokens",
+        "call_timeout_s",
+        "episode_timeout_s",
+    ),
 }
 """Settings that decide what a call answers, given its tokens."""
 
@@ -209,6 +217,7 @@ class Calls:
             counts = self.counts.setdefault((reply.prompt, reply.sample), CallCounts())
             counts.num_calls += 1
             counts.num_errors += bool(reply.failure)
+            counts.num_shortened += reply.turn.num_cut > 0
             counts.seconds += reply.seconds
             if self.timing is not None:
                 self.timing.add_call(reply)

@@ -140,6 +140,30 @@ class ChatTemplate:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
+def cut_middle(
+    text: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
+) -> tuple[str, int]:
+    """A text without its middle, if it is long, and the number of tokens that were cut.
+
+    The middle says so: beginnings and ends of a tool's output tell most.
+
+    Args:
+        text: the output of a call.
+        tokenizer: the policy's.
+        max_tokens: tokens that stay, but for the line in the middle; 0: all.
+    """
+    tokens = list(tokenizer.encode(text, add_special_tokens=False)) if max_tokens else []
+    num_cut = max(len(tokens) - max_tokens, 0)
+    if not num_cut:
+        return text, 0
+    num_last = max_tokens // 2
+    first, last = tokens[: max_tokens - num_last], tokens[len(tokens) - num_last :]
+    # Where a character is cut in two, a half of it means nothing.
+    begin = str(tokenizer.decode(first)).rstrip("\N{REPLACEMENT CHARACTER}")
+    end = str(tokenizer.decode(last)).lstrip("\N{REPLACEMENT CHARACTER}")
+    return f"{begin}\n[... {num_cut} tokens cut ...]\n{end}", num_cut
+
+
 class ChatTurns:
     """Messages to the model after its turns, as tokens to append (`Environment.respond`)."""
 

@@ -21,6 +21,8 @@ class CallCounts:
     num_errors: int = 0
     num_cut: int = 0
     """Answers that left no room in the response: it ended there, as truncated."""
+    num_shortened: int = 0
+    """Answers in which an output was cut (`environment.max_call_tokens`)."""
     seconds: float = 0.0
 
 

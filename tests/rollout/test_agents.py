@@ -86,7 +86,7 @@ def run(
     engine: ScriptedEngine | None = None,
     **options: Any,
 ) -> tuple[list[Episode], Agents]:
-    agents = agents or Agents(tokenizer, functools.partial(solve))
+    agents = agents or Agents(tokenizer, functools.partial(solve), EnvironmentConfig())
     acting = acting_of(
         agents,
         eos_token_ids=[EOS],
@@ -338,7 +338,7 @@ def test_exceptions_from_a_proxy_stay(
         monkeypatch.delenv(name)
         if name in given:
             monkeypatch.setenv(name, given[name])
-    Agents(TOKENIZER, functools.partial(once))
+    Agents(TOKENIZER, functools.partial(once), EnvironmentConfig())
     hosts = ["127.0.0.1", "corp.internal", "example.org"]
     assert [one for one in hosts if not urllib.request.proxy_bypass(one)] == outside
 
@@ -495,7 +495,7 @@ def test_a_late_agent_leaves_the_session_of_a_later_generation() -> None:
             assert returned.wait(HANG_S)
         return ask(session, [QUESTION, message, FURTHER]).content
 
-    agents = Agents(TOKENIZER, functools.partial(solve))
+    agents = Agents(TOKENIZER, functools.partial(solve), EnvironmentConfig())
     acting = acting_of(
         agents, eos_token_ids=[EOS], run=in_thread, call_timeout_s=5, max_response_tokens=2000
     )
@@ -525,7 +525,7 @@ def test_a_session_that_is_closed_as_its_request_is_read_answers_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, episode = agent_threads(), Episode(PROMPTS[0], 0, np.empty(0, int), np.empty(0))
-    agents = Agents(TOKENIZER, functools.partial(once))
+    agents = Agents(TOKENIZER, functools.partial(once), EnvironmentConfig())
     ask_model = Conversation.ask
 
     def closed_meanwhile(conversation: Conversation, body: Any) -> list[int]:
@@ -604,7 +604,7 @@ def test_a_stop_within_agents_tools_makes_nothing_unknown(tmp_path: Path) -> Non
         assert stopped.wait(HANG_S)
         return "84"
 
-    agents = Agents(TOKENIZER, functools.partial(solve))
+    agents = Agents(TOKENIZER, functools.partial(solve), EnvironmentConfig())
     acting = acting_of(
         agents, eos_token_ids=[EOS], run=in_thread, run_dir=tmp_path, max_response_tokens=2000
     )
@@ -638,7 +638,7 @@ def test_an_agent_that_repeats_otherwise_is_unknown() -> None:
         (lambda session: ask(session, [FURTHER])): f"other tokens from token {first} of",
         (lambda session: "84"): "returned",
     }.items():
-        agents = Agents(TOKENIZER, functools.partial(solve))
+        agents = Agents(TOKENIZER, functools.partial(solve), EnvironmentConfig())
         if not word:
             assert agents.respond(whole) == "It is 84"
         else:

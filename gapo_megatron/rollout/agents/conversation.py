@@ -11,13 +11,15 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.final_answer import marked_text, special_tokens
 from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.requests import MODEL, read_message, read_request
-from gapo_megatron.rollout.chat import ChatTemplate
+from gapo_megatron.rollout.chat import ChatTemplate, cut_middle
 from gapo_megatron.rollout.environments.tools import find_calls
 from gapo_megatron.rollout.turns import check_stop
 from gapo_megatron.types import TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from gapo_megatron.config import EnvironmentConfig
 
 
 class Conversation:
@@ -38,8 +40,7 @@ class Conversation:
         *,
         first: int,
         overrule: Callable[[str, Any], object],
-        stop: Sequence[str] = (),
-        has_grammars: bool = False,
+        config: EnvironmentConfig,
     ) -> None:
         """Begin without a message.
 
@@ -47,14 +48,11 @@ class Conversation:
             tokenizer: the policy's, with its chat template.
             first: the prompt's token, with which the template begins (`first_token`).
             overrule: receives names and values of the sampling settings of a request.
-            stop: texts that end every turn (`environment.stop`).
-            has_grammars: whether the engine can hold a turn to a grammar
-                (`environment.structured_outputs`).
+            config: section `environment`.
         """
         self.tokens: list[int] = []
         self.turn = TurnSettings()
-        self._stop = tuple(stop)
-        self._has_grammars = has_grammars
+        self._config = config
         self._special = special_tokens(tokenizer)
         self._tokenizer = tokenizer
         self._first = first
@@ -78,16 +76,24 @@ class Conversation:
         Raises:
             RefusedError: it does not continue the conversation, or asks for what there is not.
         """
-        request = read_request(body, overrule=self._overrule, has_grammars=self._has_grammars)
+        request = read_request(
+            body, overrule=self._overrule, has_grammars=self._config.structured_outputs
+        )
         try:
             for text in request["stop"]:
                 check_stop(text, self._tokenizer)
         except ConfigError as error:
             raise RefusedError(str(error), "stop") from None
-        tokens = self._continue(request) if self._said else self._open(request)
+        is_first = not self._said
+        new = request["messages"] if is_first else self._new_messages(request)
+        new, num_cut = self._without_middles(new)
+        tokens = self._open(request, new) if is_first else self._continue(new)
         self._request, self._said = request, request["messages"]
         self.turn = TurnSettings(
-            stop=request["stop"], max_tokens=request["max_tokens"], grammar=request["grammar"]
+            stop=request["stop"],
+            max_tokens=request["max_tokens"],
+            grammar=request["grammar"],
+            num_cut=num_cut,
         )
         self.tokens += tokens
         return tokens
@@ -119,16 +125,29 @@ class Conversation:
             },
         }
 
-    def _open(self, request: Mapping[str, Any]) -> list[int]:
+    def _without_middles(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Mapping[str, Any]], int]:
+        """The messages as the model reads them: long results of calls are cut."""
+        read, num_cut = list[Mapping[str, Any]](), 0
+        for one in messages:
+            if one["role"] == "tool":
+                most = self._config.max_call_tokens
+                text, num_left_out = cut_middle(one["content"], self._tokenizer, max_tokens=most)
+                one, num_cut = {**one, "content": text}, num_cut + num_left_out
+            read.append(one)
+        return read, num_cut
+
+    def _open(self, request: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of the first request but for the very first, which every conversation has."""
         if request["tools"]:
             self._template = ChatTemplate(self._tokenizer, options={"tools": request["tools"]})
-        if request["messages"][-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant":
             raise RefusedError(
                 "messages: the last is the assistant's, whose turn it is", "messages"
             )
         try:
-            tokens = self._template.opening(request["messages"])
+            tokens = self._template.opening(messages)
         except Exception as error:  # whatever a template raises
             raise RefusedError(f"messages: {self._template.name}: {error}", "messages") from None
         if tokens[:1] != [self._first]:
@@ -139,8 +158,8 @@ class Conversation:
             )
         return tokens[1:]
 
-    def _continue(self, request: Mapping[str, Any]) -> list[int]:
-        """Tokens of the messages after what has been said."""
+    def _new_messages(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The messages of a request after what has been said."""
         messages, said = request["messages"], self._said
         if request["tools"] != self._request["tools"]:
             raise RefusedError("tools must be those of the session's first request", "tools")
@@ -151,13 +170,17 @@ class Conversation:
                     f"{len(said)} messages, the model's as they were returned, and add others",
                     f"messages[{i}]",
                 )
-        new = messages[len(said) :]
+        new: list[dict[str, Any]] = messages[len(said) :]
         if not new or any(one["role"] == "assistant" for one in new):
             raise RefusedError(
                 f"messages: after the {len(said)} messages of the session there must be new ones, "
                 f"none of the assistant; there are {len(new)}",
                 "messages",
             )
+        return new
+
+    def _continue(self, new: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of messages after what has been said."""
         try:
             return self._template.continuation(self.tokens[-1], new)
         except (ConfigError, ValueError) as error:
@@ -190,7 +213,7 @@ class Conversation:
     def _finish_reason(self, turn: Sequence[int], message: Mapping[str, Any]) -> str:
         whole = str(self._tokenizer.decode([*turn]))
         is_ended = turn[-1] in self._special or any(
-            one in whole for one in (*self._stop, *self.turn.stop)
+            one in whole for one in (*self._config.stop, *self.turn.stop)
         )
         if len(turn) == self.turn.max_tokens and not is_ended:
             return "length"

@@ -21,6 +21,8 @@ from gapo_megatron.types import Episode, Prompt, TurnSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from gapo_megatron.config import EnvironmentConfig
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,9 +41,7 @@ class Agents:
         self,
         tokenizer: PreTrainedTokenizerBase,
         agent: functools.partial[Any],
-        *,
-        stop: Sequence[str] = (),
-        has_grammars: bool = False,
+        config: EnvironmentConfig,
     ) -> None:
         """Check the chat template; no agent and no server starts.
 
@@ -51,16 +51,14 @@ class Agents:
         Args:
             tokenizer: the policy's, with its chat template.
             agent: called with a Session.
-            stop: texts that end every turn (`environment.stop`).
-            has_grammars: `environment.structured_outputs`.
+            config: section `environment`.
 
         Raises:
             ConfigError: there is no template, or none that begins with a special token.
         """
         self._tokenizer = tokenizer
         self._agent = agent
-        self._stop = tuple(stop)
-        self._has_grammars = has_grammars
+        self._config = config
         self._first = first_token(tokenizer)
         self._live: dict[tuple[str, int], LiveAgent] = {}
         self._lock = threading.Lock()
@@ -114,8 +112,7 @@ class Agents:
             self._tokenizer,
             first=self._first,
             overrule=self._overrule,
-            stop=self._stop,
-            has_grammars=self._has_grammars,
+            config=self._config,
         )
         agent = LiveAgent(self._agent, session, conversation)
         self._server.add(agent)

@@ -47,6 +47,7 @@ def check(config: EnvironmentConfig, *, system_prompt: str = "") -> None:
             f"environment.structured_outputs (true) must be false: {SETTING} ({config.kind!r}) is "
             "no agent, whose requests could ask for one"
         )
+    _with_limit(config, made)
     if is_agent(made.func):
         if system_prompt:
             raise ConfigError(
@@ -85,7 +86,8 @@ def build(
     if is_agent(made.func):
         from gapo_megatron.rollout.agents.environment import Agents
 
-        return Agents(tokenizer, made, stop=config.stop, has_grammars=config.structured_outputs)
+        return Agents(tokenizer, made, config)
+    made = _with_limit(config, made)
     if config.kind == "tools":
         made = functools.partial(made, **{"chat_template": chat_template} | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)
@@ -96,6 +98,22 @@ def build(
 def _load(config: EnvironmentConfig) -> functools.partial[Any]:
     name = _OURS.get(config.kind, config.kind)
     return user_code.load_with_settings(name, config.settings, setting=SETTING)
+
+
+def _with_limit(config: EnvironmentConfig, made: functools.partial[Any]) -> functools.partial[Any]:
+    """The environment with `environment.max_call_tokens`, if it is set.
+
+    Raises:
+        ConfigError: nothing would be cut: it is a class without such an argument.
+    """
+    if not config.max_call_tokens or is_agent(made.func):
+        return made
+    if "max_call_tokens" not in inspect.signature(made.func).parameters:
+        raise ConfigError(
+            f"environment.max_call_tokens ({config.max_call_tokens}) must be 0: {SETTING} "
+            f"({config.kind!r}) takes no argument max_call_tokens (rollout.chat.cut_middle)"
+        )
+    return functools.partial(made, max_call_tokens=config.max_call_tokens)
 
 
 def _check_settings(kind: str, agent: functools.partial[Any]) -> None:

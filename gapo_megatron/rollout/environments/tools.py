@@ -19,10 +19,10 @@ from gapo_megatron.data.messages import special_pattern
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
-from gapo_megatron.rollout.chat import ChatTurns
+from gapo_megatron.rollout.chat import ChatTurns, cut_middle
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.turns import last_turn
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,7 @@ class Tools(OneTurn):
         timeout_s: int = 10,
         sandbox: str = "bubblewrap",
         python: str = SYSTEM_PYTHON,
+        max_call_tokens: int = 0,
     ) -> None:
         """Check tools, sandbox and chat template.
 
@@ -72,6 +73,7 @@ class Tools(OneTurn):
             timeout_s: time limit of a Python program.
             sandbox: where programs run, as `reward.sandbox`.
             python: interpreter of the programs, as `reward.python`.
+            max_call_tokens: `environment.max_call_tokens`.
 
         Raises:
             ConfigError: names the setting, its value and the rule.
@@ -84,7 +86,7 @@ class Tools(OneTurn):
                 raise ConfigError(f"{name} ({value!r}) must be a whole number from 1")
         super().__init__(tokenizer)
         self._tools = tuple(tools)
-        self._max_calls = max_calls
+        self._max_calls, self._max_call_tokens = max_calls, max_call_tokens
         self._chat = None
         if chat_template and tokenizer.chat_template:
             self._chat = ChatTurns(tokenizer, role=role, options=template_variables)
@@ -95,17 +97,27 @@ class Tools(OneTurn):
         if "python" in tools:
             check_programs(**self._box)
 
-    def respond(self, episode: Episode) -> Sequence[int] | None:
+    def respond(
+        self, episode: Episode
+    ) -> Sequence[int] | tuple[Sequence[int], TurnSettings] | None:
         """The results of the turn's calls, in order; None without a call."""
         calls = find_calls(self._decode(last_turn(episode).tolist()))
         earlier = self._decode(episode.token_ids[episode.is_sampled].tolist())
         if not calls or len(find_calls(earlier)) > self._max_calls:
             return None
-        results = [self._clean(self._run(call)) for call in calls]
+        results, num_cut = list[str](), 0
+        for call in calls:
+            result, num_left_out = cut_middle(
+                self._clean(self._run(call)), self._tokenizer, max_tokens=self._max_call_tokens
+            )
+            results.append(result)
+            num_cut += num_left_out
         if self._chat is not None:
-            return self._chat.tokens(episode, results)
-        text = "".join(f"<tool_response>{result}</tool_response>" for result in results)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+            tokens = self._chat.tokens(episode, results)
+        else:
+            text = "".join(f"<tool_response>{result}</tool_response>" for result in results)
+            tokens = list(self._tokenizer.encode(text, add_special_tokens=False))
+        return (tokens, TurnSettings(num_cut=num_cut)) if num_cut else tokens
 
     def _run(self, call: str) -> str:
         """The result of a call: `name` with `arguments`."""

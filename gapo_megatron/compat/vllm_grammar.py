@@ -30,8 +30,9 @@ def check_grammar(tag: str, schemas: Sequence[Mapping[str, Any]]) -> None:
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
-    for given in (*({"json": dict(schema)} for schema in schemas), {"structural_tag": tag}):
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
+    outputs = [StructuredOutputsParams(json=dict(schema)) for schema in schemas]
+    for one in (*outputs, StructuredOutputsParams(structural_tag=tag)):
+        params = SamplingParams(structured_outputs=one)
         try:
             validate_xgrammar_grammar(params)
         except VLLMClientError as error:

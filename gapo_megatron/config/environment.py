@@ -36,11 +36,9 @@ class EnvironmentConfig(Section):
     """Texts that end the model's turn, beside EOS, such as `</tool_call>`. The token that completes
     the text is kept whole. Best are texts that are a single token (docs/environments.md)."""
     structured_outputs: bool = False
-    """Let an agent's requests hold a turn to a grammar, by `response_format` and `tool_choice`. Its
-    tokens are sampled from fewer than all (docs/environments.md)."""
+    """Let an agent's `response_format` and `tool_choice` mask the tokens of a turn."""
     max_call_tokens: Annotated[int, Field(ge=0)] = 0
-    """Largest number of tokens of a call's output, whose middle is cut and says so: of `tools`, and
-    of messages of the role `tool`. A class of your own takes it as an argument. 0: no limit."""
+    """Largest number of tokens of a call's output: its middle is cut. 0: no limit."""
     max_concurrent: Annotated[Count, HOW] = 64
     """Calls of the environment that an engine may have open at once; others wait in order."""
     call_timeout_s: Seconds = 60

@@ -102,32 +102,36 @@ def test_a_text_of_the_request_ends_its_turn(stop: Any, tmp_path: Path) -> None:
 
 
 def test_the_length_of_a_turn_is_the_requests_own() -> None:
+    """Also where tokens that might have completed a text have interrupted it."""
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": 9, "stop": [">>>"]},
+        {"max_completion_tokens": 7, "max_tokens": 1, "stop": [">"]},
+        {},
+    ]
+    texts = ("x>1; y>2; and so on", "a b c d>", "a b c d e f g h")
+    whole = [ids_of(TOKENIZER, one) for one in texts]
+    assert len(whole[0]) > 9 and len(whole[1]) == 7 < len(whole[2])
     reasons: list[str] = []
 
     def solve(session: Session) -> str:
-        client = client_of(session)
         messages: list[Any] = [QUESTION]
-        limits = ({"max_tokens": 3}, {"max_completion_tokens": 7, "max_tokens": 1}, {})
-        for limit in limits:
-            answer = client.chat.completions.create(
-                model=session.model, messages=messages, stop=[">"], **limit
+        for one in asked:
+            answer = client_of(session).chat.completions.create(
+                model=session.model, messages=messages, **one
             )
             (choice,) = answer.choices
             reasons.append(choice.finish_reason)
             messages += [choice.message, FURTHER]
-            assert answer.usage.completion_tokens <= 7 or not limit
         return str(choice.message.content)
 
-    texts = ("one two three four five", "a b c d>", "a b c d e f g h")
-    assert [len(ids_of(TOKENIZER, one)) for one in texts] == [20, 7, 14]
-    episodes, _ = run(solve, lambda _: [], engine=ScriptedEngine(would_say(*texts)), **ONE)
+    engine = ScriptedEngine(would_say(*texts))
+    episodes, _ = run(solve, lambda _: [], engine=engine, **ONE)
     for one in episodes:
         assert not one.failure and not one.truncated and one.final_text == texts[2]
-        first, second, third = turns_of(one)
-        assert first == ids_of(TOKENIZER, texts[0])[:3]
-        assert second == ids_of(TOKENIZER, texts[1])  # complete: its last token is its last
-        assert third == [*ids_of(TOKENIZER, texts[2]), EOS]
+        # The second is complete: the token that completes its text is the last that it may have.
+        assert turns_of(one) == [whole[0][:9], whole[1], [*whole[2], EOS]]
     assert sorted(reasons) == sorted(["length", "stop", "stop"] * 2)
+    assert len(engine.asked) > 3 * len(episodes)
 
 
 def test_the_room_in_the_response_is_the_smaller_limit() -> None:

@@ -143,6 +143,33 @@ def test_with_tools_a_turn_in_a_format_may_be_a_call(engine: RolloutEngine) -> N
         assert json.loads(one.final_text or "").keys() in ({"what"}, {"ok", "unit"}), one
 
 
+def test_the_responses_api_has_the_same_grammars(engine: RolloutEngine) -> None:
+    named = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    flat: Any = [{"type": "function", **one["function"]} for one in TOOLS]
+
+    def solve(session: Session) -> str:
+        create: Any = client_of(session).responses.create
+        first = create(model=session.model, input="q", text={"format": named}, tools=[])
+        second = create(
+            model=session.model,
+            input="go",
+            previous_response_id=first.id,
+            max_output_tokens=9,
+        )
+        assert second.output_text and json.loads(first.output_text).keys() == {"ok", "unit"}
+        return str(first.output_text)
+
+    def calls(session: Session) -> str:
+        create: Any = client_of(session).responses.create
+        choice = {"type": "function", "name": "go"}
+        found = create(model=session.model, input="q", tools=flat, tool_choice=choice)
+        (call,) = found.output
+        return str(call.name)
+
+    assert not any(one.failure for one in play(engine, solve))
+    assert {one.final_text for one in play(engine, calls)} == {"go"}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -57,7 +57,7 @@ class Responses:
             elif name not in _READ | _SAME:
                 raise RefusedError(f"{name} ({value!r:.100}) is not supported here", name)
         chat = {name: value for name, value in given.items() if name in _SAME}
-        messages = _messages(given.get("input", []))
+        messages: list[Mapping[str, Any]] = [*_messages(given.get("input", []))]
         if (previous := given.get("previous_response_id")) is not None:
             if previous != self._last or not self._last:
                 raise RefusedError(
@@ -232,14 +232,16 @@ def _items(choice: Mapping[str, Any], *, number: str, status: str) -> list[dict[
     calls = message.get("tool_calls") or []
     if message["content"] or not calls:
         entries = (choice["logprobs"] or {}).get("content") or []
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        text = message["content"] or ""
         items.append(
             {
                 "type": "message",
                 "id": f"msg_{number}",
                 "role": "assistant",
                 "status": status,
-                "content": [{**part, "logprobs": entries}],
+                "content": [
+                    {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
+                ],
             }
         )
     for call in calls:
@@ -260,7 +262,7 @@ def _item_events(item: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
     place = {"item_id": item["id"], "output_index": index}
     added = {**item, "status": "in_progress"}
     if item["type"] == "message":
-        (part,) = item["content"]
+        part: dict[str, Any] = item["content"][0]
         added["content"] = []
         at = {**place, "content_index": 0}
         begun = {**part, "text": "", "logprobs": []}

@@ -112,7 +112,7 @@ def token_columns(table: np.ndarray) -> dict[str, Column]:
         "response_masks": np.where(table["num_sampled_tokens"] < num_tokens, num_tokens, 0),
         "carried_versions": table["num_carried_tokens"],
         "routes": table["num_routed_tokens"].astype(np.int64) * table["num_routes"],
-        "endings": table["num_ending_bytes"],
+        "notes": table["num_note_bytes"],
     }
     return {name: Column(dtype, lengths[name]) for name, dtype in COLUMNS.items()}
 

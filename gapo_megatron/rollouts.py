@@ -35,7 +35,7 @@ ROW = np.dtype(
         ("newest_version", np.int32),  # policy version that sampled the tokens not carried
         ("num_routed_tokens", np.int32),  # leading prompt and response tokens with routes
         ("num_routes", np.int32),  # numbers of experts of each of these tokens, over all layers
-        ("num_ending_bytes", np.int32),  # of `endings`
+        ("num_note_bytes", np.int32),  # of `notes`
         ("answer", np.int64),  # hash of the answer that is correct (`objective.answers`); 0: none
         ("answer_form", np.int64),  # hash of its form
     ]
@@ -50,7 +50,7 @@ COLUMNS = {
     "response_masks": np.bool_,
     "carried_versions": np.int32,
     "routes": np.uint8,
-    "endings": np.uint8,
+    "notes": np.uint8,
 }
 """Arrays of a response, in the order of messages; see the properties of `Rollouts`."""
 
@@ -93,7 +93,7 @@ class Rollouts:
         carried_versions: Sequence[np.ndarray] = (),
         response_masks: Sequence[np.ndarray | None] = (),
         routes: Sequence[np.ndarray | None] = (),
-        endings: Sequence[bytes] = (),
+        notes: Sequence[bytes] = (),
     ) -> Rollouts:
         """Responses with all tokens on this rank; lengths and sums are computed, other facts are 0.
 
@@ -106,7 +106,7 @@ class Rollouts:
                 these, version 0.
             response_masks: B masks, or empty; a mask is None if the model sampled every token.
             routes: B arrays as of `Episode.routes`, each None without any; or empty.
-            endings: B texts in UTF-8, most of them empty; or none. See `endings`.
+            notes: B texts in UTF-8, most of them empty; or none. See `notes`.
         """
         count = len(response_ids)
         table = np.zeros(count, dtype=ROW)
@@ -135,10 +135,10 @@ class Rollouts:
         for i, one in routed.items():
             table["num_routed_tokens"][i], table["num_routes"][i] = one.shape
         tokens.append(LocalArrays((i, one.reshape(-1)) for i, one in routed.items()))
-        ended = {i: np.frombuffer(one, np.uint8) for i, one in enumerate(endings) if one}
-        for i, text in ended.items():
-            table["num_ending_bytes"][i] = len(text)
-        tokens.append(LocalArrays(ended))
+        noted = {i: np.frombuffer(one, np.uint8) for i, one in enumerate(notes) if one}
+        for i, text in noted.items():
+            table["num_note_bytes"][i] = len(text)
+        tokens.append(LocalArrays(noted))
         return Rollouts(table, dict(zip(COLUMNS, tokens, strict=True)))
 
     @classmethod
@@ -196,12 +196,12 @@ class Rollouts:
         return self.tokens["routes"]
 
     @property
-    def endings(self) -> Mapping[int, np.ndarray]:
-        """[num_ending_bytes] uint8: how an environment ended the episode, JSON in UTF-8.
+    def notes(self) -> Mapping[int, np.ndarray]:
+        """[num_note_bytes] uint8: what an environment said of the episode, JSON in UTF-8.
 
-        Only of open groups, for rows whose episode has ended in another way than by a turn.
+        Only of open groups, for rows whose environment has ended them or set their current turn.
         """
-        return self.tokens["endings"]
+        return self.tokens["notes"]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -234,7 +234,7 @@ class Rollouts:
     def with_tokens(self, tokens: Tokens) -> Self:
         """A copy with exactly these arrays."""
         held = {name: LocalArrays(tokens[name]) for name in COLUMNS}
-        for name in ("response_masks", "routes", "endings"):  # which not every row has
+        for name in ("response_masks", "routes", "notes"):  # which not every row has
             held[name] = LocalArrays((row, one) for row, one in held[name].items() if len(one))
         return replace(self, tokens=held)
 

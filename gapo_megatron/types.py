@@ -63,6 +63,11 @@ class TurnSettings:
     """Tokens that were cut from results of calls before the turn (`environment.max_call_tokens`):
     only for the metrics."""
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> TurnSettings:
+        """From the fields of `asdict`, which may have been JSON in between."""
+        return cls(**{**fields, "stop": tuple(fields["stop"])})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:

@@ -14,7 +14,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes, role_of
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats.manifest import Manifest
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 
 OPEN_GROUPS_NAME = "open_groups.pt"
 
@@ -94,6 +94,7 @@ def _to_fields(episode: Episode) -> dict[str, Any]:
         **{name: None if one is None else torch.from_numpy(one) for name, one in arrays.items()},
         "failure": episode.failure,
         "final_text": episode.final_text,
+        "turn": asdict(episode.turn),
         "truncated": episode.truncated,
         "finished": episode.finished,
     }
@@ -105,4 +106,5 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     }
     values["carried_log_probs"] = values.pop("old_log_probs")
     values["carried_versions"] = values.pop("versions")
+    values["turn"] = TurnSettings.of(values.pop("turn"))
     return Episode(prompt, sample, **values)

@@ -71,14 +71,15 @@ def _check_grammars(config: Config) -> None:
         "objective.old_log_probs": (objective.old_log_probs, "trainer"),
         "objective.importance_weights": (objective.importance_weights, "none"),
         "rollout.draft": (rollout.draft, "none"),
+        "batch.partial_rollouts": (config.batch.partial_rollouts, False),
+    }
+    reasons = {
+        "rollout.draft": "a draft proposes what the grammar forbids",
+        "batch.partial_rollouts": "a turn cannot be resumed within a grammar",
     }
     for name, (value, only) in excluded.items():
         if value != only:
-            why = (
-                "a draft proposes what the grammar forbids"
-                if name == "rollout.draft"
-                else "log-probs under a grammar are not the policy's"
-            )
+            why = reasons.get(name, "log-probs under a grammar are not the policy's")
             raise ValueError(
                 f"{name} ({value!r}) must be {only!r} with environment.structured_outputs (true): "
                 f"{why}"

@@ -38,15 +38,8 @@ _STOP_WAIT_S = 2.0
 """Longest wait of a stop for answers of an environment that may not be asked again."""
 
 _ANSWERS = {
-    *(
-        "kind",
-        "settings",
-        "code",
-        "structured_outputs",
-        "max_call_tokens",
-        "call_timeout_s",
-        "episode_timeout_s",
-    ),
+    *("kind", "settings", "code", "structured_outputs", "max_call_tokens"),
+    *("call_timeout_s", "episode_timeout_s"),
 }
 """Settings that decide what a call answers, given its tokens."""
 

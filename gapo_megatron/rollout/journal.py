@@ -145,7 +145,7 @@ class Journal:
             reply = Reply(
                 **record,
                 tokens=None if tokens is None else tuple(tokens),
-                turn=TurnSettings(**turn | {"stop": tuple(turn["stop"])}),
+                turn=TurnSettings.of(turn),
             )
             self._replies.setdefault(name, reply)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.objective.answers import hashes_of
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from gapo_megatron.types import Episode, Outcome, Prompt, TurnSettings, Verdict
 
 
 def to_rollouts(
@@ -62,7 +63,7 @@ def to_rollouts(
         carried_versions=carried,
         response_masks=[one.response_mask for one in episodes],
         routes=[one.routes for one in episodes],
-        endings=[_ending(one) for one in episodes] if verdicts is None else (),
+        notes=[_note(one) for one in episodes] if verdicts is None else (),
     )
     if not judges_truncated:
         outcomes = [
@@ -110,16 +111,23 @@ def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Epi
     return groups
 
 
-def _ending(episode: Episode) -> bytes:
-    """How an environment ended an episode, for the step that judges it; mostly empty."""
-    if not episode.failure and episode.final_text is None:
-        return b""
-    return json.dumps({"failure": episode.failure, "final_text": episode.final_text}).encode()
+def _note(episode: Episode) -> bytes:
+    """What an environment said of an episode, for the step that resumes it; mostly empty."""
+    note: dict[str, Any] = {}
+    if episode.failure:
+        note["failure"] = episode.failure
+    if episode.final_text is not None:
+        note["final_text"] = episode.final_text
+    if episode.turn != TurnSettings():
+        note["turn"] = asdict(episode.turn)
+    return json.dumps(note).encode() if note else b""
 
 
 def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
     facts = rollouts.table[row]
-    ending = json.loads(rollouts.endings[row].tobytes()) if facts["num_ending_bytes"] else {}
+    note = json.loads(rollouts.notes[row].tobytes()) if facts["num_note_bytes"] else {}
+    if "turn" in note:
+        note["turn"] = TurnSettings.of(note["turn"])
     is_carried, is_scored = facts["num_carried_tokens"] > 0, facts["num_scored_tokens"] > 0
     return Episode(
         prompt,
@@ -132,7 +140,7 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
         carried_log_probs=rollouts.carried_log_probs[row] if is_scored else None,
         carried_versions=rollouts.carried_versions[row] if is_carried else None,
         routes=rollouts.routes_of(row),
-        **ending,
+        **note,
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,13 +13,13 @@ from typing import Any
 import pytest
 
 from gapo_megatron.checkpoint.open_groups import from_content, to_content
-from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.calls import Calls, in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Hooks, generate
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 from tests.acting import EOS, acting_of, calls_of
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, ThreadReplicas, place_of
 
@@ -50,8 +48,9 @@ def say(request: Request) -> list[int]:
 def answer_of(episode: Episode) -> Any:
     """A token for each of some turns; then the end, with or without a text, or a failure."""
     number, place = int((~episode.is_sampled).sum()), int(episode.prompt.id) + episode.sample
-    if number < 1 + place % 3:
-        return [GIVEN + number]
+    if number < int(episode.prompt.id) % 5:
+        # Some turns have a limit of their own: also after an interruption in their middle.
+        return [GIVEN + number], TurnSettings(max_tokens=30 if place % 2 else None)
     if place % 4 == 0:
         raise ValueError(f"no answer to {place}")
     return ["", f"text {place}", None][place % 3]
@@ -61,7 +60,7 @@ def content_of(groups: Sequence[Group]) -> dict[tuple[str, int], Any]:
     return {
         (one.prompt.id, one.sample): (
             *(one.token_ids.tolist(), one.is_sampled.tolist(), one.log_probs.tolist()),
-            *(one.failure, one.final_text, one.truncated),
+            *(one.failure, one.final_text, one.truncated, one.turn),
         )
         for group in groups
         for one in group
@@ -81,53 +80,86 @@ def stored(groups: Sequence[Group], *, step: int) -> list[Group]:
 
 
 class Asked:
-    """An environment that counts what it is asked, and how many calls run when a step ends."""
+    """An environment that counts what it is asked."""
 
     def __init__(self, respond: Callable[[Episode], Any] = answer_of) -> None:
         self.counts: Counter[tuple[str, int, int]] = Counter()
-        self.num_running = 0
         self._respond = respond
         self._lock = threading.Lock()
 
     def __call__(self, episode: Episode) -> Any:
         with self._lock:
             self.counts[episode.prompt.id, episode.sample, len(episode.token_ids)] += 1
-            self.num_running += 1
-        try:
-            time.sleep(random.uniform(0, 0.01))
-            return self._respond(episode)
-        finally:
-            with self._lock:
-                self.num_running -= 1
+        return self._respond(episode)
 
 
-def go_on(replicas: Replicas, asked: Asked, prompts: Sequence[Prompt], wanted: int) -> list[Group]:
-    """Steps until every group is complete; all engines take equally many."""
-    engine = ScriptedEngine(say, replicas=replicas, num_places=10)
+class Slowly:
+    """Makes a call in every fourth decoding step, and where the generation waits for one."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._begun: deque[Callable[[], None]] = deque()
+
+    def begin(self, call: Callable[[], None]) -> None:
+        self._begun.append(call)
+
+    def step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps % 4 == 0:
+            self.end_one()
+
+    def end_one(self) -> None:
+        if self._begun:
+            self._begun.popleft()()
+
+    def watch(self, calls: Calls) -> Calls:
+        replies = calls.replies
+
+        def wait(*, wait_s: float) -> Any:
+            if wait_s:
+                self.end_one()
+            return replies(wait_s=wait_s)
+
+        calls.replies = wait  # type: ignore[method-assign]
+        return calls
+
+
+def go_on(
+    replicas: Replicas, asked: Asked, prompts: Sequence[Prompt], wanted: int
+) -> tuple[list[Group], list[Episode]]:
+    """Steps until every group is complete; all engines take equally many.
+
+    Returns:
+        The groups, and the episodes that a step has left unfinished.
+    """
+    slowly = Slowly()
+    engine = ScriptedEngine(say, replicas=replicas, num_places=10, before_step=slowly.step)
     # Two calls at a time: others wait for their turn when a step ends.
-    acting = acting_of(SimpleNamespace(respond=asked), run=in_thread, max_concurrent=2)
+    acting = acting_of(SimpleNamespace(respond=asked), run=slowly.begin, max_concurrent=2)
     waiting, opened, done = list(prompts), list[Group](), list[Group]()
+    left: list[Episode] = []
     for step in range(100):
         new, waiting = waiting[: wanted + 2 - len(opened)], waiting[wanted + 2 - len(opened) :]
         mine = [*(group[0].prompt for group in opened), *new]
         numbers = replicas.gather([len(mine)])
         if not any(numbers):
-            return done
+            return done, left
         several = replicas.world_size > 1
         groups = generate(
             engine,
             mine,
             replace(SETTINGS, step=step),
-            calls=acting.calls(f"step_{step}", replicas),
+            calls=slowly.watch(acting.calls(f"step_{step}", replicas)),
             begun={group[0].prompt.id: group for group in opened},
             num_groups=replicas.tally(min(wanted, sum(numbers))) if several else wanted,
             hooks=Hooks(keeps_unfinished=True, should_abort=lambda _: False),
         )
         assert groups is not None and engine.num_requests() == (0, 0)
-        assert replicas.world_size > 1 or asked.num_running == 0
+        assert not slowly._begun, "a call whose answer nobody takes"
         whole = [group for group in groups if all(one.finished for one in group)]
         done += whole
         opened = stored([group for group in groups if group not in whole], step=step)
+        left += [one for group in opened for one in group if not one.finished]
     raise AssertionError("it never ends")
 
 
@@ -149,15 +181,21 @@ def test_interrupted_episodes_end_as_undisturbed_ones_and_every_call_is_made_onc
 
     asked = Asked()
     if num_engines == 1:
-        done = go_on(LoneReplicas(), asked, PROMPTS, 3)
+        parts = [go_on(LoneReplicas(), asked, PROMPTS, 3)]
     else:
         ranks = ThreadReplicas.of(num_engines, size=1)
         with ThreadPoolExecutor(num_engines) as threads:
-            parts = threads.map(
-                lambda one: go_on(one, asked, PROMPTS[one.rank :: num_engines], 3), ranks
-            )
-            done = [group for part in parts for group in part]
+            parts = [
+                *threads.map(
+                    lambda one: go_on(one, asked, PROMPTS[one.rank :: num_engines], 3), ranks
+                )
+            ]
+    done, left = ([one for part in parts for one in part[i]] for i in (0, 1))
     assert content_of(done) == expected
+    # In a turn, some of them with a limit of its own, or before the answer to one.
+    waits = [len(one.token_ids) > 0 and one.token_ids[-1] == EOS for one in left]
+    assert {*waits} == {False, True}
+    assert any(one.turn.max_tokens for one in left)
     assert asked.counts == undisturbed.counts
 
 

@@ -30,12 +30,13 @@ from gapo_megatron.rollout.generate import Hooks, begin_all, generate
 from gapo_megatron.rollout.journal import evaluation_name, step_name
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import assign
-from gapo_megatron.rollout.requests import SamplingSettings, request_seed
+from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.selection import (
     choose,
     informative,
     rollout_metrics,
+    shuffled,
     source_metrics,
 )
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
@@ -146,7 +147,7 @@ class Rollouter:
             drawn += prompts
             sampled = self._sample(prompts, opened, missing, now)
             if sampled is None:
-                self.num_discarded_tokens += _num_sampled_here(groups)
+                self.num_discarded_tokens += groups.take(groups.rows_here).num_sampled
                 return None
             complete, opened = sampled
             groups = Rollouts.join([groups, complete])
@@ -156,7 +157,8 @@ class Rollouter:
             num_rounds += 1
 
         if self._batch.oversampling > 1:
-            groups = groups.take_groups(self._shuffled(groups.problems, step))
+            ids = [self._source.problems[i].id for i in groups.problems]
+            groups = groups.take_groups(shuffled(ids, step, seed=self._sampling.seed))
         kept = {*groups.problems, *opened.problems}
         self._source.give_back(
             [prompt for prompt in drawn if self._source.number_of(prompt.id) not in kept],
@@ -222,16 +224,6 @@ class Rollouter:
             return []
         gathered = gather_tokens(opened, channel=self.channel, tag=_TAG)
         return self._to_episodes(gathered) if self.channel.rank == 0 else []
-
-    def _shuffled(self, problems: Sequence[int], step: int) -> list[int]:
-        """Numbers of the groups in a random order that depends on the step, not on the layout.
-
-        Groups arrive by engine, resumed groups first: in that order some mini-batches would have
-        only resumed groups, others only new groups.
-        """
-        ids = [self._source.problems[i].id for i in problems]
-        seed = self._sampling.seed
-        return sorted(range(len(ids)), key=lambda i: request_seed(seed, step, ids[i], 0))
 
     def _sample(
         self, prompts: list[Prompt], opened: Rollouts, wanted: int, now: _Step
@@ -409,8 +401,3 @@ class _Step:
     """Costs of the environment's calls for the groups that this rank has judged, by round."""
     draft_counts: list[np.ndarray] = field(default_factory=list)
     """Numbers of draft tokens of the same groups, by round."""
-
-
-def _num_sampled_here(groups: Rollouts) -> int:
-    """Number of sampled tokens in the sequences held by this rank."""
-    return int(groups.table["num_sampled_tokens"][groups.rows_here].sum(dtype=np.int64))

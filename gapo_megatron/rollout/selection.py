@@ -9,6 +9,7 @@ import torch
 
 from gapo_megatron.config import BatchConfig
 from gapo_megatron.objective.groups import rewards_differ
+from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.rollouts import Rollouts
 
 
@@ -26,6 +27,20 @@ def choose(rollouts: Rollouts, wanted: int) -> list[int]:
     is_informative = informative(rollouts)
     by_worth = sorted(range(len(is_informative)), key=lambda i: not is_informative[i])
     return sorted(by_worth[:wanted])
+
+
+def shuffled(ids: Sequence[str], step: int, *, seed: int) -> list[int]:
+    """Numbers of groups in a random order that depends on seed and step, not on the layout.
+
+    Groups arrive by engine, resumed groups first: in that order some mini-batches would have only
+    resumed groups, others only new groups.
+
+    Args:
+        ids: problem of each group.
+        step: index of the step.
+        seed: the run's seed.
+    """
+    return sorted(range(len(ids)), key=lambda i: request_seed(seed, step, ids[i], 0))
 
 
 def rollout_metrics(

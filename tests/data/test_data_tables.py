@@ -108,6 +108,10 @@ def test_what_tables_of_others_have(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"")
     assert read(path) == [] and count_rows(path) == 0
+    lines = tmp_path / "lines.json.gz"  # of lines, as many published files of this suffix
+    lines.write_bytes(gzip.compress(b'\xef\xbb\xbf\r\n{"a": 1}\r\n\r\n{"a": 2}'))
+    assert read(lines) == [(2, {"a": 1}), (4, {"a": 2})]
+    assert count_rows(lines) == 2
 
 
 def test_packed_parquet_and_unknown_suffixes_are_refused(tmp_path: Path) -> None:

@@ -313,3 +313,43 @@ def test_messages_in_a_cell_are_read_and_such_a_prompt_is_named(
         caplog.clear()
         read(path)
         assert any("list of messages" in one for one in caplog.messages)
+
+
+def test_rows_that_other_loaders_trip_over(tmp_path: Path) -> None:
+    """Arrays and tuples that pandas wrote, columns of nulls, JSON within text, mixed types."""
+    pandas, numpy = pytest.importorskip("pandas"), pytest.importorskip("numpy")
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "own.py").write_text(OWN)
+    own = f"{tmp_path / 'own.py'}:verify"
+    path = tmp_path / "rows.parquet"
+    cells = {
+        "prompt": [numpy.array(user("a?"), dtype=object)],
+        "reward_model": [{"ground_truth": numpy.array(["1"], dtype=object)}],
+        "extra_info": [{"index": numpy.int64(3), "split": ("train", "dapo")}],
+    }
+    pandas.DataFrame(cells).to_parquet(path)
+    (prompt,) = read(path, columns={"prompt", "extra_info"}, id_key="extra_info.index", kind="math")
+    assert (prompt.id, prompt.answer) == ("3", "1")
+    assert prompt.row == {
+        "prompt": user("a?"),
+        "extra_info": {"index": 3, "split": ["train", "dapo"]},
+    }
+    text = json.dumps({"ground_truth": '{"target": 98}', "style": "rule"})
+    table = {"prompt": [user("a?")], "reward_model": [text], "extra_info": pyarrow.nulls(1)}
+    parquet.write_table(pyarrow.table(table), path)
+    (prompt,) = read(path, columns=None, kind=own)
+    assert (prompt.id, prompt.answer) == ("1", '{"target": 98}')
+    assert prompt.row["extra_info"] is None and prompt.row["reward_model"] == text
+    # Each label keeps what it is in its row, whatever the other rows have.
+    labels = [1, "1.0", [2], 2.5]
+    mixed = [{"id": i, "prompt": user("a?"), "label": one} for i, one in enumerate(labels)]
+    prompts = read(put_rows(tmp_path / "mixed.jsonl", mixed))
+    assert [(one.id, one.answer) for one in prompts] == [
+        ("0", "1"), ("1", "1.0"), ("2", "2"), ("3", "2.5")
+    ]  # fmt: skip
+    # Flattened, as tables are.
+    flat = [{"prompt": "a?", "reward_model.ground_truth": "007", "extra_info.index": 5}]
+    (prompt,) = read(put_rows(tmp_path / "flat.csv", flat), id_key="extra_info.index")
+    assert (prompt.id, prompt.answer) == ("5", "007")

@@ -44,6 +44,8 @@ def adapted(function: Callable[..., Any], *, setting: str, name: str) -> Callabl
     known: tuple[str, ...]
     if {"solution_str", "ground_truth"} <= parameters.keys():
         framework, known, adapter = "verl", _VERL, _verl
+    elif {"solution_strs", "ground_truths"} <= parameters.keys():
+        framework, known, adapter = "verl", _VERL_LISTS, _verl
     elif "completions" in parameters:
         framework, known, adapter = "TRL", _TRL_OWN, _trl
     elif (first := tuple(parameters)[:2]) in _SLIME_FIRST:
@@ -101,10 +103,15 @@ def _calling(
 
 
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_LISTS = tuple(f"{name}s" for name in _VERL)
 
 
 def _verl(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
-    """`compute_score(data_source, solution_str, ground_truth, extra_info=None)`: number or dict."""
+    """`compute_score(data_source, solution_str, ground_truth, extra_info=None)`: number or dict.
+
+    Or `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`: a list, of one.
+    """
+    is_list = "solution_strs" in parameters
 
     def ask(
         response: str,
@@ -115,8 +122,11 @@ def _verl(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callab
         extra_info: Any = None,
     ) -> Asked:
         values = (data_source, whole_response, answer, extra_info)
-        known = dict(zip(_VERL, values, strict=True))
-        return (), {key: one for key, one in known.items() if key in parameters}, _same
+        known = dict(zip(_VERL_LISTS if is_list else _VERL, values, strict=True))
+        kwargs = {key: one for key, one in known.items() if key in parameters}
+        if not is_list:
+            return (), kwargs, _same
+        return (), {key: [one] for key, one in kwargs.items()}, lambda results: _first(results, {})
 
     return _calling(function, ask)
 

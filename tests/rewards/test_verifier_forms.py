@@ -188,6 +188,9 @@ FOREIGN = {
     "    return solution_str.endswith('b') and ground_truth == 'x'": Outcome.CORRECT,
     "async def f(data_source, solution_str, ground_truth, extra_info=None, bonus=0, **kwargs):\n"
     "    return {'score': 1.0}": Outcome.CORRECT,
+    "def f(data_sources, solution_strs, ground_truths, extra_infos, bonus=0, **kwargs):\n"
+    "    assert (data_sources, ground_truths, extra_infos) == (['d'], ['x'], [{'i': 1}])\n"
+    "    return [{'score': len(one) / 18} for one in solution_strs]": Outcome.CORRECT,
     # TRL: with and without columns, strings and messages, None, logs, and lists of another length.
     "def f(completions, bonus=0, **kwargs):\n"
     "    assert set(kwargs) >= {'prompts', 'completion_ids', 'data_source', 'log_extra'}\n"

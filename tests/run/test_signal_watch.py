@@ -92,7 +92,7 @@ def test_wandb_shows_samples_shortened(tmp_path: Path, monkeypatch: pytest.Monke
     logged = fake_wandb(monkeypatch)
     long = replace(sample_of(5), response="a" * 5000 + "b" * 5000)
     with MetricsWriter(tmp_path, config=make_config(wandb_project="gapo")) as writer:
-        writer.log_samples(5, [long, sample_of(5, 1)])
+        writer.log_samples(5, [long, replace(sample_of(5, 1), metrics={"format": 0.5})])
     ((step, table), _) = logged
     columns, data = table["samples"]
     assert step == 5
@@ -101,3 +101,5 @@ def test_wandb_shows_samples_shortened(tmp_path: Path, monkeypatch: pytest.Monke
     assert shown.startswith("a" * 1000) and shown.endswith("b" * 1000)
     assert "8000" in shown and len(shown) < 2100
     assert [row[columns.index("problem")] for row in data] == ["p0", "p1"]
+    # A table of W&B refuses mappings with different keys in one column.
+    assert [row[columns.index("metrics")] for row in data] == ["{}", '{"format": 0.5}']

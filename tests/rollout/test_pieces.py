@@ -77,9 +77,28 @@ def test_each_token_has_its_own_text_and_a_character_is_with_its_last_byte() -> 
     ]
 
 
-def test_a_long_text_is_split_in_time_that_grows_with_it() -> None:
+def test_words_keep_the_space_that_a_decoder_drops_from_the_first() -> None:
+    decode = of_words()
+    word = next(i for i in range(330) if decode([0, i]) == "<unk> 42")
+    assert Pieces(decode).split([word] * 4, decode([word] * 4)) == ["42", " 42", " 42", " 42"]
+
+
+def no_decoder() -> Callable[[list[int]], str]:
+    """What it says of a token depends on those before: its first letter is a capital."""
+
+    def decode(ids: list[int]) -> str:
+        text = "".join("ab" if token % 2 else "cd" for token in ids)
+        return text[:1].upper() + text[1:]
+
+    return decode
+
+
+@pytest.mark.parametrize("make", [of_bytes, no_decoder])
+def test_a_long_text_is_split_in_time_that_grows_with_it(
+    make: Callable[[], Callable[[list[int]], str]],
+) -> None:
     """Few decodings are of more than one token, and none is long."""
-    decode, lengths = of_bytes(), list[int]()
+    decode, lengths = make(), list[int]()
 
     def counted(ids: list[int]) -> str:
         lengths.append(len(ids))
@@ -88,8 +107,10 @@ def test_a_long_text_is_split_in_time_that_grows_with_it() -> None:
     rng = random.Random(1)
     ids = [rng.randrange(300) for _ in range(5000)]
     found = Pieces(counted).split(ids, decode(ids))
+    assert "".join(found) == decode(ids)
     assert max(lengths) <= 17 and len(lengths) < 3 * len(ids)
-    assert sum(1 for piece in found if len(piece) > 20) == 0
+    if make is of_bytes:
+        assert max(map(len, found)) <= 20
 
 
 def test_a_decoder_that_cleans_up_loses_its_place_for_a_few_tokens_only() -> None:

@@ -24,8 +24,9 @@ def solve(session, log):
     with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         messages = [{"role": "user", "content": session.problem["prompt"]}]
         turn = ask(client, session, messages)
+        ended, turn = turn[-1], turn[:-1]
         with open(log, "a") as file:
-            file.write(f"{session.problem['id']} {session.sample} {turn}\n")
+            file.write(f"{session.problem['id']} {session.sample} {turn} {ended}\n")
         deadly = pathlib.Path(log + ".kill")
         if deadly.exists() and len(open(log).readlines()) >= int(deadly.read_text()):
             deadly.unlink(missing_ok=True)
@@ -41,8 +42,11 @@ def solve(session, log):
 
 
 def ask(client, session, messages):
-    answer = client.chat.completions.create(model=session.model, messages=messages)
-    return answer.choices[0].message.content
+    options = {"stop": ["9"], "max_tokens": 7}  # either ends some turns before EOS
+    answer = client.chat.completions.create(model=session.model, messages=messages, **options)
+    (choice,) = answer.choices
+    assert "9" not in choice.message.content and answer.usage.completion_tokens <= 7
+    return choice.message.content + {"length": "L", "stop": "S"}[choice.finish_reason]
 """
 
 TEMPLATE = (
@@ -98,6 +102,8 @@ def test_an_agent_trains(root: Path, whole: str) -> None:
         assert line["ratio/abs_deviation_max"] == 0 and line["clip/fraction_sequences"] == 0
         assert line["groups/unknown_verdicts"] == 0
         assert line["optim/grad_norm"] > 0
+    # Turns ended at their limit, and at a text or EOS.
+    assert {one[-1] for one in calls_of(root, whole)} == {"L", "S"}
     (evaluated, *_) = [one for one in metrics_of(root / whole) if "eval/pass@1" in one]
     assert evaluated["eval/unknown_verdicts"] == 0 < evaluated["eval/pass@1"] < 1
     samples = read_samples(root / whole)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron import rewards
-from gapo_megatron.config import RewardConfig
+from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.final_answer import final_answer, marked_text
 from gapo_megatron.rollout.agents.conversation import Conversation
@@ -220,7 +220,9 @@ def test_an_agent_sees_the_thinking_marked() -> None:
         "<|im_start|>assistant\n<think>\n"
     )
     first = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    conversation = Conversation(tokenizer, first=first, overrule=lambda *_: None)
+    conversation = Conversation(
+        tokenizer, first=first, overrule=lambda *_: None, config=EnvironmentConfig()
+    )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     messages = [{"role": "user", "content": "?"}]
     conversation.ask({"model": MODEL, "messages": messages, "tools": [tool]})

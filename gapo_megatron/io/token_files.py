@@ -122,6 +122,7 @@ def read_tokens(path: Path) -> list[dict[str, Any]]:
         if missing or lengths != {row["num_tokens"]}:
             what = f"no {missing[0]}" if missing else "lists of other lengths than its num_tokens"
             raise DataError(f"{path} is damaged: a response has {what}")
+        row["metrics"] = dict(row["metrics"])
     return rows
 
 
@@ -145,6 +146,8 @@ def _schema() -> Any:
             kind = pyarrow.list_(pyarrow.type_for_alias(_LISTS[one.name]))
         elif one.name == "sample" and one.type == "Sample":
             continue
+        elif one.name == "metrics":
+            kind = pyarrow.map_(pyarrow.string(), pyarrow.float64())
         else:
             kind = pyarrow.type_for_alias(_SCALARS[str(one.type).removesuffix(" | None")])
         columns.append(pyarrow.field(one.name, kind))
@@ -163,6 +166,8 @@ def _table(rows: Sequence[SampleTokens]) -> Any:
         values = [getattr(one, field.name) for one in owners]
         if field.name in _LISTS:
             columns.append(_lists(values, field.type))
+        elif field.name == "metrics":
+            columns.append(pyarrow.array([[*one.items()] for one in values], field.type))
         else:
             columns.append(pyarrow.array(values, field.type))
     return pyarrow.Table.from_arrays(columns, schema=schema)

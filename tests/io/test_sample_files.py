@@ -33,6 +33,7 @@ def sample_of(step: int, number: int = 0, *, response: str = "x") -> Sample:
         prompt='line\n"startup/',
         response=response,
         answer="7 \u2028 µ",
+        metrics={"length</p>": -0.5} if number else {},
     )
 
 

@@ -168,6 +168,8 @@ def _response(row: Row, spans: list[dict[str, Any]]) -> dict[str, Any]:
     names = ("sample", "verdict", "grade", "num_tokens", "truncated")
     found: dict[str, Any] = {name: row[name] for name in names}
     found["reason"] = _cut(row["reason"], "reason")
+    if metrics := row.get("metrics"):
+        found["metrics"] = metrics
     if spans:
         found["spans"] = spans
     if "pieces" not in row:

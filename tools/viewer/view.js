@@ -294,6 +294,7 @@ function tokens(one, number, scale) {
 function card(one, number, scale, reach, whole) {
   return el("article", { class: one.verdict },
     el("h3", {}, `${one.sample}: `, el("strong", {}, one.verdict), one.reason ? el("bdi", { class: "reason" }, visible(one.reason)) : ""),
+    one.metrics ? el("p", { class: "soft" }, Object.entries(one.metrics).map(([name, value]) => `${visible(name)} ${value}`).join(", ")) : "",
     facts(one, reach), one.spans ? timeline(one.spans, whole) : "", tokens(one, number, scale));
 }
 

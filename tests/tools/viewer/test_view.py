@@ -127,7 +127,9 @@ def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
     texts |= {"response": "".join(pieces)}
     hostile = replace(
         one,
-        sample=replace(one.sample, num_tokens=len(pieces), **texts),
+        sample=replace(
+            one.sample, num_tokens=len(pieces), metrics={HOSTILE[0] or "x": 0.125}, **texts
+        ),
         pieces=pieces,
         token_ids=every.astype(np.int32),
         policy_versions=every.astype(np.int32),
@@ -141,6 +143,7 @@ def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
     body = re.sub(r"<script.*?</script>", "", shown, flags=re.DOTALL)
     (tokens,) = re.findall(r'<div class="tokens">(.*?)</div>', body, re.DOTALL)
     spans = [html.unescape(re.sub("<.*?>", "", one)) for one in tokens.split("</span>")]
+    assert " 0.125" in Page(body).text
     for hidden in "\u202e\u2028\x1b\u2066":
         assert f"\u27e8U+{ord(hidden):04X}\u27e9" in tokens
         assert hidden not in Page(body).text

@@ -210,6 +210,11 @@ def _parse() -> argparse.Namespace:
         metavar="TEXT",
         help="appended to every prompt (default: evaluation's request for a boxed answer)",
     )
+    _add_own(own)
+    return parser.parse_args()
+
+
+def _add_own(own: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--suffix", default="", metavar="TEXT", help="appended to every prompt (default: none)"
     )
@@ -246,7 +251,6 @@ def _parse() -> argparse.Namespace:
         metavar="TEXT",
         help="keep only what follows the last TEXT of an answer, such as GSM8K's '####'",
     )
-    return parser.parse_args()
 
 
 def _kind(text: str) -> str:

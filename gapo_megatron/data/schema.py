@@ -19,13 +19,14 @@ import json
 import logging
 import re
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
+from gapo_megatron.config.data_section import RowKeys
 from gapo_megatron.config.schema import VerifierConfig
 from gapo_megatron.data.answers import Answers
 from gapo_megatron.data.messages import Message, read_messages, render, special_pattern
@@ -106,18 +107,11 @@ def read_prompts(
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
     path, keys = Path(path), data.row_keys(source)
-    wanted = [*dict.fromkeys((*KEYS, *heads(keys), *(columns or ())))]
     oddities = _Oddities(tokenizer, chat_template=data.chat_template)
-    reading: Reading | None = None
     with closing(Answers(path.parent)) as answers:
-        rows = read_rows(path, optional=None if columns is None else wanted)
-        for number, whole, _ in itertools.islice(rows, most):
+        rows = _read_problems(path, keys, columns)
+        for number, whole, reading, problem in itertools.islice(rows, most):
             where = f"{path}:{number}"
-            if reading is None:
-                reading = recognise(whole, keys, path=path, number=number)
-                logger.info("%s: %s", path, reading)
-            problem = reading.read(whole, path=path, number=number)
-            check_text(problem.prompt, where=f"{where}: {problem.prompt_key}")
             id = read_id(whole, keys.id_key, where=where) or str(number)
             level = _level(whole, is_own=reading.format == OWN, where=where)
             verifier, judge = _verifier(whole, reward, where=where)
@@ -142,6 +136,21 @@ def read_prompts(
         raise DataError(f"{path}: contains no problems")
     answers.check(path, num_problems=len(prompts))
     return prompts
+
+
+def _read_problems(
+    path: Path, keys: RowKeys, columns: Collection[str] | None
+) -> Iterator[tuple[int, Row, Reading, Problem]]:
+    """Number of each row, the row, how it is read, and what was read."""
+    wanted = (*KEYS, *heads(keys), *(columns or ()))
+    reading: Reading | None = None
+    for number, row, _ in read_rows(path, optional=None if columns is None else wanted):
+        if reading is None:
+            reading = recognise(row, keys, path=path, number=number)
+            logger.info("%s: %s", path, reading)
+        problem = reading.read(row, path=path, number=number)
+        check_text(problem.prompt, where=f"{path}:{number}: {problem.prompt_key}")
+        yield number, row, reading, problem
 
 
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]""")

@@ -15,7 +15,15 @@ from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.config.data_section import RowKeys
 from gapo_megatron.data.messages import Message, read_messages
-from gapo_megatron.data.row_formats import EmptyError, Reading, answer_text, find, first_row, heads
+from gapo_megatron.data.row_formats import (
+    EmptyError,
+    Problem,
+    Reading,
+    answer_text,
+    find,
+    first_row,
+    heads,
+)
 from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import KEYS, kept_columns
 from gapo_megatron.errors import ConfigError, DataError
@@ -147,34 +155,26 @@ def own(
     columns = None if taken is None else {*taken, *keep}
 
     @functools.cache
-    def reading_of(path: Path) -> Reading:
+    def reading_of(path: Path) -> Reading | None:
         first = first_row(path, keys)
-        assert first, f"{path} has a row"
-        return first[0]
+        return first and first[0]
 
     def read(row: Row, path: Path, number: int) -> Candidate:
-        where, reading = f"{path}:{number}", reading_of(path)
+        reading, where = reading_of(path), f"{path}:{number}"
+        assert reading, f"{path} has a row"
         try:
             problem = reading.read(row, path=path, number=number)
         except EmptyError as error:
             raise UnreadableError(str(error)) from None
-        prompt: str | list[Message]
-        if isinstance(problem.prompt, list):
-            prompt = read_messages(problem.prompt, where=f"{where}: {problem.prompt_key}")
-            text = "\n".join(one["content"] for one in prompt if one["role"] != "system")
-            prompt[-1]["content"] += suffix
-        else:
-            text = _text({problem.prompt_key: problem.prompt}, problem.prompt_key)
-            prompt = text + suffix
+        text, prompt = _own_prompt(problem, suffix, where=where)
         answer = _own_answer(
             problem.answer, kind, after=answer_after, key=reading.answer_key, where=where
         )
         _check(kind, answer, key=reading.answer_key)
         shown = row | {"id": "", "prompt" if isinstance(prompt, str) else "messages": prompt}
         kept = kept_columns(shown, columns, config, where=where)
-        return Candidate(
-            text, prompt, answer, {key: one for key, one in kept.items() if key not in KEYS}
-        )
+        kept = {name: one for name, one in kept.items() if name not in KEYS}
+        return Candidate(text, prompt, answer, kept)
 
     def id_of(row: Row) -> str:
         value = find(row, keys.id_key or "id")
@@ -191,8 +191,21 @@ def own(
         optional=None if columns is None else (*heads(keys), "level", *columns),
         id_of=id_of,
         level_of=lambda row, path: _plain(row.get("level")),
-        describe=lambda path: str(reading_of(path)),
+        describe=lambda path: str(reading_of(path) or ""),
     )
+
+
+def _own_prompt(
+    problem: Problem, suffix: str, *, where: str
+) -> tuple[str, str | Sequence[Message]]:
+    """The problem's own words, and the prompt with the suffix."""
+    if isinstance(problem.prompt, str):
+        text = _text({problem.prompt_key: problem.prompt}, problem.prompt_key)
+        return text, text + suffix
+    messages = read_messages(problem.prompt, where=f"{where}: {problem.prompt_key}")
+    text = "\n".join(one["content"] for one in messages if one["role"] != "system")
+    messages[-1]["content"] += suffix
+    return text, messages
 
 
 def _own_answer(value: Any, kind: str, *, after: str, key: str, where: str) -> str:

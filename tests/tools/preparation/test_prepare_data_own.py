@@ -116,6 +116,17 @@ def put_folder(tmp_path):
     return tmp_path / "one"
 
 
+def test_each_input_has_its_own_format_and_one_without_rows_has_none(run, tmp_path, capsys):
+    files = [
+        put(tmp_path / "a.jsonl", [{"prompt": "How far?", "label": 1}]),
+        put(tmp_path / "b.json", []),
+        put_rows(tmp_path / "c.tsv.gz", [{"prompt": "How wide?", "answer": "2"}]),
+    ]
+    assert run("own", files) == 0
+    assert [row["answer"] for row in written(tmp_path / "out")] == ["1", "2"]
+    assert re.search(mentions("slime format", "gapo format"), capsys.readouterr().out)
+
+
 def test_a_later_row_without_a_value_is_dropped_and_one_without_the_key_is_an_error(
     run, tmp_path, capsys
 ):

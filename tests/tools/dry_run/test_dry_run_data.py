@@ -42,6 +42,12 @@ def later(response, answer):
 async def soon(response, answer):
     return {"score": response == answer, "length": len(response)}
 
+def together(responses, answer, messages, state=None):
+    return [one == answer and len(said) == 2 for one, said in zip(responses, messages)]
+
+def of_trl(completions, prompts, answer, **kwargs):
+    return [float(one == right) for one, right in zip(completions, answer)]
+
 def agent(session):
     return ""
 """
@@ -172,6 +178,23 @@ def test_verifiers_are_called_on_answers_and_on_nothing(
         assert len(found) == len(expected), found
         for one, parts in zip(found, expected, strict=True):
             assert re.search(mentions(*parts), one), one
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"kind": "own.py:together"},
+        {"kind": "own.py:of_trl"},
+        {"components": {"exact": "exact", "soon": "own.py:soon", "pair": "own.py:together"}},
+    ],
+    ids=str,
+)
+def test_every_form_of_a_verifier_is_called(make: Any, reward: dict[str, Any]) -> None:
+    seen = look(make(ROWS, reward=reward))
+    assert not seen.errors and not seen.warnings
+    name = reward.get("kind") or "exact + soon + pair"
+    for said in ("reference answers: 8 correct", "empty responses: 8 wrong"):
+        assert any(f"Verifier {name}, {said}" in note for note in seen.notes), seen.notes
 
 
 def test_what_an_environment_makes_the_response_is_no_warning(make: Any) -> None:

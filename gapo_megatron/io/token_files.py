@@ -85,20 +85,12 @@ class TokenLog:
 
 
 def count_tokens(path: Path) -> int:
-    """Tokens of all responses of a file, without reading them.
+    """Tokens of all responses of a file, from the one column that says so.
 
     Raises:
         DataError: it is no such file, or damaged; names it.
     """
-    from pyarrow import ArrowException, parquet
-
-    try:
-        found = parquet.read_metadata(path)
-        groups = [found.row_group(i) for i in range(found.num_row_groups)]
-        columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-    except (ArrowException, OSError, ValueError) as error:
-        raise _damage(path, error) from None
-    return sum(one.num_values for one in columns if one.path_in_schema.startswith("token_ids."))
+    return sum(row["num_tokens"] or 0 for row in _read(path, ["num_tokens"]))
 
 
 def read_tokens(path: Path) -> list[dict[str, Any]]:
@@ -107,18 +99,10 @@ def read_tokens(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: it is no such file, or damaged; names it.
     """
-    from pyarrow import ArrowException, parquet
-
-    with naming(path), open_file(path) as file:
-        content = io.BytesIO(file.read())
-    schema = _schema()
-    try:
-        rows: list[dict[str, Any]] = parquet.read_table(content, schema=schema).to_pylist()
-    except (ArrowException, OSError, ValueError) as error:  # an OSError of its decompression
-        raise _damage(path, error) from None
+    rows = _read(path)
     for row in rows:
         lengths = {len(row[name]) for name in _LISTS if row[name] is not None}
-        missing = [name for name in schema.names if row[name] is None and name in _REQUIRED]
+        missing = [name for name in _schema().names if row[name] is None and name in _REQUIRED]
         if missing or lengths != {row["num_tokens"]}:
             what = f"no {missing[0]}" if missing else "lists of other lengths than its num_tokens"
             raise DataError(f"{path} is damaged: a response has {what}")
@@ -126,9 +110,20 @@ def read_tokens(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _damage(path: Path, error: Exception) -> DataError:
-    [said, *_] = str(error).splitlines() or ["unreadable"]
-    return DataError(f"{path} is damaged: {said}")
+def _read(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of a file, with all of its columns or some."""
+    from pyarrow import ArrowException, parquet
+
+    with naming(path), open_file(path) as file:
+        content = io.BytesIO(file.read())
+    try:
+        table = parquet.read_table(content, columns=columns, schema=_schema())
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+    # OSError: its decompression; ValueError: texts that are no UTF-8.
+    except (ArrowException, OSError, ValueError) as error:
+        [said, *_] = str(error).splitlines() or ["unreadable"]
+        raise DataError(f"{path} is damaged: {said}") from None
 
 
 _REQUIRED = {one.name for one in fields(Sample) if "None" not in str(one.type)} | {

@@ -15,6 +15,7 @@ from gapo_megatron.evaluate.counts import read_counts, write_counts
 from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
 from gapo_megatron.io.sample_files import read_samples, read_timelines
+from gapo_megatron.io.token_files import count_tokens, read_tokens, token_files
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.launch.postmortem import Evidence
 from gapo_megatron.run.metrics import MetricsWriter
@@ -26,6 +27,7 @@ from tests.configs import config_of
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
 from tests.io.test_sample_files import sample_of
+from tests.io.test_token_files import tokens_of
 
 _BRANCH = {"run": "other", "step": 1, "changes": {"objective.method": ["gspo", "gapo"]}}
 _NUM_STEPS = 3
@@ -55,6 +57,7 @@ def _prepare(folder: Path) -> None:
                 [sample_of(step, number) for number in range(2)],
                 [Timeline(step, f"p{number}", number, spans) for number in range(2)],
             )
+            writer.log_tokens(step, [tokens_of(step, number) for number in range(2)])
             writer.log(step, values, {"time/step_s": 2.0, "time/rollout_s": 1.0})
     counts = [{"id": f"p{i}", "level": "1", "num_samples": 8, "num_correct": i} for i in range(3)]
     write_counts(counts, run / "evaluations/step_00000000.json")
@@ -99,6 +102,8 @@ def _read_report(folder: Path) -> dict[str, Any]:
     """What those read who look at a run."""
     run = folder / "run"
     status = read_status(run)
+    for path in token_files(run).values():
+        count_tokens(path)
     read = read_run(run)
     text = (run / "branch.json").read_text("utf-8") if read.branch else None
     return {
@@ -108,6 +113,7 @@ def _read_report(folder: Path) -> dict[str, Any]:
         "timings.jsonl": read.timings,
         "samples.jsonl": read_samples(run),
         "timelines.jsonl": read_timelines(run),
+        "step_00000001.parquet": [read_tokens(one) for one in token_files(run).values()],
         "step_00000000.json": read_counts(run / "evaluations/step_00000000.json"),
         "branch.json": text and parse_branch(text, where="branch.json"),
         "failure_0.json": repr(Evidence(run / "attempts/7.0").diagnose()),
@@ -119,6 +125,10 @@ def _damage(rng: Random, folder: Path, names: list[str]) -> Damage:
     path = folder / file
     if rng.random() < 0.25:
         return damage_file(rng, folder, file)
+    if file.endswith(".parquet"):
+        content, what = damage_bytes(rng, path.read_bytes())
+        path.write_bytes(content)
+        return Damage(file, what)
     if file.endswith(".json"):
         return damage_json(rng, folder, file)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -152,6 +162,7 @@ def targets() -> list[Target]:
     start += ["samples.jsonl", "timelines.jsonl"]
     report = ["config.toml", "metrics.jsonl", "timings.jsonl", "evaluations/step_00000000.json"]
     report += ["samples.jsonl", "timelines.jsonl", "branch.json", "attempts/7.0/failure_0.json"]
+    report += ["tokens/step_00000001.parquet"]
     return [
         Target(
             name,

@@ -130,9 +130,9 @@ test-cuda: .cuda-env/.stamp ## Run the tests that need the CUDA wheels, in .cuda
 LOCK = .venv/bin/uv pip compile --quiet --no-deps --no-annotate --no-header --generate-hashes \
 	--python-version 3.12 --python-platform x86_64-manylinux_2_28 -
 
-lock: ## Write the hashes of requirements/cpu.txt, dev.txt and language.txt anew, for the versions that they have
+lock: ## Write the hashes of requirements/cpu.txt, dev.txt, language.txt and reasoning.txt anew, for the versions that they have
 	@tools/setup_env.sh dev
-	set -eu; for lock in requirements/cpu.txt requirements/dev.txt requirements/language.txt; do \
+	set -eu; for lock in requirements/cpu.txt requirements/dev.txt requirements/language.txt requirements/reasoning.txt; do \
 		sed '/^$$/q' $$lock > $$lock.new; \
 		sed '1,/^$$/d' $$lock | grep -oE '^[^ ]+==[^ ]+' | $(LOCK) >> $$lock.new; \
 		mv $$lock.new $$lock; \

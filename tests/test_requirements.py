@@ -17,7 +17,8 @@ from packaging.utils import canonicalize_name
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
-LOCKS = {name: ROOT / "requirements" / f"{name}.txt" for name in ("cpu", "dev", "gpu", "language")}
+NAMES = ("cpu", "dev", "gpu", "language", "reasoning")
+LOCKS = {name: ROOT / "requirements" / f"{name}.txt" for name in NAMES}
 GPU_IN = ROOT / "requirements" / "gpu.in"
 SETUP = ROOT / "tools" / "setup_gpu_env.sh"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -79,6 +80,8 @@ def test_all_that_is_asked_for_is_locked() -> None:
         texts = [*PYPROJECT["dependencies"], *extras[extra]]
         assert [text for text in texts if unmet(Requirement(text), lock)] == []
     assert [name for name, (one, _) in inputs().items() if unmet(one, gpu)] == []
+    reasoning = pins(LOCKS["reasoning"])
+    assert [text for text in extras["reasoning"] if unmet(Requirement(text), reasoning)] == []
     # What its extras bring: the compiled core for the CUDA of torch, and the source of the rest.
     parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
     assert {gpu.get(name) for name in parts} == {gpu["transformer-engine"]}
@@ -103,6 +106,22 @@ def test_what_packages_ask_for_is_locked(lock: str, python: str) -> None:
                 missing += [f"{package}: {text}"] if unmet(one, locked) else []
     assert missing == []
     assert looked_at > 150
+
+
+@pytest.mark.parametrize(("lock", "python"), [("cpu", "3.11"), ("cpu", "3.12"), ("gpu", "3.12")])
+def test_reasoning_is_complete_on_top_of(lock: str, python: str) -> None:
+    """And changes a version of the lock for GPUs in one place, that its packages allow."""
+    own, below = pins(LOCKS["reasoning"]), pins(LOCKS[lock])
+    assert [name for name in own.keys() & below.keys()] == (["tabulate"] if lock == "gpu" else [])
+    environment, missing = machine(python), []
+    for package in own:
+        pytest.importorskip("reasoning_gym")
+        assert metadata.version(package) == own[package]
+        for text in metadata.requires(package) or []:
+            one = Requirement(text)
+            if one.marker is None or one.marker.evaluate(environment | {"extra": ""}):
+                missing += [f"{package}: {text}"] if unmet(one, below | own) else []
+    assert missing == []
 
 
 def test_cpu_and_gpu_agree_unless_there_is_a_reason() -> None:

@@ -242,12 +242,14 @@ def _write_task(config: Config) -> None:
 
 
 def _prepare_language(config: Config) -> None:
-    """Make the problems, and the model unless its folder exists: all seeds share it."""
+    """Make the model unless its folder exists: all seeds share it. And the problems, of files."""
     from gapo_tools.demonstration import demo_language, smollm2
 
     model, train = Path(config.model.hf_dir), Path(config.data.train_path)
     if not model.is_dir():
         smollm2.write_model(smollm2.PACKAGES, model)
+    if config.data.generated:
+        return
     if not train.exists():
         claim(train.parent, ["train.jsonl", "eval.jsonl"], field="data.train_path", made_by="demo")
         seed, (num_eval, num_train) = config.run.seed, (LANGUAGE_EVAL, LANGUAGE_TRAIN)

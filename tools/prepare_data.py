@@ -45,6 +45,8 @@ def main() -> int:
     try:
         if arguments.source == "verifiers":
             return _write_tasks(arguments)
+        if arguments.source == "reasoning_gym":
+            return _write_generated(arguments)
         counts, held_out, source = _prepare(arguments)
     except GapoError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,6 +108,14 @@ def _write_tasks(arguments: argparse.Namespace) -> int:
 
     count = write_tasks(arguments.config, arguments.output, num_tasks=arguments.num_tasks)
     print(f'{count:,} tasks; data.train_path = "{arguments.output / "problems.jsonl"}"')
+    return 0
+
+
+def _write_generated(arguments: argparse.Namespace) -> int:
+    from gapo_tools.preparation.generated_tasks import write_generated
+
+    for name, count in write_generated(arguments.config, arguments.output).items():
+        print(f"{count:,} problems in {arguments.output / name}")
     return 0
 
 
@@ -205,6 +215,16 @@ def _parse() -> argparse.Namespace:
     verifiers.add_argument(
         "--num-tasks", type=positive, metavar="N", help="only the first N tasks (default: all)"
     )
+    generated = sources.add_parser(
+        "reasoning_gym",
+        help="the problems that a config's data sources generate",
+        description="Writes what a run generates at its start: problems.jsonl for training, and "
+        "held_out.jsonl, as for evaluate.py --problems (docs/data.md).",
+    )
+    generated.add_argument(
+        "--config", type=Path, required=True, metavar="TOML", help="the run's config"
+    )
+    generated.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
     deepscaler.add_argument(
         "--suffix",
         metavar="TEXT",

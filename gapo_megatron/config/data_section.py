@@ -1,4 +1,4 @@
-"""Section `data`: the training problems, in one file or several, and how they become prompts."""
+"""Section `data`: the training problems, of files or generated, and how they become prompts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from gapo_megatron.config.section import CHECKED, HELD_OUT, INPUT_PATH, LEARNED, SAMPLED, Section
 from gapo_megatron.config.types import (
+    CountOrZero,
     Lines,
     OptionalDate,
     OptionalPath,
-    PathText,
     Positive,
+    Seed,
+    Settings,
     StepsOrZero,
     Text,
     Tokens,
@@ -55,14 +64,50 @@ class RowKeys:
     id_key: str = ""
 
 
+REASONING_GYM = "reasoning_gym"
+"""The kind of a source whose problems that package generates, and the verifier that it scores with.
+"""
+
+
+class Family(Section):
+    """A family of generated problems in a data source."""
+
+    role = LEARNED
+
+    name: SourceName
+    """Its name in the package reasoning-gym, such as `chain_sum`."""
+    weight: Positive = 1.0
+    """The source has problems of its families in proportion to their weights."""
+    settings: Settings = Field(default_factory=dict)
+    """Settings of the family in the package, which decide how hard its problems are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("seed", "size"):
+            if key in self.settings:
+                raise ValueError(f"settings.{key} ({self.settings[key]!r}): set it for the source")
+        return self
+
+
+_REQUIRED = ("path", "families", "size")
+"""Keys that a source of their kind must have."""
+
+
+def _family(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class DataSource(Section):
-    """A file of training problems among several, each with its own epochs (docs/data.md)."""
+    """Training problems of one origin among several, with their own epochs (docs/data.md)."""
 
     role = LEARNED
 
     name: SourceName
     """Name in metrics, `data/<name>/...`, and before the ids of its problems: `<name>/<id>`."""
-    path: Annotated[PathText, INPUT_PATH]
+    kind: Literal["file", "reasoning_gym"] = "file"
+    """`file`: the problems are those of `path`. `reasoning_gym`: that package generates them when
+    the run starts, and scores the answers ([data.md](data.md#generated-problems))."""
+    path: Annotated[OptionalPath, INPUT_PATH, Field(validate_default=True)] = ""
     """File with problems, as `data.train_path`."""
     format: RowFormat | None = None
     """Unset: `data.format`."""
@@ -72,6 +117,20 @@ class DataSource(Section):
     """Empty: `data.answer_key`."""
     id_key: Text = ""
     """Empty: `data.id_key`."""
+    families: Annotated[
+        tuple[Annotated[Family, BeforeValidator(_family)], ...],
+        Field(strict=False, validate_default=True),
+    ] = ()
+    """Families of generated problems: names, or tables with `name`, `weight` and `settings`."""
+    size: Annotated[CountOrZero, Field(validate_default=True)] = 0
+    """Number of generated problems, all different, for training."""
+    eval_size: CountOrZero = 0
+    """Number of further ones that are held out: none is among the training problems."""
+    shots: Annotated[int, Field(ge=0, le=64)] = 0
+    """Solved problems before each question, the same ones for all of a family; for models that
+    continue a text."""
+    seed: Seed = 0
+    """Seed of the generated problems."""
     weight: Positive = 1.0
     """A step draws prompts from its sources in proportion to their weights."""
     first_step: StepsOrZero = 0
@@ -86,6 +145,27 @@ class DataSource(Section):
                 f"last_step ({self.last_step}) must not be below first_step ({self.first_step})"
             )
         return self
+
+    @field_validator("path", "families", "size", "eval_size", "shots", "seed")
+    @classmethod
+    def _check_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Every kind has keys that it needs, and keys of another kind."""
+        kind, of_file = info.data.get("kind"), info.field_name == "path"
+        if kind and of_file != (kind == "file") and value:
+            raise ValueError(f"does not go with kind {kind!r}")
+        if kind and of_file == (kind == "file") and not value and info.field_name in _REQUIRED:
+            raise ValueError(f"required with kind {kind!r}")
+        return value
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether its problems are in no file."""
+        return self.kind == REASONING_GYM
+
+    @property
+    def origin(self) -> str:
+        """Where its problems are from, for messages: the path, or the generator."""
+        return self.path or f"{self.kind} {self.name!r}"
 
     def is_drawn(self, step: int) -> bool:
         """Whether a step draws from it."""
@@ -102,7 +182,7 @@ class DataConfig(Section):
     """File with the training problems, .jsonl, .json, .csv, .tsv, a .gz of these, or .parquet
     (docs/data.md). Or use `[[data.source]]`."""
     source: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
-    """Several files with training problems instead of `train_path`: a table `[[data.source]]` for
+    """Several origins of training problems instead of `train_path`: a table `[[data.source]]` for
     each, with the settings below."""
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
     """Held-out problems in the same format. Empty: no evaluation during training."""
@@ -152,8 +232,21 @@ class DataConfig(Section):
 
     @property
     def train_files(self) -> dict[str, str]:
-        """Paths of the training problems by name of the source; the name of a single file is ''."""
-        return {one.name: one.path for one in self.source} or {"": self.train_path}
+        """Origins of the training problems by name of the source; the name of a single file is ''.
+
+        A path, but for generated problems (`DataSource.origin`).
+        """
+        return {one.name: one.origin for one in self.source} or {"": self.train_path}
+
+    @property
+    def generated(self) -> tuple[DataSource, ...]:
+        """The sources whose problems are generated."""
+        return tuple(one for one in self.source if one.is_generated)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out problems, of a file or generated."""
+        return bool(self.eval_path) or any(one.eval_size for one in self.generated)
 
     def row_keys(self, source: str = "") -> RowKeys:
         """How the rows of a source are read; of `train_path` and `eval_path` without a name."""

@@ -58,9 +58,10 @@ def check_together(config: Config) -> None:
             f"rollout.quantization ({config.rollout.quantization!r}) needs model.precision "
             "'bf16', 'fp16' or 'fp8', not 'fp32': vLLM quantises 16-bit layers only"
         )
-    if config.evaluation.every_steps and not config.data.eval_path:
+    if config.evaluation.every_steps and not config.data.has_held_out:
         raise ValueError(
-            f"evaluation.every_steps ({config.evaluation.every_steps}) needs data.eval_path"
+            f"evaluation.every_steps ({config.evaluation.every_steps}) needs data.eval_path, or "
+            "eval_size of a generated data.source"
         )
 
 
@@ -95,11 +96,10 @@ def _check_numbers(config: Config) -> None:
     """Rules for a verifier's numbers, and for advantages from them: c is a count of verdicts."""
     reward = config.reward
     is_threshold_set = reward.correct_above != type(reward).model_fields["correct_above"].default
-    gives_numbers = bool(reward.code_names or reward.components)
-    if is_threshold_set and not gives_numbers:
+    if is_threshold_set and not reward.gives_numbers:
         raise ValueError(
-            f"reward.correct_above ({reward.correct_above}) needs a verifier of your own that "
-            f"returns numbers, not reward.kind {reward.kind!r}"
+            f"reward.correct_above ({reward.correct_above}) needs a verifier that returns numbers, "
+            f"'reasoning_gym' or your own, not reward.kind {reward.kind!r}"
         )
     if not reward.graded:
         return
@@ -110,10 +110,10 @@ def _check_numbers(config: Config) -> None:
             f"reward.graded (true) does not go with objective.method {config.objective.method!r}: "
             f"its {key} depends on c, the number of correct responses"
         )
-    if not gives_numbers:
+    if not reward.gives_numbers:
         raise ValueError(
-            f"reward.graded (true) needs a verifier of your own that returns numbers, not "
-            f"reward.kind {config.reward.kind!r}"
+            f"reward.graded (true) needs a verifier that returns numbers, 'reasoning_gym' or your "
+            f"own, not reward.kind {config.reward.kind!r}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from gapo_megatron.config.adapter_section import AdapterConfig
-from gapo_megatron.config.data_section import DataConfig
+from gapo_megatron.config.data_section import REASONING_GYM, DataConfig
 from gapo_megatron.config.environment import EnvironmentConfig
 from gapo_megatron.config.objective_section import ObjectiveConfig
 from gapo_megatron.config.reward_section import RewardConfig
@@ -250,6 +250,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.data.generated and self.reward.kind != REASONING_GYM:
+            # Their rows name it.
+            known = {REASONING_GYM: VerifierConfig(kind=REASONING_GYM), **self.reward.verifiers}
+            self.__dict__["reward"] = self.reward.model_copy(update={"verifiers": known})
         check_together(self)
         # Resolved here, so that the schedule depends on [optimizer] and the update alone, and a
         # resume compares it like any other setting.

@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,21 +53,20 @@ KEYS = ("id", "prompt", "messages", "answer", "level", "verifier")
 
 
 def read_training_prompts(
-    data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, reward: RewardConfig, **options: Any
+    data: DataConfig, *, generated: Mapping[str, Iterable[Row]] = {}, **options: Any
 ) -> list[Prompt]:
     """Read the training problems: of `data.train_path`, or of every `[[data.source]]` in order.
 
     Args:
         data: section `data`.
-        tokenizer: the policy's tokenizer.
-        reward: section `reward`.
+        generated: rows of its generated sources, by name.
         options: see `read_prompts`, also for errors.
     """
     return [
         prompt
         for name, path in data.train_files.items()
         for prompt in read_prompts(
-            path, tokenizer=tokenizer, data=data, reward=reward, source=name, **options
+            path, data=data, source=name, generated=generated.get(name), **options
         )
     ]
 
@@ -81,6 +80,7 @@ def read_prompts(
     source: str = "",
     columns: Collection[str] | None = (),
     most: int | None = None,
+    generated: Iterable[Row] | None = None,
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
 
@@ -94,6 +94,7 @@ def read_prompts(
         columns: columns to keep as `Prompt.row`, for user verifiers, if a row has
             them, `answer` and `verifier` excepted; None: all.
         most: number of rows to read, from the first; None: all.
+        generated: the rows, where they are in no file; `path` then names them in messages.
 
     Returns:
         The problems in file order, the same on every rank.
@@ -107,9 +108,11 @@ def read_prompts(
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
     path, keys = Path(path), data.row_keys(source)
+    if generated is not None:
+        keys = RowKeys(OWN)
     oddities = _Oddities(tokenizer, chat_template=data.chat_template)
     with closing(Answers(path.parent)) as answers:
-        rows = _read_problems(path, keys, columns)
+        rows = _read_problems(path, keys, columns, generated)
         for number, whole, reading, problem in itertools.islice(rows, most):
             where = f"{path}:{number}"
             id = read_id(whole, keys.id_key, where=where) or str(number)
@@ -139,12 +142,19 @@ def read_prompts(
 
 
 def _read_problems(
-    path: Path, keys: RowKeys, columns: Collection[str] | None
+    path: Path,
+    keys: RowKeys,
+    columns: Collection[str] | None,
+    generated: Iterable[Row] | None,
 ) -> Iterator[tuple[int, Row, Reading, Problem]]:
     """Number of each row, the row, how it is read, and what was read."""
-    wanted = (*KEYS, *heads(keys), *(columns or ()))
+    optional = None if columns is None else (*KEYS, *heads(keys), *columns)
     reading: Reading | None = None
-    for number, row, _ in read_rows(path, optional=None if columns is None else wanted):
+    if generated is None:
+        rows = ((n, row) for n, row, _ in read_rows(path, optional=optional))
+    else:
+        rows = ((n, row) for n, row in enumerate(generated, start=1))
+    for number, row in rows:
         if reading is None:
             reading = recognise(row, keys, path=path, number=number)
             logger.info("%s: %s", path, reading)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import ConfigError, DataError, printable, said
-from gapo_megatron.rewards import verifiers
+from gapo_megatron.rewards import reasoning_gym, verifiers
 from gapo_megatron.rewards.judging import MOST_CHARACTERS, Judge, Judging, ask_judge, score
 from gapo_megatron.rewards.pool import Item, Pool
 from gapo_megatron.rewards.results import UNREADABLE
@@ -44,6 +44,8 @@ def check(config: RewardConfig) -> None:
         if one.kind == "code":
             limits = Limits(total_s=timeout_s(one, config))
             check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
+        elif one.kind == "reasoning_gym":
+            reasoning_gym.installed_version()
         elif user_code.is_code(one.kind):
             verifiers.load(one.kind, one.settings, setting=setting)
 

@@ -10,6 +10,7 @@ from gapo_megatron.compat.megatron_version import check_version
 from gapo_megatron.config import Config
 from gapo_megatron.config.rules import check_paths, inert_clip_note, input_paths
 from gapo_megatron.config.schema import VLLM
+from gapo_megatron.data.reasoning_gym import generate
 from gapo_megatron.formats.draft_folder import check_draft
 from gapo_megatron.formats.folder import check_replaceable, is_marked
 from gapo_megatron.formats.model_folder import check_model_folder
@@ -39,6 +40,7 @@ def check_before_imports(config: Config) -> None:
     check_writable(config.run.output_dir, is_first=is_first())
     check_sinks(config.metrics)
     rewards.check(config.reward)
+    generate(config.data.generated, most=0)
     environments.check(config.environment, system_prompt=config.data.system_prompt)
     if is_first():
         require_launcher(read_owner(config.run.output_dir))

@@ -16,6 +16,7 @@ from gapo_megatron.checkpoint import BranchPoint
 from gapo_megatron.config import Config
 from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template, prompts_made_of
+from gapo_megatron.data.reasoning_gym import generate
 from gapo_megatron.data.row_formats import first_row
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.data.source import PromptSource, check_counts
@@ -113,18 +114,27 @@ def read_problems(
 
     Raises:
         DataError: names file and line; or there are too few problems for a step.
+        ConfigError: problems cannot be generated; see `reasoning_gym.generate`.
     """
     data = config.data
+    evaluates = config.evaluation.every_steps > 0
+    made = generate(data.generated)
+    if made.num_repeated and is_first():
+        logger.info("%d generated problems were left out: repetitions", made.num_repeated)
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
         "reward": config.reward,
         "columns": None if config.environment.code_names else rewards.row_columns(config.reward),
     }
-    problems = read_training_prompts(data, **options)
+    problems = read_training_prompts(data, generated=made.training, **options)
     counts = Counter(problem.source for problem in problems)
     check_counts(counts, config.batch, data=data, num_steps=config.run.num_steps)
-    evaluates = config.evaluation.every_steps > 0
-    held_out = read_prompts(data.eval_path, data=data, **options) if evaluates else []
+    if not evaluates:
+        return problems, []
+    held_out = read_prompts(data.eval_path, data=data, **options) if data.eval_path else []
+    for name, rows in made.held_out.items():
+        path = f"{data.train_files[name]}, held out"
+        held_out += read_prompts(path, data=data, source=name, generated=rows, **options)
     return problems, held_out
 
 

@@ -182,7 +182,7 @@ def look_at_inputs(config: Config, *, most: int | None) -> Seen:
     reasons = why_not_run(config)
     # The tokenizer comes with transformers: seconds, spent only where nothing else is wrong.
     seen = look_at_data(config, most=most, tokenises=not reasons)
-    return replace(seen, errors=[*reasons, *seen.errors])
+    return replace(seen, errors=[*dict.fromkeys([*reasons, *seen.errors])])
 
 
 def why_not_run(config: Config) -> list[str]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
+from gapo_megatron.config.data_section import REASONING_GYM
+from gapo_megatron.data.reasoning_gym import Generated, generate
 from gapo_megatron.data.row_formats import Problem, Reading, first_row
-from gapo_megatron.data.rows import count_rows
+from gapo_megatron.data.rows import Row, count_rows
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import check_counts
 from gapo_megatron.data.template_date import asks_date, expected_date
 from gapo_megatron.errors import ConfigError, GapoError, RewardError, printable
 from gapo_megatron.formats.model_folder import check_model_folder
+from gapo_megatron.rewards import reasoning_gym
 from gapo_megatron.types import Outcome, Prompt, Verdict
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ SAMPLE = 100
 """Rows of each file that are read, and of the training files that are judged, by default."""
 _NUM_SHOWN, _NUM_FIRST = 3, 3
 """Prompts that are shown; problems after which a verifier that says nothing is not asked again."""
+_HELD_OUT = ", held out"
 _HEAD, _TAIL = 200, 100
 """Characters of a prompt that are shown."""
 
@@ -55,6 +59,7 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
     data, tokenizer = config.data, None
     try:
         columns = None if config.environment.code_names else rewards.row_columns(config.reward)
+        made = generate(data.generated, most=most)
         if tokenises:
             tokenizer = _tokenizer(config, seen)
     except GapoError as error:
@@ -67,23 +72,22 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
         "columns": columns,
         "most": most,
     }
-    files: list[tuple[str, str | None]] = [(path, name) for name, path in data.train_files.items()]
-    if config.evaluation.every_steps:
-        files.append((data.eval_path, None))
     problems: list[Prompt] = []
     counts: dict[str, int] = {}
-    for path, source in files:
-        if not Path(path).is_file():
+    sizes = {one.origin: one.size for one in data.generated}
+    sizes |= {f"{one.origin}{_HELD_OUT}": one.eval_size for one in data.generated}
+    for path, source, rows in _parts(config, made):
+        if rows is None and not Path(path).is_file():
             continue  # in the list of missing inputs
         try:
-            found = read_prompts(path, source=source or "", **options)
-            num_rows = count_rows(Path(path))
-            first = first_row(Path(path), data.row_keys(source or ""))
+            found = read_prompts(path, source=source or "", generated=rows, **options)
+            num_rows = count_rows(Path(path)) if rows is None else sizes[path]
+            first = None if rows is not None else first_row(Path(path), data.row_keys(source or ""))
         except GapoError as error:
             seen.errors.append(str(error))
             continue
+        seen.notes.append(_about_rows(path, found, num_rows, reading=first and first[0]))
         if first is not None:
-            seen.notes.append(_about_rows(path, found, num_rows, reading=first[0]))
             seen.notes.append(_about_first(found[0], first[1]))
         if source is not None:
             counts[source] = num_rows
@@ -97,6 +101,18 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
         seen.notes += [_about_prompt(one, tokenizer) for one in problems[:_NUM_SHOWN]]
         _ask_verifiers(config, problems, seen)
     return seen
+
+
+def _parts(
+    config: Config, made: Generated
+) -> Iterator[tuple[str, str | None, Sequence[Row] | None]]:
+    """Path, name and generated rows of every part of the data; held-out parts have no name."""
+    data = config.data
+    yield from ((path, name, made.training.get(name)) for name, path in data.train_files.items())
+    if config.evaluation.every_steps and data.eval_path:
+        yield data.eval_path, None, None
+    for name, rows in made.held_out.items() if config.evaluation.every_steps else ():
+        yield f"{data.train_files[name]}{_HELD_OUT}", None, rows
 
 
 def _tokenizer(config: Config, seen: Seen) -> PreTrainedTokenizerBase:
@@ -118,9 +134,11 @@ def _tokenizer(config: Config, seen: Seen) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _about_rows(path: str, found: Sequence[Prompt], num_rows: int, *, reading: Reading) -> str:
+def _about_rows(
+    path: str, found: Sequence[Prompt], num_rows: int, *, reading: Reading | None
+) -> str:
     lengths = [len(one.token_ids) for one in found]
-    text = f"Data: {path}: {reading}; read {len(found):,} of {num_rows:,} rows"
+    text = f"Data: {path}: {reading or 'generated'}; read {len(found):,} of {num_rows:,} rows"
     if len(found) < num_rows:
         text += " (--dry-run=data reads all)"
     return text + (f", prompts of {min(lengths)} to {max(lengths)} tokens" if max(lengths) else "")
@@ -191,6 +209,8 @@ def _says_something(found: Mapping[str, Sequence[Verdict]]) -> bool:
 
 def _answer(kinds: Collection[str], problem: Prompt) -> str:
     """The reference answer as a response; of several accepted ones the first."""
+    if REASONING_GYM in kinds:
+        return reasoning_gym.reference_answer(problem.answer) or ""
     if "math" not in kinds:
         return problem.answer
     from gapo_megatron.rewards.math import accepted_answers  # and sympy with it

@@ -132,7 +132,9 @@ def _epochs(config: Config) -> dict[str, str]:
             rows[f"source {one.name}"] = f"not used before step {one.first_step}"
             continue
         num_drawn = config.batch.rollout_prompts * sum(length * share for length, share in stages)
-        text = _epochs_of(one.path, num_drawn, num_active, field=f"data.source.{one.name}.path")
+        field = f"data.source.{one.name}.path"
+        size = one.size if one.is_generated else None
+        text = _epochs_of(one.path, num_drawn, num_active, field=field, size=size)
         rows[f"source {one.name}"] = (
             f"{num_drawn / num_active:g} prompts per step in {num_active:,} steps; "
             f"steps per epoch: {text}"
@@ -140,11 +142,14 @@ def _epochs(config: Config) -> dict[str, str]:
     return rows
 
 
-def _epochs_of(path: str, num_drawn: float, num_steps: int, *, field: str) -> str:
-    if why := why_missing("data.", path):
+def _epochs_of(
+    path: str, num_drawn: float, num_steps: int, *, field: str, size: int | None = None
+) -> str:
+    """Epochs of a file, or of `size` generated problems."""
+    if size is None and (why := why_missing("data.", path)):
         return f"unknown: {path} {why}"
     try:
-        num_prompts = count_rows(Path(path))
+        num_prompts = count_rows(Path(path)) if size is None else size
     except DataError as error:
         raise ConfigError(f"{field} ({path}): {error}") from None
     if not num_prompts:

@@ -1,0 +1,243 @@
+"""Problems that the package reasoning-gym generates: rows like those of a file.
+
+They depend on the config and on the package's version alone, and so are the same on every rank and
+after a resume. Some of its families draw from the process's own random numbers, or depend on the
+order of a set: a process of its own, with fixed seeds, generates them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.config import DataSource
+from gapo_megatron.config.data_section import REASONING_GYM
+from gapo_megatron.errors import ConfigError, said
+from gapo_megatron.rewards.reasoning_gym import (
+    installed_version,
+    make_answer,
+    reference_answer,
+)
+
+Row = dict[str, Any]
+
+CHUNK = 500
+"""Problems of a family under one seed of the package, which adds a problem's number to its seed.
+After as many draws without a new problem there are no more."""
+_ROOT = str(Path(__file__).parents[2])
+_COMMAND = f"import sys; sys.path.insert(0, sys.argv[1]); import {__name__} as it; it.main()"
+_SHOTS, _HELD_OUT, _TRAINING = "shots", "held_out", "training"
+
+
+@dataclass
+class Generated:
+    """Rows of the sources, by name."""
+
+    training: dict[str, list[Row]] = field(default_factory=dict)
+    held_out: dict[str, list[Row]] = field(default_factory=dict)
+    num_repeated: int = 0
+    """Draws that were left out because there was the same question before."""
+
+
+def generate(sources: Sequence[DataSource], *, most: int | None = None) -> Generated:
+    """Generate the problems of sources; no question is in two rows.
+
+    Held-out problems come first: they do not depend on the number of training problems.
+
+    Args:
+        sources: those of the kind `reasoning_gym`.
+        most: rows of each part of each source, from the first; None: all; 0 only checks the
+            families and their settings.
+
+    Returns:
+        Rows with `id`, `prompt`, `answer`, `level` (the family) and `verifier`.
+
+    Raises:
+        ConfigError: the package is missing, refuses a family or its settings, cannot generate, or
+            has too few different problems; names source and family.
+    """
+    made = Generated()
+    if not sources:
+        return made
+    installed_version()
+    order = {"sources": [one.model_dump(mode="json") for one in sources], "most": most}
+    done = subprocess.run(
+        ["/usr/bin/env", "PYTHONHASHSEED=0", sys.executable, "-W", "ignore", "-c", _COMMAND, _ROOT],
+        input=json.dumps(order),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    end: Row = {}
+    for line in done.stdout.splitlines():
+        end = json.loads(line)
+        if "row" in end:
+            getattr(made, end["part"]).setdefault(end["source"], []).append(end["row"])
+    if "num_repeated" in end:
+        made.num_repeated = end["num_repeated"]
+        return made
+    last = done.stderr.strip().splitlines()[-1:]
+    why = end.get("error") or f"the generator ended with {done.returncode}: {''.join(last)}"
+    raise ConfigError(f"data.source: {why}")
+
+
+class _Family:
+    """Draws problems of a family, without end, for one part of a source."""
+
+    def __init__(self, config: Row, *, label: str, seed: str) -> None:
+        self.name, self.label, self.weight = config["name"], label, config["weight"]
+        self.shots = ""
+        """Solved problems before each question."""
+        self.credit = 0.0
+        self.num_repeated = 0
+        self._settings, self._seed = config["settings"], seed
+        self._number = 0
+        self._dataset = self._open(0)
+
+    def draw(self, seen: set[str], *, prefix: str) -> Row:
+        """The next problem whose question is not among those seen."""
+        for _ in range(CHUNK):
+            number, entry = self._number, self._next()
+            question = " ".join(entry["question"].split())
+            if question in seen:
+                self.num_repeated += 1
+                continue
+            seen.add(question)
+            return {
+                "id": f"{prefix}{self.label}-{number}",
+                "prompt": self.prompt_of(entry["question"]),
+                "answer": make_answer(self.name, self._settings, entry),
+                "level": self.label,
+                "verifier": REASONING_GYM,
+            }
+        raise LookupError(
+            f"the last {CHUNK} draws gave no new problem, after {self._number:,} in all: ask for "
+            "fewer, or for harder ones"
+        )
+
+    def prompt_of(self, question: str) -> str:
+        return f"{self.shots}Question: {question}\nAnswer:" if self.shots else question
+
+    def _next(self) -> Row:
+        chunk, place = divmod(self._number, CHUNK)
+        if place == 0 and chunk:
+            self._dataset = self._open(chunk)
+        random.seed(f"{self._seed} {self._number}")
+        with contextlib.suppress(ImportError):
+            import numpy as np
+
+            np.random.seed(random.getrandbits(32))
+        entry: Row = self._dataset[place]
+        self._number += 1
+        return entry
+
+    def _open(self, chunk: int) -> Any:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        if self.name not in DATASETS:
+            near = difflib.get_close_matches(self.name, DATASETS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(sorted(DATASETS))}"
+            raise LookupError(f"reasoning-gym {installed_version()} has no such family{hint}")
+        digest = hashlib.sha256(f"{self._seed} {self.label} {chunk}".encode()).digest()
+        seed = int.from_bytes(digest[:4]) >> 1
+        return reasoning_gym.create_dataset(self.name, **self._settings, seed=seed, size=CHUNK)
+
+
+class _RefusedError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _named(source: Row, family: Row) -> Iterator[None]:
+    """Name source and family in what the package, or `_Family`, raises."""
+    try:
+        yield
+    except Exception as error:
+        why = str(error) if type(error) is LookupError else said(error)
+        settings = f" with settings {family['settings']}" if family["settings"] else ""
+        where = f"{source['name']!r}: family {family['name']!r}{settings}"
+        raise _RefusedError(f"{where}: {why}") from None
+
+
+def _labels(source: Row) -> list[str]:
+    """Names of the families of a source; one that is there more than once has a number, too."""
+    names = [one["name"] for one in source["families"]]
+    return [
+        f"{name}.{names[: i + 1].count(name)}" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
+
+
+def _find_shots(source: Row, seen: set[str]) -> list[str]:
+    """What stands before the questions of each family of a source."""
+    texts = []
+    for one, label in zip(source["families"], _labels(source), strict=True):
+        with _named(source, one):
+            family = _Family(one, label=label, seed=f"{source['seed']} {_SHOTS}")
+            rows = [family.draw(seen, prefix="") for _ in range(source["shots"])]
+            answers = [reference_answer(row["answer"]) for row in rows]
+            if None in answers:
+                raise LookupError("shots: the package gives no answers to its problems")
+        texts.append(
+            "".join(
+                f"Question: {row['prompt']}\nAnswer: {answer}\n\n"
+                for row, answer in zip(rows, answers, strict=True)
+            )
+        )
+    return texts
+
+
+def _rows(source: Row, part: str, num: int, shots: list[str], seen: set[str]) -> Iterator[Row]:
+    """Rows of a part of a source, its families in turns; the last value has the repetitions."""
+    families = []
+    for one, label, text in zip(source["families"], _labels(source), shots, strict=True):
+        with _named(source, one):
+            families.append(_Family(one, label=label, seed=f"{source['seed']} {part}"))
+        families[-1].shots = text
+    total = sum(one.weight for one in families)
+    for _ in range(num):
+        for one in families:
+            one.credit += one.weight / total
+        chosen = max(families, key=lambda one: one.credit)
+        chosen.credit -= 1
+        with _named(source, source["families"][families.index(chosen)]):
+            row = chosen.draw(seen, prefix="" if part == _TRAINING else "held_out-")
+        yield {"source": source["name"], "part": part, "row": row}
+    yield {"repeated": sum(one.num_repeated for one in families)}
+
+
+def _generate(order: Row) -> Iterator[Row]:
+    """What `generate` asks for: a value per row, and the number of repetitions at the end."""
+    most, seen, num_repeated = order["most"], set[str](), 0
+    shots = {one["name"]: _find_shots(one, seen) for one in order["sources"]}
+    for part, key in ((_HELD_OUT, "eval_size"), (_TRAINING, "size")):
+        for source in order["sources"]:
+            num = source[key] if most is None else min(source[key], most)
+            for value in _rows(source, part, num, shots[source["name"]], seen):
+                num_repeated += value.get("repeated", 0)
+                if "row" in value:
+                    yield value
+    yield {"num_repeated": num_repeated}
+
+
+def main() -> None:
+    """Answer the order on standard input: a line per value on standard output, and no other."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
+        os.dup2(2, 1)
+        try:
+            for value in _generate(json.load(sys.stdin)):
+                lines.write(json.dumps(value) + "\n")
+        except _RefusedError as error:
+            lines.write(json.dumps({"error": str(error)}) + "\n")

@@ -1,0 +1,283 @@
+"""Generated problems: the same everywhere, all different, and read like those of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapo_megatron.config import Config, DataSource
+from gapo_megatron.config.roles import changes
+from gapo_megatron.data.reasoning_gym import generate
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.run.inputs import read_problems
+from gapo_tools.preparation.generated_tasks import HELD_OUT, write_generated
+from tests.configs import config_of
+from tests.messages import mentions
+from tests.tokenizers import byte_level
+
+pytest.importorskip("reasoning_gym")
+EASY = {"name": "chain_sum", "settings": {"min_terms": 2, "max_terms": 2, "max_digits": 1}}
+
+
+def source(*families: Any, **settings: Any) -> DataSource:
+    values = {"name": "gym", "kind": "reasoning_gym", "size": 20, "families": families, **settings}
+    return DataSource(**values)
+
+
+def config(*sources: dict[str, Any], **sections: Any) -> Config:
+    data = {"train_path": "", "source": list(sources), "max_prompt_tokens": 500}
+    batch = {"rollout_prompts": 4, "minibatch_prompts": 2}
+    return config_of({"data": data, "batch": batch, "reward": {"kind": "math"}}, sections)
+
+
+def of_gym(**settings: Any) -> dict[str, Any]:
+    return {
+        **{"name": "gym", "kind": "reasoning_gym", "families": ["gcd", EASY], "size": 20},
+        **settings,
+    }
+
+
+def test_problems_are_the_same_in_every_process_for_all_families() -> None:
+    """Some families draw from global random numbers, and from sets, whose order is a process's."""
+    from reasoning_gym.factory import DATASETS
+
+    # The last two take seconds, and draw as the others do.
+    families = sorted(DATASETS.keys() - {"composite", "futoshiki", "knight_swap"})
+    given = [source(*families, size=2 * len(families), eval_size=len(families))]
+    first = generate(given)
+    assert len(families) > 100
+    script = (
+        "import json, sys, random\n"
+        "from gapo_megatron.config import DataSource\n"
+        "from gapo_megatron.data.reasoning_gym import generate\n"
+        "random.seed(5); made = generate([DataSource(**json.load(sys.stdin))])\n"
+        "print(json.dumps([made.training, made.held_out, made.num_repeated]))"
+    )
+    again = subprocess.run(
+        [sys.executable, "-c", script],
+        input=given[0].model_dump_json(),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+    )
+    assert json.loads(again.stdout) == [first.training, first.held_out, first.num_repeated]
+    rows = first.training["gym"] + first.held_out["gym"]
+    assert Counter(row["level"] for row in rows) == dict.fromkeys(families, 3)
+    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == len(rows)
+
+
+def test_no_question_is_in_two_rows_also_of_two_sources() -> None:
+    """Of 100 sums of two digits, the held-out ones first; each left-out draw is counted."""
+    given = [source(EASY, size=60, eval_size=20), source(EASY, name="more", size=15, seed=0)]
+    made = generate(given)
+    rows = [*made.held_out["gym"], *made.training["gym"], *made.training["more"]]
+    assert [len(made.held_out["gym"]), len(made.training["gym"])] == [20, 60]
+    assert len({row["prompt"] for row in rows}) == 95
+    numbers = [int(row["id"].rpartition("-")[2]) for row in rows]
+    last = [max(numbers[:20]), max(numbers[20:80]), max(numbers[80:])]
+    assert sum(last) + 3 - 95 == made.num_repeated > 0
+    with pytest.raises(ConfigError, match=mentions("gym", "chain_sum", "500", "max_digits")):
+        generate([source(EASY, size=2000)])
+
+
+def test_more_problems_leave_the_first_as_they_are() -> None:
+    short = generate([source("gcd", EASY, size=10, eval_size=4)])
+    long = generate([source("gcd", EASY, size=30, eval_size=4)])
+    assert long.training["gym"][:10] == short.training["gym"]
+    assert long.held_out == short.held_out
+    assert (
+        generate([source("gcd", EASY, size=30, eval_size=4)], most=4).training["gym"]
+        == (short.training["gym"][:4])
+    )
+
+
+def test_seeds_have_problems_of_their_own() -> None:
+    """The package's seed is added to a problem's number: neighbours would be nearly the same."""
+    prompts = [
+        {row["prompt"] for row in generate([source("products", seed=seed)]).training["gym"]}
+        for seed in (0, 1, 2)
+    ]
+    assert all(len(one & other) < 5 for one in prompts for other in prompts if one is not other)
+
+
+def test_families_have_their_weights_and_settings() -> None:
+    hard = {"name": "chain_sum", "weight": 3, "settings": {"min_digits": 4}}
+    made = generate([source("gcd", EASY, hard, size=50)])
+    levels = Counter(row["level"] for row in made.training["gym"])
+    assert levels == {"gcd": 10, "chain_sum.1": 10, "chain_sum.2": 30}
+    hard_ones = [row["prompt"] for row in made.training["gym"] if row["level"] == "chain_sum.2"]
+    assert all(any(part.isdigit() and len(part) >= 4 for part in one.split()) for one in hard_ones)
+
+
+def test_shots_are_solved_problems_that_are_in_no_row() -> None:
+    """The same for all questions of a family, in training and held out."""
+    made = generate([source("gcd", EASY, size=60, eval_size=20, shots=4)])
+    plain = generate([source("gcd", EASY, size=60, eval_size=20)])
+    rows = made.training["gym"] + made.held_out["gym"]
+    assert all(row["prompt"].endswith("\nAnswer:") for row in rows)
+    parts = [row["prompt"].removesuffix("\nAnswer:").rpartition("\n\n") for row in rows]
+    shots = {(row["level"], before) for row, (before, _, _) in zip(rows, parts, strict=True)}
+    assert len(shots) == 2
+    for level, text in shots:
+        solved = [one.rpartition("\nAnswer: ") for one in text.split("\n\n")]
+        assert len({question for question, _, _ in solved}) == 4
+        assert {question for question, _, _ in solved}.isdisjoint(last for *_, last in parts)
+        assert all(answer.lstrip("-").isdigit() for *_, answer in solved), level
+        for question, _, answer in solved if level == "chain_sum" else ():
+            assert eval(question.rpartition(":")[2].rstrip("= ")) == int(answer)
+    questions = {last.removeprefix("Question: ") for *_, last in parts}
+    assert len(questions & {row["prompt"] for row in plain.training["gym"]}) > 40
+    with pytest.raises(ConfigError, match=mentions("shots", "boxnet")):
+        generate([source("boxnet", shots=1)], most=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("chainsum", ("'chainsum'", "chain_sum")),
+        ({"name": "gcd", "settings": {"min_number": 3}}, ("'gcd'", "min_number")),
+        ({"name": "gcd", "settings": {"min_value": 9, "max_value": 3}}, ("'gcd'", "max_value")),
+        ("composite", ("'composite'",)),
+    ],
+)
+def test_a_family_that_the_package_refuses_is_named(family: Any, named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=mentions("data.source", "'gym'", *named)):
+        generate([source("lcm", family)], most=0)
+
+
+def test_a_family_without_its_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rubiks_cube` alone needs magiccube, which its module imports."""
+    (tmp_path / "magiccube.py").write_text("raise ImportError('no magiccube here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=mentions("rubiks_cube", "no magiccube here")):
+        generate([source("rubiks_cube")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"size": 0}, ("size (0)",)),
+        ({"families": []}, ("families",)),
+        ({"path": "x.jsonl"}, ("path", "x.jsonl")),
+        ({"kind": "file"}, ("path",)),
+        ({"kind": "file", "path": "x", "families": [], "size": 0, "seed": 3}, ("seed (3)",)),
+        ({"kind": "gym"}, ("kind", "'gym'")),
+        ({"families": [{"name": "gcd", "settings": {"seed": 1}}]}, ("settings.seed (1)",)),
+        ({"families": [{"name": "gcd", "weight": 0}]}, ("weight",)),
+    ],
+)
+def test_a_source_needs_the_keys_of_its_kind(
+    settings: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=mentions("data.source", *named)):
+        config(of_gym(**settings))
+
+
+def test_rows_become_problems_beside_those_of_a_file(tmp_path: Path) -> None:
+    """With their own verifier; held-out ones only where the run evaluates."""
+    file = tmp_path / "math.jsonl"
+    lines = [json.dumps({"prompt": f"{i}?", "answer": "1"}) for i in range(9)]
+    file.write_text("\n".join(lines))
+    of_file = {"name": "math", "path": str(file), "weight": 3}
+    made = config(of_file, of_gym(eval_size=5), evaluation={"every_steps": 1})
+    assert made.reward.verifiers["reasoning_gym"].kind == "reasoning_gym"
+    problems, held_out = read_problems(made, byte_level())
+    assert Counter(one.source for one in problems) == {"math": 9, "gym": 20}
+    assert {one.verifier for one in problems if one.source == "gym"} == {"reasoning_gym"}
+    assert {one.level for one in held_out} == {"gcd", "chain_sum"} and len(held_out) == 5
+    assert all(one.token_ids and one.id.startswith("gym/held_out-") for one in held_out)
+    tokens = [one.token_ids for one in problems + held_out]
+    assert len({*tokens}) == len(tokens)
+    batch = PromptSource(problems, seed=0, sources=made.data.source).next_batch(8)
+    assert Counter(one.source for one in batch) == {"math": 6, "gym": 2}
+    alone = config(of_gym(), reward={"kind": "reasoning_gym", "correct_above": 0.9})
+    problems, held_out = read_problems(alone, byte_level())
+    assert {one.verifier for one in problems} == {""} and held_out == []
+    assert alone.reward.verifiers == {}
+
+
+def test_held_out_problems_are_a_file_or_generated() -> None:
+    config(of_gym(eval_size=1), evaluation={"every_steps": 1})
+    with pytest.raises(ConfigError, match=mentions("evaluation.every_steps (1)", "eval_size")):
+        config(of_gym(), evaluation={"every_steps": 1})
+
+
+def test_a_prompt_that_is_too_long_is_named() -> None:
+    made = config(of_gym(), data={"max_prompt_tokens": 3})
+    with pytest.raises(DataError, match=mentions("gym", "gcd-0", "data.max_prompt_tokens")):
+        read_problems(made, byte_level())
+
+
+@pytest.mark.parametrize("settings", [{"seed": 1}, {"size": 21}, {"families": ["gcd", "lcm"]}])
+def test_a_resume_needs_the_same_problems(settings: dict[str, Any]) -> None:
+    def state_of(*sources: dict[str, Any]) -> PromptSource:
+        made = config(*sources)
+        problems, _ = read_problems(made, byte_level())
+        return PromptSource(problems, seed=0, sources=made.data.source)
+
+    state = state_of(of_gym()).state_dict()
+    state_of(of_gym()).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="the rows"):
+        state_of(of_gym(**settings)).require_same(state)
+
+
+def test_so_does_another_version_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gapo_megatron.rewards import reasoning_gym as scores
+
+    made = config(of_gym())
+    problems, _ = read_problems(made, byte_level())
+    state = PromptSource(problems, seed=0, sources=made.data.source).state_dict()
+    for one in problems:
+        changed = {**json.loads(one.answer), "version": "0.0.1"}
+        object.__setattr__(one, "answer", json.dumps(changed))
+    with pytest.raises(CheckpointError, match="the rows"):
+        PromptSource(problems, seed=0, sources=made.data.source).require_same(state)
+    with pytest.raises(ValueError, match=mentions("0.0.1")):
+        scores.check_answer(problems[0].answer)
+
+
+def test_a_manifest_of_before_knows_sources_of_files() -> None:
+    now = config({"name": "math", "path": "a.jsonl", "weight": 3})
+    before = now.model_dump(mode="json")
+    for one in before["data"]["source"]:
+        for key in ("kind", "families", "size", "eval_size", "seed"):
+            del one[key]
+    assert changes(before, now) == {}
+    before["data"]["source"][0]["weight"] = 2.0
+    assert list(changes(before, now)) == ["data.source"]
+    generated = config(of_gym()).model_dump(mode="json")
+    assert changes(generated, config(of_gym())) == {}
+    assert list(changes(generated, config(of_gym(seed=4)))) == ["data.source"]
+
+
+def test_the_tool_writes_what_a_run_generates(tmp_path: Path) -> None:
+    """As files they are read the same, and held-out ones can be evaluated by themselves."""
+    from gapo_megatron.io.toml_tree import to_toml
+
+    made = config(of_gym(eval_size=5), reward={"kind": "reasoning_gym"})
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(made))
+    assert write_generated(path, tmp_path / "out") == {"problems.jsonl": 20, HELD_OUT: 5}
+    files = {"train_path": str(tmp_path / "out/problems.jsonl"), "source": []}
+    files["eval_path"] = str(tmp_path / "out" / HELD_OUT)
+    every = {"evaluation": {"every_steps": 1}}
+    of_files = config(data=files, reward={"kind": "reasoning_gym"}, **every)
+    of_run = config(of_gym(eval_size=5), reward={"kind": "reasoning_gym"}, **every)
+    texts = [
+        [[(one.id, one.token_ids, one.answer, one.level) for one in part] for part in parts]
+        for parts in (read_problems(each, byte_level()) for each in (of_files, of_run))
+    ]
+    assert texts[0] == texts[1]
+    with pytest.raises(ConfigError, match="exist"):
+        write_generated(path, tmp_path / "out")

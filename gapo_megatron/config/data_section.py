@@ -105,8 +105,8 @@ class DataSource(Section):
     name: SourceName
     """Name in metrics, `data/<name>/...`, and before the ids of its problems: `<name>/<id>`."""
     kind: Literal["file", "reasoning_gym"] = "file"
-    """`file`: the problems are those of `path`. `reasoning_gym`: that package generates them when
-    the run starts, and scores the answers ([data.md](data.md#generated-problems))."""
+    """`file`: the problems of `path`. `reasoning_gym`: that package generates them at the start,
+    and scores the answers ([data.md](data.md#generated-problems))."""
     path: Annotated[OptionalPath, INPUT_PATH, Field(validate_default=True)] = ""
     """File with problems, as `data.train_path`."""
     format: RowFormat | None = None
@@ -123,12 +123,11 @@ class DataSource(Section):
     ] = ()
     """Families of generated problems: names, or tables with `name`, `weight` and `settings`."""
     size: Annotated[CountOrZero, Field(validate_default=True)] = 0
-    """Number of generated problems, all different, for training."""
+    """Number of generated training problems."""
     eval_size: CountOrZero = 0
-    """Number of further ones that are held out: none is among the training problems."""
+    """Number of held-out ones."""
     shots: Annotated[int, Field(ge=0, le=64)] = 0
-    """Solved problems before each question, the same ones for all of a family; for models that
-    continue a text."""
+    """Solved problems of the family before each question; for models that continue a text."""
     seed: Seed = 0
     """Seed of the generated problems."""
     weight: Positive = 1.0

@@ -13,7 +13,9 @@ from gapo_megatron.user_code import is_code
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
-KINDS = ("one_turn", "tools")
+SERVED = ("nemo_gym", "openenv")
+"""Environments behind an address, which give the verdict themselves."""
+KINDS = ("one_turn", "tools", *SERVED)
 """Environments of this package."""
 
 
@@ -25,9 +27,9 @@ class EnvironmentConfig(Section):
 
     kind: OneLine = "one_turn"
     """`one_turn`: the response ends at its first EOS. `tools`: the model may call a calculator, or
-    Python in the sandbox. Or your own, `path/to/file.py:NAME`: a class, built as `NAME(tokenizer,
-    **settings)`, or an agent, a function called as `NAME(session, **settings)` for each response.
-    """
+    Python in the sandbox. `nemo_gym`, `openenv`: a server, `settings.url`, answers and gives the
+    verdict. Or your own, `path/to/file.py:NAME`: a class, built as `NAME(tokenizer, **settings)`,
+    or an agent, a function called as `NAME(session, **settings)` for each response."""
     settings: Settings = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class or agent."""
     code: OneLine = ""
@@ -50,6 +52,11 @@ class EnvironmentConfig(Section):
     def code_names(self) -> list[str]:
         """User code that this section names."""
         return [self.kind] if is_code(self.kind) else []
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it gets all columns of a problem's row."""
+        return is_code(self.kind) or self.kind in SERVED
 
     @property
     def is_called(self) -> bool:

@@ -14,7 +14,9 @@ from gapo_megatron.config.types import PathText, Seconds, Settings, Text, Worker
 from gapo_megatron.isolation import REMOTE, SYSTEM_PYTHON, split_setting
 from gapo_megatron.user_code import is_code
 
-VERIFIERS = ("math", "code", "instructions", "exact", REASONING_GYM)
+OF_ENVIRONMENT = "environment"
+"""The verifier of episodes whose environment gives the verdict."""
+VERIFIERS = ("math", "code", "instructions", "exact", REASONING_GYM, OF_ENVIRONMENT)
 """Verifiers of this package: values of `reward.kind`."""
 
 
@@ -86,8 +88,9 @@ class RewardConfig(VerifierConfig):
     kind: Text = ""
     """Verifier; either this or `components` is required. `math` compares the boxed answer, `code`
     runs unit tests, `instructions` applies IFEval's checks, `exact` compares the text after the
-    last `>` (the demo), `reasoning_gym` scores with that package, for problems that it generated.
-    Or code of your own, `path/to/file.py:NAME` or `package.module:NAME` (docs/rewards.md)."""
+    last `>` (the demo), `reasoning_gym` scores with that package, `environment` takes the
+    environment's verdict. Or code of your own, `path/to/file.py:NAME` or `package.module:NAME`
+    (docs/rewards.md)."""
     components: Components = Field(default_factory=dict)
     """Verifiers that all judge every response, in place of `kind`: tables with `kind`, `settings`,
     `timeout_s` and `weight` (1). The grade is the sum of weight x score (docs/rewards.md)."""
@@ -95,8 +98,8 @@ class RewardConfig(VerifierConfig):
     """Further verifiers, which a row of the data chooses by `"verifier": NAME`. A value is like
     `reward.kind`, or a table with `kind`, `settings` and `timeout_s`."""
     correct_above: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.5
-    """A response is correct, and counts in c, if the number that `reasoning_gym`, `components` or
-    your own verifier gives is above this value."""
+    """A response is correct, and counts in c, if the number of `reasoning_gym`, `components`, an
+    environment or your own verifier is above this value."""
     graded: bool = False
     """Advantages from the verifier's numbers instead of 0 and 1. Only with methods that do not use
     c (docs/rewards.md)."""
@@ -190,5 +193,5 @@ class RewardConfig(VerifierConfig):
     @property
     def gives_numbers(self) -> bool:
         """Whether a verifier may return a number instead of right or wrong."""
-        kinds = [one.kind for one in self.by_setting.values()]
-        return bool(self.components) or REASONING_GYM in kinds or bool(self.code_names)
+        kinds = {one.kind for one in self.by_setting.values()}
+        return bool(self.components or self.code_names or kinds & {REASONING_GYM, OF_ENVIRONMENT})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from gapo_megatron.config.environment import SERVED
+from gapo_megatron.config.reward_section import OF_ENVIRONMENT
 from gapo_megatron.config.section import INPUT_PATH
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.user_code import is_code
@@ -52,6 +54,13 @@ def check_together(config: Config) -> None:
     _check_numbers(config)
     if config.environment.structured_outputs:
         _check_grammars(config)
+    served, by_itself = config.environment.kind in SERVED, config.reward.kind == OF_ENVIRONMENT
+    if (served and not by_itself) or (by_itself and not config.environment.is_called):
+        raise ValueError(
+            f"reward.kind ({config.reward.kind!r}) and environment.kind "
+            f"({config.environment.kind!r}): {' and '.join(SERVED)} give the verdict themselves, "
+            "which reward.kind 'environment' takes; 'one_turn' gives none"
+        )
     _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(
@@ -99,7 +108,7 @@ def _check_numbers(config: Config) -> None:
     if is_threshold_set and not reward.gives_numbers:
         raise ValueError(
             f"reward.correct_above ({reward.correct_above}) needs a verifier that returns numbers, "
-            f"'reasoning_gym' or your own, not reward.kind {reward.kind!r}"
+            f"'reasoning_gym', 'environment' or your own, not reward.kind {reward.kind!r}"
         )
     if not reward.graded:
         return
@@ -112,8 +121,8 @@ def _check_numbers(config: Config) -> None:
         )
     if not reward.gives_numbers:
         raise ValueError(
-            f"reward.graded (true) needs a verifier that returns numbers, 'reasoning_gym' or your "
-            f"own, not reward.kind {config.reward.kind!r}"
+            f"reward.graded (true) needs a verifier that returns numbers, 'reasoning_gym', "
+            f"'environment' or your own, not reward.kind {config.reward.kind!r}"
         )
 
 

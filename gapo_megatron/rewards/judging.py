@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from gapo_megatron import user_code
 from gapo_megatron.errors import printable, said, shown
 from gapo_megatron.rewards.pool import Item, Pool
+from gapo_megatron.rewards.results import to_verdict
 from gapo_megatron.rewards.verifiers import MESSAGES, PROMPT_TOKENS, STATE, TOKENS
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
@@ -22,9 +24,10 @@ class _AbortedError(Exception):
     pass
 
 
-Judge = Callable[[Episode], "tuple[str, str] | tuple[str, str, Mapping[str, Any]]"]
-"""What the verifier gets for an episode: (response, answer) or (response, answer, state), as from
-`Environment.judge`."""
+Judged: TypeAlias = "tuple[str, str] | tuple[str, str, Mapping[str, Any]] | Verdict | float"
+Judge = Callable[[Episode], Judged]
+"""What the verifier gets for an episode: (response, answer) or (response, answer, state); or its
+verdict, as from `Environment.judge`."""
 TurnsOf = Callable[[Episode], list[dict[str, str]]]
 """The turns of an episode as messages."""
 
@@ -55,8 +58,9 @@ class Judging:
         self.pool = pool
         self.numbers: dict[tuple[str, int], int] = {}
         """Item number in the pool, by problem id and index of the response in its group."""
-        self.unknown: dict[tuple[str, int], Verdict] = {}
-        """Verdicts on episodes that no verifier gets, by the same keys."""
+        self.given: dict[tuple[str, int], Verdict] = {}
+        """Verdicts of the environment itself, and on episodes that no verifier gets, by the same
+        keys."""
         self._ids = {prompt.id for prompt in prompts}
         self._ask = partial(ask_judge, judge, pool=pool, turns=turns)
         self._group_size = group_size
@@ -93,11 +97,11 @@ class Judging:
         for one in episodes:
             key = (one.prompt.id, one.sample)
             if compared and one.truncated and not self._compares_truncated:
-                self.unknown[key] = Verdict(Outcome.UNKNOWN, "truncated")
+                self.given[key] = Verdict(Outcome.UNKNOWN, "truncated")
                 continue
             asked = self._ask(one)
             if isinstance(asked, Verdict):
-                self.unknown[key] = asked
+                self.given[key] = asked
             else:
                 items[key] = asked
         self.numbers |= zip(items, self.pool.submit(items.values()), strict=True)
@@ -106,7 +110,7 @@ class Judging:
 def ask_judge(
     judge: Judge, episode: Episode, *, pool: Pool, turns: TurnsOf | None = None
 ) -> Item | Verdict:
-    """What the verifier gets for an episode; or an unknown verdict, if the environment failed.
+    """What the verifier gets for an episode; or the environment's verdict, unknown if it failed.
 
     Args:
         judge: `Environment.judge`.
@@ -119,7 +123,10 @@ def ask_judge(
     prompt = episode.prompt
     try:
         with user_code.contained():
-            response, answer, state = _check_judged(judge(episode.for_user()))
+            judged = judge(episode.for_user())
+            if isinstance(judged, Verdict | numbers.Real):
+                return to_verdict(judged, correct_above=pool.correct_above)
+            response, answer, state = _check_judged(judged)
     except Exception as error:  # whatever a user's environment raises
         return Verdict(Outcome.UNKNOWN, f"judge: {said(error)}"[:MOST_CHARACTERS])
     values: dict[str, Callable[[], Any]] = {
@@ -181,11 +188,11 @@ def score(
         return False
 
     keys = [(one.prompt.id, one.sample) for group in groups for one in group]
-    sent = [key for key in keys if key not in judging.unknown]
+    sent = [key for key in keys if key not in judging.given]
     try:
         judged = judging.pool.collect([judging.numbers[key] for key in sent], may_end=may_end)
     except _AbortedError:
         return None
-    found = judging.unknown | dict(zip(sent, judged, strict=True))
+    found = judging.given | dict(zip(sent, judged, strict=True))
     remaining = (found[key] for key in keys)
     return [tuple(next(remaining) for _ in group) for group in groups]

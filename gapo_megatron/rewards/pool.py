@@ -84,8 +84,7 @@ class Pool:
                 traceback of every place where a verifier raises; None: nowhere.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
-        self.verifier = verifier
-        self._correct_above = correct_above
+        self.verifier, self.correct_above = verifier, correct_above
         self._weights = weights
         main = {} if weights else {"": (verifier, timeout_s, options)}
         self._verifiers = {**main, **others}
@@ -315,7 +314,7 @@ class Pool:
                 settled[number] = parts[item.verifier]
             elif len(parts) == len(self._weights):
                 ordered = {name: parts[name] for name in self._weights}
-                settled[number] = total(ordered, self._weights, correct_above=self._correct_above)
+                settled[number] = total(ordered, self._weights, correct_above=self.correct_above)
         for number in settled:
             del self._parts[number]
         return settled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gapo_megatron.types import Episode, Prompt, TurnSettings
+from gapo_megatron.types import Episode, Prompt, TurnSettings, Verdict
 
 
 class Environment(Protocol):
@@ -64,11 +64,14 @@ class Environment(Protocol):
         put a BOS into the response.
         """
 
-    def judge(self, episode: Episode) -> tuple[str, str] | tuple[str, str, Mapping[str, Any]]:
+    def judge(
+        self, episode: Episode
+    ) -> tuple[str, str] | tuple[str, str, Mapping[str, Any]] | Verdict | float:
         """The pair (response, answer) that is sent to the verifier in its own process.
 
         With a third value, a mapping that JSON can hold: what the environment says of the episode,
-        for verifiers that name `state`.
+        for verifiers that name `state`. Or the verdict itself, with `reward.kind = "environment"`:
+        a `Verdict`, or a number, which `reward.correct_above` turns into one.
 
         `turns.last_text` makes the text of the model's last turn, with its thinking between
         `<think>` and `</think>`; the verifier gets what follows (`rewards.final_answer`).

@@ -124,7 +124,7 @@ def read_problems(
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
         "reward": config.reward,
-        "columns": None if config.environment.code_names else rewards.row_columns(config.reward),
+        "columns": None if config.environment.takes_rows else rewards.row_columns(config.reward),
     }
     problems = read_training_prompts(data, generated=made.training, **options)
     counts = Counter(problem.source for problem in problems)

@@ -99,6 +99,8 @@ class Numbered(OneTurn):
 class InstantPool:
     """Judges at once. Every third problem has A = 0."""
 
+    correct_above = 0.5
+
     def __init__(self) -> None:
         self.judged: list[Verdict] = []
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.config.data_section import REASONING_GYM
+from gapo_megatron.config.schema import OF_ENVIRONMENT
 from gapo_megatron.data.reasoning_gym import Generated, generate
 from gapo_megatron.data.row_formats import Problem, Reading, first_row
 from gapo_megatron.data.rows import Row, count_rows
@@ -58,7 +59,7 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
     seen = Seen()
     data, tokenizer = config.data, None
     try:
-        columns = None if config.environment.code_names else rewards.row_columns(config.reward)
+        columns = None if config.environment.takes_rows else rewards.row_columns(config.reward)
         made = generate(data.generated, most=most)
         if tokenises:
             tokenizer = _tokenizer(config, seen)
@@ -170,6 +171,8 @@ def _ask_verifiers(config: Config, problems: Sequence[Prompt], seen: Seen) -> No
     """
     reward, is_own = config.reward, bool(config.environment.code_names)
     for name, one in reward.by_name.items():
+        if one.kind == OF_ENVIRONMENT:
+            continue
         asked = [problem for problem in problems if problem.verifier == name]
         wanted = {"empty responses": Outcome.WRONG}
         kinds = {part.kind for part in one.parts}

@@ -51,7 +51,7 @@ class Chosen:
 
     def read(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Task:
         """Read and tokenise the problems; raises as `Task.read` and `Task.of_file`."""
-        columns = None if config.environment.code_names else rewards.row_columns(self.reward)
+        columns = None if config.environment.takes_rows else rewards.row_columns(self.reward)
         options: dict[str, Any] = {
             "reward": self.reward,
             "tokenizer": tokenizer,

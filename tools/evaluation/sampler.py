@@ -246,7 +246,7 @@ class Sampler:
     def _questions(
         self, episode: Episode, answers: Sequence[str], pool: rewards.Pool
     ) -> list[rewards.Item] | Verdict:
-        """What the verifier gets for each reference answer; or an unknown verdict.
+        """What the verifier gets for each reference answer; or the environment's verdict.
 
         An environment may have another answer than the problem's: it is then the only one.
         """

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from gapo_megatron import user_code
+from gapo_megatron.config.environment import SERVED
 from gapo_megatron.errors import ConfigError, said, shown
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ SETTING = "environment.kind"
 _OURS = {
     "one_turn": "gapo_megatron.rollout.environments.one_turn:OneTurn",
     "tools": "gapo_megatron.rollout.environments.tools:Tools",
+    "nemo_gym": "gapo_megatron.rollout.environments.nemo_gym:NemoGym",
+    "openenv": "gapo_megatron.rollout.environments.openenv:OpenEnv",
 }
 """Code of the kinds that a word names."""
 _METHODS = ("begin", "respond", "judge")
@@ -57,6 +60,13 @@ def check(config: EnvironmentConfig, *, system_prompt: str = "") -> None:
         _check_settings(config.kind, made)
     elif isinstance(made.func, type):
         _check_methods(config.kind, made.func)
+    if config.kind == "openenv" and system_prompt:
+        raise ConfigError(
+            f"data.system_prompt or --system-prompt ({shown(system_prompt)}) must be empty: with "
+            f"{SETTING} ('openenv') a row's own messages begin the conversation"
+        )
+    if config.kind in SERVED and "url" not in config.settings:
+        raise ConfigError(f"environment.settings.url is missing: {config.kind!r} needs an address")
 
 
 def is_agent(found: Callable[..., Any]) -> bool:
@@ -88,6 +98,8 @@ def build(
 
         return Agents(tokenizer, made, config)
     made = _with_limit(config, made)
+    if config.kind in SERVED:
+        made = functools.partial(made, timeout_s=config.call_timeout_s)
     if config.kind == "tools":
         made = functools.partial(made, **{"chat_template": chat_template} | made.keywords)
     environment = user_code.build(made, tokenizer, setting=SETTING)

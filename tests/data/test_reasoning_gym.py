@@ -18,6 +18,7 @@ from gapo_megatron.data.reasoning_gym import generate
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.run.inputs import read_problems
+from gapo_tools import prepare_data
 from gapo_tools.preparation.generated_tasks import HELD_OUT, write_generated
 from tests.configs import config_of
 from tests.messages import mentions
@@ -90,6 +91,9 @@ def test_no_question_is_in_two_rows_also_of_two_sources() -> None:
 
 
 def test_more_problems_leave_the_first_as_they_are() -> None:
+    """And those held out, of 100 sums that both parts draw from."""
+    held_out = [generate([source(EASY, size=size, eval_size=30)]).held_out for size in (5, 60)]
+    assert held_out[0] == held_out[1]
     short = generate([source("gcd", EASY, size=10, eval_size=4)])
     long = generate([source("gcd", EASY, size=30, eval_size=4)])
     assert long.training["gym"][:10] == short.training["gym"]
@@ -261,14 +265,22 @@ def test_a_manifest_of_before_knows_sources_of_files() -> None:
     assert list(changes(generated, config(of_gym(seed=4)))) == ["data.source"]
 
 
-def test_the_tool_writes_what_a_run_generates(tmp_path: Path) -> None:
+def test_the_tool_writes_what_a_run_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As files they are read the same, and held-out ones can be evaluated by themselves."""
     from gapo_megatron.io.toml_tree import to_toml
 
     made = config(of_gym(eval_size=5), reward={"kind": "reasoning_gym"})
     path = tmp_path / "run.toml"
     path.write_text(to_toml(made))
-    assert write_generated(path, tmp_path / "out") == {"problems.jsonl": 20, HELD_OUT: 5}
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "reasoning_gym", "--config", str(path)])
+    sys.argv += ["--output", str(tmp_path / "out")]
+    assert prepare_data.main() == 0
+    assert (said := capsys.readouterr().out).count("problems in") == 2
+    assert "20 problems" in said and "5 problems" in said
+    counts = json.loads((tmp_path / "out/manifest.json").read_text())["counts"]
+    assert counts == {"written": 20, "repeated": generate(made.data.generated).num_repeated}
     files = {"train_path": str(tmp_path / "out/problems.jsonl"), "source": []}
     files["eval_path"] = str(tmp_path / "out" / HELD_OUT)
     every = {"evaluation": {"every_steps": 1}}
@@ -279,5 +291,8 @@ def test_the_tool_writes_what_a_run_generates(tmp_path: Path) -> None:
         for parts in (read_problems(each, byte_level()) for each in (of_files, of_run))
     ]
     assert texts[0] == texts[1]
-    with pytest.raises(ConfigError, match="exist"):
-        write_generated(path, tmp_path / "out")
+    assert prepare_data.main() == 2
+    assert "exist" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=mentions("run.toml", "reasoning_gym")):
+        path.write_text(to_toml(of_files))
+        write_generated(path, tmp_path / "other")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.environments import served as served_module
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
@@ -198,6 +200,45 @@ def test_nobody_at_the_address_is_an_unknown_verdict(kind: str) -> None:
         url = f"{SCHEMES[kind]}://127.0.0.1:{taken.getsockname()[1]}"
         verdict, _ = play(environment_of(kind, url), prompt_of(kind), turns_of(kind, 7))
     assert verdict.outcome is Outcome.UNKNOWN and "refused" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "num_calls"),
+    [
+        (ConnectionRefusedError("refused"), 3),
+        (httpx.ConnectError("refused"), 3),
+        (ConnectionResetError("reset"), 1),
+        (httpx.ReadError("half"), 1),
+        (httpx.ConnectTimeout("late"), 1),
+        (TimeoutError("late"), 1),
+    ],
+)
+def test_only_a_refused_connection_is_tried_again(
+    error: Exception, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment, calls = environment_of("openenv", "ws://x"), [0]
+    monkeypatch.setattr(served_module, "_PAUSES_S", (0.0, 0.0))
+
+    def fails() -> Any:
+        calls[0] += 1
+        raise error
+
+    def fails_once() -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise error
+        return "a session"
+
+    episode = Episode(prompt_of("openenv"), 0, np.array([]), np.zeros(0))
+    with pytest.raises(type(error)):
+        environment._session(episode, is_first=True, begin=fails)
+    assert calls == [num_calls]
+    calls[0] = 0
+    if num_calls > 1:
+        assert environment._session(episode, is_first=True, begin=fails_once) == "a session"
+    else:
+        with pytest.raises(type(error)):
+            environment._session(episode, is_first=True, begin=fails_once)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,8 +29,6 @@ REQUEST = "responses_create_params"
 _FAILURE = "_ng_failure_class"
 """Key of an answer whose reward of 0 stands for a judge that failed."""
 _NOT_OF_GYM = ("id", "prompt", "messages", "level")
-_CONNECTS = 3
-"""Attempts to connect. A request that was sent is not sent again: a tool may have effects."""
 
 
 class NemoGym(Served["_Session"]):
@@ -89,7 +87,7 @@ class NemoGym(Served["_Session"]):
         row = {key: one for key, one in episode.prompt.row.items() if key not in _NOT_OF_GYM}
         if not isinstance(row.get(REQUEST), dict):
             raise LookupError(f"the row needs the column {REQUEST}, an object, as NeMo Gym's have")
-        transport = httpx.HTTPTransport(verify=self._ssl, retries=_CONNECTS - 1)
+        transport = httpx.HTTPTransport(verify=self._ssl)
         session = _Session(
             httpx.Client(base_url=self._url, transport=transport, timeout=self._timeout_s), row
         )

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import httpx
 
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rewards.final_answer import final_answer
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4 * 2**20
 """Largest answer of a server."""
+_PAUSES_S = (0.1, 1.0)
+"""Waits before further attempts to connect: a server that is asked much may refuse some."""
 
 
 class _Closable(Protocol):
@@ -94,7 +99,7 @@ class Served(OneTurn, Generic[S]):
         """
         if is_first:
             self.close(episode)  # of an earlier generation
-            session = begin()
+            session = _connected(begin)
             with self._lock:
                 self._sessions[_place(episode)] = session
             return session
@@ -136,6 +141,19 @@ def read_reward(value: Any) -> float:
     if not is_number or not math.isfinite(value) or abs(value) > MOST_GRADE:
         raise ValueError(f"the reward {shown(value)} is no number within {MOST_GRADE:,.0f}")
     return float(value)
+
+
+def _connected(begin: Callable[[], S]) -> S:
+    """What `begin` returns; called again where nobody has accepted the connection.
+
+    Nothing else is done twice: what was sent may have had effects.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return begin()
+        except (ConnectionRefusedError, httpx.ConnectError):
+            time.sleep(pause_s)
+    return begin()
 
 
 def _place(episode: Episode) -> tuple[str, int]:

@@ -109,7 +109,7 @@ def read_prompts(
     line_of: dict[str, int] = {}
     path, keys = Path(path), data.row_keys(source)
     if generated is not None:
-        keys = RowKeys(OWN)
+        keys = RowKeys("gapo")
     oddities = _Oddities(tokenizer, chat_template=data.chat_template)
     with closing(Answers(path.parent)) as answers:
         rows = _read_problems(path, keys, columns, generated)

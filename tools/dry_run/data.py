@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.config.data_section import REASONING_GYM
-from gapo_megatron.config.schema import OF_ENVIRONMENT
+from gapo_megatron.config.reward_section import OF_ENVIRONMENT
 from gapo_megatron.data.reasoning_gym import Generated, generate
 from gapo_megatron.data.row_formats import Problem, Reading, first_row
 from gapo_megatron.data.rows import Row, count_rows

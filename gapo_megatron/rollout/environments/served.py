@@ -17,7 +17,7 @@ import httpx
 
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rewards.final_answer import final_answer
-from gapo_megatron.rewards.verifiers import MOST_GRADE
+from gapo_megatron.rewards.results import MOST_GRADE
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.turns import last_text
 from gapo_megatron.types import Episode, Outcome, Verdict

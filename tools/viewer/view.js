@@ -312,7 +312,7 @@ function drawGroup(main) {
     group.source ? el("bdi", { class: "soft" }, ` ${visible(group.source)}`) : ""));
   if (group.responses.length < group.k) main.append(el("p", { class: "soft" }, `${group.responses.length} of its answers were kept.`));
   if (same.length > 1) main.append(el("p", { class: "over" }, "this problem over steps: ",
-    ...same.map((other) => el("button", { "aria-current": other === summary, onclick: () => open(other) }, `step ${other.step}: ${other.c}/${other.k}`))));
+    ...same.map((other) => el("button", { "aria-current": String(other === summary), onclick: () => open(other) }, `step ${other.step}: ${other.c}/${other.k}`))));
   main.append(el("pre", { class: "prompt" }, visible(group.prompt)),
     el("p", { class: "soft" }, "reference: ", el("bdi", {}, visible(group.answer))));
   const legend = drawLegend(group);

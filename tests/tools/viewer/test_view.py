@@ -158,6 +158,7 @@ def test_a_reader_finds_and_compares_answers(page: Path, tmp_path: Path) -> None
     const texts = (kind) => all(kind).map((one) => one.textContent);
     const found = {rows: rows(), title: texts("h2")};
     found.cards = texts("article h3");
+    found.same = texts(".over [aria-current=true]");
     found.facts = texts("article .facts");
     found.who = texts("article .who");
     found.times = all(".timeline span").map((one) => [one.className, one.title, one.style.left]);
@@ -193,6 +194,7 @@ def test_a_reader_finds_and_compares_answers(page: Path, tmp_path: Path) -> None
     found = use(page, tmp_path, script)
     assert found["rows"] == [[f"{c}/2", f"step {step}"] for step in (2, 1, 0) for c in (0, 1)]
     assert found["title"] == ["Step 2, <p1>: 1 of 2 correct"]  # the newest with a clipped answer
+    assert found["same"] == ["step 2: 1/2"]
     assert found["cards"] == ["0: correctwhy 2/1", "1: wrongwhy 2/1"]
     first, second = found["facts"]
     for said in ("A 0.5", "s 1 + 0.01", "1 \u2212 0.01 .. 1 + 0.005", "clipped (high)", "update 1"):

@@ -187,7 +187,7 @@ def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], words: list[
     assert [(one.failure, one.final_text) for one in episodes] == [("", "84")] * 2
 
 
-def test_other_instructions_are_another_conversation() -> None:
+def test_other_instructions_or_responses_are_another_conversation() -> None:
     def solve(session: Session) -> str:
         create = client_of(session).responses.create
         first = create(model=session.model, input="q", instructions="Be brief.")
@@ -199,6 +199,15 @@ def test_other_instructions_are_another_conversation() -> None:
                     previous_response_id=first.id,
                     **instructions,
                 )
+        with pytest.raises(
+            openai.BadRequestError, match=mentions("previous_response_id", first.id)
+        ):
+            create(
+                model=session.model,
+                input="and now?",
+                previous_response_id="resp_0",
+                instructions="Be brief.",
+            )
         return first.output_text
 
     episodes, _ = run(solve, says("84"), **ONE)

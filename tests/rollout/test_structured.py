@@ -19,6 +19,7 @@ from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import Session
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.calls import in_thread
+from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import begin, generate
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.vllm import RolloutEngine
@@ -141,6 +142,18 @@ def test_with_tools_a_turn_in_a_format_may_be_a_call(engine: RolloutEngine) -> N
 
     for one in play(engine, solve):
         assert json.loads(one.final_text or "").keys() in ({"what"}, {"ok", "unit"}), one
+
+
+def test_the_tokenizers_eos_ends_no_request_that_does_not_name_it(engine: RolloutEngine) -> None:
+    """vLLM has the tokenizer, for the grammars; `data.end_tokens` decides where a turn ends."""
+    for number in range(8):
+        start = np.empty(0, np.int32)
+        engine.add(Request(str(number), (5,), start, 300, number, 1.0, 1.0, stop_ids=(7,)))
+    found = []
+    while len(found) < 8:
+        found += engine.poll()
+    assert any(EOS in one.token_ids[:-1].tolist() for one in found)
+    assert all(one.reason == "length" or one.token_ids[-1] == 7 for one in found)
 
 
 def test_the_responses_api_has_the_same_grammars(engine: RolloutEngine) -> None:

@@ -32,6 +32,7 @@ def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
         temperature=request.temperature,
         top_p=request.top_p,
         stop_token_ids=stop_token_ids,
+        ignore_eos=True,  # the tokenizer's, which vLLM knows if grammars need it
         routed_experts_prompt_start=request.num_routed,
         structured_outputs=_structure(request.grammar),
         **TOKENS_ONLY,

@@ -242,7 +242,7 @@ def run_learn(
         batch = planned(opened.batch, config, data_parallel_size=groups.dp_size)
         sections = (config.objective, config.rollout)
         options |= {"progress": opened.progress, "measures_rounding": measures_rounding}
-        options |= {"recorded": recorded}
+        options = {"recorded": recorded} | options
         return learn(policy, batch, *sections, Stopwatch(), **options)
 
     with record(policy) as updates:
@@ -256,7 +256,8 @@ def run_learn(
                     files.write(stop_in / name, content)
                 dist.barrier()
                 opened = OpenStep.load(stop_in, policy.device, num_updates=1)
-            metrics = go_on(opened)
+            # After a stop another choice of records, as by another setting, comes too late.
+            metrics = go_on(opened, **({"recorded": [0]} if stop_in else {}))
             assert metrics is not None
     records = []
     if recorded:
@@ -265,7 +266,7 @@ def run_learn(
         apart = apart.spread(rank=channel.rank, size=channel.size)
         records = gather(
             bring_tokens(apart, ranks=ranks, channel=channel),
-            recorded,
+            opened.progress.recorded or [],
             opened.progress.records,
             is_per_token=method.ratio == "token",
             ranks=ranks,

@@ -61,6 +61,11 @@ def check_together(config: Config) -> None:
             f"({config.environment.kind!r}): {' and '.join(SERVED)} give the verdict themselves, "
             "which reward.kind 'environment' takes; 'one_turn' gives none"
         )
+    if served and config.batch.partial_rollouts:
+        raise ValueError(
+            "batch.partial_rollouts (True) must be False with environment.kind "
+            f"({config.environment.kind!r}): a server's session ends with the step"
+        )
     _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(

@@ -44,6 +44,8 @@ class Progress:
     """Log-probs at the start of the step, to measure rounding; None: not measured."""
     routes: Recorded = field(default_factory=Recorded)
     """Experts of the tokens of mini-batches to come; empty for a model without experts."""
+    recorded: list[int] | None = None
+    """Rows of the batch that are recorded, as chosen before the first update; None: not yet."""
     records: dict[int, records.Arrays] = field(default_factory=dict)
     """Rows of the batch that are recorded -> what the finished updates made of them, on the rank
     that reports log-probs."""
@@ -98,7 +100,7 @@ def learn(
         measures_rounding: also compare the ratios with those without rounding
             (`learn.checks.rounding`).
         recorded: rows of the batch to describe token by token, in `progress.records`; the same on
-            every rank.
+            every rank. After a stop those hold that were chosen before it.
         must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
@@ -130,7 +132,9 @@ def learn(
         ]
         reference = _score(policy, packed, objective, progress, routes)
     table = batch.table
-    kept = frozenset(recorded if policy.groups.is_first_copy else ())
+    if progress.recorded is None:
+        progress.recorded = sorted(recorded)
+    kept = frozenset(progress.recorded if policy.groups.is_first_copy else ())
     # Older weights sampled tokens whose log-probs the trainer has not kept.
     is_stale = bool((table["num_carried_tokens"] > table["num_scored_tokens"]).any())
     for i in range(progress.num_updates, len(packed)):

@@ -9,7 +9,7 @@ import torch
 
 from gapo_megatron import user_code
 from gapo_megatron.config.methods import Method
-from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.errors import ConfigError, said, shown
 from gapo_megatron.rollouts import Batch, Rollouts
 
 
@@ -130,7 +130,7 @@ def find_advantages(method: Method) -> Advantages:
 
 @functools.cache
 def _load_advantages(name: str) -> Advantages:
-    """The user's function, with a check of what it returns in every call."""
+    """The user's function, with a check of what it returns in every call; called once here."""
     setting = "advantages of objective.method"
     function = user_code.load(name, setting=setting)
     if not callable(function):
@@ -140,7 +140,11 @@ def _load_advantages(name: str) -> Advantages:
         )
 
     def checked(rewards: torch.Tensor) -> torch.Tensor:
-        found = function(rewards.clone())
+        try:
+            with user_code.contained():
+                found = function(rewards.clone())
+        except Exception as error:
+            raise ConfigError(f"{setting} ({name!r}): {said(error)}") from error
         if not isinstance(found, torch.Tensor) or found.shape != rewards.shape:
             there = tuple(found.shape) if isinstance(found, torch.Tensor) else shown(found)
             raise ConfigError(
@@ -157,6 +161,7 @@ def _load_advantages(name: str) -> Advantages:
             )
         return advantages
 
+    checked(torch.tensor([[0.0, 1.0, 1.0, torch.nan]], dtype=torch.float64))
     return checked
 
 

@@ -30,8 +30,8 @@ def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int,
 
     Raises:
         TypeError: it is neither None, nor a string, nor a list, tuple or array of integers.
-        ValueError: it has a token that the model has not; or a text that is too long, or cannot be
-            encoded.
+        ValueError: it has no token, or one that the model has not; or a text that is too long, or
+            cannot be encoded.
     """
     if answer is None:
         return None
@@ -44,6 +44,8 @@ def check_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> tuple[int,
         raise TypeError(
             f"respond returned {type(answer).__name__}, not a list of tokens, a text or None"
         )
+    if not len(answer):
+        raise ValueError("respond returned no token: None or a text ends the episode")
     tokens = []
     for one in answer[:max_tokens]:
         if not isinstance(one, int | np.integer) or isinstance(one, bool):

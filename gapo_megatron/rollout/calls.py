@@ -383,6 +383,8 @@ class _Caller:
         result: dict[str, Any]
         try:
             given, turn = split_answer(self._acting.environment.respond(call.episode.for_user()))
+            if turn.grammar and not self._acting.config.structured_outputs:
+                raise ValueError("TurnSettings.grammar needs environment.structured_outputs = true")
             self._acting.turns.check(turn)
             answer = check_answer(
                 given,

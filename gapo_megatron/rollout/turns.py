@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_CHARACTERS = 256
 _MOST_KEPT = 256
-"""Sets of texts whose stop tokens are kept: agents may ask with texts of their own."""
+"""Texts, and sets of them, whose tokens are kept: agents may ask with texts of their own."""
 _BEFORE = "a"
 """Decoded before a token: some tokenizers drop the space of a first token."""
 
@@ -60,6 +60,7 @@ class Turns:
             _check_text(text, tokenizer, name="environment.stop")
         self._stop = tuple(stop)
         self._found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._encoded: dict[str, list[int]] = {}
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -79,10 +80,13 @@ class Turns:
         """Check an environment's settings of a turn.
 
         Raises:
-            ConfigError: see `check_stop`.
+            ConfigError: see `check_stop`; or names the setting, its value and the rule.
         """
         for text in turn.stop:
             check_stop(text, self._tokenizer)
+        most = turn.max_tokens
+        if most is not None and (type(most) is not int or most < 1):
+            raise ConfigError(f"max_tokens ({most!r}) of a turn must be None or an integer from 1")
 
     def is_over(self, episode: Episode) -> bool:
         """Whether the model's turn is over: at EOS, a text's last token, or the turn's own limit.
@@ -125,8 +129,15 @@ class Turns:
 
     def _whole(self, stop: Iterable[str]) -> set[int]:
         """Texts that are a single token."""
-        encoded = [self._encode(text) for text in stop]
-        return {tokens[0] for tokens in encoded if len(tokens) == 1}
+        found = set()
+        for text in stop:
+            if (tokens := self._encoded.get(text)) is None:
+                if len(self._encoded) >= _MOST_KEPT:
+                    self._encoded.clear()
+                tokens = self._encoded[text] = self._encode(text)
+            if len(tokens) == 1:
+                found.add(tokens[0])
+        return found
 
     def messages(self, episode: Episode) -> list[dict[str, str]]:
         """As the function `messages`."""

@@ -315,7 +315,7 @@ class Run:
         """
         open_step = self.state.open_step
         assert open_step is not None
-        self.tokens.log(step, batch, open_step.progress.records)
+        self.tokens.log(step, batch, open_step.progress)
         self.stopwatch.notes |= self.memory.lap(self.gloo_group)
         metrics = open_step.metrics | learned | self.state.window.add(learned)
         problems = self.inputs.source.problems

@@ -12,6 +12,7 @@ from gapo_megatron.config import Config, ObjectiveConfig
 from gapo_megatron.exchange import Channel
 from gapo_megatron.learn import records
 from gapo_megatron.learn.records import Record
+from gapo_megatron.learn.step import Progress
 from gapo_megatron.rollout.pieces import Pieces
 from gapo_megatron.rollout.samples import kept_rows
 from gapo_megatron.rollouts import Batch
@@ -48,26 +49,26 @@ class TokenRecords:
         number = self._config.metrics.samples_per_step
         return kept_rows(batch, number, step=step) if number else []
 
-    def log(self, step: int, batch: Batch, arrays: Mapping[int, records.Arrays]) -> None:
+    def log(self, step: int, batch: Batch, progress: Progress) -> None:
         """Write the step's samples token by token.
 
         Args:
             step: index of the step.
             batch: its batch, after all updates.
-            arrays: `Progress.records` of this rank.
+            progress: of all updates; what was recorded before a stop is what was chosen then.
 
         Collectives: that of `records.gather`, if samples are kept.
 
         Raises:
             MachineError: the disk is full or fails.
         """
-        objective, rows = self._config.objective, self.rows(batch, step)
+        objective, rows = self._config.objective, progress.recorded
         if not rows:
             return
         found = records.gather(
             batch,
             rows,
-            arrays,
+            progress.records,
             is_per_token=objective.resolve().ratio == "token",
             ranks=self._generation.dp_ranks,
             channel=self._channel,

@@ -230,6 +230,7 @@ AHEAD data.eval_path=e.jsonl evaluation.every_steps=3 -> evaluation.every_steps 
 AHEAD checkpoint.every_steps=5 -> checkpoint.every_steps (5); multiple; rollout.max_staleness (2)
 AHEAD checkpoint.keep_steps=[4,7] -> checkpoint.keep_steps (7); multiple; rollout.max_staleness (2)
 environment.settings={a=1} -> environment; settings; 'one_turn'
+environment.kind=nemo_gym reward.kind=environment batch.oversampling=2 batch.partial_rollouts=true -> batch.partial_rollouts (True); environment.kind ('nemo_gym')
 environment.kind=tools environment.structured_outputs=true batch.oversampling=2 batch.partial_rollouts=true -> batch.partial_rollouts (True); structured_outputs
 rollout.draft_tokens=2 -> draft_tokens (2); 'ngram' or 'eagle3'; 'none'
 rollout.draft=eagle3 rollout.draft_hf_dir=d rollout.draft_ngram=2 -> draft_ngram (2); 'ngram'; 'eagle3'

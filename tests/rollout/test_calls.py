@@ -37,7 +37,7 @@ from gapo_megatron.rollout.journal import JOURNAL_FOLDER, remove_journals, to_li
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.turns import Turns
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 from tests.acting import EOS, acting_of, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
@@ -163,6 +163,9 @@ BROKEN: list[tuple[Callable[[Episode], Any], str]] = [
     (lambda _: [100_000], "100000"),
     (lambda _: np.zeros((300, 3), np.int64), "ndarray"),
     (lambda _: {5: 6}, "dict"),
+    (lambda _: [], "no token"),
+    (lambda _: ([5], TurnSettings(max_tokens=0)), "max_tokens (0)"),
+    (lambda _: ([5], TurnSettings(grammar="{}")), "structured_outputs"),
 ]
 
 
@@ -181,7 +184,7 @@ def test_tokens_without_room_truncate_a_response(num_tokens: int) -> None:
 
 
 def test_broken_environments_are_unknown_and_harm_no_other() -> None:
-    """252 calls of 14 kinds, with the good ones between them; none is wrong, none ends the run."""
+    """Calls of 17 kinds, with the good ones between them; none is wrong, none ends the run."""
     kinds = [*BROKEN, (answer_of, ""), (answer_of, "")]
     place = {
         (prompt.id, sample): kinds[(18 * i + sample) % len(kinds)]

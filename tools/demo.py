@@ -18,7 +18,6 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -34,9 +33,6 @@ from gapo_megatron.formats.folder import check_replaceable, claim, is_marked, ma
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.sft import train_supervised
-
-if TYPE_CHECKING:
-    pass
 
 NUM_EVAL = 256
 NUM_TRAIN = 2400

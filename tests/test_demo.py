@@ -170,6 +170,17 @@ def test_the_table_compares_the_first_and_the_last_evaluation(demo, tmp_path):
     assert all(len(line) <= 80 for line in text.splitlines() if "│" in line)
 
 
+def test_a_level_with_one_verdict_has_no_gain(demo, tmp_path):
+    folder = _write_run(tmp_path / "demo", {0: (2, 0), 20: (6, 8)})
+    path = folder / "evaluations" / "step_20.json"
+    problems = json.loads(path.read_text())
+    problems["problems"][1] |= {"num_samples": 0, "num_correct": 0}
+    path.write_text(json.dumps(problems))
+    demo._report(load_config(CONFIG, [f"run.output_dir={folder}"]))
+    (line,) = [one for one in demo.console.file.getvalue().splitlines() if "level_1" in one]
+    assert [one.strip() for one in line.split("│")][3] == "-"
+
+
 def test_other_settings_have_a_folder_of_their_own(demo):
     """A second method must not continue, and so report, the first one's finished run."""
     folders = set()

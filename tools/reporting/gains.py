@@ -24,6 +24,7 @@ def before_and_after(comparison: Comparison) -> Exhibit:
                 continue
             steps, pair = found
             k, of = run.config.evaluation.samples_per_prompt, gain(pair)
+            assert of is not None  # `read_first_and_last` has seen to it
             row: Row = {"arm": arm.label, "seed": run.seed, "problems": len(pair[0])}
             row |= {"first step": steps[0], "last step": steps[1], "k": k}
             for name, size in {"pass@1": 1, "pass@k": k}.items():
@@ -33,7 +34,9 @@ def before_and_after(comparison: Comparison) -> Exhibit:
             settings = [arm.label, f"{run.seed}", f"{len(pair[0])}", f"{steps[0]} -> {steps[1]}"]
             lines.append([*settings, change(pair, 1), with_bounds(of), change(pair, k)])
     if not rows:
-        raise NoData("no run has been evaluated twice on the same problems")
+        raise NoData(
+            "no run has been evaluated twice on the same problems, with verdicts of two or more"
+        )
     columns = ["method", "seed", "problems", "steps"]
     ks = sorted({row["k"] for row in rows})
     columns += ["pass@1 (%)", "gain [95 %]", f"pass@{' or '.join(map(str, ks))} (%)"]
@@ -48,6 +51,8 @@ def before_and_after(comparison: Comparison) -> Exhibit:
 def read_first_and_last(folder: Path) -> tuple[tuple[int, int], tuple[Counts, Counts]] | None:
     """Steps and counts of a run's first and last evaluation; None if they cannot be compared.
 
+    They can if both have the same problems, and `gain` exists.
+
     Raises:
         DataError: names the file and what is wrong in it.
     """
@@ -56,14 +61,19 @@ def read_first_and_last(folder: Path) -> tuple[tuple[int, int], tuple[Counts, Co
     if len(steps) < 2:
         return None
     first, last = (read_counts(numbered[step]) for step in (steps[0], steps[-1]))
-    if [one["id"] for one in first] != [one["id"] for one in last] or len(first) < 2:
+    if [one["id"] for one in first] != [one["id"] for one in last] or gain((first, last)) is None:
         return None
     return (steps[0], steps[-1]), (first, last)
 
 
-def gain(pair: tuple[Counts, Counts]) -> Interval:
-    """Difference of pass@1, after minus before, paired over the problems with verdicts in both."""
+def gain(pair: tuple[Counts, Counts]) -> Interval | None:
+    """Difference of pass@1, after minus before, paired over the problems with verdicts in both.
+
+    None if fewer than two problems have them: there is no interval.
+    """
     known = [both for both in zip(*pair, strict=True) if all(one["num_samples"] for one in both)]
+    if len(known) < 2:
+        return None
     before, after = (
         [one["num_correct"] / one["num_samples"] for one in counts]
         for counts in zip(*known, strict=True)
@@ -81,7 +91,9 @@ def change(pair: Sequence[Counts], k: int) -> str:
     return " -> ".join(f"{100 * pass_at(counts, k):.1f}" for counts in pair)
 
 
-def with_bounds(interval: Interval) -> str:
-    """A gain in percentage points with its bounds."""
+def with_bounds(interval: Interval | None) -> str:
+    """A gain in percentage points with its bounds; `-` for none."""
+    if interval is None:
+        return "-"
     low, high = 100 * interval.low, 100 * interval.high
     return f"{100 * interval.mean:+.1f}  [{low:+.1f}, {high:+.1f}]"

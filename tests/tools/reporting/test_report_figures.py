@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from gapo_megatron.evaluate.counts import read_counts
+from gapo_tools.reporting.gains import gain, read_first_and_last, with_bounds
 from gapo_tools.reporting.report import MAKERS, note_missing
 from gapo_tools.reporting.series import NoData
 from gapo_tools.reporting.style import panels, style, widen
@@ -137,6 +139,22 @@ def test_a_problem_without_a_verdict_is_in_no_gain(tmp_path):
     (row,) = FIGURES["before_and_after"](compare(folder)).rows
     gains = [(solved("gapo", 0, 40, i) - solved("gapo", 0, 0, i)) / 8 for i in (1, 2, 3, 4)]
     assert row["gain"] == pytest.approx(np.mean(gains)) != whole["gain"]
+
+
+@pytest.mark.parametrize("num_known", [0, 1])
+def test_of_fewer_than_two_problems_there_is_no_gain(tmp_path, num_known):
+    """Such as after an evaluation whose judge was down."""
+    folder = write_run(tmp_path / "run")
+    path = folder / "evaluations" / "step_40.json"
+    problems = json.loads(path.read_text())
+    for one in problems["problems"][num_known:]:
+        one |= {"num_samples": 0, "num_correct": 0}
+    path.write_text(json.dumps(problems))
+    assert read_first_and_last(folder) is None
+    with pytest.raises(NoData, match="verdicts of two"):
+        FIGURES["before_and_after"](compare(folder))
+    whole = [read_counts(path.with_name(f"step_{step}.json")) for step in (0, 20)]
+    assert with_bounds(gain(tuple(counts[:num_known] for counts in whole))) == "-"
 
 
 def test_the_clip_stands_beside_its_width(exhibits, tmp_path):

@@ -15,7 +15,7 @@ from gapo_tools.viewer.data import RunData
 _FOLDER = Path(__file__).parent
 
 
-def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: int = -1) -> str:
+def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: str = "") -> str:
     """The page of these runs.
 
     What a model wrote reaches the page as JSON in which no `<` is left, and the script only ever
@@ -25,7 +25,7 @@ def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: in
         runs: at least one.
         title: of the page.
         report: address of the report that the page belongs to; empty: none.
-        live: newest step, of a page that its server renews; -1: a file.
+        live: state of the run, of a page that its server renews; empty: a file.
     """
     style, script = (_read(name) for name in ("view.css", "view.js"))
     head = {"runs": [run.head() for run in runs], "report": report, "live": live}
@@ -38,7 +38,7 @@ def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: in
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         f"img-src data:; base-uri 'none'; form-action 'none'"
-        + ("; connect-src 'self'" if live >= 0 else "")
+        + ("; connect-src 'self'" if live else "")
     )
     return _read("view.html").format(
         policy=html.escape(policy, quote=True),

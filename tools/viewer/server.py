@@ -8,6 +8,8 @@ from threading import Lock
 
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.io.files import naming, real, write_atomically
+from gapo_megatron.io.metric_files import METRICS_NAME
+from gapo_megatron.io.sample_files import SAMPLES_NAME
 from gapo_megatron.io.token_files import token_files
 from gapo_tools.viewer.data import read_data
 from gapo_tools.viewer.page import make_page
@@ -16,7 +18,7 @@ PAGE_NAME = "view.html"
 _HOST = "127.0.0.1"
 
 
-def render(run: Path, *, first: int = 0, last: int | None = None, live: int = -1) -> str:
+def render(run: Path, *, first: int = 0, last: int | None = None, live: str = "") -> str:
     """The page of a run; arguments and errors as of `read_data`; `live` as of `make_page`."""
     name = real(run).name
     return make_page(
@@ -45,7 +47,7 @@ def write(run: Path, output: Path | None, *, first: int = 0, last: int | None = 
 
 
 def serve(run: Path, *, port: int | None, first: int = 0, last: int | None = None) -> None:
-    """Serve the page on 127.0.0.1, made anew when the run has a new step, until Ctrl-C.
+    """Serve the page on 127.0.0.1, made anew when the run has more to show, until Ctrl-C.
 
     Raises:
         MachineError: the port is taken.
@@ -59,19 +61,21 @@ def make_server(
     run: Path, *, port: int | None, first: int = 0, last: int | None = None
 ) -> ThreadingHTTPServer:
     """A server that is bound but does not serve yet; see `serve`."""
-    lock, pages = Lock(), dict[int, str]()
+    lock, pages = Lock(), dict[str, str]()
 
-    def newest() -> int:
-        return max(token_files(run), default=0)
+    def newest() -> str:
+        # A step's tokens, its samples and its metrics are written one after the other.
+        sizes = (_size(run / name) for name in (SAMPLES_NAME, METRICS_NAME))
+        return "-".join(map(str, (max(token_files(run), default=0), *sizes)))
 
     def page() -> str:
         with lock:
-            step = newest()
-            if step not in pages:
-                made = render(run, first=first, last=last, live=step)
+            state = newest()
+            if state not in pages:
+                made = render(run, first=first, last=last, live=state)
                 pages.clear()
-                pages[step] = made
-            return pages[step]
+                pages[state] = made
+            return pages[state]
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -79,7 +83,7 @@ def make_server(
             if self.headers.get("Host") not in {f"{n}:{port_of}" for n in (_HOST, "localhost")}:
                 self.send_error(403)
                 return
-            answers = {"/": ("text/html", page), "/newest": ("text/plain", lambda: f"{newest()}")}
+            answers = {"/": ("text/html", page), "/newest": ("text/plain", newest)}
             if self.path not in answers:
                 self.send_error(404)
                 return
@@ -103,3 +107,8 @@ def make_server(
         server = ThreadingHTTPServer((_HOST, port or 0), Handler)
     port_of = server.server_port
     return server
+
+
+def _size(path: Path) -> int:
+    with naming(path):
+        return path.stat().st_size if path.exists() else 0

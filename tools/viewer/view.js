@@ -372,7 +372,7 @@ function drawTop() {
   const left = run.leftOut ? `, ${run.leftOut} others left out (--steps)` : "";
   const note = run.hasTokens ? "" : " Text only: this run has no tokens/ (an older run).";
   top.replaceChildren(el("h1", {}, document.title), el("p", { class: "soft" },
-    `${run.method}, steps ${run.steps[0]} to ${run.steps.at(-1)}${left}.${note}${head.live >= 0 ? " Live: new steps appear by themselves. " : " "}`,
+    `${run.method}, steps ${run.steps[0]} to ${run.steps.at(-1)}${left}.${note}${head.live ? " Live: new steps appear by themselves. " : " "}`,
     head.report ? el("a", { href: head.report }, "Report") : ""),
     el("div", { class: "controls" },
       head.runs.length > 1 ? select("run", "run", head.runs.map((one, i) => [`${i}`, one.name])) : "",
@@ -405,11 +405,11 @@ document.getElementById("main").addEventListener("mouseover", (event) => {
   tip.style.top = `${where.bottom + tip.offsetHeight + 8 < innerHeight ? where.bottom + 4 : Math.max(where.top - tip.offsetHeight - 4, 0)}px`;
 });
 
-if (head.live >= 0)
+if (head.live)
   setInterval(async () => {
     try {
-      const newest = Number(await (await fetch("newest")).text());
-      if (newest !== head.live) location.reload();
+      const newest = await fetch("newest");
+      if (newest.ok && (await newest.text()) !== head.live) location.reload();
     } catch { /* the server has ended: the page stays as it is */ }
   }, 3000);
 

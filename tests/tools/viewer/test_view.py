@@ -22,6 +22,7 @@ from gapo_megatron.io.token_files import TokenLog, token_files
 from gapo_megatron.types import SampleTokens, Span, Timeline
 from gapo_tools import view
 from gapo_tools.viewer import data as module
+from gapo_tools.viewer import server
 from gapo_tools.viewer.server import make_server
 from tests.browser import dump, needs_browser, use
 from tests.io.test_sample_files import sample_of
@@ -268,8 +269,8 @@ def test_what_cannot_be_shown_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "steps 0 to 2" in fails(run, "--steps", "5:6")
     assert "--output" in fails(run, "--output", tmp_path / "page.txt")
     assert "--output" in fails(run, "--output", tmp_path / "none/page.html")
-    with make_server(run, port=None) as server:
-        assert str(server.server_port) in fails(run, "--live", "--port", server.server_port)
+    with make_server(run, port=None) as bound:
+        assert str(bound.server_port) in fails(run, "--live", "--port", bound.server_port)
     path = token_files(run)[1]
     path.write_bytes(path.read_bytes()[:-50])
     assert str(path) in (said := fails(run)) and "damaged" in said
@@ -282,13 +283,13 @@ def test_what_cannot_be_shown_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 @contextmanager
 def served(run: Path) -> Iterator[str]:
-    with make_server(run, port=None) as server:
-        thread = threading.Thread(target=server.serve_forever)
+    with make_server(run, port=None) as bound:
+        thread = threading.Thread(target=bound.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http://127.0.0.1:{bound.server_port}"
         finally:
-            server.shutdown()
+            bound.shutdown()
             thread.join()
 
 
@@ -302,10 +303,20 @@ def test_a_live_page_follows_the_run(tmp_path: Path) -> None:
     run = write(tmp_path / "run", range(2))
     with served(run) as address:
         text = get(f"{address}/")
-        assert blocks(text)["head"]["live"] == 1 and "connect-src &#x27;self&#x27;" in text
+        assert blocks(text)["head"]["live"] == get(f"{address}/newest")
+        assert "connect-src &#x27;self&#x27;" in text
         TokenLog(run, resume_step=2).write(2, step_of(2))
-        assert get(f"{address}/newest") == "2"
-        assert blocks(get(f"{address}/"))["head"]["runs"][0]["steps"] == [0, 1, 2]
+        assert get(f"{address}/newest") not in text
+        text = get(f"{address}/")
+        assert blocks(text)["head"]["runs"][0]["steps"] == [0, 1, 2]
+        # The step's metrics come after its tokens.
+        clips = blocks(text)["head"]["runs"][0]["clips"]
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 2, "per_c/wrong/sequences/c5": 900}\n')
+        assert get(f"{address}/newest") not in text
+        text = get(f"{address}/")
+        assert get(f"{address}/newest") == blocks(text)["head"]["live"]
+        assert blocks(text)["head"]["runs"][0]["clips"] != clips
         # Another site's name for this machine, and other files.
         for path, headers, code in (("/", {"Host": "evil.example"}, 403), ("/../config", {}, 404)):
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -320,8 +331,35 @@ def test_a_live_page_follows_the_run(tmp_path: Path) -> None:
             assert "step_00000002" in answer.read().decode() and answer.code == 500
 
 
+def test_a_live_page_of_text_alone_follows_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    log = SampleLog(run)
+    log.append([sample_of(0)])
+    with served(run) as address:
+        newest = get(f"{address}/newest")
+        assert blocks(get(f"{address}/"))["head"]["live"] == newest
+        log.append([sample_of(1)])
+        assert get(f"{address}/newest") != newest
+        assert blocks(get(f"{address}/"))["head"]["runs"][0]["steps"] == [0, 1]
+
+
 @needs_browser
-def test_a_live_page_is_drawn_in_a_browser(run: Path, tmp_path: Path) -> None:
+def test_a_live_page_renews_itself_in_a_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run", range(2))
+    calls, write_page = [], server.render
+
+    def render(*arguments: Any, **options: Any) -> str:
+        """The page, after the first of which the run does another step."""
+        text = write_page(*arguments, **options)
+        calls.append(text)
+        if len(calls) == 1:
+            TokenLog(run, resume_step=2).write(2, step_of(2))
+        return text
+
+    monkeypatch.setattr(server, "render", render)
     with served(run) as address:
         shown = dump(f"{address}/", tmp_path)
     assert shown.count("<article") == 2 and "Live:" in shown
+    assert len(calls) == 2 and "steps 0 to 2" in Page(shown).text

@@ -185,7 +185,8 @@ def test_a_reader_finds_and_compares_answers(page: Path, tmp_path: Path) -> None
     all(".over button")[2].click();
     found.over = texts("h2");
     document.getElementById("view-clip").click();
-    found.clips = texts("#clips tbody tr");
+    found.clips = all("#clips tbody tr").map((one) => [...one.children].map((cell) =>
+        [cell.textContent, cell.firstChild?.style?.width ?? ""]));
     document.getElementById("view-unknown").click();
     found.unknown = texts("main h3");
     all("main .over button")[1].click();
@@ -216,7 +217,13 @@ def test_a_reader_finds_and_compares_answers(page: Path, tmp_path: Path) -> None
     assert found["step"] == [["0/2", "step 1"], ["1/2", "step 1"]]
     assert {rate for rate, _ in found["search"]} == {"1/2"} and found["hits"] == ["Z"]
     assert found["over"] == ["Step 2, <p1>: 1 of 2 correct"]
-    assert [one[0] for one in found["clips"]] == [*map(str, range(1, 9))][: len(found["clips"])]
+    # Of the longest bar, 5rem, a width has its share of 0.0167, and a share itself.
+    assert [row[0][0] for row in found["clips"]] == ["1", "2", "3", "4", "5", "6", "7"]
+    c, width, responses, clipped, *_, others = found["clips"][1]
+    assert (c[0], width[0], responses[0], clipped[0]) == ("2", "0.0157", "14", "4.0 %")
+    lengths = [float(one[1].removesuffix("rem")) for one in (width, clipped)]
+    assert lengths == pytest.approx([5 * (0.01 + 0.0067 * 6 / 7) / 0.0167, 5 * 0.04], rel=1e-4)
+    assert others == ["none", ""]
     assert found["unknown"] == [f"why {step}/0 (1 problems)" for step in range(3)]
     assert found["opened"][:2] == ["Step 1, <p0>: 0 of 2 correct", 2]
     assert "not computed: A = 0" in found["opened"][2]

@@ -37,6 +37,8 @@ const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const state = { run: "0", step: "", c: "", verdict: "", sort: "step", color: "", q: "", at: "", view: "group" };
 for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
   if (name in state) state[name] = value;
+// A link may be older than the page, which has fewer runs.
+state.run = `${Math.min(Math.max(Math.trunc(Number(state.run)) || 0, 0), head.runs.length - 1)}`;
 
 const keyOf = (group) => `${group.run}/${group.step}/${group.problem}`;
 
@@ -377,7 +379,7 @@ function drawTop() {
     el("div", { class: "controls" },
       head.runs.length > 1 ? select("run", "run", head.runs.map((one, i) => [`${i}`, one.name])) : "",
       el("span", { id: "views" }, view("group", "answers"), view("clip", "clip by c"), view("unknown", `unknown (${unknown})`)),
-      run.hasTokens ? select("colour", "color", [["", "none"], ...Object.entries(COLORS).map(([name, one]) => [name, one.name])]) : "",
+      run.hasTokens ? select("colour", "color", [["none", "none"], ...Object.entries(COLORS).map(([name, one]) => [name, one.name])]) : "",
       search));
   const choice = document.getElementById("choose-run");
   if (choice) choice.addEventListener("change", () => { state.at = ""; drawTop(); drawList(); drawMain(); });
@@ -413,7 +415,7 @@ if (head.live)
     } catch { /* the server has ended: the page stays as it is */ }
   }, 3000);
 
-if (!("color" in Object.fromEntries(new URLSearchParams(location.hash.slice(1)))) && head.runs[0].hasTokens) state.color = "log_ratio";
+if (state.color === "" && head.runs[state.run].hasTokens) state.color = "log_ratio";
 drawTop();
 drawList();
 drawMain();

@@ -231,6 +231,22 @@ def test_a_reader_finds_and_compares_answers(page: Path, tmp_path: Path) -> None
 
 
 @needs_browser
+def test_a_reloaded_page_is_as_it_was_and_an_old_link_leads_somewhere(
+    page: Path, tmp_path: Path
+) -> None:
+    script = """choose("color", "none"); return [location.hash, all(".tokens [style]").length];"""
+    where, colored = use(page, tmp_path, script)
+    assert "color=none" in where and colored == 0
+    for place, is_colored in ((where, False), ("#run=3", True), ("#run=-1&color=none", False)):
+        shown = dump(f"{page.as_uri()}{place}", tmp_path)
+        assert shown.count("<article") == 2, place
+        (choice,) = re.findall(r'<option value="(\w+)" selected="">(?:none|log-ratio)<', shown)
+        assert (choice, "background-color" in shown.partition('class="tokens"')[2]) == (
+            ("log_ratio", True) if is_colored else ("none", False)
+        ), place
+
+
+@needs_browser
 def test_a_run_without_tokens_is_shown_as_text(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     SampleLog(run).append([sample_of(0, response="<b>old</b>")])

@@ -21,6 +21,7 @@ from gapo_megatron.io.run_folder import check_ours, check_writable
 from gapo_megatron.launch.prepare import check_before_nodes
 from gapo_tools.reporting.report import MAKERS, write_report
 from gapo_tools.reporting.scaling import claim_folder
+from gapo_tools.viewer.server import write as write_page
 from tests.messages import mentions
 from tests.report_setup import write_run
 
@@ -52,6 +53,14 @@ def report(folder: Path, run: Path) -> None:
 
 def scaling(folder: Path, _: Path) -> None:
     claim_folder(folder)
+
+
+def page_of_a_run(folder: Path, _: Path) -> None:
+    write_page(folder, None)
+
+
+def page_elsewhere(folder: Path, run: Path) -> None:
+    write_page(run, folder / "answers.html")
 
 
 def start_of_a_run(folder: Path, _: Path) -> None:
@@ -94,6 +103,8 @@ def model_of_the_demo(folder: Path, _: Path) -> None:
 WRITERS = {
     report: ["report.html", "figures/step_time.png", "figures/summary.csv"],
     scaling: ["throughput.png", "throughput.csv"],
+    page_of_a_run: ["view.html"],
+    page_elsewhere: ["answers.html"],
     start_of_a_run: [
         "config.toml",
         "metrics.jsonl",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gapo_megatron.io.files import naming
 from gapo_tools.viewer.data import RunData
 
 _FOLDER = Path(__file__).parent
@@ -41,12 +42,31 @@ def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: st
         + ("; connect-src 'self'" if live else "")
     )
     return _read("view.html").format(
+        generator=_generator(is_report=bool(report)),
         policy=html.escape(policy, quote=True),
         title=html.escape(title),
         style=style,
         data="\n".join(parts),
         script=script,
     )
+
+
+def is_made(page: Path) -> bool:
+    """Whether a file is a page of `make_page` that belongs to no report.
+
+    Raises:
+        MachineError: it cannot be read.
+    """
+    if not page.is_file():
+        return False
+    mark = f'<meta name="generator" content="{_generator(is_report=False)}">'
+    with naming(page), open(page, "rb") as file:
+        return mark.encode() in file.read(1000)
+
+
+def _generator(*, is_report: bool) -> str:
+    """Which command made the page: another one's is not overwritten."""
+    return f"gapo_megatron {'report' if is_report else 'view'}"
 
 
 def _summary(run: int, group: dict[str, Any]) -> dict[str, Any]:

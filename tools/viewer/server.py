@@ -7,12 +7,12 @@ from pathlib import Path
 from threading import Lock
 
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.io.files import naming, real, write_atomically
+from gapo_megatron.io.files import check_overwritable, naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME
 from gapo_megatron.io.sample_files import SAMPLES_NAME
 from gapo_megatron.io.token_files import token_files
 from gapo_tools.viewer.data import read_data
-from gapo_tools.viewer.page import make_page
+from gapo_tools.viewer.page import is_made, make_page
 
 PAGE_NAME = "view.html"
 _HOST = "127.0.0.1"
@@ -36,12 +36,14 @@ def write(run: Path, output: Path | None, *, first: int = 0, last: int | None = 
         last: last step to show; None: the newest.
 
     Raises:
-        DataError, ConfigError: see `read_data`; `output` is no file that we may write.
+        DataError, ConfigError: see `read_data`; `output` is no file that we may write, or there is
+            a file that this command did not make.
         MachineError: the disk is full or fails.
     """
     if output is not None and (output.suffix != ".html" or not output.absolute().parent.is_dir()):
         raise ConfigError(f"--output ({output}) must be a file *.html in an existing folder")
     page = output or run / PAGE_NAME
+    check_overwritable(page.parent, [page.name], field="--output", is_ours=is_made(page))
     write_atomically(page, render(run, first=first, last=last))
     return page
 

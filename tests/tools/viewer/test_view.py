@@ -5,11 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,7 @@ from gapo_megatron.io.token_files import TokenLog, token_files
 from gapo_megatron.types import SampleTokens, Span, Timeline
 from gapo_tools import view
 from gapo_tools.viewer import data as module
-from gapo_tools.viewer import server
+from gapo_tools.viewer import make_page, read_data
 from gapo_tools.viewer.server import make_server
 from tests.browser import dump, needs_browser, use
 from tests.io.test_sample_files import sample_of
@@ -304,85 +299,18 @@ def test_what_cannot_be_shown_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         assert ended.value.code == 2
 
 
-@contextmanager
-def served(run: Path) -> Iterator[str]:
-    with make_server(run, port=None) as bound:
-        thread = threading.Thread(target=bound.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{bound.server_port}"
-        finally:
-            bound.shutdown()
-            thread.join()
-
-
-def get(address: str, **headers: str) -> str:
-    with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
-        text: str = answer.read().decode()
-    return text
-
-
-def test_a_live_page_follows_the_run(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", range(2))
-    with served(run) as address:
-        text = get(f"{address}/")
-        assert blocks(text)["head"]["live"] == get(f"{address}/newest")
-        assert "connect-src &#x27;self&#x27;" in text
-        TokenLog(run, resume_step=2).write(2, step_of(2))
-        assert get(f"{address}/newest") not in text
-        text = get(f"{address}/")
-        assert blocks(text)["head"]["runs"][0]["steps"] == [0, 1, 2]
-        # The step's metrics come after its tokens.
-        clips = blocks(text)["head"]["runs"][0]["clips"]
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write('{"step": 2, "per_c/wrong/sequences/c5": 900}\n')
-        assert get(f"{address}/newest") not in text
-        text = get(f"{address}/")
-        assert get(f"{address}/newest") == blocks(text)["head"]["live"]
-        assert blocks(text)["head"]["runs"][0]["clips"] != clips
-        # Another site's name for this machine, and other files.
-        for path, headers, code in (("/", {"Host": "evil.example"}, 403), ("/../config", {}, 404)):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                get(f"{address}{path}", **headers)
-            assert refused.value.code == code
-            refused.value.close()
-        token_files(run)[2].write_bytes(b"half")
-        TokenLog(run, resume_step=3).write(3, step_of(3))
-        with pytest.raises(urllib.error.HTTPError) as broken:
-            get(f"{address}/")
-        with broken.value as answer:
-            assert "step_00000002" in answer.read().decode() and answer.code == 500
-
-
-def test_a_live_page_of_text_alone_follows_the_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    log = SampleLog(run)
-    log.append([sample_of(0)])
-    with served(run) as address:
-        newest = get(f"{address}/newest")
-        assert blocks(get(f"{address}/"))["head"]["live"] == newest
-        log.append([sample_of(1)])
-        assert get(f"{address}/newest") != newest
-        assert blocks(get(f"{address}/"))["head"]["runs"][0]["steps"] == [0, 1]
-
-
-@needs_browser
-def test_a_live_page_renews_itself_in_a_browser(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_page_replaces_only_pages_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write(tmp_path / "run", range(2))
-    calls, write_page = [], server.render
-
-    def render(*arguments: Any, **options: Any) -> str:
-        """The page, after the first of which the run does another step."""
-        text = write_page(*arguments, **options)
-        calls.append(text)
-        if len(calls) == 1:
-            TokenLog(run, resume_step=2).write(2, step_of(2))
-        return text
-
-    monkeypatch.setattr(server, "render", render)
-    with served(run) as address:
-        shown = dump(f"{address}/", tmp_path)
-    assert shown.count("<article") == 2 and "Live:" in shown
-    assert len(calls) == 2 and "steps 0 to 2" in Page(shown).text
+    run, output = write(tmp_path / "run"), tmp_path / "samples.html"
+    of_report = make_page([read_data(run, "run")], title="Samples", report="report.html")
+    for page, given in ((output, ["--output", str(output)]), (run / "view.html", [])):
+        for theirs in ("<!DOCTYPE html>\n", of_report):
+            page.write_text(theirs)
+            assert view.main([str(run), *given]) == 1
+            said = capsys.readouterr().err
+            assert "--output" in said and str(page.parent) in said and page.name in said
+            assert page.read_text() == theirs
+        page.unlink()
+        for _ in range(2):
+            assert view.main([str(run), *given]) == 0

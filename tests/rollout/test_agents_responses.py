@@ -125,6 +125,34 @@ def test_the_tokens_are_those_of_chat_completions(solve: Callable[[Session], str
         assert one.is_sampled.tolist() == other.is_sampled.tolist()
 
 
+def test_a_response_does_not_stand_for_the_chat_completions_after_it() -> None:
+    """The named response ends before them; the whole conversation as input goes on."""
+
+    def solve(session: Session) -> str:
+        client = client_of(session)
+        first = client.responses.create(model=session.model, input="q")
+        said: Any = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "and now?"},
+        ]
+        second = client.chat.completions.create(model=session.model, messages=said)
+        with pytest.raises(
+            openai.BadRequestError, match=mentions("previous_response_id", first.id, "2 messages")
+        ):
+            client.responses.create(
+                model=session.model, input="go on", previous_response_id=first.id
+            )
+        said.append({"role": "assistant", "content": second.choices[0].message.content})
+        said.append({"role": "user", "content": "go on"})
+        third = client.responses.create(model=session.model, input=said)
+        options: Any = {"model": session.model, "previous_response_id": third.id}
+        return client.responses.create(input="more", **options).output_text
+
+    episodes, _ = run(solve, says("84"), **ONE)
+    assert [(one.failure, one.final_text) for one in episodes] == [("", "84")] * 2
+
+
 def test_a_text_is_the_users_and_a_turn_may_be_cut() -> None:
     seen: list[Any] = []
 

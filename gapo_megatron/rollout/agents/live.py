@@ -184,7 +184,8 @@ class LiveAgent:
                 raise AgentError(f"the agent {how}, while a request of its own was open")
         answer = self.conversation.say(turn, log_probs)
         if request.is_response:
-            answer = self._responses.answer(request.body, answer)
+            num_said = len(self.conversation.messages)
+            answer = self._responses.answer(request.body, answer, num_said=num_said)
         self._last = request.body, answer
         request.answer.set_result(answer)
 

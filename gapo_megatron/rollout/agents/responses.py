@@ -34,6 +34,8 @@ class Responses:
         """No response yet."""
         self._last = ""
         """Id of the last response."""
+        self._num_said = 0
+        """Messages of the conversation up to it, its own included."""
         self._has_instructions = False
         """Whether the first message came of `instructions`, which no later request inherits."""
 
@@ -65,6 +67,13 @@ class Responses:
                     f"response, {self._last or 'of which there is none'}",
                     "previous_response_id",
                 )
+            if len(said) != self._num_said:
+                raise RefusedError(
+                    f"previous_response_id ({previous!r:.100}) must be that of the session's last "
+                    f"turn, but {len(said) - self._num_said} messages of chat completions came "
+                    "after it: send the whole conversation as input",
+                    "previous_response_id",
+                )
             messages = [*said[self._has_instructions :], *messages]
         has_instructions = bool(given.get("instructions"))
         if has_instructions:
@@ -75,13 +84,17 @@ class Responses:
         chat |= _options(given)
         return chat
 
-    def answer(self, body: Mapping[str, Any], completion: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(
+        self, body: Mapping[str, Any], completion: Mapping[str, Any], *, num_said: int
+    ) -> dict[str, Any]:
         """The response to a request.
 
         Args:
             body: the request.
             completion: the `chat.completion` that answers it.
+            num_said: messages of the conversation, the answer included.
         """
+        self._num_said = num_said
         (choice,) = completion["choices"]
         number = completion["id"].rpartition("-")[2]
         self._last = f"resp_{number}"

@@ -1,6 +1,6 @@
 """Agents that use what people build agents with: each holds the conversation of the plain client.
 
-The packages are not among the requirements: without one, its test is skipped.
+The packages are not among the requirements: without one, its test is skipped (`by_hand`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from gapo_megatron.rollout.agents import Session
 from gapo_megatron.types import Episode
+from tests.needs import by_hand
 from tests.rollout.test_agents import (
     CALL,
     PROMPTS,
@@ -193,7 +194,7 @@ def test_a_framework_holds_the_same_conversation(
     package: str, solve: Callable[[Session], str]
 ) -> None:
     """Two turns with a tool: what follows the description of the tool is equal, to the token."""
-    pytest.importorskip(package)
+    by_hand(package)
     episodes, _ = run(solve, SCRIPT, **ONE)
     call = ids_of(TOKENIZER, f"Let me see. {CALL}<|im_end|>")
     middle = "\n<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n"
@@ -217,7 +218,7 @@ def _parts(episode: Episode) -> tuple[list[int], list[int]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_smolagents_sends_what_the_plain_client_sends() -> None:
-    pytest.importorskip("smolagents")
+    by_hand("smolagents")
 
     def plain(session: Session) -> str:
         system, user = opened(session)

@@ -17,6 +17,7 @@ from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import verifiers
 from gapo_megatron.types import Outcome, Prompt
 from tests.messages import mentions
+from tests.needs import by_hand
 from tests.rollout.test_agents import EOS, SETTINGS, TOKENIZER, run, says
 from tests.rollout.test_chat import ids_of
 from tests.verifiers_setup import env
@@ -80,7 +81,7 @@ def rows_of(env: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def play(env: dict[str, Any], *turns: str, rows: list[dict[str, Any]] | None = None) -> list[Any]:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     rows = rows_of(env) if rows is None else rows
     prompts = [Prompt(one["id"], (5,), answer="", row=one) for one in rows]
     episodes, _ = run(functools.partial(verifiers.play, env=env), says(*turns), prompts=prompts)
@@ -89,7 +90,7 @@ def play(env: dict[str, Any], *turns: str, rows: list[dict[str, Any]] | None = N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_episode_is_the_conversation_and_its_reward(env: dict[str, Any], stream: bool) -> None:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     episodes = play(changed(env, "agent.harness.stream", stream), "Let me see.", "14, or 21")
     assert len(episodes) == 4 * SETTINGS.num_samples
     for one in episodes:
@@ -111,7 +112,7 @@ def test_an_episode_is_the_conversation_and_its_reward(env: dict[str, Any], stre
 
 def test_nothing_of_an_episode_stays_in_memory(env: dict[str, Any]) -> None:
     """Without `compat.verifiers` the package keeps an HTTP client for every session."""
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     from verifiers.v1.clients import EvalClient
 
     assert all(one.final_text for one in play(env, "0"))
@@ -120,7 +121,7 @@ def test_nothing_of_an_episode_stays_in_memory(env: dict[str, Any]) -> None:
 
 
 def test_failures_are_unknown_verdicts_with_a_reason(env: dict[str, Any]) -> None:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     rows = rows_of(env)[:1]
     stale = [{**rows[0], "key": "0"}]
     late = changed(changed(env, "agent.timeout.scoring", 0.2), "taskset.task.fails", "time")
@@ -136,7 +137,7 @@ def test_failures_are_unknown_verdicts_with_a_reason(env: dict[str, Any]) -> Non
 
 
 def test_settings_that_the_package_refuses_are_named(env: dict[str, Any]) -> None:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     check(env)
     for name, value, *said in [
         ("taskset.id", "no_such_taskset", "no_such_taskset"),

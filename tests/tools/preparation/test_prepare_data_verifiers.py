@@ -12,6 +12,7 @@ import pytest
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.data.schema import read_prompts
 from gapo_tools import prepare_data as tool
+from tests.needs import by_hand
 from tests.tokenizers import byte_level
 from tests.verifiers_setup import env, toml_of
 
@@ -36,7 +37,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, Any]
 def test_a_row_is_a_task_that_training_reads(
     prepare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     assert prepare() == 0
     file = tmp_path / "out/problems.jsonl"
     assert f'data.train_path = "{file}"' in capsys.readouterr().out
@@ -54,7 +55,7 @@ def test_a_row_is_a_task_that_training_reads(
 def test_an_infinite_taskset_needs_a_number(
     prepare: Any, tmp_path: Path, env: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     module = tmp_path / f"{env['taskset']['id']}.py"
     text = module.read_text().replace(
         "    def load(self)", "    INFINITE = True\n\n    def load(self)"
@@ -69,7 +70,7 @@ def test_an_infinite_taskset_needs_a_number(
 def test_nothing_is_written_where_nothing_can_be(
     prepare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("verifiers.v1")
+    by_hand("verifiers.v1")
     wrong = "[environment]\nsettings.env.taskset.id = 'no_such_taskset'\n"
     for text, said in [
         ("[environment]\nkind = 'tools'\n", "environment.settings.env"),

@@ -18,6 +18,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import Session
 from gapo_megatron.rollout.agents.environment import Agents
+from gapo_megatron.rollout.agents.grammar import grammar_of
 from gapo_megatron.rollout.calls import in_thread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import begin, generate
@@ -142,6 +143,16 @@ def test_with_tools_a_turn_in_a_format_may_be_a_call(engine: RolloutEngine) -> N
 
     for one in play(engine, solve):
         assert json.loads(one.final_text or "").keys() in ({"what"}, {"ok", "unit"}), one
+
+    # Few samples may all be of one kind: the grammar itself has each call, and the answer.
+    tag = grammar_of(schema, tool_choice="auto", tools=TOOLS, is_allowed=True)
+    chosen = json.loads(tag)["format"]
+    *called, answer = chosen["elements"]
+    assert (chosen["type"], len(called), answer["json_schema"]) == ("or", len(TOOLS), SCHEMA)
+    for one, call in zip(TOOLS, called, strict=True):
+        begin, arguments, _ = call["elements"]
+        assert begin["value"].startswith(f'<tool_call>\n{{"name": "{one["function"]["name"]}"')
+        assert arguments["json_schema"] == one["function"]["parameters"]
 
 
 def test_the_tokenizers_eos_ends_no_request_that_does_not_name_it(engine: RolloutEngine) -> None:

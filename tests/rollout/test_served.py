@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -100,6 +101,11 @@ def call(number: Any, name: str = "guess") -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+def verdict_of(judge: Any, episode: Episode, *, correct_above: float = 0.5) -> Any:
+    pool: Any = SimpleNamespace(correct_above=correct_above)
+    return rewards.ask_judge(judge, episode, pool=pool)
+
+
 def play(environment: Any, prompt: Prompt, turns: list[str]) -> tuple[Verdict, str]:
     """Verdict on an episode of these turns, as a run makes it, and all that was appended."""
     tokens, mask, appended, text = [], [], "", None
@@ -131,7 +137,7 @@ def play(environment: Any, prompt: Prompt, turns: list[str]) -> tuple[Verdict, s
     arrays = (np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
     episode = Episode(prompt, 0, *arrays, failure=failure, final_text=text)
     environment.close(episode)
-    judged = rewards.ask_judge(environment.judge, episode, correct_above=0.5)
+    judged = verdict_of(environment.judge, episode)
     assert isinstance(judged, Verdict)
     return judged, appended
 
@@ -252,11 +258,11 @@ def test_a_lost_session_and_the_token_limit_are_unknown(kind: str, urls: dict[st
     environment = environment_of(kind, urls[kind])
     with pytest.raises(RuntimeError, match="session"):
         environment.respond(episode)
-    judged = rewards.ask_judge(environment.judge, episode, correct_above=0.5)
+    judged = verdict_of(environment.judge, episode)
     assert isinstance(judged, Verdict) and judged.outcome is Outcome.UNKNOWN
     assert "limit" in judged.reason
     scored = environment_of(kind, urls[kind], unscored=-1)
-    judged = rewards.ask_judge(scored.judge, episode, correct_above=0.5)
+    judged = verdict_of(scored.judge, episode)
     assert isinstance(judged, Verdict) and judged.grade == -1
 
 
@@ -388,9 +394,9 @@ def test_an_environment_may_judge_by_itself(judged: Any, outcome: Outcome) -> No
         return judged
 
     episode = Episode(prompt_of("openenv"), 0, np.array([5]), np.zeros(1))
-    found = rewards.ask_judge(judge, episode, correct_above=0.5)
+    found = verdict_of(judge, episode)
     assert isinstance(found, Verdict) and found.outcome is outcome
-    high = rewards.ask_judge(lambda _: 0.6, episode, correct_above=0.9)
+    high = verdict_of(lambda _: 0.6, episode, correct_above=0.9)
     assert isinstance(high, Verdict) and high.outcome is Outcome.WRONG
 
 

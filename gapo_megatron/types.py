@@ -39,7 +39,10 @@ class Prompt:
     """Verifier of the row, if its file names one; empty: `reward.kind`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns, as JSON values, that user verifiers take (or all, for a
-    user environment), but `answer` and `verifier`."""
+    user environment), but `answer` and `verifier`; its prompt as it was read."""
+    answer_key: str = ""
+    """Where `row` has the answer all the same, in rows of other formats: agents get it without
+    (`row_formats.without`). Empty: nowhere."""
     failure: str = ""
     """Why the environment could not begin with it; the verdicts on its responses are unknown."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import re
@@ -93,7 +94,12 @@ class Reading:
         if not isinstance(prompt, list if is_messages else str | list):
             rule = f"must be {'' if is_messages else 'a string or '}a list of messages"
             raise DataError(f"{where}: {key} ({reprlib.repr(prompt)}) {rule}")
-        if self.format == "openai":
+        if self.format == "openai" and is_messages:
+            if (role := find(row, f"{key}.-1.role")) != "assistant":
+                raise DataError(
+                    f"{where}: {key}.-1.role ({reprlib.repr(role)}) must be 'assistant': messages "
+                    f"must end with the model's, which is the answer{self._why(where)}"
+                )
             prompt = prompt[:-1]
         answer = find(row, self.answer_key)
         if answer is None:
@@ -148,7 +154,7 @@ def recognise(row: Row, keys: RowKeys, *, path: Path, number: int) -> Reading:
     given = (prompts,) if prompts else FORMATS[name][0]
     for answer in (answers,) if answers else FORMATS[name][1]:
         Reading(name, given, answer, where).read(row, path=path, number=number)
-    raise DataError(f"{where}: messages must end with the model's, which is the answer")
+    raise AssertionError(f"{where}: the row can be read, and yet no format fits")
 
 
 def _fits(reading: Reading, row: Row) -> bool:
@@ -205,6 +211,35 @@ def _walk(value: Any, key: str, *, absent: Any = None) -> Any:
         else:
             return absent
     return value
+
+
+def with_prompt(row: Row, problem: Problem) -> Row:
+    """The row with its prompt as it was read: under `messages`, or else under `prompt`.
+
+    Other `messages` are left out: they may go on to the answer.
+    """
+    key = problem.prompt_key if problem.prompt_key in ("prompt", "messages") else "prompt"
+    prompt = problem.prompt
+    if isinstance(prompt, list):  # Parquet has every key of every message
+        prompt = [{name: one[name] for name in one if one[name] is not None} for one in prompt]
+    return {name: one for name, one in row.items() if name != "messages"} | {key: prompt}
+
+
+def without(row: Mapping[str, Any], key: str) -> Row:
+    """A copy of a row without what `find` finds at a key; an empty key has nothing."""
+    copied = {name: one for name, one in copy.deepcopy(dict(row)).items() if name != key}
+    return _remove(copied, key.split(".")) if find(copied, key) is not None else copied
+
+
+def _remove(value: Any, parts: Sequence[str]) -> Any:
+    """The value without what is at the end of a path in it, which is there."""
+    inner, first = _parsed(value, value), parts[0]
+    at = int(first) if isinstance(inner, list) else first
+    if parts[1:]:
+        inner[at] = _remove(inner[at], parts[1:])
+    else:
+        del inner[at]
+    return json.dumps(inner, ensure_ascii=False) if isinstance(value, str) else inner
 
 
 def _parsed(text: Any, otherwise: Any) -> Any:

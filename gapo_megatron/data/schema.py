@@ -35,9 +35,11 @@ from gapo_megatron.data.row_formats import (
     Problem,
     Reading,
     check_text,
+    find,
     heads,
     read_id,
     recognise,
+    with_prompt,
 )
 from gapo_megatron.data.rows import Row, check_texts, read_lines, read_rows
 from gapo_megatron.errors import ConfigError, DataError
@@ -92,7 +94,7 @@ def read_prompts(
         reward: section `reward`: the verifier of the answers.
         source: name of the data source, which is then part of the ids; empty: none.
         columns: columns to keep as `Prompt.row`, for user verifiers, if a row has
-            them, `answer` and `verifier` excepted; None: all.
+            them, `answer` and `verifier` excepted; None: all. The prompt is kept as it was read.
         most: number of rows to read, from the first; None: all.
         generated: the rows, where they are in no file; `path` then names them in messages.
 
@@ -124,6 +126,9 @@ def read_prompts(
             line_of[id] = number
             token_ids = _encode(problem, tokenizer, data, where=where, id=id)
             oddities.look_at(problem.prompt, token_ids, where=where)
+            kept = kept_columns(with_prompt(whole, problem), columns, judge, where=where)
+            has_answer = reading.answer_key.partition(".")[0] != problem.prompt_key
+            has_answer = has_answer and find(kept, reading.answer_key) is not None
             prompts.append(
                 Prompt(
                     f"{source}/{id}" if source else id,
@@ -132,7 +137,8 @@ def read_prompts(
                     level,
                     source=source,
                     verifier=verifier,
-                    row=kept_columns(whole, columns, judge, where=where),
+                    row=kept,
+                    answer_key=reading.answer_key if has_answer else "",
                 )
             )
     if not prompts:

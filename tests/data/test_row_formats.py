@@ -14,9 +14,10 @@ import pytest
 from gapo_megatron import rewards
 from gapo_megatron.config import DataConfig, RewardConfig
 from gapo_megatron.config.data_section import RowKeys
-from gapo_megatron.data.row_formats import FORMATS, first_row
+from gapo_megatron.data.row_formats import FORMATS, first_row, without
 from gapo_megatron.data.schema import read_prompts, read_training_prompts
 from gapo_megatron.errors import DataError
+from gapo_megatron.rewards.conversation import prompt_messages
 from gapo_megatron.types import Outcome, Prompt
 from tests.messages import mentions
 from tests.row_files import ASKED, FORMS, gapo, openai, orz, put_form, put_rows, slime, trl, user
@@ -59,6 +60,8 @@ def test_each_format_is_recognised_named_and_read(
     if make is orz:
         assert kept["1"]["ground_truth"] == {"value": "42"}
     else:
+        if make is openai:  # the last message is the answer
+            given = given | {"messages": given["messages"][:-1]}
         assert kept == {key: one for key, one in given.items() if key != "answer"}
 
 
@@ -353,3 +356,63 @@ def test_rows_that_other_loaders_trip_over(tmp_path: Path) -> None:
     flat = [{"prompt": "a?", "reward_model.ground_truth": "007", "extra_info.index": 5}]
     (prompt,) = read(put_rows(tmp_path / "flat.csv", flat), id_key="extra_info.index")
     assert (prompt.id, prompt.answer) == ("5", "007")
+
+
+def test_messages_of_every_row_end_with_the_models(tmp_path: Path) -> None:
+    rows = [openai(0, *ASKED[0]), {"messages": [*openai(1, *ASKED[1])["messages"], *user("?")]}]
+    path = put_rows(tmp_path / "rows.jsonl", rows)
+    named = (f"{path}:2: messages.-1.role ('user') must be 'assistant'", f"{path}:1 was recognised")
+    with pytest.raises(DataError, match=mentions(*named)):
+        read(path)
+
+
+def test_a_text_under_a_key_that_is_set_is_read_whole(tmp_path: Path) -> None:
+    row = {"question": "What is 1 + 2?", **openai(0, "?", "3")}
+    path = put_rows(tmp_path / "rows.jsonl", [row])
+    first = first_row(path, RowKeys(prompt_key="question"))
+    assert first is not None and first[1].prompt == "What is 1 + 2?"
+
+
+SECRET = "41999"
+ROWS_WITH_ANSWERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "verl": (verl_row(0, "What?", SECRET), {}),
+    "verl_text": ({"prompt": user("What?"), "reward_model": '{"ground_truth": "41999"}'}, {}),
+    "slime": ({"prompt": "What?", "label": SECRET, "metadata": {"level": 3}}, {}),
+    "trl": ({"prompt": user("What?"), "completion": openai(0, "", SECRET)["messages"][1:]}, {}),
+    "openai": (openai(0, "What?", SECRET), {}),
+    "keys": (
+        {"question": "What?", "extra_info": [{"n": 1, "answer": SECRET}]}
+        | {"messages": openai(0, "What?", SECRET)["messages"]},
+        {"prompt_key": "question", "answer_key": "extra_info.0.answer"},
+    ),
+    "a_dotted_column": (
+        {"messages": user("What?"), "a.b": SECRET, "a": {"b": SECRET, "c": 1}},
+        {"prompt_key": "messages", "answer_key": "a.b"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_WITH_ANSWERS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_kept_row_has_its_prompt_as_read_and_agents_get_it_without_the_answer(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
+    row, keys = ROWS_WITH_ANSWERS[name]
+    (prompt,) = read(put_rows(tmp_path / f"rows{suffix}", [row]), columns=None, **keys)
+    assert prompt.answer == SECRET
+    shown = prompt_messages(prompt.row)
+    assert [one["role"] for one in shown] == ["user"] and shown[0]["content"].endswith("What?")
+    assert SECRET not in json.dumps(shown)
+    assert (SECRET in json.dumps(prompt.row)) == (name != "openai")  # verifiers get their columns
+    given = without(prompt.row, prompt.answer_key)
+    assert SECRET not in json.dumps(given)
+    assert prompt_messages(given) == shown
+    others = {"extra_info", "metadata", "a", "reward_model"} & row.keys()
+    assert others <= given.keys()
+
+
+def test_messages_in_a_cell_are_kept_as_messages(tmp_path: Path) -> None:
+    cell = json.dumps(user("What?"))
+    path = put_rows(tmp_path / "rows.csv", [{"messages": cell, "answer": 1}])
+    (prompt,) = read(path, columns=None)
+    assert prompt.row == {"messages": user("What?")}

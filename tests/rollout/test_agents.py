@@ -109,6 +109,21 @@ def ask(session: Session, messages: list[Any], **options: Any) -> Any:
     return answer.choices[0].message
 
 
+def test_an_agent_gets_the_row_without_its_answer() -> None:
+    row = {"prompt": "6 * 7", "reward_model": {"ground_truth": "42", "style": "rule"}}
+    prompt = Prompt("a", (5,), "42", row=row, answer_key="reward_model.ground_truth")
+    given: list[Any] = []
+
+    def solve(session: Session) -> str:
+        given.append(session.problem)
+        return str(ask(session, [QUESTION]).content)
+
+    run(solve, says("42"), prompts=[prompt])
+    expected = {"id": "a", "level": "", "prompt": "6 * 7", "reward_model": {"style": "rule"}}
+    assert given and all(one == expected for one in given)
+    assert prompt.row == row
+
+
 def calculates(session: Session) -> str:
     """Two turns with a tool; the first message differs among the samples."""
     messages: list[Any] = [

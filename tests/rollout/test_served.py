@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,6 +282,23 @@ def test_special_tokens_of_a_server_are_removed(urls: dict[str, str]) -> None:
     for kind in KINDS:
         environment = environment_of(kind, urls[kind])
         assert environment._special.sub("", "a<|im_end|>b") == "ab"
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Play."}]])
+def test_a_conversation_of_openenv_begins_with_the_rows_messages(
+    system: list[dict[str, str]], urls: dict[str, str]
+) -> None:
+    """Under `prompt`, too, as verl and TRL have them."""
+    asked = [*system, {"role": "user", "content": "A number?"}]
+    environment = environment_of("openenv", urls["openenv"])
+    for key in ("prompt", "messages"):
+        prompt = prompt_of("openenv")
+        row = {"reset": prompt.row["reset"], key: asked}
+        verdict, appended = play(environment, replace(prompt, row=row), ["7"])
+        assert verdict.grade == 1.0 and "A number?\n\nGuess." in appended
+        assert ("Play." in appended) == bool(system)
+    verdict, _ = play(environment, replace(prompt, row={}), ["7"])
+    assert verdict.outcome is Outcome.UNKNOWN and "prompt or messages" in verdict.reason
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import os
@@ -10,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.data.row_formats import without
 from gapo_megatron.rollout.agents.conversation import Conversation, first_token
 from gapo_megatron.rollout.agents.live import LiveAgent
 from gapo_megatron.rollout.agents.requests import MODEL
@@ -105,7 +105,11 @@ class Agents:
             base_url=self._server.base_url,
             api_key=self._server.new_secret(),
             model=MODEL,
-            problem={"id": prompt.id, "level": prompt.level, **copy.deepcopy(dict(prompt.row))},
+            problem={
+                "id": prompt.id,
+                "level": prompt.level,
+                **without(prompt.row, prompt.answer_key),
+            },
             sample=episode.sample,
         )
         conversation = Conversation(

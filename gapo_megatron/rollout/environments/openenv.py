@@ -18,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from gapo_megatron.data.messages import special_pattern
 from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.rewards.conversation import prompt_messages
 from gapo_megatron.rollout.agents.conversation import first_token
 from gapo_megatron.rollout.chat import ChatTemplate, ChatTurns
 from gapo_megatron.rollout.environments.served import MOST_BYTES, Served, read_object, read_reward
@@ -88,7 +89,9 @@ class OpenEnv(Served["_Session"]):
         session = self._session(episode, is_first=is_first, begin=self._connect)
         if is_first:
             seen = session.ask("reset", episode.prompt.row.get("reset") or {})
-            messages = _messages(episode.prompt)
+            messages = prompt_messages(episode.prompt.row)
+            if not messages:
+                raise LookupError("the row needs the column prompt or messages")
             texts = [messages[-1]["content"], self._text(seen)]
             messages[-1]["content"] = "\n\n".join(filter(None, texts))
             return self._template.opening(messages)[1:]
@@ -155,11 +158,3 @@ class _Session:
         if answer.get("type") != "observation" or not isinstance(found, dict):
             raise ValueError(f"{kind}: the answer is no observation: {shown(answer)}")
         return found
-
-
-def _messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """The conversation that the row begins with; its last message is the user's."""
-    messages = prompt.row.get("messages")
-    if messages is None:
-        return [{"role": "user", "content": prompt.row["prompt"]}]
-    return [{"role": one["role"], "content": one["content"]} for one in messages]

@@ -6,8 +6,8 @@ reason, grade, answer, metrics), and `ignored` a text on a metric that was left 
 a list of responses, extras are lists too. The pool copes with a worker that hangs or dies at any
 time.
 
-Verifiers that are `async` share an event loop, in which each call has its own limit. All others are
-called one at a time, and their limits are the pool's.
+Verifiers that are `async` share an event loop (`event_loop`), in which each call has its own limit.
+All others are called one at a time, and their limits are the pool's.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from json import dumps, loads
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gapo_megatron import user_code
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.verifiers import Question, run_at_once
 from gapo_megatron.rewards.worker_process import READY, SIGNALS_LEFT_TO_TRAINER
-from gapo_megatron.types import Outcome, Verdict
-
-if TYPE_CHECKING:
-    import asyncio
+from gapo_megatron.types import Verdict
 
 MEMORY_BYTES = 4 * 2**30
 """Address space of a worker, about ten times what it needs: huge values raise MemoryError. Code of
@@ -75,10 +72,15 @@ def main() -> None:
     judges = _Judges(loaded, own, channel, (output, nowhere), settings["correct_above"])
     _send(channel, READY)
     if any(one.is_async for one in loaded.values()):
-        import asyncio  # which other workers start without
+        from gapo_megatron.rewards.event_loop import EventLoop  # others start without asyncio
 
-        asyncio.run(_serve_later(judges))
-        return
+        EventLoop(
+            channel,
+            is_async=lambda name: loaded[name].is_async,
+            answer=judges.answer,
+            judge=judges.judge_later,
+            reply=judges.reply,
+        ).serve()
     with os.fdopen(os.dup(channel), "rb") as lines:
         for line in lines:
             judges.answer(loads(line))
@@ -109,25 +111,12 @@ class _Judges:
         self._prepare(call[1])
         verdicts = run_at_once(self._judge(call))
         signal.setitimer(signal.ITIMER_REAL, 0)  # its alarm must not end another's judgement
-        self._reply(call, verdicts)
+        self.reply(call, verdicts)
 
-    async def answer_later(self, call: Sequence[Any]) -> None:
-        """Judge, with a verifier that is async, for as long as the call's limit."""
-        import asyncio
-
+    async def judge_later(self, call: Sequence[Any]) -> list[Verdict]:
+        """Judge, with a verifier that is async."""
         self._prepare(call[1])
-        task = asyncio.ensure_future(self._judge(call))
-        # Not `asyncio.timeout`: it waits until the task has ended, which may refuse to.
-        await asyncio.wait([task], timeout=call[-1])
-        if not task.done():
-            task.cancel()
-            verdicts = [Verdict(Outcome.UNKNOWN, f"timeout: no verdict in {call[-1]:g} s")]
-        elif task.cancelled():
-            verdicts = [Verdict(Outcome.UNKNOWN, "it has cancelled itself")]
-        else:
-            verdicts = task.result()
-        count = len(call[2]) if isinstance(call[2], list) else 1
-        self._reply(call, verdicts if len(verdicts) == count else verdicts * count)
+        return await self._judge(call)
 
     async def _judge(self, call: Sequence[Any]) -> list[Verdict]:
         _, name, responses, answer, row, extras, _ = call
@@ -161,7 +150,8 @@ class _Judges:
         for standard in (1, 2):
             os.dup2(output if name in self._own and has_room else nowhere, standard)
 
-    def _reply(self, call: Sequence[Any], verdicts: Sequence[Verdict]) -> None:
+    def reply(self, call: Sequence[Any], verdicts: Sequence[Verdict]) -> None:
+        """Send the verdicts on a call."""
         most = _MAX_REASON_CHARACTERS
         texts = [
             (one.outcome, str(one.reason)[:most], one.grade, str(one.answer)[:most], one.metrics)
@@ -169,33 +159,6 @@ class _Judges:
         ]
         why = self._ignored.pop(0) if self._ignored else ""  # others follow
         _send(self.channel, dumps([call[0], texts, why]).encode() + b"\n")
-
-
-async def _serve_later(judges: _Judges) -> None:
-    """Read calls in an event loop, in which calls of async verifiers wait together."""
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=2**62)
-    with os.fdopen(os.dup(judges.channel), "rb", buffering=0) as file:
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-        running: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
-        while line := await reader.readline():
-            call = loads(line)
-            if not judges.loaded[call[1]].is_async:
-                judges.answer(call)
-                continue
-            task = asyncio.ensure_future(judges.answer_later(call))
-            running.add(task)
-            task.add_done_callback(running.discard)
-            task.add_done_callback(_end_if_failed)
-    os._exit(0)  # without waiting for what was given up
-
-
-def _end_if_failed(task: asyncio.Task[None]) -> None:
-    """A reply that could not be sent ends the process; the pool sees it."""
-    if not task.cancelled() and task.exception() is not None:
-        os._exit(1)
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
+from gapo_megatron.config.reward_section import VerifierConfig
 from gapo_megatron.rewards import pool as pool_module
 from gapo_megatron.rewards import worker_process
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
@@ -43,6 +44,14 @@ class Judge:
             time.sleep(3600)
         if command == "compute":
             while True: pass
+        if command == "brood":  # seconds, after the others have begun
+            await asyncio.sleep(0.1)
+            time.sleep(float(argument))
+            return True
+        if command == "pause":
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+            return True
         if command == "exit":
             os._exit(3)
         if command == "leave":
@@ -59,6 +68,13 @@ class Judge:
 
 def plain(response, answer):
     return response == answer
+
+async def later(response):
+    await asyncio.sleep(0.001)
+    return response
+
+def looping(response, answer):
+    return asyncio.run(later(response)) == answer
 """
 
 
@@ -132,6 +148,33 @@ def test_one_that_never_waits_or_ends_the_worker_changes_no_other_verdict(
         "correct",
     ]
     assert wrong.outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize("seconds", [1.2, 2.5])
+def test_one_that_stalls_the_others_exceeds_only_its_own_limit(
+    source: Path, seconds: float
+) -> None:
+    """Though it returns in the end, and the timers of all fire late."""
+    items: list[tuple[str, ...]] = [("pause", "", "brief") for _ in range(9)]
+    items.insert(4, (f"brood {seconds}", "", "brief"))
+    verdicts = judged(judge(), items)
+    late = verdicts.pop(4)
+    assert late.outcome is Outcome.UNKNOWN and "timeout: no verdict in 1 s" in late.reason
+    assert [one.outcome for one in verdicts] == ["correct"] * 9
+
+
+def test_one_that_is_not_async_may_run_a_loop_of_its_own(source: Path) -> None:
+    """Also among others that are; what they have left behind goes on."""
+    own = {"judge": "mine.py:Judge", "looping": "mine.py:looping"}
+    items: list[tuple[str, ...]] = [("1", "1")] * 4
+    verdicts = judged(RewardConfig(components=own), items)
+    assert [(one.outcome, one.grade) for one in verdicts] == [("correct", 2.0)] * 4
+    mixed = judge().model_copy(
+        update={"verifiers": {**judge().verifiers, "own": VerifierConfig(kind="mine.py:looping")}}
+    )
+    items = [("stubborn", "", "brief"), *[("1", "1", "own"), ("1", "1"), ("2", "1", "own")] * 3]
+    verdicts = judged(mixed, items)
+    assert [one.outcome for one in verdicts] == ["unknown", *["correct", "correct", "wrong"] * 3]
 
 
 def test_a_trial_and_components_await_too(source: Path) -> None:

@@ -130,6 +130,13 @@ class RewardConfig(VerifierConfig):
             kind, _ = split_setting(self.sandbox)
         except ValueError as error:
             raise ValueError(f"sandbox {error}") from None
+        for key in ("components", "verifiers"):
+            for name, one in getattr(self, key).items():
+                if one.kind == OF_ENVIRONMENT:
+                    raise ValueError(
+                        f"{key}.{name}: kind ({one.kind!r}) must be another: only reward.kind "
+                        "takes the environment's verdict, in place of a verifier"
+                    )
         if kind in REMOTE and self.python != SYSTEM_PYTHON:
             raise ValueError(
                 f"python ({self.python!r}) does not go with sandbox ({self.sandbox!r}): a service "

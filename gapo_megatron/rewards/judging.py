@@ -20,6 +20,12 @@ MOST_CHARACTERS = 300
 """Longest error message in the reason of a verdict."""
 
 
+_NOT_TAKEN = (
+    'judge: the environment returned a verdict, which only reward.kind = "environment" takes, and '
+    "only for rows that name no other verifier"
+)
+
+
 class _AbortedError(Exception):
     pass
 
@@ -112,6 +118,8 @@ def ask_judge(
 ) -> Item | Verdict:
     """What the verifier gets for an episode; or the environment's verdict, unknown if it failed.
 
+    It is unknown too if another verifier should judge this row: its own is no substitute.
+
     Args:
         judge: `Environment.judge`.
         episode: a finished one.
@@ -125,6 +133,8 @@ def ask_judge(
         with user_code.contained():
             judged = judge(episode.for_user())
             if isinstance(judged, Verdict | numbers.Real):
+                if not pool.takes_verdicts(prompt.verifier):
+                    return Verdict(Outcome.UNKNOWN, _NOT_TAKEN)
                 return to_verdict(judged, correct_above=pool.correct_above)
             response, answer, state = _check_judged(judged)
     except Exception as error:  # whatever a user's environment raises

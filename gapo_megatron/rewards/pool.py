@@ -43,6 +43,9 @@ QUESTION_S = 5.0
 MOST_IN_FLIGHT = 32
 """Calls of async verifiers that wait in a worker at the same time."""
 
+ENVIRONMENT = f"{__package__}.environment"
+"""The verifier in whose place the environment gives the verdict."""
+
 
 class Pool:
     """A fixed number of worker processes, kept until `close`. No collectives.
@@ -139,6 +142,10 @@ class Pool:
             frozenset().union(*(one.extras for one in parts)),
             is_group=any(one.is_group for one in parts),
         )
+
+    def takes_verdicts(self, name: str) -> bool:
+        """Whether the environment gives the verdict, in place of the verifier of this name."""
+        return not name and not self._weights and self.verifier == ENVIRONMENT
 
     def _components(self, name: str) -> Sequence[str]:
         return [name] if name or not self._weights else [*self._weights]

@@ -123,6 +123,32 @@ def test_an_environment_that_gives_no_two_texts_is_unknown(tokenizer, judged):
     assert verdicts[0].reason.startswith("judge: ")
 
 
+@pytest.mark.parametrize("reward", [{"kind": "exact"}, {"components": {"a": "exact"}}])
+@pytest.mark.parametrize("judged", [1, True, Verdict(Outcome.CORRECT)], ids=repr)
+def test_a_verdict_of_the_environment_is_no_other_verifiers(tokenizer, reward, judged):
+    """It would bypass them; only `reward.kind = "environment"` says that it decides."""
+    [group] = groups = [_group(tokenizer, Prompt("a", (1,), ""), "1", "2")]
+    with rewards.start_pool(RewardConfig(**reward), num_workers=1) as pool:
+        judging = rewards.Judging(
+            pool, [group[0].prompt], judge=lambda one: ("2", "2") if one.sample else judged
+        )
+        judging.add(group)
+        [verdicts] = rewards.score(judging, groups)
+    assert [one.outcome for one in verdicts] == [Outcome.UNKNOWN, Outcome.CORRECT]
+    assert 'reward.kind = "environment"' in verdicts[0].reason
+
+
+def test_rows_with_a_verifier_of_their_own_take_no_verdict_of_the_environment(tokenizer):
+    own, others = Prompt("a", (1,), "", verifier="text"), Prompt("b", (1,), "")
+    groups = [_group(tokenizer, one, "1") for one in (own, others)]
+    config = RewardConfig(kind="environment", verifiers={"text": "exact"})
+    with rewards.start_pool(config, num_workers=1) as pool:
+        judging = rewards.Judging(pool, [own, others], judge=lambda one: 1.0)
+        judging.add([one for group in groups for one in group])
+        [[refused], [taken]] = rewards.score(judging, groups)
+    assert (refused.outcome, taken.outcome) == (Outcome.UNKNOWN, Outcome.CORRECT)
+
+
 def _verdicts(num_unknown: int, of: int = 10) -> list[tuple[Verdict, ...]]:
     """Ever rarer reasons: the i-th of `num_unknown` halves."""
     unknown, left = [], num_unknown

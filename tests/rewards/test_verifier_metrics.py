@@ -196,6 +196,11 @@ def test_a_total_beyond_the_largest_grade_is_unknown(mine: str) -> None:
         ({"components": {"a/b": "exact"}}, "a/b"),
         ({"components": {"a": "exact"}, "verifiers": {"a": "exact"}}, "'a'"),
         ({"components": {f"a{i}": "exact" for i in range(17)}}, "17"),
+        ({"components": {"a": "environment"}}, "components.a: kind ('environment')"),
+        (
+            {"kind": "environment", "verifiers": {"b": "environment"}},
+            "verifiers.b: kind ('environment')",
+        ),
         ({"verifiers": {"b": {"kind": ""}}, "kind": "math"}, "kind"),
         ({"verifiers": {"b": {"kind": "exact", "weight": 2}}, "kind": "math"}, "weight"),
     ],

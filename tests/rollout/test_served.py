@@ -40,6 +40,8 @@ EOS = TOKENIZER.eos_token_id
 KINDS = ("nemo_gym", "openenv")
 SCHEMES = {"nemo_gym": "http", "openenv": "ws"}
 TOOL = {"type": "function", "name": "guess", "parameters": {}, "strict": True}
+POOL: Any = SimpleNamespace(correct_above=0.5, takes_verdicts=lambda name: True)
+"""As with `reward.kind = "environment"`, without its workers."""
 REPLIES = ("hang", "half", "closed", "die", "not_json", "a_list")
 
 

@@ -178,6 +178,21 @@ class RewardConfig(VerifierConfig):
         """Its name in messages."""
         return " + ".join(self.components) or self.kind
 
+    def name_for(self, verifier: str) -> str:
+        """The name in `by_name` of the verifier that a row asks for; what is not there, unchanged.
+
+        `reward.kind` has the empty name, and so have components for the rows of generated problems,
+        which ask for `reasoning_gym`.
+        """
+        if verifier == self.kind:
+            return ""
+        is_component = verifier == REASONING_GYM and self.has_component(REASONING_GYM)
+        return "" if is_component and verifier not in self.verifiers else verifier
+
+    def has_component(self, kind: str) -> bool:
+        """Whether a component is of this kind."""
+        return any(one.kind == kind for one in self.components.values())
+
     @property
     def by_name(self) -> dict[str, VerifierConfig]:
         """Every verifier by the name that rows use; the empty name: by default."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from gapo_megatron.config.data_section import REASONING_GYM
 from gapo_megatron.config.environment import SERVED
 from gapo_megatron.config.reward_section import OF_ENVIRONMENT
 from gapo_megatron.config.section import INPUT_PATH
@@ -52,6 +53,7 @@ def check_together(config: Config) -> None:
                 f"({config.run.num_steps})"
             )
     _check_numbers(config)
+    _check_generated(config)
     if config.environment.structured_outputs:
         _check_grammars(config)
     served, by_itself = config.environment.kind in SERVED, config.reward.kind == OF_ENVIRONMENT
@@ -128,6 +130,19 @@ def _check_numbers(config: Config) -> None:
         raise ValueError(
             f"reward.graded (true) needs a verifier that returns numbers, 'reasoning_gym', "
             f"'environment' or your own, not reward.kind {config.reward.kind!r}"
+        )
+
+
+def _check_generated(config: Config) -> None:
+    """Components judge every response, so one of them must know generated problems."""
+    reward, generated = config.reward, config.data.generated
+    if not generated or not reward.components:
+        return
+    if not reward.has_component(REASONING_GYM) and REASONING_GYM not in reward.verifiers:
+        raise ValueError(
+            f"reward.components ({', '.join(reward.components)}) must have one of kind "
+            f"{REASONING_GYM!r} with data.source {generated[0].name!r}, whose kind is "
+            f"{REASONING_GYM!r}: no other verifier can judge its problems"
         )
 
 

@@ -250,10 +250,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.data.generated and self.reward.kind != REASONING_GYM:
+        reward = self.reward
+        if self.data.generated and reward.kind != REASONING_GYM and not reward.components:
             # Their rows name it.
-            known = {REASONING_GYM: VerifierConfig(kind=REASONING_GYM), **self.reward.verifiers}
-            self.__dict__["reward"] = self.reward.model_copy(update={"verifiers": known})
+            known = {REASONING_GYM: VerifierConfig(kind=REASONING_GYM), **reward.verifiers}
+            self.__dict__["reward"] = reward.model_copy(update={"verifiers": known})
         check_together(self)
         # Resolved here, so that the schedule depends on [optimizer] and the update alone, and a
         # resume compares it like any other setting.

@@ -212,17 +212,16 @@ def _level(row: Row, *, is_own: bool, where: str) -> str:
 
 
 def _verifier(row: Row, reward: RewardConfig, *, where: str) -> tuple[str, VerifierConfig]:
-    """The row's verifier: its name, which is empty for `reward.kind`, and its settings."""
+    """The row's verifier: its name in `RewardConfig.by_name`, and its settings."""
     name = row.get("verifier")
     if name is not None:
         check_texts(row, ("verifier",), (), where=where)
-    if name is None or name == reward.kind:
-        name = ""
+    name = "" if name is None else reward.name_for(name)
     if name not in reward.by_name:
-        known = ", ".join([reward.kind, *reward.verifiers])
+        usual = "reward.kind" if reward.kind else f"absent for reward.components ({reward.label})"
+        known = ", ".join(filter(None, [reward.kind, *reward.verifiers])) or "there is none"
         raise DataError(
-            f"{where}: verifier ({name!r}) must be reward.kind or a name in reward.verifiers: "
-            f"{known}"
+            f"{where}: verifier ({name!r}) must be {usual} or a name in reward.verifiers: {known}"
         )
     return name, reward.by_name[name]
 

@@ -113,7 +113,7 @@ class Pool:
         self._places: dict[int, list[int]] = {}
         """Numbers of the items that a call judges, by number of the call."""
         self._parts: dict[int, dict[str, Verdict]] = {}
-        """Verdicts on an item so far, by component."""
+        """Verdicts so far, by component, on each item that all components judge."""
         self._open: set[int] = set()
         """Items submitted and not judged yet."""
         self._verdicts: dict[int, Verdict] = {}
@@ -161,6 +161,8 @@ class Pool:
         self._next_index += len(queued)
         calls: dict[Any, list[tuple[int, Item]]] = {}
         for number, whole in zip(numbers, queued, strict=True):
+            if self._weights and not whole.verifier:
+                self._parts[number] = {}
             for name in self._components(whole.verifier):
                 item = self._narrowed(whole._replace(verifier=name))
                 compares = self._shapes.get(name, Shape()).is_group
@@ -315,15 +317,15 @@ class Pool:
         """The items on which a call's verdicts are the last ones, with their verdicts."""
         settled = {}
         for number, verdict in zip(self._places.pop(call, ()), verdicts, strict=False):
-            parts = self._parts.setdefault(number, {})
-            parts[item.verifier] = self._named(verdict, item)
-            if not self._weights or item.verifier not in self._weights:
-                settled[number] = parts[item.verifier]
-            elif len(parts) == len(self._weights):
+            named = self._named(verdict, item)
+            if (parts := self._parts.get(number)) is None:
+                settled[number] = named
+                continue
+            parts[item.verifier] = named
+            if len(parts) == len(self._weights):
                 ordered = {name: parts[name] for name in self._weights}
                 settled[number] = total(ordered, self._weights, correct_above=self.correct_above)
-        for number in settled:
-            del self._parts[number]
+                del self._parts[number]
         return settled
 
     def _named(self, verdict: Verdict, item: Item) -> Verdict:

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron.config import Config, DataSource
+from gapo_megatron import rewards
+from gapo_megatron.config import Config, DataSource, parse_config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.data.reasoning_gym import generate
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.io.documents import parse_toml
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.run.inputs import read_problems
 from gapo_tools import prepare_data
 from gapo_tools.preparation.generated_tasks import HELD_OUT, write_generated
@@ -211,6 +214,31 @@ def test_rows_become_problems_beside_those_of_a_file(tmp_path: Path) -> None:
     assert alone.reward.verifiers == {}
 
 
+@pytest.mark.parametrize("name", ["reasoning_gym", "gym"])
+def test_components_judge_generated_problems(name: str) -> None:
+    components = {name: "reasoning_gym", "short": {"kind": "exact", "weight": 0.5}}
+    made = config(of_gym(), reward={"kind": "", "components": components})
+    assert made.reward.verifiers == {}
+    problems, _ = read_problems(made, byte_level())
+    assert {one.verifier for one in problems} == {""}
+    with rewards.start_pool(made.reward, num_workers=1) as pool:
+        first = problems[0]
+        verdict, _ = pool.judge([("0", first.answer, first.verifier), ("0", first.answer, name)])
+    assert verdict.metrics.keys() == components.keys()
+    again = parse_config(parse_toml(to_toml(made), where="written"), source="written")
+    assert again == made
+
+
+def test_components_that_cannot_judge_generated_problems_are_refused() -> None:
+    reward = {"kind": "", "components": {"a": "exact"}}
+    named = ("reward.components (a)", "'reasoning_gym'", "data.source 'gym'")
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        config(of_gym(), reward=reward)
+    made = config(of_gym(), reward={**reward, "verifiers": {"reasoning_gym": "reasoning_gym"}})
+    problems, _ = read_problems(made, byte_level())
+    assert {one.verifier for one in problems} == {"reasoning_gym"}
+
+
 def test_held_out_problems_are_a_file_or_generated() -> None:
     config(of_gym(eval_size=1), evaluation={"every_steps": 1})
     with pytest.raises(ConfigError, match=mentions("evaluation.every_steps (1)", "eval_size")):
@@ -269,8 +297,6 @@ def test_the_tool_writes_what_a_run_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As files they are read the same, and held-out ones can be evaluated by themselves."""
-    from gapo_megatron.io.toml_tree import to_toml
-
     made = config(of_gym(eval_size=5), reward={"kind": "reasoning_gym"})
     path = tmp_path / "run.toml"
     path.write_text(to_toml(made))

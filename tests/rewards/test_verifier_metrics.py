@@ -15,6 +15,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig, parse_config
 from gapo_megatron.io.documents import parse_toml
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.rewards import pool as pool_module
 from gapo_megatron.rewards import verdict_metrics
 from gapo_megatron.types import Outcome, Verdict
 from tests.configs import config_of
@@ -174,6 +175,22 @@ def test_a_run_reads_its_components_back(mine: str) -> None:
         "objective": {"method": "gspo"},
     }
     assert config_of(graded).reward.graded
+
+
+def test_a_component_may_be_asked_alone(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name; its verdict is then the only one, also beside a total."""
+    monkeypatch.setattr(pool_module, "QUESTION_S", 60.0)
+
+    def may_end(is_done: bool) -> bool:
+        assert is_done, "the pool waits for components that nobody has asked"
+        return True
+
+    config = RewardConfig(components={"a": "exact", "b": f"{mine}:short"})
+    with rewards.start_pool(config, num_workers=1) as pool:
+        items = [("1", "1", "a"), ("1", "1"), ("12345", "", "b")]
+        alone, both, other = pool.judge(items, may_end=may_end)
+    assert (alone.outcome, alone.grade, alone.metrics) == (Outcome.CORRECT, None, {})
+    assert both.grade == 2.0 and other.outcome is Outcome.WRONG
 
 
 def test_a_total_beyond_the_largest_grade_is_unknown(mine: str) -> None:

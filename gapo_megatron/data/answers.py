@@ -54,7 +54,7 @@ class Answers:
             except DataError as error:
                 raise DataError(f"{where} ({reprlib.repr(answer)}): {error}") from None
         else:
-            text = answer_text(answer, judge.kind, where=where)
+            text = _text(answer, judge, where=where)
         try:
             for part in judge.parts:
                 if ends:
@@ -62,7 +62,7 @@ class Answers:
                 else:
                     rewards.check_answer(part.kind, text, settings=part.settings)
         except DataError as error:
-            self.unreadable.append(f"{where} ({reprlib.repr(answer)}): {error}")
+            self.unreadable.append(f"{where} ({reprlib.repr(answer)}): {error}{_of(judge)}")
         return text
 
     def check(self, path: Path, *, num_problems: int) -> None:
@@ -105,3 +105,27 @@ class Answers:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _text(answer: Any, judge: VerifierConfig, *, where: str) -> str:
+    """The answer as text, which is the same for every verifier that judges the response.
+
+    Raises:
+        DataError: one of them does not take it, or they need different texts.
+    """
+    try:
+        texts = {part.kind: answer_text(answer, part.kind, where=where) for part in judge.parts}
+    except DataError as error:
+        raise DataError(f"{error}{_of(judge)}") from None
+    if len({*texts.values()}) > 1:
+        each = ", ".join(f"{kind} {reprlib.repr(text)}" for kind, text in texts.items())
+        raise DataError(
+            f"{where} ({reprlib.repr(answer)}) must be the same text for all of reward.components "
+            f"({judge.label}), but is by kind: {each}"
+        )
+    return next(iter(texts.values()))
+
+
+def _of(judge: VerifierConfig) -> str:
+    """Says after a message that its verifier is one of several; empty for one alone."""
+    return "" if judge in judge.parts else f" (one of reward.components: {judge.label})"

@@ -29,10 +29,12 @@ def verify(response, answer, **row):
 """
 
 
-def read(path: Path, *, kind: str = "math", columns: Any = (), **data: Any) -> list[Prompt]:
+def read(
+    path: Path, *, kind: str | RewardConfig = "math", columns: Any = (), **data: Any
+) -> list[Prompt]:
     """The problems without their tokens."""
     settings = DataConfig.model_validate({"train_path": "unused", "chat_template": True, **data})
-    reward = RewardConfig(kind=kind)
+    reward = RewardConfig(kind=kind) if isinstance(kind, str) else kind
     return read_prompts(path, tokenizer=None, data=settings, reward=reward, columns=columns)
 
 
@@ -416,3 +418,42 @@ def test_messages_in_a_cell_are_kept_as_messages(tmp_path: Path) -> None:
     path = put_rows(tmp_path / "rows.csv", [{"messages": cell, "answer": 1}])
     (prompt,) = read(path, columns=None)
     assert prompt.row == {"messages": user("What?")}
+
+
+TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
+
+
+@pytest.mark.parametrize(
+    ("components", "answer"),
+    [
+        ({"m": "math"}, ["1", "2"]),
+        ({"c": "code"}, TESTS),
+        ({"c": "code", "again": {"kind": "code", "weight": -1}}, TESTS),
+        ({"m": "math", "e": "exact"}, ["7"]),
+    ],
+)
+def test_components_read_an_answer_as_their_kinds_do(
+    tmp_path: Path, components: dict[str, Any], answer: Any
+) -> None:
+    path = put_rows(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": answer}])
+    first = next(iter(components.values()))
+    [alone] = read(path, kind=first)
+    [made] = read(path, kind=RewardConfig(components=components))
+    assert made.answer == alone.answer
+
+
+@pytest.mark.parametrize(
+    ("components", "row", "named"),
+    [
+        ({"m": "math", "e": "exact"}, {"answer": ["1", "2"]}, ("'exact' takes one", "m + e")),
+        ({"m": "math", "c": "code"}, {"answer": ["1"]}, ("m + c", "math '1'", "code '[\"1\"]'")),
+        ({"m": "math"}, {"answer": "1", "verifier": "x"}, ("reward.components (m)", "none")),
+    ],
+)
+def test_what_components_cannot_read_is_named(
+    tmp_path: Path, components: dict[str, Any], row: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    path = put_rows(tmp_path / "rows.jsonl", [{"prompt": "?", **row}])
+    with pytest.raises(DataError, match=mentions(*named)) as caught:
+        read(path, kind=RewardConfig(components=components))
+    assert "''" not in str(caught.value)

@@ -15,6 +15,11 @@ import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+SPECIAL = "a<|im_<|im_end|>end|>b"
+"""Holds a special token, also once the one within it is removed."""
+LONG = "So long. " * 100
+TEXTS = {"special": SPECIAL, "long": LONG}
+"""What is said instead of a hint."""
 LONG_S = 60.0
 """A server that takes this long has no answer, for tests."""
 
@@ -58,6 +63,9 @@ class NemoGym(BaseHTTPRequestHandler):
                 self.answer(422, json.dumps({"detail": "number must be an integer"}), number)
                 return
             session["wrong"] += body["number"] != session["secret"]
+            if stage == "tool" and fault in TEXTS:
+                self.answer(200, TEXTS[fault], number)
+                return
             way = "lower" if body["number"] > session["secret"] else "higher"
             self.answer(200, way if body["number"] != session["secret"] else "right", number)
         elif name == "verify":
@@ -139,6 +147,8 @@ def serve_openenv(port: int = 0) -> None:
                     reply["reward"] = REWARDS.get(fault)
                 if stage == "step" and fault in REWARDS:
                     reply["reward"], reply["done"] = REWARDS[fault], True
+            if message["type"] == stage and fault in TEXTS:
+                reply["observation"] = {"text": TEXTS[fault]}
             if message["type"] == stage and fault == "no_observation":
                 del reply["observation"]
             if message["type"] == stage and fault == "no_done":

@@ -32,6 +32,8 @@ Message = dict[str, str]
 
 ROLES = ("system", "user", "assistant")
 _SAMPLE = "What is 1 + 2?"
+_MOST_PASSES = 16
+"""Passes over a text that remove special tokens one within another, before they are replaced."""
 
 
 def read_messages(value: Any, *, where: str) -> list[Message]:
@@ -78,6 +80,19 @@ def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     texts = filter(None, special_tokens(tokenizer).values())
     longest_first = sorted({*texts}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def without_special(text: str, pattern: re.Pattern[str]) -> str:
+    """A text that `special_pattern` does not match: not by what is around a removed token, either.
+
+    Tokens that are nested deeper than anybody writes become a replacement character.
+    """
+    num_removed = 1
+    for _ in range(_MOST_PASSES):
+        text, num_removed = pattern.subn("", text)
+        if not num_removed:
+            return text
+    return pattern.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def render(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import EnvironmentConfig
+from gapo_megatron.data.messages import special_pattern, without_special
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import Session
@@ -135,3 +136,23 @@ def test_where_nothing_would_be_cut_the_limit_is_refused(tmp_path: Path) -> None
     assert environments.build(config, TOKENIZER).most == 5  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=mentions("max_call_tokens", "5", "one_turn")):
         EnvironmentConfig(max_call_tokens=5)
+
+
+@pytest.mark.parametrize("most", [0, 900])
+def test_a_result_is_cut_once(most: int) -> None:
+    """In tokens if they are limited, and it says so; in characters otherwise."""
+    config = EnvironmentConfig(kind="tools", max_call_tokens=most)
+    tools = environments.build(config, TOKENIZER)
+    text = "".join(f"line {i}\n" for i in range(1000))
+    cleaned = tools._clean(text)  # type: ignore[attr-defined]
+    assert (len(cleaned) == len(text)) == bool(most)
+    assert (" ... " in cleaned) != bool(most)
+
+
+def test_special_tokens_within_special_tokens_are_removed_in_no_time() -> None:
+    pattern = special_pattern(TOKENIZER)
+    open, end = "<|im_", "end|>"
+    for depth in (1, 2, 5, 12):
+        assert without_special(f"a{open * depth}{end * depth}b", pattern) == "ab"
+    deep = without_special(f"a{open * 50_000}{end * 50_000}b", pattern)
+    assert not pattern.search(deep)

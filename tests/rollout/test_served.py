@@ -23,12 +23,15 @@ from gapo_megatron.config import EnvironmentConfig, RewardConfig
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
+from gapo_megatron.rollout.answers import split_answer
+from gapo_megatron.rollout.chat import cut_middle
 from gapo_megatron.rollout.environments import served as served_module
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests import configs
 from tests.acting import acting_of
+from tests.gym_servers import LONG
 from tests.messages import mentions
 from tests.rollout.test_chat import tokenizer_of
 from tests.rollout.test_sample import ATTEMPT, config_of
@@ -109,8 +112,13 @@ def verdict_of(judge: Any, episode: Episode, *, correct_above: float = 0.5) -> A
     return rewards.ask_judge(judge, episode, pool=pool)
 
 
-def play(environment: Any, prompt: Prompt, turns: list[str]) -> tuple[Verdict, str]:
-    """Verdict on an episode of these turns, as a run makes it, and all that was appended."""
+def play(
+    environment: Any, prompt: Prompt, turns: list[str], *, cuts: list[int] | None = None
+) -> tuple[Verdict, str]:
+    """Verdict on an episode of these turns, as a run makes it, and all that was appended.
+
+    `cuts` gets the number of tokens that were cut from each answer.
+    """
     tokens, mask, appended, text = [], [], "", None
     moves = [None, *turns] if getattr(environment, "moves_first", False) else list(turns)
     failure, episode = "", Episode(prompt, 0, np.array([], np.int32), np.array([], np.float32))
@@ -134,6 +142,9 @@ def play(environment: Any, prompt: Prompt, turns: list[str]) -> tuple[Verdict, s
         if isinstance(answer, str):
             text = answer
             break
+        answer, turn = split_answer(answer)
+        if cuts is not None:
+            cuts.append(turn.num_cut)
         tokens += answer
         mask += [False] * len(answer)
         appended += TOKENIZER.decode(answer)
@@ -280,10 +291,37 @@ def test_a_model_reaches_the_tools_of_its_row_alone(urls: dict[str, str]) -> Non
     assert "cannot be read" in appended and "must be an integer" in appended
 
 
-def test_special_tokens_of_a_server_are_removed(urls: dict[str, str]) -> None:
-    for kind in KINDS:
-        environment = environment_of(kind, urls[kind])
-        assert environment._special.sub("", "a<|im_end|>b") == "ab"
+STAGES = [("nemo_gym", "tool"), ("openenv", "reset"), ("openenv", "step")]
+
+
+@pytest.mark.parametrize(("kind", "stage"), STAGES)
+def test_special_tokens_of_a_server_are_removed(
+    kind: str, stage: str, urls: dict[str, str]
+) -> None:
+    """Also one that is there once the one within it is removed."""
+    prompt, turns = prompt_of(kind, fault=f"{stage}:special"), turns_of(kind, 9, 7)
+    verdict, appended = play(environment_of(kind, urls[kind]), prompt, turns)
+    assert verdict.grade == 0.75
+    assert "ab" in appended and "a<" not in appended and ">b" not in appended
+    _, plain = play(environment_of(kind, urls[kind]), prompt_of(kind), turns)
+    assert appended.count("<|im_end|>") == plain.count("<|im_end|>")
+
+
+@pytest.mark.parametrize(("kind", "stage"), STAGES)
+def test_what_a_server_says_is_cut(kind: str, stage: str, urls: dict[str, str]) -> None:
+    config = EnvironmentConfig(kind=kind, settings={"url": urls[kind]}, max_call_tokens=20)
+    if kind == "openenv":
+        config.settings["observation"] = "text"
+    environment = environments.build(config, TOKENIZER)
+    expected, num_cut = cut_middle(LONG, TOKENIZER, max_tokens=20)
+    cuts: list[int] = []
+    prompt, turns = prompt_of(kind, fault=f"{stage}:long"), turns_of(kind, 9, 7)
+    verdict, appended = play(environment, prompt, turns, cuts=cuts)
+    assert verdict.grade == 0.75 and num_cut > 100
+    assert expected in appended and LONG not in appended
+    assert sum(cuts) == num_cut * appended.count("tokens cut") > 0
+    _, appended = play(environment_of(kind, urls[kind]), prompt, turns, cuts=cuts)
+    assert LONG.strip() in appended
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Play."}]])

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from gapo_megatron.data.messages import special_pattern
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rollout.chat import ChatTurns
 from gapo_megatron.rollout.environments.served import MOST_BYTES, Served, read_object, read_reward
 from gapo_megatron.rollout.environments.tools import find_calls
-from gapo_megatron.types import Episode
+from gapo_megatron.types import Episode, TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +42,7 @@ class NemoGym(Served["_Session"]):
         role: str = "tool",
         unscored: float | None = None,
         timeout_s: float = 60,
+        max_call_tokens: int = 0,
     ) -> None:
         """Check the settings and the chat template.
 
@@ -53,6 +53,7 @@ class NemoGym(Served["_Session"]):
             role: author of the results in the chat template.
             unscored: see `Served`.
             timeout_s: see `Served`.
+            max_call_tokens: see `Served`.
 
         Raises:
             ConfigError: names the setting, its value and the rule.
@@ -63,15 +64,15 @@ class NemoGym(Served["_Session"]):
             schemes=("http", "https"),
             unscored=unscored,
             timeout_s=timeout_s,
+            max_call_tokens=max_call_tokens,
         )
         if type(max_calls) is not int or max_calls < 0:
             raise ConfigError(f"max_calls ({max_calls!r}) must be a whole number from 0")
         self._max_calls = max_calls
         self._chat = ChatTurns(tokenizer, role=role)
-        self._special = special_pattern(tokenizer)
         self._ssl = httpx.create_ssl_context()
 
-    def respond(self, episode: Episode) -> Sequence[int] | str:
+    def respond(self, episode: Episode) -> tuple[Sequence[int], TurnSettings] | str:
         """The results of the turn's calls, in order; without a call the reward, as text."""
         session = self._session(
             episode, is_first=episode.response_mask is None, begin=lambda: self._begin(episode)
@@ -80,8 +81,8 @@ class NemoGym(Served["_Session"]):
         calls = find_calls(said)
         if not calls or session.num_calls + len(calls) > self._max_calls:
             return json.dumps(session.verify(said))
-        results = [self._special.sub("", text) for text in session.call_tools(said, calls)]
-        return self._chat.tokens(episode, results)
+        results, turn = self._read(session.call_tools(said, calls))
+        return self._chat.tokens(episode, results), turn
 
     def _begin(self, episode: Episode) -> _Session:
         row = {key: one for key, one in episode.prompt.row.items() if key not in _NOT_OF_GYM}

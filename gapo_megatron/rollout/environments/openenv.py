@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from gapo_megatron.data.messages import special_pattern
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rewards.conversation import prompt_messages
 from gapo_megatron.rollout.agents.conversation import first_token
 from gapo_megatron.rollout.chat import ChatTemplate, ChatTurns
 from gapo_megatron.rollout.environments.served import MOST_BYTES, Served, read_object, read_reward
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +48,7 @@ class OpenEnv(Served["_Session"]):
         max_turns: int = 10,
         unscored: float | None = None,
         timeout_s: float = 60,
+        max_call_tokens: int = 0,
     ) -> None:
         """Check the settings and the chat template.
 
@@ -61,12 +61,18 @@ class OpenEnv(Served["_Session"]):
             max_turns: turns of the model; the last ends the episode.
             unscored: see `Served`.
             timeout_s: see `Served`.
+            max_call_tokens: see `Served`.
 
         Raises:
             ConfigError: names the setting, its value and the rule.
         """
         super().__init__(
-            tokenizer, url=url, schemes=("ws", "wss"), unscored=unscored, timeout_s=timeout_s
+            tokenizer,
+            url=url,
+            schemes=("ws", "wss"),
+            unscored=unscored,
+            timeout_s=timeout_s,
+            max_call_tokens=max_call_tokens,
         )
         if type(max_turns) is not int or max_turns < 1:
             raise ConfigError(f"max_turns ({max_turns!r}) must be a whole number from 1")
@@ -76,14 +82,13 @@ class OpenEnv(Served["_Session"]):
         self._action, self._observation, self._max_turns = action, observation, max_turns
         self._template = ChatTemplate(tokenizer)
         self._chat = ChatTurns(tokenizer, role="user")
-        self._special = special_pattern(tokenizer)
         self._first = first_token(tokenizer)
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
         """The first token of the chat template: the first observation brings the others."""
         return [self._first]
 
-    def respond(self, episode: Episode) -> Sequence[int] | str:
+    def respond(self, episode: Episode) -> tuple[Sequence[int], TurnSettings] | str:
         """The conversation up to the model's first turn, later the next observation, or the end."""
         is_first = not len(episode.token_ids)
         session = self._session(episode, is_first=is_first, begin=self._connect)
@@ -92,9 +97,10 @@ class OpenEnv(Served["_Session"]):
             messages = prompt_messages(episode.prompt.row)
             if not messages:
                 raise LookupError("the row needs the column prompt or messages")
-            texts = [messages[-1]["content"], self._text(seen)]
-            messages[-1]["content"] = "\n\n".join(filter(None, texts))
-            return self._template.opening(messages)[1:]
+            [text], turn = self._read([self._text(seen)])
+            asked = messages[-1]["content"]
+            messages[-1]["content"] = "\n\n".join(filter(None, [asked, text]))
+            return self._template.opening(messages)[1:], turn
         seen = session.ask("step", {self._action: self._said(episode)})
         session.num_turns += 1
         is_over = seen.get("done")
@@ -105,7 +111,8 @@ class OpenEnv(Served["_Session"]):
             session.reward = read_reward(session.reward + read_reward(seen.get("reward")))
         if is_over:
             return json.dumps(session.reward)
-        return self._chat.tokens(episode, [self._text(seen)])
+        texts, turn = self._read([self._text(seen)])
+        return self._chat.tokens(episode, texts), turn
 
     def _connect(self) -> _Session:
         connection = connect(
@@ -120,14 +127,14 @@ class OpenEnv(Served["_Session"]):
             return _Session(entered, end=stack.pop_all().close, timeout_s=self._timeout_s)
 
     def _text(self, seen: dict[str, Any]) -> str:
-        """What the model reads of an observation, without special tokens."""
+        """The text of an observation."""
         found = seen.get("observation")
         if not isinstance(found, dict):
             raise ValueError(f"observation ({shown(found)}) must be an object")
         text = found.get(self._observation) if self._observation else json.dumps(found)
         if not isinstance(text, str):
             raise ValueError(f"observation: {self._observation!r} ({shown(text)}) must be a text")
-        return self._special.sub("", text)
+        return text
 
 
 class _Session:

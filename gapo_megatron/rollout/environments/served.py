@@ -10,17 +10,19 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import httpx
 
+from gapo_megatron.data.messages import special_pattern, without_special
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.rewards.results import MOST_GRADE
+from gapo_megatron.rollout.chat import cut_middle
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.turns import last_text
-from gapo_megatron.types import Episode, Outcome, Verdict
+from gapo_megatron.types import Episode, Outcome, TurnSettings, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +51,7 @@ class Served(OneTurn, Generic[S]):
         schemes: tuple[str, ...],
         unscored: float | None,
         timeout_s: float,
+        max_call_tokens: int,
     ) -> None:
         """Check the settings; nothing connects.
 
@@ -59,6 +62,7 @@ class Served(OneTurn, Generic[S]):
             unscored: reward of a response that reached the token limit, which no server has seen
                 to its end; None: its verdict is unknown.
             timeout_s: `environment.call_timeout_s`.
+            max_call_tokens: `environment.max_call_tokens`.
 
         Raises:
             ConfigError: names the setting, its value and the rule.
@@ -72,7 +76,8 @@ class Served(OneTurn, Generic[S]):
             except ValueError as error:
                 raise ConfigError(f"unscored ({unscored!r}): {error}") from None
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
-        self._unscored = unscored
+        self._unscored, self._max_call_tokens = unscored, max_call_tokens
+        self._special = special_pattern(tokenizer)
         self._sessions: dict[tuple[str, int], S] = {}
         self._lock = threading.Lock()
 
@@ -108,6 +113,18 @@ class Served(OneTurn, Generic[S]):
         if found is None:
             raise RuntimeError("its session with the server was lost with an earlier process")
         return found
+
+    def _read(self, texts: Sequence[str]) -> tuple[list[str], TurnSettings]:
+        """What the model reads of a server's texts, and settings that say how much was cut."""
+        cut = [
+            cut_middle(
+                without_special(text, self._special),
+                self._tokenizer,
+                max_tokens=self._max_call_tokens,
+            )
+            for text in texts
+        ]
+        return [text for text, _ in cut], TurnSettings(num_cut=sum(num for _, num in cut))
 
     def _said(self, episode: Episode) -> str:
         """The model's last turn without its thinking."""

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gapo_megatron.data.messages import special_pattern
+from gapo_megatron.data.messages import special_pattern, without_special
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
@@ -31,7 +31,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TOOLS = {"calculator": "expression", "python": "code"}
 """Argument of each tool."""
 _MOST_CHARACTERS = 2000
-"""Longest expression, and longest result, which is cut in the middle."""
+"""Longest expression; and longest result without `max_call_tokens`, which is cut in the middle."""
 _MOST_DIGITS = 4000
 """Longest number of the calculator, in decimal digits; Python prints no longer ones."""
 
@@ -137,14 +137,12 @@ class Tools(OneTurn):
         return f"{output}error: the program {failure}" if failure else output
 
     def _clean(self, text: str) -> str:
-        """A result, cut if it is long, and without special tokens: it must not end its message."""
+        """A result without special tokens: it must not end its message. Cut if long."""
         text = text.encode(errors="replace").decode()  # JSON may hold halves of characters
         half = _MOST_CHARACTERS // 2
-        text = text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
-        num_removed = 1
-        while num_removed:  # what is around a token may make another
-            text, num_removed = self._special.subn("", text)
-        return text
+        if not self._max_call_tokens and len(text) > 2 * half:
+            text = f"{text[:half]} ... {text[-half:]}"
+        return without_special(text, self._special)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))

@@ -106,5 +106,6 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     }
     values["carried_log_probs"] = values.pop("old_log_probs")
     values["carried_versions"] = values.pop("versions")
-    values["turn"] = TurnSettings.of(values.pop("turn"))
+    if "turn" in values:  # not in checkpoints of before it
+        values["turn"] = TurnSettings.of(values["turn"])
     return Episode(prompt, sample, **values)

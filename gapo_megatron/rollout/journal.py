@@ -140,14 +140,23 @@ class Journal:
             if "begun" in record:
                 self._begun.add(record["begun"])
                 continue
-            name, tokens = record.pop("call"), record.pop("tokens")
-            turn = record.pop("turn")
-            reply = Reply(
-                **record,
-                tokens=None if tokens is None else tuple(tokens),
-                turn=TurnSettings.of(turn),
-            )
+            try:
+                name, reply = _to_reply(record)
+            except (LookupError, TypeError) as error:
+                raise DataError(
+                    f"{path}:{number}: the record of a call is of another version of the code "
+                    f"({type(error).__name__}: {error}); resume with that version, or remove the "
+                    "file, and calls of this step are made again"
+                ) from None
             self._replies.setdefault(name, reply)
+
+
+def _to_reply(record: dict[str, Any]) -> tuple[str, Reply]:
+    """The call that a record names, and its answer; `turn` is not in records of before it."""
+    fields = dict(record)
+    name, tokens, turn = fields.pop("call"), fields.pop("tokens"), fields.pop("turn", None)
+    settings = TurnSettings() if turn is None else TurnSettings.of(turn)
+    return name, Reply(**fields, tokens=None if tokens is None else tuple(tokens), turn=settings)
 
 
 def to_line(record: dict[str, Any]) -> bytes:

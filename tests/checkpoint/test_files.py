@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from gapo_megatron.checkpoint import OpenStep, files, rng
-from gapo_megatron.checkpoint.open_groups import load_open_groups
+from gapo_megatron.checkpoint.open_groups import from_content, load_open_groups, to_content
 from gapo_megatron.checkpoint.state import State
 from gapo_megatron.errors import CheckpointError
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 from tests.damage import put
 from tests.messages import mentions
 from tests.slurm.training import fill, small_disk
@@ -68,6 +69,18 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
                 files.write(tmp_path / "disk/rng.pt", files.serialise(content))
             (tmp_path / "disk/rng.pt").unlink()
             (tmp_path / "disk/filler").unlink()
+
+
+def test_open_groups_of_before_turns_had_settings_are_read():
+    tokens, zeros = np.array([3, 4], np.int32), np.zeros(2, np.float32)
+    carried = {"carried_log_probs": zeros, "carried_versions": np.zeros(2, np.int32)}
+    episode = Episode(Prompt("a", (1,), "2"), 0, tokens, zeros, **carried)
+    content = to_content([[episode]])
+    for name in ("turn", "failure", "final_text"):
+        del content[0]["rollouts"][0][name]
+    (((read,),),) = (from_content(content),)
+    assert (read.turn, read.failure, read.final_text) == (TurnSettings(), "", None)
+    assert read.token_ids.tolist() == [3, 4]
 
 
 def test_what_has_no_such_content_is_damage(tmp_path):

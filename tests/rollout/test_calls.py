@@ -500,6 +500,26 @@ def test_a_damaged_journal_names_its_line(tmp_path: Path) -> None:
         calls_of(answer_of, run_dir=tmp_path)
 
 
+def test_a_journal_of_another_version_is_read_or_named(tmp_path: Path) -> None:
+    """Settings of turns came later; what else is missing, or unknown, is an error."""
+    played = run(answer_of, run_dir=tmp_path)
+    path = tmp_path / JOURNAL_FOLDER / "step_0_0.jsonl"
+    records = [_record(line) for line in path.read_bytes().splitlines()]
+
+    def rewrite(remove: str, **more: Any) -> None:
+        kept = [{key: one for key, one in record.items() if key != remove} for record in records]
+        changed = (one if "begun" in one else one | more for one in kept)
+        path.write_bytes(b"".join(map(to_line, changed)))
+
+    rewrite("turn")
+    assert run(answer_of, run_dir=tmp_path) == played
+    number = next(i for i, one in enumerate(records, 1) if "call" in one)
+    for remove, more in (("tokens", {}), ("", {"later": 1})):
+        rewrite(remove, **more)
+        with pytest.raises(DataError, match=mentions(f"{path}:{number}", "version", "remove")):
+            calls_of(answer_of, run_dir=tmp_path)
+
+
 def test_journals_of_saved_steps_are_removed(tmp_path: Path) -> None:
     names = ["step_3_0", "step_3_12", "step_4_0", "step_30_0", "evaluation_3_0", "evaluation_4_0"]
     folder = tmp_path / JOURNAL_FOLDER

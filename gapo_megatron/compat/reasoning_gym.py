@@ -1,4 +1,4 @@
-"""Parts of the package reasoning-gym that would execute a model's answer as Python (0.1.25)."""
+"""Parts of the package reasoning-gym that would execute texts as Python (0.1.25)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import keyword
 import re
 from typing import Any
 
+REFUSED = ("codeio",)
+"""Families that execute the code of a data set, with the user's rights, to make their problems."""
 _LITERALS = (
     *("algorithmic.binary_matrix", "algorithmic.number_sorting", "algorithmic.spiral_matrix"),
     *("algorithmic.string_insertion", "games.n_queens"),
@@ -22,6 +24,9 @@ _EXPRESSIONS = {
     "algebra.polynomial_multiplication": "sp",
 }
 """Modules that let sympy read an answer, which calls `eval`, and their name for it."""
+_ARITHMETIC = "arithmetic.bitwise_arithmetic"
+"""Module that calls `eval` on a problem, which a file of problems may hold."""
+_HEXADECIMAL = re.compile(r"(?:0x[0-9a-f]+|<<|>>|[-+*() ])*")
 _NUMBER = re.compile(r"\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PLAIN = ("sqrt", "abs", "True", "False", "None")
@@ -40,9 +45,21 @@ def read_answers_safely() -> None:
     # Upstream: none found
     for name in _LITERALS:
         vars(importlib.import_module(f"reasoning_gym.{name}"))["eval"] = ast.literal_eval
+    vars(importlib.import_module(f"reasoning_gym.{_ARITHMETIC}"))["eval"] = calculate
     for name, attribute in _EXPRESSIONS.items():
         safe = parse_formula if attribute == "parse_expr" else _Sympy()
         vars(importlib.import_module(f"reasoning_gym.{name}"))[attribute] = safe
+
+
+def calculate(text: str) -> int:
+    """The value of hexadecimal numbers with `+ - * << >>` and brackets.
+
+    Raises:
+        ValueError: the text has anything else.
+    """
+    if not _HEXADECIMAL.fullmatch(text) or "**" in text:
+        raise ValueError(f"no arithmetic: {text[:60]!r}")
+    return int(eval(text, {"__builtins__": {}}))
 
 
 class _Sympy:

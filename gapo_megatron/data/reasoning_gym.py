@@ -12,17 +12,21 @@ import difflib
 import hashlib
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from gapo_megatron.compat.reasoning_gym import REFUSED
 from gapo_megatron.config import DataSource
 from gapo_megatron.config.data_section import REASONING_GYM
-from gapo_megatron.errors import ConfigError, said
+from gapo_megatron.errors import ConfigError, printable, said
 from gapo_megatron.rewards.reasoning_gym import (
     installed_version,
     make_answer,
@@ -34,6 +38,8 @@ Row = dict[str, Any]
 CHUNK = 500
 """Problems of a family under one seed of the package, which adds a problem's number to its seed.
 After as many draws without a new problem there are no more."""
+MOST_WAIT_S = 600.0
+"""Longest time without a line of the generator: for a problem, or draws without a new one."""
 _ROOT = str(Path(__file__).parents[2])
 _COMMAND = f"import sys; sys.path.insert(0, sys.argv[1]); import {__name__} as it; it.main()"
 _SHOTS, _HELD_OUT, _TRAINING = "shots", "held_out", "training"
@@ -63,33 +69,74 @@ def generate(sources: Sequence[DataSource], *, most: int | None = None) -> Gener
         Rows with `id`, `prompt`, `answer`, `level` (the family) and `verifier`.
 
     Raises:
-        ConfigError: the package is missing, refuses a family or its settings, cannot generate, or
-            has too few different problems; names source and family.
+        ConfigError: the package is missing, refuses a family or its settings, cannot generate,
+            takes more than `MOST_WAIT_S` for a problem, or has too few different ones; or the
+            family is of `REFUSED`. Names source and family.
     """
     made = Generated()
     if not sources:
         return made
     installed_version()
     order = {"sources": [one.model_dump(mode="json") for one in sources], "most": most}
-    done = subprocess.run(
-        ["/usr/bin/env", "PYTHONHASHSEED=0", sys.executable, "-W", "ignore", "-c", _COMMAND, _ROOT],
-        input=json.dumps(order),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    end: Row = {}
-    for line in done.stdout.splitlines():
-        end = json.loads(line)
-        if "row" in end:
-            getattr(made, end["part"]).setdefault(end["source"], []).append(end["row"])
-    if "num_repeated" in end:
-        made.num_repeated = end["num_repeated"]
-        return made
-    last = done.stderr.strip().splitlines()[-1:]
-    why = end.get("error") or f"the generator ended with {done.returncode}: {''.join(last)}"
-    raise ConfigError(f"data.source: {why}")
+    at, error = "", ""
+    for value in _values(order):
+        at = value.get("at", at)
+        error = value.get("error", "")
+        made.num_repeated = value.get("num_repeated", 0)
+        if "row" in value:
+            getattr(made, value["part"]).setdefault(value["source"], []).append(value["row"])
+        if "failed" in value:
+            error = f"{at or sources[0].name!r}: {value['failed']}"
+    if error:
+        raise ConfigError(f"data.source: {error}")
+    return made
+
+
+def _values(order: Row) -> Iterator[Row]:
+    """The generator's values as they come; the last has `num_repeated`, `error` or `failed`."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        given.write(json.dumps(order).encode())
+        given.seek(0)
+        command = ["/usr/bin/env", "PYTHONHASHSEED=0", sys.executable, "-W", "ignore"]
+        process = subprocess.Popen(
+            [*command, "-c", _COMMAND, _ROOT], stdin=given, stdout=subprocess.PIPE, stderr=errors
+        )
+        assert process.stdout is not None
+        lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        reader = threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        value: Row = {}
+        try:
+            while line := lines.get(timeout=MOST_WAIT_S):
+                value = json.loads(line)
+                yield value
+            code = process.wait(timeout=MOST_WAIT_S)
+        except (queue.Empty, subprocess.TimeoutExpired):
+            yield {
+                "failed": f"no problem in {MOST_WAIT_S:.0f} s: leave the family out, or change "
+                "its settings or the source's seed"
+            }
+            return
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+            process.stdout.close()
+        if code or not {"num_repeated", "error"} & value.keys():
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            yield {
+                "failed": f"the generator ended with {code}: {printable(''.join(last))}; leave the "
+                "family out, or, if it was killed, see to the machine's memory"
+            }
+
+
+def _read_lines(file: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    """Hand over whole lines, and an empty one at the end: a kill may leave a part of a line."""
+    for line in file:
+        if line.endswith(b"\n"):
+            lines.put(line)
+    lines.put(b"")
 
 
 class _Family:
@@ -146,6 +193,11 @@ class _Family:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
+        if self.name in REFUSED:
+            raise LookupError(
+                "it executes code of a data set, with your rights, to make its problems: it is "
+                "refused; leave it out"
+            )
         if self.name not in DATASETS:
             near = difflib.get_close_matches(self.name, DATASETS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(sorted(DATASETS))}"
@@ -180,13 +232,22 @@ def _labels(source: Row) -> list[str]:
     ]
 
 
-def _find_shots(source: Row, seen: set[str]) -> list[str]:
-    """What stands before the questions of each family of a source."""
+def _place(source: Row, family: Row) -> Row:
+    """Where the generator is, for a message, and a sign that it goes on."""
+    return {"at": f"{source['name']!r}: family {family['name']!r}"}
+
+
+def _find_shots(source: Row, seen: set[str]) -> Generator[Row, None, list[str]]:
+    """Return what stands before the questions of each family of a source."""
     texts = []
     for one, label in zip(source["families"], _labels(source), strict=True):
         with _named(source, one):
+            yield _place(source, one)
             family = _Family(one, label=label, seed=f"{source['seed']} {_SHOTS}")
-            rows = [family.draw(seen, prefix="") for _ in range(source["shots"])]
+            rows = []
+            for _ in range(source["shots"]):
+                rows.append(family.draw(seen, prefix=""))
+                yield _place(source, one)
             answers = [reference_answer(row["answer"]) for row in rows]
             if None in answers:
                 raise LookupError("shots: the package gives no answers to its problems")
@@ -203,6 +264,7 @@ def _rows(source: Row, part: str, num: int, shots: list[str], seen: set[str]) ->
     """Rows of a part of a source, its families in turns; the last value has the repetitions."""
     families = []
     for one, label, text in zip(source["families"], _labels(source), shots, strict=True):
+        yield _place(source, one)
         with _named(source, one):
             families.append(_Family(one, label=label, seed=f"{source['seed']} {part}"))
         families[-1].shots = text
@@ -212,29 +274,33 @@ def _rows(source: Row, part: str, num: int, shots: list[str], seen: set[str]) ->
             one.credit += one.weight / total
         chosen = max(families, key=lambda one: one.credit)
         chosen.credit -= 1
-        with _named(source, source["families"][families.index(chosen)]):
+        config = source["families"][families.index(chosen)]
+        yield _place(source, config)
+        with _named(source, config):
             row = chosen.draw(seen, prefix="" if part == _TRAINING else "held_out-")
         yield {"source": source["name"], "part": part, "row": row}
     yield {"repeated": sum(one.num_repeated for one in families)}
 
 
 def _generate(order: Row) -> Iterator[Row]:
-    """What `generate` asks for: a value per row, and the number of repetitions at the end."""
+    """What `generate` asks for: values per row, and the number of repetitions at the end."""
     most, seen, num_repeated = order["most"], set[str](), 0
-    shots = {one["name"]: _find_shots(one, seen) for one in order["sources"]}
+    shots = {}
+    for one in order["sources"]:
+        shots[one["name"]] = yield from _find_shots(one, seen)
     for part, key in ((_HELD_OUT, "eval_size"), (_TRAINING, "size")):
         for source in order["sources"]:
             num = source[key] if most is None else min(source[key], most)
             for value in _rows(source, part, num, shots[source["name"]], seen):
                 num_repeated += value.get("repeated", 0)
-                if "row" in value:
+                if "repeated" not in value:
                     yield value
     yield {"num_repeated": num_repeated}
 
 
 def main() -> None:
     """Answer the order on standard input: a line per value on standard output, and no other."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as lines:
         os.dup2(2, 1)
         try:
             for value in _generate(json.load(sys.stdin)):

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from gapo_megatron import rewards
+from gapo_megatron.compat.reasoning_gym import REFUSED
 from gapo_megatron.config import Config, DataSource, parse_config
 from gapo_megatron.config.roles import changes
+from gapo_megatron.data import reasoning_gym as generator
 from gapo_megatron.data.reasoning_gym import generate
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
@@ -54,7 +56,7 @@ def test_problems_are_the_same_in_every_process_for_all_families() -> None:
     from reasoning_gym.factory import DATASETS
 
     # The last two take seconds, and draw as the others do.
-    families = sorted(DATASETS.keys() - {"composite", "futoshiki", "knight_swap"})
+    families = sorted(DATASETS.keys() - {"composite", "futoshiki", "knight_swap", *REFUSED})
     given = [source(*families, size=2 * len(families), eval_size=len(families))]
     first = generate(given)
     assert len(families) > 100
@@ -154,11 +156,36 @@ def test_shots_are_solved_problems_that_are_in_no_row() -> None:
         ({"name": "gcd", "settings": {"min_number": 3}}, ("'gcd'", "min_number")),
         ({"name": "gcd", "settings": {"min_value": 9, "max_value": 3}}, ("'gcd'", "max_value")),
         ("composite", ("'composite'",)),
+        (
+            {"name": "composite", "settings": {"datasets": [{"name": "codeio", "weight": 1.0}]}},
+            ("'composite'",),
+        ),
+        ("codeio", ("'codeio'", "executes code")),
     ],
 )
 def test_a_family_that_the_package_refuses_is_named(family: Any, named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=mentions("data.source", "'gym'", *named)):
         generate([source("lcm", family)], most=0)
+
+
+@pytest.mark.parametrize(
+    ("does", "named"),
+    [
+        ("time.sleep(60)", ("gym: gcd", "no problem in 8 s", "leave the family out")),
+        ("os.close(1); time.sleep(60)", ("gym: gcd", "no problem in 8 s")),
+        ("os.write(1, b'{\"row\": '); os.kill(os.getpid(), 9)", ("gym: gcd", "with -9")),
+        ("os.write(1, b'{\"num_repeated\": 0}\\n'); sys.exit('no memory')", ("1: no memory",)),
+        ("sys.exit()", ("gym: gcd", "ended with 0")),
+    ],
+)
+def test_a_generator_that_hangs_or_dies_is_named(
+    monkeypatch: pytest.MonkeyPatch, does: str, named: tuple[str, ...]
+) -> None:
+    begins = 'import os, sys, time; os.write(1, b\'{"at": "gym: gcd"}\\n\'); '
+    monkeypatch.setattr(generator, "_COMMAND", begins + does)
+    monkeypatch.setattr(generator, "MOST_WAIT_S", 8.0 if "sleep" in does else 60.0)
+    with pytest.raises(ConfigError, match=mentions("data.source", *named)):
+        generate([source("gcd")])
 
 
 def test_a_family_without_its_package_is_named(

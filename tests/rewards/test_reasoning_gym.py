@@ -115,6 +115,22 @@ CALLS = [
 ]
 
 
+def test_a_problem_of_a_file_is_not_executed(tmp_path: Path) -> None:
+    """The package calls `eval` on the problem that the answer's metadata hold."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    family, made = "bitwise_arithmetic", tmp_path / "made"
+    dataset = reasoning_gym.create_dataset(family, seed=3, size=20)
+    items = []
+    for problem in (*(call.format(made) for call in CALLS), "0x9**0x9**0x9"):
+        entry = dataset[0] | {"metadata": {"problem": problem}, "answer": "0x1"}
+        items.append(("0x2", ours.make_answer(family, {}, entry)))
+    verdicts = rewards.try_verifiers(CONFIG, items)
+    assert not made.exists()
+    assert [one.grade for one in verdicts if (one.grade or 0) > 0.05] == []
+    items = [(one["answer"], ours.make_answer(family, {}, one)) for one in dataset]
+    assert {one.grade for one in rewards.try_verifiers(CONFIG, items)} == {1.0}
+
+
 @pytest.mark.parametrize("family", ["spiral_matrix", "countdown", "simple_integration"])
 def test_an_answer_is_not_executed(family: str, tmp_path: Path) -> None:
     """The package calls `eval` on answers of these families, directly or through sympy."""

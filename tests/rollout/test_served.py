@@ -43,8 +43,6 @@ EOS = TOKENIZER.eos_token_id
 KINDS = ("nemo_gym", "openenv")
 SCHEMES = {"nemo_gym": "http", "openenv": "ws"}
 TOOL = {"type": "function", "name": "guess", "parameters": {}, "strict": True}
-POOL: Any = SimpleNamespace(correct_above=0.5, takes_verdicts=lambda name: True)
-"""As with `reward.kind = "environment"`, without its workers."""
 REPLIES = ("hang", "half", "closed", "die", "not_json", "a_list")
 
 
@@ -108,7 +106,8 @@ def call(number: Any, name: str = "guess") -> str:
 
 
 def verdict_of(judge: Any, episode: Episode, *, correct_above: float = 0.5) -> Any:
-    pool: Any = SimpleNamespace(correct_above=correct_above)
+    """As with `reward.kind = "environment"`, without its workers."""
+    pool: Any = SimpleNamespace(correct_above=correct_above, takes_verdicts=lambda name: True)
     return rewards.ask_judge(judge, episode, pool=pool)
 
 

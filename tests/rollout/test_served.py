@@ -33,6 +33,7 @@ from tests import configs
 from tests.acting import acting_of
 from tests.gym_servers import LONG
 from tests.messages import mentions
+from tests.needs import by_hand
 from tests.rollout.test_chat import tokenizer_of
 from tests.rollout.test_sample import ATTEMPT, config_of
 from tests.scripted_engine import ScriptedEngine, place_of
@@ -519,7 +520,7 @@ def test_the_packages_own_server_answers_alike(
     free_port: int, wait_for_port: Callable[..., None]
 ) -> None:
     """OpenEnv's, where it is installed."""
-    pytest.importorskip("openenv.core")
+    by_hand("openenv.core")
     process = subprocess.Popen([sys.executable, "-c", OPENENV_APP, str(free_port)])
     try:
         wait_for_port(process, free_port)

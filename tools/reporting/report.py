@@ -10,9 +10,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import DataError, printable
 from gapo_megatron.formats.folder import claim
 from gapo_megatron.io.files import write_atomically
+from gapo_megatron.io.sample_files import read_samples
+from gapo_megatron.types import Sample
 from gapo_tools.evaluation.table import Table
 from gapo_tools.reporting.arms import Comparison
 from gapo_tools.reporting.clip import clip_by_c
@@ -35,6 +37,8 @@ PAGE_NAME = "report.html"
 SAMPLES_PAGE_NAME = "samples.html"
 FIGURES_NAME = "figures"
 SUMMARY, ROUNDING = "Summary", "Signal against rounding"
+MOST_CHARACTERS = 400
+"""Of a prompt or an answer on the report's own page."""
 MOST_NAMES = 5
 """Most names of runs listed in a sentence."""
 
@@ -116,6 +120,7 @@ def write_report(folders: Sequence[Path], output_dir: Path, *, first: str | None
         title=f"Training report: {some([arm.label for arm in comparison.arms])}",
         lead=_lead(comparison, waiting),
         samples_page=_write_samples(comparison, output_dir / SAMPLES_PAGE_NAME),
+        answers=_last_answers(comparison),
         first_tables=[one for one in tables if one.title != ROUNDING],
         last_tables=[one for one in tables if one.title == ROUNDING],
         figures=[one for one in written if one.exhibit.figure is not None],
@@ -178,6 +183,15 @@ def _write_samples(comparison: Comparison, page: Path) -> str:
     return page.name
 
 
+def _last_answers(comparison: Comparison) -> list[Sample]:
+    """One answer of each verdict, of the last step with samples of the first run that has some."""
+    for run in comparison.runs:
+        if samples := read_samples(run.folder):
+            last = [one for one in samples if one.step == samples[-1].step]
+            return [*{one.verdict: one for one in reversed(last)}.values()]
+    return []
+
+
 def _fill(template: str, **values: object) -> str:
     """A page from a template; all text is escaped."""
     environment = Environment(
@@ -187,6 +201,7 @@ def _fill(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["shown"] = lambda text: printable(text, most=MOST_CHARACTERS)
     return environment.get_template(template).render(**values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,14 @@ def test_every_sample_is_on_the_page_with_verdict_and_reason(page: Path) -> None
             assert [each["pieces"] for each in same] == [[one.response]] * 2
     main = page.with_name("report.html").read_text()
     assert 'href="samples.html"' in main and found["head"]["report"] == "report.html"
+    # One of each verdict, of the first run's last step with text.
+    body = main.partition("<h2>Answers</h2>")[2].partition("</section>")[0]
+    assert re.findall(r"Step (\d+), <b>(\w+)</b>", body) == [
+        ("2", "unknown"),
+        ("2", "wrong"),
+        ("2", "correct"),
+    ]
+    assert body.count("&lt;b&gt;step 2: ") == 3 and "<b>step" not in body
 
 
 @needs_browser

@@ -45,13 +45,13 @@ def read_answers_safely() -> None:
     # Upstream: none found
     for name in _LITERALS:
         vars(importlib.import_module(f"reasoning_gym.{name}"))["eval"] = ast.literal_eval
-    vars(importlib.import_module(f"reasoning_gym.{_ARITHMETIC}"))["eval"] = calculate
+    vars(importlib.import_module(f"reasoning_gym.{_ARITHMETIC}"))["eval"] = _calculate
     for name, attribute in _EXPRESSIONS.items():
-        safe = parse_formula if attribute == "parse_expr" else _Sympy()
+        safe = _parse_formula if attribute == "parse_expr" else _Sympy()
         vars(importlib.import_module(f"reasoning_gym.{name}"))[attribute] = safe
 
 
-def calculate(text: str) -> int:
+def _calculate(text: str) -> int:
     """The value of hexadecimal numbers with `+ - * << >>` and brackets.
 
     Raises:
@@ -69,10 +69,10 @@ class _Sympy:
         return getattr(importlib.import_module("sympy"), name)
 
     def parse_expr(self, text: str, **options: Any) -> Any:
-        return parse_formula(text, **options)
+        return _parse_formula(text, **options)
 
 
-def parse_formula(text: str, **options: Any) -> Any:
+def _parse_formula(text: str, **options: Any) -> Any:
     """`sympy.parse_expr` of a formula; `options` are its own.
 
     Raises:

@@ -92,8 +92,8 @@ def test_private_names_are_in_compat_alone() -> None:
 
 VERSIONS = re.compile(
     r"# Uses: \S[^\n]*\n(\s+#     \S[^\n]*\n)*"
-    r"\s*# Versions: (apex|CPython|latex2sympy2-extended|megatron-core|torch|transformer-engine|"
-    r"transformers|triton|verifiers|vllm) \d[^\n]*\n"
+    r"\s*# Versions: (apex|CPython|latex2sympy2-extended|megatron-core|reasoning-gym|torch|"
+    r"transformer-engine|transformers|triton|verifiers|vllm) \d[^\n]*\n"
     r"\s*# Upstream: (none|as of|beside|[\w-]+/[\w-]+#\d)"
 )
 

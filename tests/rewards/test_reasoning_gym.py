@@ -147,7 +147,7 @@ def test_an_answer_is_not_executed(family: str, tmp_path: Path) -> None:
 
 def test_formulas_have_names_of_mathematics_only() -> None:
     pytest.importorskip("reasoning_gym")
-    from gapo_megatron.compat.reasoning_gym import parse_formula
+    from gapo_megatron.compat.reasoning_gym import _parse_formula as parse_formula
 
     for call in CALLS:
         with pytest.raises(ValueError, match="no formula"):

@@ -75,7 +75,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
 
 def play(engine: RolloutEngine, solve: Any) -> list[Episode]:
     agents = Agents(TOKENIZER, functools.partial(solve), EnvironmentConfig(structured_outputs=True))
-    acting = acting_of(agents, eos_token_ids=[EOS], run=in_thread, max_response_tokens=MOST_TOKENS)
+    acting = acting_of(
+        agents,
+        eos_token_ids=[EOS],
+        run=in_thread,
+        max_response_tokens=MOST_TOKENS,
+        structured_outputs=True,
+    )
     calls = acting.calls("step_3", engine.replicas)
     groups = generate(engine, [begin(agents, PROMPTS[0])], SETTINGS, calls=calls)
     assert groups is not None

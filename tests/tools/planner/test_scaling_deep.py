@@ -315,7 +315,7 @@ def test_every_form_of_the_dry_run_that_help_prints_is_taken(monkeypatch: Any, c
     with pytest.raises(SystemExit):
         train.parse_arguments()
     (kinds,) = re.findall(r"\[--dry-run \[\{([a-z,]+)\}\]\]", capsys.readouterr().out)
-    assert {"plain", "data", "deep"} == {*kinds.split(",")}
+    assert {"plain", "data", "settings", "deep"} == {*kinds.split(",")}
     for kind in kinds.split(","):
         for words in (
             ["c.toml", "--dry-run", kind, "a.b=1"],

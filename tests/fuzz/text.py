@@ -216,15 +216,26 @@ def _rows_target(kind: str) -> Target:
             if line.strip():
                 row = json.loads(line)
                 ids = tuple(tokenizers[0](row["prompt"])["input_ids"])
-                # Without an id, a row has the number of its line.
-                id = str(number) if row.get("id") is None else row["id"]
-                stated.append((id, ids, row["answer"], row.get("level") or ""))
+                # Without an id, a row has the number of its line; integers are read as text.
+                id = str(number) if row.get("id") is None else str(row["id"])
+                answer = _answer_text(row["answer"], kind)
+                stated.append((id, ids, answer, row.get("level") or ""))
         if stated != state:
             return f"read {state!r}; the file says {stated!r}"
         json.dumps(state, ensure_ascii=False).encode("utf-8")
         return ""
 
     return Target(f"rows:{kind}", prepare, damage, read, explains)
+
+
+def _answer_text(answer: Any, kind: str) -> str:
+    """What stands in a row as the text that a verifier gets."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, list) and kind in ("exact", "math"):
+        texts = [_answer_text(one, kind) for one in answer]
+        return texts[0] if len(texts) == 1 else json.dumps(texts, ensure_ascii=False)
+    return json.dumps(answer, ensure_ascii=False)
 
 
 def targets() -> list[Target]:

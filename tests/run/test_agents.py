@@ -42,10 +42,10 @@ def solve(session, log):
 
 
 def ask(client, session, messages):
-    options = {"stop": ["9"], "max_tokens": 7}  # either ends some turns before EOS
+    options = {"stop": ["9"], "max_tokens": 5}  # either ends some turns before EOS
     answer = client.chat.completions.create(model=session.model, messages=messages, **options)
     (choice,) = answer.choices
-    assert "9" not in choice.message.content and answer.usage.completion_tokens <= 7
+    assert "9" not in choice.message.content and answer.usage.completion_tokens <= 5
     return choice.message.content + {"length": "L", "stop": "S"}[choice.finish_reason]
 """
 

@@ -110,6 +110,7 @@ def token_columns(table: np.ndarray) -> dict[str, Column]:
         "rollout_log_probs": num_tokens,
         "carried_log_probs": table["num_scored_tokens"],
         "response_masks": np.where(table["num_sampled_tokens"] < num_tokens, num_tokens, 0),
+        "conversations": np.where(table["num_conversations"] > 1, num_tokens, 0),
         "carried_versions": table["num_carried_tokens"],
         "routes": table["num_routed_tokens"].astype(np.int64) * table["num_routes"],
         "notes": table["num_note_bytes"],

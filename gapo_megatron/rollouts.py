@@ -38,6 +38,7 @@ ROW = np.dtype(
         ("num_note_bytes", np.int32),  # of `notes`
         ("answer", np.int64),  # hash of the answer that is correct (`objective.answers`); 0: none
         ("answer_form", np.int64),  # hash of its form
+        ("num_conversations", np.int32),  # of the episode (`Episode.conversations`)
     ]
 )
 """Facts of one response. Checkpoints store tables as int32 words of this layout."""
@@ -48,6 +49,7 @@ COLUMNS = {
     "rollout_log_probs": np.float32,
     "carried_log_probs": np.float32,
     "response_masks": np.bool_,
+    "conversations": np.int32,
     "carried_versions": np.int32,
     "routes": np.uint8,
     "notes": np.uint8,
@@ -92,6 +94,7 @@ class Rollouts:
         carried_log_probs: Sequence[np.ndarray] = (),
         carried_versions: Sequence[np.ndarray] = (),
         response_masks: Sequence[np.ndarray | None] = (),
+        conversations: Sequence[np.ndarray | None] = (),
         routes: Sequence[np.ndarray | None] = (),
         notes: Sequence[bytes] = (),
     ) -> Rollouts:
@@ -105,6 +108,7 @@ class Rollouts:
             carried_versions: B arrays of int32, for at least these tokens; empty: for exactly
                 these, version 0.
             response_masks: B masks, or empty; a mask is None if the model sampled every token.
+            conversations: B arrays as of `Episode.conversations`, or empty.
             routes: B arrays as of `Episode.routes`, each None without any; or empty.
             notes: B texts in UTF-8, most of them empty; or none. See `notes`.
         """
@@ -130,6 +134,11 @@ class Rollouts:
             table["log_prob_sum"][i] = np.sum(sampled, dtype=np.float64)
         columns = (prompt_ids, response_ids, rollout_log_probs, scored)
         tokens = [*(LocalArrays(enumerate(column)) for column in columns), LocalArrays(masks)]
+        several = {i: one for i, one in enumerate(conversations) if one is not None and one.any()}
+        table["num_conversations"] = 1
+        for i, one in several.items():
+            table["num_conversations"][i] = 1 + one.max()
+        tokens.append(LocalArrays(several))
         tokens.append(LocalArrays(enumerate(carried)))
         routed = {i: one for i, one in enumerate(routes) if one is not None and one.size}
         for i, one in routed.items():
@@ -191,6 +200,11 @@ class Rollouts:
         return self.tokens["response_masks"]
 
     @property
+    def conversations(self) -> Mapping[int, np.ndarray]:
+        """[num_response_tokens] int32: `Episode.conversations`, of rows with several."""
+        return self.tokens["conversations"]
+
+    @property
     def routes(self) -> Mapping[int, np.ndarray]:
         """[num_routed_tokens x num_routes] uint8, of rows that have some; see `routes_of`."""
         return self.tokens["routes"]
@@ -234,7 +248,7 @@ class Rollouts:
     def with_tokens(self, tokens: Tokens) -> Self:
         """A copy with exactly these arrays."""
         held = {name: LocalArrays(tokens[name]) for name in COLUMNS}
-        for name in ("response_masks", "routes", "notes"):  # which not every row has
+        for name in ("response_masks", "conversations", "routes", "notes"):  # not of every row
             held[name] = LocalArrays((row, one) for row, one in held[name].items() if len(one))
         return replace(self, tokens=held)
 
@@ -242,6 +256,31 @@ class Rollouts:
         """[num_response_tokens] bool: True for sampled tokens; the row must be on this rank."""
         masks = self.tokens["response_masks"]
         return masks[row] if row in masks else np.ones(len(self.response_ids[row]), dtype=bool)
+
+    def conversations_of(self, row: int) -> np.ndarray:
+        """[num_response_tokens] int32: `Episode.conversations`; the row must be on this rank."""
+        held = self.tokens["conversations"]
+        return held[row] if row in held else np.zeros(len(self.response_ids[row]), np.int32)
+
+    def by_conversation(self, row: int, values: np.ndarray) -> np.ndarray:
+        """Values of the response tokens [num_response_tokens], one conversation after another.
+
+        So the policy reads them; within a conversation they stay in order.
+        """
+        if row not in self.conversations:
+            return values
+        return values[np.argsort(self.conversations[row], kind="stable")]
+
+    def in_order(self, row: int, values: torch.Tensor) -> torch.Tensor:
+        """Values of the sampled tokens [num_sampled_tokens] in the order in which they came.
+
+        Undoes `by_conversation`.
+        """
+        if row not in self.conversations:
+            return values
+        sampled = self.conversations[row][self.is_sampled(row)]
+        places = torch.from_numpy(np.argsort(sampled, kind="stable"))
+        return torch.empty_like(values).index_copy_(0, places, values)
 
     def routes_of(self, row: int) -> np.ndarray | None:
         """[num_routed_tokens, num_routes] uint8: `Episode.routes`; the row must be on this rank."""
@@ -300,8 +339,9 @@ class Rollouts:
 
     @property
     def num_fed_tokens(self) -> torch.Tensor:
-        """[B] int64: prompt + response - 1; the last response token is only a label."""
-        lengths = self.table["num_prompt_tokens"] + self.table["num_response_tokens"] - 1
+        """[B] int64: prompt + response, but the last token of each conversation, only a label."""
+        lengths = self.table["num_prompt_tokens"] + self.table["num_response_tokens"]
+        lengths = lengths - self.table["num_conversations"]
         return torch.from_numpy(lengths.astype(np.int64))
 
     @property

@@ -65,6 +65,10 @@ class TurnSettings:
     num_cut: int = 0
     """Tokens that were cut from results of calls before the turn (`environment.max_call_tokens`):
     only for the metrics."""
+    conversation: int = 0
+    """Number of the conversation that the turn and the tokens before it belong to. 0 begins with
+    the prompt; any other has only its own tokens, and opens with its first. Numbers follow one
+    another."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TurnSettings:
@@ -93,6 +97,9 @@ class Episode:
     response_mask: np.ndarray | None = None
     """[num_response_tokens] bool: True where the model sampled the token, False where the
     environment appended it (log-prob 0, nothing is learned from it); None: all sampled."""
+    conversations: np.ndarray | None = None
+    """[num_response_tokens] int32: number of the conversation that each token belongs to
+    (`TurnSettings.conversation`); tokens are in the order in which they came. None: all of 0."""
     carried_log_probs: np.ndarray | None = None
     """[n] float32 for the first n tokens, sampled by earlier steps: the trainer's log-probs at the
     weights that sampled each token (`old_log_probs`); None without such tokens, and on ranks that
@@ -124,6 +131,28 @@ class Episode:
             return np.ones(len(self.token_ids), dtype=bool)
         return self.response_mask
 
+    @property
+    def num_conversations(self) -> int:
+        """Number of conversations so far."""
+        return 1 if self.conversations is None else 1 + int(self.conversations.max(initial=0))
+
+    def context(self, end: int | None = None) -> np.ndarray:
+        """Tokens that the model has read when it samples the response's token `end`: [n] int32.
+
+        Those of its conversation before it, and of the first also the prompt's.
+
+        Args:
+            end: number of the token; None: the next one, of the current turn.
+        """
+        import numpy as np
+
+        tokens, prompt = self.token_ids[:end], np.asarray(self.prompt.token_ids, np.int32)
+        if self.conversations is None:
+            return np.concatenate([prompt, tokens])
+        number = self.turn.conversation if end is None else self.conversations[end]
+        tokens = tokens[self.conversations[:end] == number]
+        return tokens if number else np.concatenate([prompt, tokens])
+
     def for_user(self) -> Episode:
         """A copy for user code: without routes, with arrays that are read-only."""
 
@@ -134,7 +163,10 @@ class Episode:
             array.setflags(write=False)
             return array
 
-        names = ("token_ids", "log_probs", "response_mask", "carried_log_probs", "carried_versions")
+        names = (
+            *("token_ids", "log_probs", "response_mask", "conversations"),
+            *("carried_log_probs", "carried_versions"),
+        )
         arrays: dict[str, Any] = {name: copied(getattr(self, name)) for name in names}
         return replace(self, prompt=self.prompt.for_user(), routes=None, **arrays)
 
@@ -226,6 +258,8 @@ class SampleTokens:
     """Text of each token; together they are `Sample.response`."""
     response_mask: np.ndarray
     """Bool: True where the model sampled the token."""
+    conversations: np.ndarray
+    """Int32: number of the conversation that each token belongs to (`Episode.conversations`)."""
     policy_versions: np.ndarray
     """Int32: version of the weights that sampled each token."""
     rollout_log_probs: np.ndarray
@@ -313,18 +347,18 @@ class Plan:
 class Microbatch:
     """Packed sequences of a forward pass, on the compute device: this rank's part of them.
 
-    T = packed tokens (padded to a multiple), S = packed sequences, R = sampled response tokens =
-    rows that the head scores. Row r is the position whose *next* token is response token r. Context
-    parallel ranks split the tokens (T_local = T / cp) and the rows (R_local of R); without context
-    parallelism a rank has all tokens and rows.
+    T = packed tokens (padded to a multiple), S = packed sequences, C = their conversations, at
+    least S, R = sampled response tokens = rows that the head scores. Row r is the position whose
+    *next* token is response token r. Context parallel ranks split the tokens (T_local = T / cp) and
+    the rows (R_local of R); without context parallelism a rank has all tokens and rows.
     """
 
     tokens: torch.Tensor
     """[1, T_local] int64; padding at the end is a separate sequence to which no token attends."""
     position_ids: torch.Tensor
-    """[1, T_local] int64, restarting at 0 in every sequence."""
+    """[1, T_local] int64, restarting at 0 in every conversation."""
     cu_seqlens: torch.Tensor
-    """[S + 1 (+ 1 if padded)] int32 boundaries of the whole packed sequences."""
+    """[C + 1 (+ 1 if padded)] int32 boundaries of the whole packed conversations."""
     max_seqlen: int
     row_index: torch.Tensor
     """[R_local] int64 positions in 0..T_local-1."""

@@ -36,7 +36,8 @@ def make_batch(
 
 
 def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
-    """Groups of three of any length: the second has carried tokens, the third mostly a mask.
+    """Groups of three of any length: the second has carried tokens, the third mostly a mask, and
+    three conversations that take turns.
 
     Routes have the first, of two layers with two experts a token each, and the third, of a part.
 
@@ -49,6 +50,7 @@ def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
         num_carried = int(random.integers(1, length + 1)) if sample == 1 else 0
         mask = random.random(length) < 0.5
         mask[0], mask[-1] = True, False
+        conversations = (np.arange(length) * 5 // length % 3).astype(np.int32)
         num_routed = len(prompt.token_ids) + (length - 1 if sample == 0 else -1)
         routes = np.random.default_rng(seed).integers(0, 256, (num_routed, 4)).astype(np.uint8)
         return Episode(
@@ -58,6 +60,7 @@ def random_rollouts(seed: int, num_groups: int, **settings: Any) -> Rollouts:
             -random.random(length, dtype=np.float32),
             truncated=bool(random.random() < 0.5),
             response_mask=mask if sample == 2 and length > 1 else None,
+            conversations=conversations if sample == 2 and length > 4 else None,
             carried_log_probs=(
                 -random.random(num_carried, dtype=np.float32) if num_carried else None
             ),

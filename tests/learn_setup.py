@@ -130,7 +130,10 @@ def carry_some(rollouts: Rollouts, config: Config) -> Rollouts:
 
 
 def mask_some(rollouts: Rollouts) -> Rollouts:
-    """Two rollouts of three have tokens that an environment gave: within, or first and last."""
+    """Two rollouts of three have tokens that an environment gave: within, or first and last.
+
+    And of those, one of two has three conversations that take turns.
+    """
     random = np.random.default_rng(6)
 
     def mask(row: int) -> np.ndarray:
@@ -143,7 +146,15 @@ def mask_some(rollouts: Rollouts) -> Rollouts:
         return is_sampled
 
     masks = [mask(row) for row in rollouts.rows_here]
-    return put_in_masked(with_columns(rollouts, response_masks=masks), 0.0)
+    numbers: list[np.ndarray | None] = [None] * len(rollouts)
+    for row, is_sampled in enumerate(masks):
+        length = len(is_sampled)
+        if length > 7 and (row // GROUP_SIZE + row % GROUP_SIZE) % 3 == 2:
+            numbers[row] = np.array([0, 1, 0, 2, 1], np.int32)[np.arange(length) * 5 // length]
+            is_sampled[np.unique(numbers[row], return_index=True)[1][1:]] = False
+            is_sampled[1] = True
+    columns = {"response_masks": masks, "conversations": numbers}
+    return put_in_masked(with_columns(rollouts, **columns), 0.0)
 
 
 def put_in_masked(rollouts: Rollouts, value: float) -> Rollouts:
@@ -367,8 +378,9 @@ def expected_update(
         rows = [row for row in rollouts.rows_of([number]) if is_valid[row]]
         prompts = [rollouts.prompt_ids[row].tolist() for row in rows]
         responses = [rollouts.response_ids[row].tolist() for row in rows]
+        numbers = [rollouts.conversations_of(row).tolist() for row in rows]
         with torch.no_grad():
-            old_log_probs = response_log_probs(old, prompts, responses, temperature)
+            old_log_probs = response_log_probs(old, prompts, responses, temperature, numbers)
         for values, row in zip(old_log_probs, rows, strict=True):
             carried = torch.from_numpy(rollouts.carried_log_probs[row])
             values[: len(carried)] = carried
@@ -393,6 +405,7 @@ def expected_update(
             temperature=temperature,
             importance_weights=weights,
             masks=masks,
+            conversations=numbers,
         )
         share = sum(map(len, update.log_probs)) / num_tokens
         result.loss += share * update.loss

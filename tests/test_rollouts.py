@@ -38,7 +38,7 @@ def whole() -> Rollouts:
     return random_rollouts(0, 2, problems=[7, 5])
 
 
-def test_a_row_is_twenty_five_words_in_the_order_of_its_columns() -> None:
+def test_a_row_is_twenty_six_words_in_the_order_of_its_columns() -> None:
     """As in checkpoints."""
     names = (
         *("problem", "sample", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens"),
@@ -51,12 +51,12 @@ def test_a_row_is_twenty_five_words_in_the_order_of_its_columns() -> None:
     table["log_prob_sum"], table["grade"] = -2.5, 0.5
     table["num_scored_tokens"], table["newest_version"] = 17, 18
     table["num_routed_tokens"], table["num_routes"], table["num_note_bytes"] = 19, 20, 21
-    table["answer"], table["answer_form"] = 22, 23
+    table["answer"], table["answer_form"], table["num_conversations"] = 22, 23, 26
     words = table.view(np.int32)
     assert words[:12].tolist() == [*range(1, 13)]
     assert words[12:16].view(np.float64).tolist() == [-2.5, 0.5]
     assert words[16:21].tolist() == [17, 18, 19, 20, 21]
-    assert words[21:].view(np.int64).tolist() == [22, 23]
+    assert words[21:25].view(np.int64).tolist() == [22, 23] and words[25] == 26
 
 
 def test_tokens_elsewhere_are_a_key_error_that_names_the_sequence(whole: Rollouts) -> None:

@@ -29,7 +29,8 @@ def unpack(
         values: [R] per micro-batch; None on ranks of other pipeline stages than the last.
 
     Returns:
-        Position in the batch -> values of its sampled response tokens, on the CPU.
+        Position in the batch -> values of its sampled response tokens, in the order in which they
+        came, on the CPU.
     """
     by_sequence: dict[int, torch.Tensor] = {}
     scored = [
@@ -41,7 +42,8 @@ def unpack(
     num_rows = batch.num_sampled_tokens.tolist()
     for (indices, _), packed in zip(scored, on_host, strict=True):
         parts = packed.split([num_rows[i] for i in indices])
-        by_sequence |= zip(indices, parts, strict=True)
+        for i, part in zip(indices, parts, strict=True):
+            by_sequence[i] = batch.in_order(i, part)
     return by_sequence
 
 
@@ -57,8 +59,9 @@ def pack(
 ) -> Microbatch:
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
 
-    A sequence with p prompt and n response tokens is fed as prompt + response[:-1]. The row at its
-    position p - 1 + t predicts response token t. Rows of sampled tokens are scored.
+    A conversation is fed without its last token, and the row at a position predicts the next token.
+    The first conversation of a sequence begins with its prompt; each has positions of its own and
+    attends to itself alone, and they follow one another. Rows of sampled tokens are scored.
 
     Args:
         batch: prompts and responses of at least one token each.
@@ -66,8 +69,8 @@ def pack(
             max(align, 1) padding tokens, so that it takes part in every collective.
         align: T becomes a multiple of it (tensor-parallel size under sequence parallelism); the
             padding is a separate sequence. A multiple of `sequence_align`.
-        sequence_align: every sequence is padded at its end to a multiple of it, to be split over
-            context parallel ranks; causal attention does not see the padding.
+        sequence_align: every conversation is padded at its end to a multiple of it, to be split
+            over context parallel ranks; causal attention does not see the padding.
         vocab_size: the model's vocabulary size; None: any.
         for_loss: make a `LossMicrobatch`, if `batch` is a `Batch`.
         device: device of the tensors.
@@ -80,12 +83,8 @@ def pack(
             would abort the process.)
     """
     prompts = [batch.prompt_ids[i] for i in indices]
-    responses = [batch.response_ids[i] for i in indices]
-    prompt_lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
-    response_lengths = np.array([len(ids) for ids in responses], dtype=np.int64)
-    assert (prompt_lengths > 0).all() and (response_lengths > 0).all(), (
-        "a prompt or a response is empty"
-    )
+    responses = [batch.by_conversation(i, batch.response_ids[i]) for i in indices]
+    assert all(map(len, prompts)) and all(map(len, responses)), "a prompt or a response is empty"
     limit = np.inf if vocab_size is None else vocab_size
     for i, *parts in zip(indices, prompts, responses, strict=True):
         for name, ids in zip(("prompt", "response"), parts, strict=True):
@@ -95,37 +94,42 @@ def pack(
                     f"sequence {i}: its {name} has the token {outside[0]}; the model's are 0 or "
                     f"more, and below {limit}"
                 )
-    fed_lengths = prompt_lengths + response_lengths - 1
-    fillers = -fed_lengths % sequence_align
-    lengths = fed_lengths + fillers
+    # All tokens one after another: numbers of their sequences, and whether they are scored.
+    masks = [batch.by_conversation(i, batch.is_sampled(i)) for i in indices]
+    ids = _concatenated([one for pair in zip(prompts, responses, strict=True) for one in pair], int)
+    is_scored = _concatenated(
+        [np.pad(mask, (len(ids), 0)) for ids, mask in zip(prompts, masks, strict=True)], np.bool_
+    )
+    sequence_ids = np.repeat(
+        np.arange(len(indices)), [len(a) + len(b) for a, b in zip(prompts, responses, strict=True)]
+    )[is_scored]
+
+    # Where each conversation begins in the packed row, and each token sits; all but the last of a
+    # conversation are fed.
+    counts = [np.bincount(batch.conversations_of(i)) for i in indices]
+    for one, prompt in zip(counts, prompts, strict=True):
+        one[0] += len(prompt)
+    num_tokens = _concatenated(counts, int)
+    lengths = num_tokens - 1 + -(num_tokens - 1) % sequence_align
     num_packed = int(lengths.sum())
     padding = max(-num_packed % align, 0 if num_packed else align)
-
-    fed = [
-        part
-        for prompt, response, filler in zip(prompts, responses, fillers, strict=True)
-        for part in (prompt, response[:-1], np.zeros(filler, dtype=np.int64))
-    ]
-    tokens = np.concatenate([*fed, np.zeros(padding, dtype=np.int64)], dtype=np.int64)
-    if padding:
-        lengths, fed_lengths = np.append(lengths, padding), np.append(fed_lengths, 0)
-    bounds = np.concatenate([[0], lengths.cumsum()])
-    # Position t of sequence s sits at bounds[s] + t; its first row at bounds[s] + p - 1.
-    position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
-    is_padding = position_ids >= np.repeat(fed_lengths, lengths)
-    # The head scores the rows of sampled tokens.
-    is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)
-    first_rows = bounds[: len(indices)] + prompt_lengths - 1
-    first_labels = response_lengths.cumsum() - response_lengths
-    rows = np.arange(len(is_sampled)) + np.repeat(first_rows - first_labels, response_lengths)
-    sequence_ids = np.repeat(np.arange(len(indices)), response_lengths)[is_sampled]
-    labels = _concatenated(responses, np.int64)[is_sampled]
+    begins = lengths.cumsum() - lengths
+    places = np.arange(len(ids)) - np.repeat(num_tokens.cumsum() - num_tokens, num_tokens)
+    positions = np.repeat(begins, num_tokens) + places
+    is_fed = places < np.repeat(num_tokens - 1, num_tokens)
+    tokens = np.zeros(num_packed + padding, dtype=np.int64)
+    tokens[positions[is_fed]] = ids[is_fed]
+    is_padding = np.ones(len(tokens), dtype=np.bool_)
+    is_padding[positions[is_fed]] = False
+    # A conversation of a single token has nothing to feed; the padding is a sequence of its own.
+    bounds = np.unique([0, *begins, num_packed, len(tokens)])
+    lengths = np.diff(bounds)
     arrays = {
         "tokens": tokens[None],
-        "position_ids": position_ids[None],
+        "position_ids": (np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths))[None],
         "cu_seqlens": bounds.astype(np.int32),
-        "row_index": rows[is_sampled],
-        "labels": labels,
+        "row_index": positions[is_scored] - 1,
+        "labels": ids[is_scored],
         "sequence_ids": sequence_ids,
         "row_offsets": np.searchsorted(sequence_ids, np.arange(len(indices) + 1)),
         "is_padding": is_padding[None],
@@ -133,13 +137,13 @@ def pack(
     made: type[Microbatch] = Microbatch
     if for_loss and isinstance(batch, Batch):
         made = LossMicrobatch
-        arrays |= _loss_arrays(batch, indices, is_sampled)
+        arrays |= _loss_arrays(batch, indices, _concatenated(masks, np.bool_))
     tensors: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
     return made(
         **tensors,
         max_seqlen=int(lengths.max()),
         indices=tuple(int(i) for i in indices),
-        row_edges=(0, len(labels)),
+        row_edges=(0, len(arrays["labels"])),
     )
 
 
@@ -149,19 +153,21 @@ def _loss_arrays(
     """Inputs of the loss for these sequences, [S] or [R] (`LossMicrobatch`)."""
     index = np.asarray(indices, dtype=np.int64)
     table = batch.table[index]
-    log_probs = _concatenated([batch.rollout_log_probs[i] for i in indices], np.float32)
+    log_probs = [batch.by_conversation(i, batch.rollout_log_probs[i]) for i in indices]
     arrays = {
         "advantages": batch.advantages.numpy()[index],
         "num_correct": batch.num_correct.numpy()[index],
         "group_size": batch.group_size.numpy()[index],
         "is_carried": table["num_carried_tokens"] > 0,
-        "rollout_log_probs": log_probs[is_sampled],
+        "rollout_log_probs": _concatenated(log_probs, np.float32)[is_sampled],
     }
     if batch.has_scored:
-        carried = [batch.carried_log_probs[i] for i in indices]
-        lengths = table["num_response_tokens"].tolist()
-        padded = [np.pad(one, (0, n - len(one))) for one, n in zip(carried, lengths, strict=True)]
-        is_carried = [np.arange(n) < len(one) for one, n in zip(carried, lengths, strict=True)]
+        padded, is_carried = [], []
+        for i, num_tokens in zip(indices, table["num_response_tokens"].tolist(), strict=True):
+            carried = batch.carried_log_probs[i]
+            values = np.pad(carried, (0, num_tokens - len(carried)))
+            padded.append(batch.by_conversation(i, values))
+            is_carried.append(batch.by_conversation(i, np.arange(num_tokens) < len(carried)))
         arrays["carried_log_probs"] = _concatenated(padded, np.float32)[is_sampled]
         arrays["is_carried_row"] = _concatenated(is_carried, np.bool_)[is_sampled]
     return arrays

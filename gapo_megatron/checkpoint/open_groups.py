@@ -88,6 +88,7 @@ def _to_fields(episode: Episode) -> dict[str, Any]:
         "versions": versions,
         "old_log_probs": episode.carried_log_probs,
         "response_mask": episode.response_mask,
+        "conversations": episode.conversations,
         "routes": episode.routes,
     }
     return {

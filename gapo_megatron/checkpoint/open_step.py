@@ -70,6 +70,7 @@ class OpenStep:
             "rollout_log_probs": [batch.rollout_log_probs[i] for i in rows],
             "carried_log_probs": [batch.carried_log_probs[i] for i in rows if batch.has_scored],
             "response_masks": masks,
+            "conversations": [batch.conversations_of(i) for i in rows if batch.conversations],
             "carried_versions": [batch.carried_versions[i] for i in rows if batch.has_carried],
         }
         if batch.has_routes:

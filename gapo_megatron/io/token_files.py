@@ -28,6 +28,7 @@ _LISTS = {
     "token_ids": "int32",
     "pieces": "string",
     "response_mask": "bool",
+    "conversations": "int32",
     "policy_versions": "int32",
     "rollout_log_probs": "float32",
     "token_clipped": "bool",
@@ -127,7 +128,8 @@ def _read(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, An
 
 
 _REQUIRED = {one.name for one in fields(Sample) if "None" not in str(one.type)} | {
-    *("token_ids", "pieces", "response_mask", "policy_versions", "rollout_log_probs", "advantage")
+    *("token_ids", "pieces", "response_mask", "conversations", "policy_versions"),
+    *("rollout_log_probs", "advantage"),
 }
 
 

@@ -40,6 +40,8 @@ class Record:
     """[num_response_tokens] int32."""
     is_sampled: np.ndarray
     """[num_response_tokens] bool: `response_mask`."""
+    conversations: np.ndarray
+    """[num_response_tokens] int32: `Episode.conversations`."""
     rollout_log_probs: np.ndarray
     """[num_response_tokens] float32: the engine's; 0 for appended tokens."""
     versions: np.ndarray
@@ -172,10 +174,24 @@ def gather(
             row,
             token_ids=whole.response_ids[row],
             is_sampled=whole.is_sampled(row),
+            conversations=whole.conversations_of(row),
             rollout_log_probs=whole.rollout_log_probs[row],
             versions=whole.versions(row),
             minibatch=computed[row][0] if row in computed else None,
-            learned={name: found[name][row] for name in learned} if row in computed else {},
+            learned=_in_order(whole, row, {name: found[name][row] for name in learned})
+            if row in computed
+            else {},
         )
         for row in rows
     ]
+
+
+def _in_order(whole: Batch, row: int, learned: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays of the sampled tokens as they came, not one conversation after another."""
+    num_sampled = whole.table["num_sampled_tokens"][row]
+    return {
+        name: whole.in_order(row, torch.from_numpy(one)).numpy()
+        if name != "facts" and len(one) == num_sampled
+        else one
+        for name, one in learned.items()
+    }

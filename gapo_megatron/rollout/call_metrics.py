@@ -9,7 +9,7 @@ import numpy as np
 from gapo_megatron.rollout.calls import CallCounts
 from gapo_megatron.types import Episode
 
-_NAMES = ("rollouts", "turns", "calls", "errors", "cut", "shortened", "seconds")
+_NAMES = ("rollouts", "turns", "conversations", "calls", "errors", "cut", "shortened", "seconds")
 
 Sums = Mapping[int, np.ndarray]
 """Sums over rollouts by c, in the order of `_NAMES`."""
@@ -32,7 +32,8 @@ def sum_calls(
         for one in group:
             cost = counts.get((one.prompt.id, one.sample), CallCounts())
             counts_of_one = (cost.num_calls, cost.num_errors, cost.num_cut, cost.num_shortened)
-            parts.append({c: np.array([1, num_turns(one), *counts_of_one, cost.seconds])})
+            sizes = (1, num_turns(one), one.num_conversations)
+            parts.append({c: np.array([*sizes, *counts_of_one, cost.seconds])})
     return join_sums(parts)
 
 
@@ -55,7 +56,7 @@ def call_metrics(sums: Sums) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics, which a resumed run repeats, and timings, which it need not (docs/metrics.md)."""
     metrics, timings = dict[str, float](), dict[str, float]()
     total = _named(sum(sums.values(), np.zeros(len(_NAMES))))
-    for name in ("turns", "calls"):
+    for name in ("turns", "conversations", "calls"):
         metrics[f"environment/{name}"] = total[name] / max(total["rollouts"], 1)
     metrics["environment/error_share"] = total["errors"] / max(total["calls"], 1)
     metrics["environment/cut_share"] = total["cut"] / max(total["rollouts"], 1)

@@ -385,7 +385,7 @@ class _Caller:
             given, turn = split_answer(self._acting.environment.respond(call.episode.for_user()))
             if turn.grammar and not self._acting.config.structured_outputs:
                 raise ValueError("TurnSettings.grammar needs environment.structured_outputs = true")
-            self._acting.turns.check(turn)
+            self._acting.turns.check(turn, call.episode)
             answer = check_answer(
                 given,
                 max_tokens=self._acting.max_response_tokens,

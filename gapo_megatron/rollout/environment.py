@@ -49,7 +49,9 @@ class Environment(Protocol):
         """Answer the model's last turn: the tokens to append (list or array), or None to end.
 
         A string also ends the episode, and becomes its `final_text`, for `judge`. A pair of tokens
-        and `TurnSettings` says how the model's next turn ends, beside EOS and `environment.stop`.
+        and `TurnSettings` says how the model's next turn ends, beside EOS and `environment.stop`,
+        and which conversation the tokens belong to: the model reads that one alone, and all of them
+        are trained with the episode's verdict.
 
         Called in a thread of the first rank of each engine, for up to `environment.max_concurrent`
         episodes at once, while the engine decodes. It may be slow and have side effects: no call

@@ -14,7 +14,7 @@ from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.journal import Reply
 from gapo_megatron.rollout.turns import last_turn
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,8 @@ class Responses:
     def _request(self, episode: Episode) -> Request:
         """Request for the rest of a response."""
         settings, num_tokens = self._settings, len(episode.token_ids)
+        context = episode.context()
+        num_prompt = 1 if episode.turn.conversation else len(episode.prompt.token_ids)
         num_left = settings.max_response_tokens - num_tokens
         assert not (episode.turn.grammar and len(last_turn(episode))), episode.turn
         if episode.turn.max_tokens is not None:
@@ -113,8 +115,8 @@ class Responses:
         )
         return Request(
             name=_name(episode),
-            prompt_ids=episode.prompt.token_ids,
-            response_ids=episode.token_ids,
+            prompt_ids=tuple(context[:num_prompt].tolist()),
+            response_ids=context[num_prompt:],
             max_tokens=num_left,
             seed=seed,
             temperature=settings.temperature,
@@ -166,7 +168,7 @@ class Responses:
         elif reply.tokens is None:
             episode = replace(episode, finished=True, final_text=reply.text)
         else:
-            episode = replace(self._append(episode, reply.tokens), turn=reply.turn)
+            episode = self._append(episode, reply.tokens, reply.turn)
         if not episode.finished:
             return self._continue(episode)
         return self._keep(episode if len(episode.token_ids) else _without_turn(episode))
@@ -186,11 +188,14 @@ class Responses:
         self._num_open[i] -= episode.finished
         return episode
 
-    def _append(self, episode: Episode, answer: Sequence[int]) -> Episode:
+    def _append(self, episode: Episode, answer: Sequence[int], turn: TurnSettings) -> Episode:
         """The response with the environment's tokens, to be continued by the model.
 
         If they leave no room for a sampled token they are dropped, since there would be nothing to
         learn, and the response is truncated.
+
+        Raises:
+            RolloutError: they open a conversation, but routes are kept.
         """
         num_tokens = len(episode.token_ids)
         if num_tokens + len(answer) >= self._settings.max_response_tokens:
@@ -198,11 +203,19 @@ class Responses:
                 self._calls.counts[episode.prompt.id, episode.sample].num_cut += 1
             return replace(episode, truncated=True, finished=True)
         zeros = np.zeros(len(answer), np.float32)
+        if turn.conversation and self._settings.keeps_routes:
+            raise RolloutError(
+                f"prompt {episode.prompt.id!r}, rollout {episode.sample}: the environment opens "
+                "another conversation, of which no routes are kept; set objective.routing_replay "
+                "('rollout') to 'trainer' or 'none'"
+            )
         return replace(
             episode,
             token_ids=np.concatenate([episode.token_ids, np.asarray(answer, dtype=np.int32)]),
             log_probs=np.concatenate([episode.log_probs, zeros]),
             response_mask=np.concatenate([episode.is_sampled, zeros.astype(bool)]),
+            conversations=_joined_conversations(episode, turn.conversation, len(answer)),
+            turn=turn,
             finished=False,
         )
 
@@ -262,10 +275,23 @@ def _extend(episode: Episode, completion: Completion, *, keeps_routes: bool) -> 
         truncated=completion.reason == "length",
         finished=completion.reason != "abort",
         response_mask=mask,
+        conversations=_joined_conversations(
+            episode, episode.turn.conversation, len(completion.token_ids)
+        ),
         num_drafted=episode.num_drafted + completion.num_drafted,
         num_accepted=episode.num_accepted + completion.num_accepted,
         routes=routes,
     )
+
+
+def _joined_conversations(episode: Episode, number: int, num_new: int) -> np.ndarray | None:
+    """The conversation of each token, after new ones of `number`."""
+    before = episode.conversations
+    if before is None and not number:
+        return None
+    if before is None:
+        before = np.zeros(len(episode.token_ids), np.int32)
+    return np.concatenate([before, np.full(num_new, number, np.int32)])
 
 
 def _joined_routes(episode: Episode, completion: Completion) -> np.ndarray | None:

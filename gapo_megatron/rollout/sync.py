@@ -94,9 +94,13 @@ def score_probe(
 
 
 def first_sequences(batch: Batch, count: int) -> Rollouts:
-    """Probe: the first `count` sequences of a batch, whose tokens are on every rank."""
+    """Probe: the first `count` sequences of a batch, whose tokens are on every rank.
+
+    Of an episode with several conversations the first.
+    """
     rows = range(min(count, len(batch)))
-    return _probe([batch.prompt_ids[i] for i in rows], [batch.response_ids[i] for i in rows])
+    responses = [batch.response_ids[i][batch.conversations_of(i) == 0] for i in rows]
+    return _probe([batch.prompt_ids[i] for i in rows], responses)
 
 
 def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Rollouts:

@@ -62,6 +62,7 @@ def to_rollouts(
         ],
         carried_versions=carried,
         response_masks=[one.response_mask for one in episodes],
+        conversations=[one.conversations for one in episodes],
         routes=[one.routes for one in episodes],
         notes=[_note(one) for one in episodes] if verdicts is None else (),
     )
@@ -137,6 +138,7 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
         truncated=bool(facts["is_truncated"]),
         finished=bool(facts["is_finished"]),
         response_mask=rollouts.response_masks.get(row),
+        conversations=rollouts.conversations.get(row),
         carried_log_probs=rollouts.carried_log_probs[row] if is_scored else None,
         carried_versions=rollouts.carried_versions[row] if is_carried else None,
         routes=rollouts.routes_of(row),

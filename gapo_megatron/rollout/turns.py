@@ -76,8 +76,8 @@ class Turns:
             self._found[texts] = self._find_stop_ids(texts)
         return self._found[texts]
 
-    def check(self, turn: TurnSettings) -> None:
-        """Check an environment's settings of a turn.
+    def check(self, turn: TurnSettings, episode: Episode) -> None:
+        """Check an environment's settings of the next turn of an episode.
 
         Raises:
             ConfigError: see `check_stop`; or names the setting, its value and the rule.
@@ -87,6 +87,12 @@ class Turns:
         most = turn.max_tokens
         if most is not None and (type(most) is not int or most < 1):
             raise ConfigError(f"max_tokens ({most!r}) of a turn must be None or an integer from 1")
+        number, next_one = turn.conversation, episode.num_conversations
+        if type(number) is not int or not 0 <= number <= next_one:
+            raise ConfigError(
+                f"conversation ({number!r}) of a turn must be an integer from 0 to {next_one}, "
+                "which opens another"
+            )
 
     def is_over(self, episode: Episode) -> bool:
         """Whether the model's turn is over: at EOS, a text's last token, or the turn's own limit.
@@ -188,7 +194,8 @@ def messages(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> list[dict[
     """The turns of an episode as chat messages, for verifiers.
 
     The model's turns are the assistant's, with their thinking marked. What the environment appended
-    between two of them is a user's message: its text as it is, without special tokens.
+    between two of them is a user's message: its text as it is, without special tokens. Those of
+    several conversations are in the order in which they came.
     """
     tokens, is_sampled = episode.token_ids.tolist(), episode.is_sampled
     edges = [0, *(np.flatnonzero(np.diff(is_sampled)) + 1).tolist(), len(tokens)]
@@ -196,8 +203,8 @@ def messages(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> list[dict[
     for start, end in itertools.pairwise(edges):
         if start == end:
             continue
-        before = [*episode.prompt.token_ids, *tokens[:start]]
         if is_sampled[start]:
+            before = episode.context(start).tolist()
             text = marked_text(tokenizer, tokens[start:end], before=before)
             found.append({"role": "assistant", "content": text})
         else:
@@ -215,5 +222,5 @@ def last_text(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> str:
     """Text of the model's last turn for a verifier, with its thinking marked (`marked_text`)."""
     tokens = episode.token_ids.tolist()
     start = _start_of_turn(episode)
-    before = [*episode.prompt.token_ids, *tokens[:start]]
+    before = episode.context(start if start < len(tokens) else None).tolist()
     return marked_text(tokenizer, tokens[start:], before=before)

@@ -126,6 +126,7 @@ def _described(
         token_ids=record.token_ids,
         pieces=pieces.split(record.token_ids.tolist(), sample.response),
         response_mask=record.is_sampled,
+        conversations=record.conversations,
         policy_versions=record.versions,
         rollout_log_probs=np.where(record.is_sampled, record.rollout_log_probs, np.nan),
         advantage=float(batch.advantages[record.row]),

@@ -1,3 +1,6 @@
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +77,55 @@ def test_every_row_predicts_its_label(pairs, align, data):
         assert len(bounds) == len(chosen) + 1
     assert packed.max_seqlen == longest
     assert packed.indices == tuple(chosen)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), sequence_align=st.sampled_from([1, 4]), align=st.sampled_from([4, 8]))
+def test_a_conversation_is_packed_as_a_sequence_of_its_own(data, sequence_align, align) -> None:
+    """Of an episode whose conversations take turns; its rows stay those of one sequence."""
+    numbers, masks, lengths = [], [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        drawn = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
+        found = {number: i for i, number in enumerate(dict.fromkeys([0, *drawn]))}
+        numbers.append(np.array([0, *(found[one] for one in drawn)], np.int32))
+        # What opens a conversation is the environment's.
+        opens = np.zeros(len(numbers[-1]), bool)
+        opens[np.unique(numbers[-1], return_index=True)[1][1:]] = True
+        shape = st.lists(st.booleans(), min_size=len(opens), max_size=len(opens))
+        masks.append(np.array(data.draw(shape)) & ~opens)
+        lengths.append((data.draw(st.integers(1, 4)), len(opens)))
+    plain = make(lengths)
+    size = range(len(lengths))
+    prompts, responses = ([one[i] for i in size] for one in (plain.prompt_ids, plain.response_ids))
+    log_probs = [-ids.astype(np.float32) for ids in responses]
+    whole = Rollouts.of(prompts, responses, log_probs, response_masks=masks, conversations=numbers)
+    whole = dataclasses.replace(plain, table=whole.table, tokens=whole.tokens)
+    packed = pack(whole, size, align=align, sequence_align=sequence_align, device="cpu")
+
+    # Each conversation alone, those of the first with the prompt.
+    alone = {(i, n): responses[i][numbers[i] == n] for i in size for n in {*numbers[i].tolist()}}
+    read = [[*prompts[i], *ids] if n == 0 else [*ids] for (i, n), ids in alone.items()]
+    bounds = packed.cu_seqlens.tolist()
+    fed = [one[:-1] for one in read if len(one) > 1]
+    for place, one in enumerate(fed):
+        start, end = bounds[place : place + 2]
+        assert packed.tokens[0, start:end].tolist() == [*one, *[0] * (-len(one) % sequence_align)]
+        assert packed.position_ids[0, start:end].tolist() == [*range(end - start)]
+        assert packed.is_padding[0, start:end].sum() == -len(one) % sequence_align
+    assert int(whole.num_fed_tokens.sum()) == sum(map(len, fed)) == int((~packed.is_padding).sum())
+    assert packed.max_seqlen >= max(map(len, fed))
+    labels = {int(label) for ids, mask in zip(responses, masks, strict=True) for label in ids[mask]}
+    assert {*packed.labels.tolist()} == labels and len(packed.labels) == len(labels)
+    following = {a: b for one in read for a, b in itertools.pairwise(one)}
+    at = packed.tokens[0, packed.row_index].tolist()
+    assert [following[token] for token in at] == packed.labels.tolist()
+    of_sequence = [i for i in size for _ in range(masks[i].sum())]
+    assert packed.sequence_ids.tolist() == of_sequence
+    assert packed.row_index.tolist() == sorted(packed.row_index.tolist())
+    # What is known of tokens goes with them, and what is found of them comes back in order.
+    assert packed.rollout_log_probs.tolist() == [-label for label in packed.labels.tolist()]
+    back = unpack(whole, [[*size]], [packed.labels])
+    assert [back[i].tolist() for i in size] == [responses[i][masks[i]].tolist() for i in size]
 
 
 @pytest.mark.parametrize("pair", [(0, 3), (3, 0)])

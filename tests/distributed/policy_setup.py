@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,8 +158,17 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def make_batch(num_sequences: int = 8, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Batch:
-    """Random sequences of 1-6 prompt and 1-60 response tokens."""
+def make_batch(
+    num_sequences: int = 8,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    conversations: Mapping[int, Sequence[int]] = {},
+) -> Batch:
+    """Random sequences of 1-6 prompt and 1-60 response tokens.
+
+    Some are of several `conversations`, which take turns: the number of each turn's.
+    """
     random = np.random.default_rng(seed)
 
     def tokens(longest: int) -> list[np.ndarray]:
@@ -171,7 +180,16 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, vocab_size: int = VOCAB
     zeros = torch.zeros(num_sequences, dtype=torch.int64)
     responses = tokens(60)
     log_probs = [np.zeros(len(ids), dtype=np.float32) for ids in responses]
-    rollouts = Rollouts.of(tokens(6), responses, log_probs)
+    numbers, masks = [None] * num_sequences, [None] * num_sequences
+    for i, turns in conversations.items():
+        turn = np.arange(len(responses[i])) * len(turns) // len(responses[i])
+        numbers[i] = np.array(turns, np.int32)[turn]
+        # The environment's tokens: those that open a conversation, and some others.
+        masks[i] = random.random(len(responses[i])) < 0.8
+        masks[i][np.unique(numbers[i], return_index=True)[1][1:]] = False
+    rollouts = Rollouts.of(
+        tokens(6), responses, log_probs, response_masks=masks, conversations=numbers
+    )
     return Batch(
         rollouts.table,
         rollouts.tokens,
@@ -206,14 +224,26 @@ class WeightedLoss:
 
 
 def reference_log_probs(model: Callable[..., Any], batch: Rollouts) -> list[Tensor]:
-    """transformers, one sequence at a time: log-probs of every response, with autograd."""
+    """transformers, one conversation at a time: log-probs of sampled tokens, with autograd."""
+
+    def scored(ids: np.ndarray) -> Tensor:
+        tokens = torch.from_numpy(ids).long()
+        logits = model(tokens[None]).logits[0, :-1]
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+        return scores.gather(1, tokens[1:, None])[:, 0]
+
     result = []
     for i in batch.rows_here:
-        prompt = batch.prompt_ids[i]
-        ids = torch.from_numpy(np.concatenate([prompt, batch.response_ids[i]])).long()
-        logits = model(ids[None]).logits[0, :-1]
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        result.append(scores.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+        prompt, response = batch.prompt_ids[i], batch.response_ids[i]
+        numbers, values = batch.conversations_of(i), {}
+        for number in range(batch.table["num_conversations"][i]):
+            places = np.flatnonzero(numbers == number)
+            before = [] if number else prompt
+            found = scored(np.concatenate([before, response[places]]))
+            # A conversation of its own opens with a token that nothing predicts.
+            values |= zip(places[1:] if number else places, found[-len(places) :], strict=False)
+        sampled = np.flatnonzero(batch.is_sampled(i)).tolist()
+        result.append(torch.stack([values[place] for place in sampled]))
     return result
 
 

@@ -40,7 +40,10 @@ TOGETHER = [[(0, 1, 2, 3), (), (4, 5, 6, 7)]]
 APART = [[(0,), (1, 2, 3)], [(4, 5, 6), (7,)]]
 EMPTY = [[(0, 1, 2, 3), (4, 5, 6, 7)], [(), ()]]
 NUM_UPDATES = 2
-BATCH = make_batch(vocab_size=VOCAB_SIZE)
+# Two of the sequences have several conversations, which take turns.
+BATCH = make_batch(
+    vocab_size=VOCAB_SIZE, conversations={2: [0, 1, 0, 2, 1, 1, 2, 0], 5: [0, 1, 2, 3]}
+)
 Layout = tuple[dict[str, Any], list[list[tuple[int, ...]]]]
 """Config sections `parallel` and `model`, and the micro-batches of each data parallel rank."""
 

@@ -30,6 +30,7 @@ def tokens_of(step: int, number: int = 0, *, learned: bool = True) -> SampleToke
         token_ids=np.array([5, 6, 7], np.int32),
         pieces=["a", "\u2028", "</b>"],
         response_mask=mask,
+        conversations=np.zeros(3, np.int32),
         policy_versions=np.array([1, 1, 2], np.int32),
         rollout_log_probs=numbers(-1.0),
         advantage=-0.5,

@@ -7,6 +7,7 @@ purpose: the numbers that faster code has to reproduce.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ def gapo_update(
     temperature: float = 1.0,
     importance_weights: Sequence[float] | None = None,
     masks: Sequence[Tensor] | None = None,
+    conversations: Sequence[Sequence[int]] | None = None,
 ) -> Update:
     """Loss of a mini-batch, with token-level aggregation, and its gradient for every weight.
 
@@ -65,11 +67,12 @@ def gapo_update(
         importance_weights: a factor for every sequence's loss; None: 1.
         masks: [response tokens] bool of every sequence, True where the model sampled the token:
             the others are skipped, and `old_log_probs` has none of them. None: all.
+        conversations: see `response_log_probs`.
     """
     assert len(prompts) == len(responses) == len(rewards) and len(rewards) % group_size == 0
     assert set(rewards) <= {0.0, 1.0}
     model = in_float64(model)
-    log_probs = response_log_probs(model, prompts, responses, temperature)
+    log_probs = response_log_probs(model, prompts, responses, temperature, conversations)
     if masks is not None:
         log_probs = [values[mask] for values, mask in zip(log_probs, masks, strict=True)]
 
@@ -114,8 +117,20 @@ def response_log_probs(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     temperature: float = 1.0,
+    conversations: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Log-prob of every response token given what precedes it, from one right-padded batch."""
+    """Log-prob of every response token given what precedes it, from one right-padded batch.
+
+    Args:
+        model: a causal language model of transformers.
+        prompts: token ids of every sequence's prompt.
+        responses: token ids of every response.
+        temperature: of sampling.
+        conversations: of every response token the number of its conversation: what precedes it is
+            what it has of these, and of the first the prompt. NaN where nothing does. None: one.
+    """
+    if conversations is not None:
+        return _of_conversations(model, prompts, responses, temperature, conversations)
     rows = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
@@ -127,6 +142,31 @@ def response_log_probs(
         # The position before a token predicts it.
         predicted = log_p[i, len(prompt) - 1 : len(prompt) - 1 + len(response)]
         result.append(predicted[torch.arange(len(response)), torch.tensor(response)])
+    return result
+
+
+def _of_conversations(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    temperature: float,
+    conversations: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    parts = [
+        (i, [place for place, one in enumerate(numbers) if one == number], number)
+        for i, numbers in enumerate(conversations)
+        for number in sorted({*numbers})
+    ]
+    # Of a conversation without the prompt the first token is no response.
+    found = response_log_probs(
+        model,
+        [[*prompts[i]] if number == 0 else [responses[i][at[0]]] for i, at, number in parts],
+        [[responses[i][one] for one in at[number > 0 :]] for i, at, number in parts],
+        temperature,
+    )
+    result = [found[0].new_full((len(one),), math.nan) for one in responses]
+    for (i, at, number), values in zip(parts, found, strict=True):
+        result[i] = result[i].index_copy(0, torch.tensor(at[number > 0 :], dtype=int), values)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError, RewardError, RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.generate import Hooks, generate
+from gapo_megatron.rollout.journal import Reply
 from gapo_megatron.rollout.progress import Heartbeat
-from gapo_megatron.rollout.requests import SamplingSettings, request_seed
+from gapo_megatron.rollout.requests import Responses, SamplingSettings, request_seed
 from gapo_megatron.rollout.rollouter import Rollouter
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.rollout.table import to_episodes, to_rollouts
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 from tests.acting import acting_of, calls_of
 from tests.dist import run_distributed
 from tests.messages import mentions
@@ -320,6 +323,100 @@ def test_an_episode_goes_on_wherever_it_was_interrupted(num_steps: int) -> None:
         assert one.response_mask is not None and expected.response_mask is not None
         assert one.response_mask.tolist() == expected.response_mask.tolist()
         assert one.log_probs.tolist() == expected.log_probs.tolist()
+
+
+# What an environment says after each of the model's turns: the conversation, and its tokens.
+TALKS = ((1, (80, 81)), (0, (90,)), (1, (91, 92)), (2, (80,)))
+
+
+def respond_in_conversations(episode: Episode) -> tuple[tuple[int, ...], TurnSettings] | None:
+    num_turns = int((episode.token_ids == EOS).sum())
+    if num_turns > len(TALKS):
+        return None
+    number, tokens = TALKS[num_turns - 1]
+    return tokens, TurnSettings(conversation=number)
+
+
+def in_conversations(request: Request) -> list[int]:
+    """What it says tells what it has read: the sum of it all, and EOS."""
+    read = [*request.prompt_ids, *request.response_ids.tolist()]
+    asked = max(i for i, token in enumerate(read) if token not in (7, EOS) and token < 1000)
+    said = [7, 1000 + sum(read[: asked + 1]) % 1000, EOS]
+    return said[len(read) - asked - 1 :]
+
+
+def test_the_model_reads_the_conversation_that_goes_on_and_no_other() -> None:
+    engine = ScriptedEngine(in_conversations)
+    settings = replace(SETTINGS, num_samples=1)
+    groups = generate(engine, PROMPTS[:1], settings, calls=calls_of(respond_in_conversations))
+    ((one,),) = groups or []
+    read, said, numbers = {0: [10], 1: [], 2: []}, [], []
+    for number, tokens in ((0, ()), *TALKS):
+        read[number] += tokens
+        turn = [7, 1000 + sum(read[number]) % 1000, EOS]
+        read[number] += turn
+        said += [*tokens, *turn]
+        numbers += [number] * len([*tokens, *turn])
+    assert one.token_ids.tolist() == said
+    assert one.conversations is not None and one.conversations.tolist() == numbers
+    assert (one.num_conversations, one.conversations.dtype) == (3, np.int32)
+    for request in engine.asked:
+        number = numbers[settings.max_response_tokens - request.max_tokens]
+        whole = read[number]
+        tokens = [*request.prompt_ids, *request.response_ids.tolist()]
+        assert tokens == whole[: len(tokens)] and len(request.prompt_ids) == 1
+    assert len({request.seed for request in engine.asked}) == len(engine.asked) == 5
+    # Verifiers read the turns as they came, the last of them with nothing but its conversation.
+    assert one.context(len(said) - 3).tolist() == [80]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 15))
+def test_conversations_go_on_wherever_they_were_interrupted(num_steps: int) -> None:
+    settings = replace(SETTINGS, num_samples=1)
+    whole = generate(
+        ScriptedEngine(in_conversations),
+        PROMPTS[:1],
+        settings,
+        calls=calls_of(respond_in_conversations),
+    )
+    engine = ScriptedEngine(
+        lambda request: [6] * num_steps if request.name == "1/0" else in_conversations(request)
+    )
+    first = generate(
+        engine,
+        PROMPTS[:2],
+        settings,
+        num_groups=1,
+        calls=calls_of(lambda one: None if one.prompt.id == "1" else respond_in_conversations(one)),
+    )
+    assert first is not None and whole is not None
+    (opened,) = to_episodes(to_rollouts([first[0]]).carried(), PROMPTS[:1])
+    rest = generate(
+        engine,
+        PROMPTS[:1],
+        settings,
+        begun={"0": opened},
+        calls=calls_of(respond_in_conversations),
+    )
+    ((one,),), ((expected,),) = rest or [], whole
+    for name in ("token_ids", "conversations", "response_mask", "log_probs"):
+        assert getattr(one, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_a_conversation_has_the_next_number_and_no_routes() -> None:
+    settings = replace(SETTINGS, num_samples=1)
+    groups = generate(
+        ScriptedEngine(in_conversations),
+        PROMPTS[:1],
+        settings,
+        calls=calls_of(lambda one: ((80,), TurnSettings(conversation=2))),
+    )
+    ((one,),) = groups or []
+    assert re.search(mentions("conversation", "2", "0 to 1"), one.failure)
+    responses = Responses(PROMPTS[:1], {}, replace(settings, keeps_routes=True))
+    [*responses.begin()]
+    with pytest.raises(RolloutError, match=mentions("conversation", "routing_replay", "trainer")):
+        responses.answer(Reply("0", 0, (80,), turn=TurnSettings(conversation=1)))
 
 
 def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:

@@ -10,7 +10,7 @@ import pytest
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollouts import Rollouts
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.types import Episode, Prompt, TurnSettings
 from tests.batches import make_rollouts, random_rollouts
 
 
@@ -29,10 +29,12 @@ def test_a_row_has_the_facts_of_its_response() -> None:
         assert facts["num_prompt_tokens"] == len(rollouts.prompt_ids[row])
         assert facts["num_response_tokens"] == len(rollouts.response_ids[row]) == len(is_sampled)
         assert facts["num_sampled_tokens"] == is_sampled.sum()
+        assert facts["num_conversations"] == 1 + rollouts.conversations_of(row).max()
         assert facts["num_carried_tokens"] == num_carried
         assert facts["num_carried_sampled"] == is_sampled[:num_carried].sum()
         assert facts["log_prob_sum"] == log_probs[is_sampled].sum(dtype=np.float64)
     assert {*rollouts.response_masks} == {2, 5, 8, 11} and rollouts.has_carried
+    assert {*rollouts.conversations} == {*np.flatnonzero(table["num_conversations"] == 3)} != set()
 
 
 @pytest.mark.parametrize(("judges_truncated", "outcomes"), [(True, [1, 0]), (False, [1, 2])])
@@ -75,7 +77,9 @@ def test_an_open_group_comes_back_as_it_was() -> None:
     both = replace(unfinished, sample=2, carried_log_probs=old, carried_versions=versions)
     not_begun = Episode(prompt, 3, ids[:0], log_probs[:0], finished=False)
     unscored = replace(both, sample=4, carried_log_probs=None)
-    group = (done, unfinished, both, not_begun, unscored)
+    several = replace(unfinished, sample=5, conversations=np.array([0, 1, 1], np.int32))
+    several = replace(several, turn=TurnSettings(conversation=1))
+    group = (done, unfinished, both, not_begun, unscored, several)
     rollouts = to_rollouts([group], policy_version=7)
     assert np.isnan(rollouts.rewards).all()
     # The data has the problem, and what the model has read first may be other tokens.
@@ -87,7 +91,8 @@ def test_an_open_group_comes_back_as_it_was() -> None:
         assert (one.truncated, one.finished) == (expected.truncated, expected.finished)
         assert (one.response_mask is None) == (expected.response_mask is None)
         assert one.is_sampled.tolist() == expected.is_sampled.tolist()
-        for name in ("carried_log_probs", "carried_versions"):
+        assert one.context().tolist() == expected.context().tolist() and one.turn == expected.turn
+        for name in ("carried_log_probs", "carried_versions", "conversations"):
             ours, theirs = getattr(one, name), getattr(expected, name)
             assert (ours is None) == (theirs is None)
             assert ours is None or ours.tolist() == theirs.tolist()

@@ -104,6 +104,7 @@ def read_tokens(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         lengths = {len(row[name]) for name in _LISTS if row[name] is not None}
         missing = [name for name in _schema().names if row[name] is None and name in _REQUIRED]
+        missing += [name for name in _WHOLE if not missing and None in row[name]]
         if missing or lengths != {row["num_tokens"]}:
             what = f"no {missing[0]}" if missing else "lists of other lengths than its num_tokens"
             raise DataError(f"{path} is damaged: a response has {what}")
@@ -127,8 +128,10 @@ def _read(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, An
         raise DataError(f"{path} is damaged: {said}") from None
 
 
+_WHOLE = ("token_ids", "pieces", "response_mask", "conversations", "policy_versions")
+"""Lists in which every token has a value."""
 _REQUIRED = {one.name for one in fields(Sample) if "None" not in str(one.type)} | {
-    *("token_ids", "pieces", "response_mask", "conversations", "policy_versions"),
+    *_WHOLE,
     *("rollout_log_probs", "advantage"),
 }
 

@@ -69,10 +69,10 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 def test_every_value_is_read_as_it_was_written(tmp_path: Path) -> None:
-    clips = np.array([1, np.nan, 0], np.float32)
+    clips, talks = np.array([1, np.nan, 0], np.float32), np.array([0, 1, 1], np.int32)
     rows = [
         tokens_of(3),
-        tokens_of(3, 1, learned=False),
+        replace(tokens_of(3, 1, learned=False), conversations=talks),
         replace(tokens_of(3, 2), ratio=None, clipped=0.5, token_clipped=clips, old_log_probs=None),
     ]
     TokenLog(tmp_path, resume_step=0).write(3, rows)
@@ -81,6 +81,7 @@ def test_every_value_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = read_tokens(path)
     assert found == [expected(one) for one in rows]
     assert found[2]["token_clipped"] == [True, None, False] and found[1]["log_ratio"] is None
+    assert [one["conversations"] for one in found] == [[0, 0, 0], [0, 1, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("resume_step", [0, 2, 4])
@@ -127,6 +128,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_of_a_file(tmp_path: Path) -> No
 
 
 def test_what_is_no_file_of_tokens_is_named(tmp_path: Path) -> None:
+    import pyarrow
     from pyarrow import parquet, table
 
     TokenLog(tmp_path, resume_step=0).write(0, [tokens_of(0), tokens_of(0, 1)])
@@ -136,8 +138,16 @@ def test_what_is_no_file_of_tokens_is_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(DataError, match=mentions(path, "damaged")):
             read_tokens(path)
+
+    def talks(values: list[list[int | None]]) -> Any:
+        place = found.schema.get_field_index("conversations")
+        return found.set_column(place, "conversations", pyarrow.array(values))
+
     for other, said in (
         (found.drop_columns(["pieces"]), "pieces"),
+        (found.drop_columns(["conversations"]), "conversations"),
+        (talks([[0, None, 0], [0, 0, 0]]), "conversations"),
+        (talks([[0, 0], [0, 0, 0]]), "num_tokens"),
         (table({"step": ["x"]}), "step"),
         (found.set_column(0, "step", [[None, None]]), "step"),
         (found.set_column(9, "num_tokens", [[3, 4]]), "num_tokens"),

@@ -60,6 +60,9 @@ class RunData:
             "steps": self.steps,
             "leftOut": self.num_left_out,
             "hasTokens": self.has_tokens,
+            "hasConversations": any(
+                "conversations" in one for group in self.groups for one in group["responses"]
+            ),
             "clips": self.clips,
         }
 
@@ -183,11 +186,33 @@ def _response(row: Row, spans: list[dict[str, Any]]) -> dict[str, Any]:
     if row["old_log_probs"] is not None:
         pairs = zip(row["old_log_probs"], row["rollout_log_probs"], strict=True)
         columns["mismatch"] = [None if a is None or b is None else a - b for a, b in pairs]
+    parts = _parts(row["response_mask"], row["conversations"])
+    if len(parts) > 1 or not all(row["response_mask"]):
+        found["parts"] = parts
+    if any(row["conversations"]):
+        columns["conversations"] = row["conversations"]
     if all(row["response_mask"]):
         columns["response_mask"] = None
     if len({*row["policy_versions"]}) == 1:
         columns["policy_versions"] = row["policy_versions"][:1]
     return found | {name: _short(one) for name, one in columns.items() if one is not None}
+
+
+def _parts(is_sampled: Sequence[bool], conversations: Sequence[int]) -> list[dict[str, int]]:
+    """The turns of a response, and what an environment appended between them, in time.
+
+    Returns:
+        For each `begin` and `end`, numbers of tokens of the whole response; its `conversation`; and
+        `turn`, the number of the turn from 1, or 0 where the environment wrote it.
+    """
+    found, begin, turn = list[dict[str, int]](), 0, 0
+    for (conversation, is_turn), of in groupby(zip(conversations, is_sampled, strict=True)):
+        end = begin + len([*of])
+        turn += is_turn
+        number = turn if is_turn else 0
+        found.append({"begin": begin, "end": end, "conversation": conversation, "turn": number})
+        begin = end
+    return found
 
 
 def _short(values: list[Any]) -> list[Any]:

@@ -14,6 +14,8 @@ from gapo_megatron.io.files import naming
 from gapo_tools.viewer.data import RunData
 
 _FOLDER = Path(__file__).parent
+_SCRIPTS = ("base.js", "answers.js", "view.js")
+"""In this order; the last one starts the page."""
 
 
 def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: str = "") -> str:
@@ -28,7 +30,7 @@ def make_page(runs: Sequence[RunData], *, title: str, report: str = "", live: st
         report: address of the report that the page belongs to; empty: none.
         live: state of the run, of a page that its server renews; empty: a file.
     """
-    style, script = (_read(name) for name in ("view.css", "view.js"))
+    style, script = _read("view.css"), "\n".join(map(_read, _SCRIPTS))
     head = {"runs": [run.head() for run in runs], "report": report, "live": live}
     head["groups"] = [
         _summary(number, group) for number, run in enumerate(runs) for group in run.groups

@@ -130,6 +130,7 @@ def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
         token_ids=every.astype(np.int32),
         policy_versions=every.astype(np.int32),
         response_mask=every == 0,
+        conversations=every.astype(np.int32),
         **dict.fromkeys(("rollout_log_probs", "old_log_probs", "log_probs", "log_ratio"), every),
     )
     TokenLog(run, resume_step=0).write(0, [hostile])
@@ -223,6 +224,96 @@ def test_a_reader_finds_and_compares_answers(page: Path, tmp_path: Path) -> None
     assert found["opened"][:2] == ["Step 1, <p0>: 0 of 2 correct", 2]
     assert "not computed: A = 0" in found["opened"][2]
     assert "at=0%2F1%2F%3Cp0%3E" in found["hash"]
+
+
+def of_three_conversations() -> SampleTokens:
+    """Turns in time of conversations 0, 1, 0, 2 and 1; the last two directly after another."""
+    blocks = [(0, 1, "main "), (1, 0, "<b>ask"), (1, 1, " sub"), (0, 0, "reply"), (0, 1, " on")]
+    blocks += [(2, 0, "other"), (2, 1, " third"), (1, 1, " rest")]
+    numbers, sampled, pieces = zip(*blocks, strict=True)
+    every, mask = np.zeros(len(blocks), np.float32), np.array(sampled, bool)
+    floats = ("rollout_log_probs", "old_log_probs", "log_probs", "log_ratio")
+    one = answer(0, 0, "correct", 1, pieces=[*pieces], response_mask=mask)
+    return replace(
+        one,
+        sample=replace(one.sample, num_tokens=len(blocks), response="".join(pieces)),
+        token_ids=np.arange(len(blocks), dtype=np.int32),
+        conversations=np.array(numbers, np.int32),
+        policy_versions=every.astype(np.int32),
+        **dict.fromkeys(floats, np.where(mask, every, np.nan)),
+    )
+
+
+SHOWN = """
+    const shown = () => all(".tokens").map((one) => [...one.children].map((part) =>
+        part.className === "conversation" || part.className === "who" ? `[${part.textContent}]`
+        : part.textContent).join(""));"""
+
+
+@needs_browser
+def test_conversations_are_read_one_by_one_or_in_time(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    others = answer(0, 1, "wrong", 1)
+    TokenLog(run, resume_step=0).write(0, [of_three_conversations(), others])
+    assert view.main([str(run)]) == 0
+    script = f"""{SHOWN}
+    const found = [shown()];
+    choose("order", "time"); found.push(shown(), location.hash);
+    const token = all(".tokens span")[2];
+    token.dispatchEvent(new MouseEvent("mouseover", {{bubbles: true}}));
+    found.push(document.getElementById("tip").textContent);
+    choose("order", "");
+    const search = document.getElementById("search");
+    search.value = "sub rest"; search.dispatchEvent(new Event("input"));
+    await wait(600);
+    found.push(all(".row").length, all(".hit").map((one) => one.textContent));
+    return found;"""
+    grouped, in_time, where, tip, rows, hits = use(run / "view.html", tmp_path, script)
+    assert grouped == [
+        "[conversation 0][turn 1]main [environment]reply[turn 3] on"
+        "[conversation 1][environment]<b>ask[turn 2] sub[turn 5] rest"
+        "[conversation 2][environment]other[turn 4] third",
+        "[turn 1]a[environment]\u27e8U+2028\u27e9[turn 2]</b>",
+    ]
+    assert in_time == [
+        "[conversation 0][turn 1]main [conversation 1][environment]<b>ask[turn 2] sub"
+        "[conversation 0][environment]reply[turn 3] on"
+        "[conversation 2][environment]other[turn 4] third[conversation 1][turn 5] rest",
+        grouped[1],
+    ]
+    assert "order=time" in where and "token 2, id 2" in tip and "conversation 1" in tip
+    assert rows == 1 and hits == [" sub", " rest"]
+
+
+@needs_browser
+def test_the_middle_of_a_long_answer_is_left_out_by_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns keep their numbers, and each conversation says how much of it is missing."""
+    monkeypatch.setattr(module, "MOST_OF_RESPONSE", 4)
+    run = write_run(tmp_path / "run")
+    TokenLog(run, resume_step=0).write(0, [of_three_conversations()])
+    assert view.main([str(run)]) == 0
+    script = f"""{SHOWN} const found = shown(); choose("order", "time"); return [found, shown()];"""
+    [grouped], [in_time] = use(run / "view.html", tmp_path, script)
+    assert grouped == (
+        "[conversation 0][turn 1]main  [\u2026 2 tokens \u2026] "
+        "[conversation 1][environment]<b>ask [\u2026 1 tokens \u2026] [turn 5] rest"
+        "[conversation 2] [\u2026 1 tokens \u2026] [turn 4] third"
+    )
+    assert in_time == (
+        "[conversation 0][turn 1]main [conversation 1][environment]<b>ask [\u2026 1 tokens \u2026] "
+        "[conversation 0] [\u2026 2 tokens \u2026] [conversation 2] [\u2026 1 tokens \u2026] "
+        "[turn 4] third[conversation 1][turn 5] rest"
+    )
+
+
+@needs_browser
+def test_a_page_without_several_conversations_does_not_speak_of_them(
+    page: Path, tmp_path: Path
+) -> None:
+    shown = re.sub("<script.*?</script>", "", dump(page, tmp_path), flags=re.DOTALL)
+    assert "choose-order" not in shown and 'class="conversation"' not in shown
 
 
 @needs_browser

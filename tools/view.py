@@ -33,12 +33,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """Write or serve the page; 0 done, 1 nothing to show or damaged files, 2 usage."""
     arguments = _parse(command_line)
     from gapo_megatron.errors import GapoError
-    from gapo_tools.viewer.server import render, serve, write
+    from gapo_tools.viewer.server import await_first_step, render, serve, write
 
     errors = Console(stderr=True, markup=False)
     first, last = arguments.steps
     try:
         if arguments.live:
+            await_first_step(arguments.run)
             render(arguments.run, first=first, last=last)  # an error here, not in the browser
             serve(arguments.run, port=arguments.port, first=first, last=last)
         else:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
+from gapo_megatron.config import CONFIG_NAME, load_recorded
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.io.files import check_overwritable, naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME
 from gapo_megatron.io.sample_files import SAMPLES_NAME
 from gapo_megatron.io.token_files import token_files
-from gapo_tools.viewer.data import read_data
+from gapo_tools.viewer.data import has_samples, read_data
 from gapo_tools.viewer.page import is_made, make_page
 
 PAGE_NAME = "view.html"
 _HOST = "127.0.0.1"
+_POLL_S = 2.0
 
 
 def render(run: Path, *, first: int = 0, last: int | None = None, live: str = "") -> str:
@@ -57,6 +60,21 @@ def serve(run: Path, *, port: int | None, first: int = 0, last: int | None = Non
     with make_server(run, port=port, first=first, last=last) as server:
         print(f"live: http://{_HOST}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
         server.serve_forever()
+
+
+def await_first_step(run: Path) -> None:
+    """Wait until a run has samples; not for a folder that is no run, or a run that keeps none.
+
+    Raises:
+        DataError, ConfigError: see `read_data`.
+    """
+    if not (run / CONFIG_NAME).exists() or has_samples(run):
+        return
+    if load_recorded(run / CONFIG_NAME).metrics.samples_per_step == 0:
+        return
+    print(f"waiting for the first step of {run}  (Ctrl-C ends it)", flush=True)
+    while not has_samples(run):
+        time.sleep(_POLL_S)
 
 
 def make_server(

@@ -136,6 +136,7 @@ function drawTop() {
   const note = run.hasTokens ? "" : " Text only: no step has tokens/ yet.";
   top.replaceChildren(el("h1", {}, document.title), el("p", { class: "soft" },
     `${run.method}, steps ${run.steps[0]} to ${run.steps.at(-1)}${left}.${note}${head.live ? " Live: new steps appear by themselves. " : " "}`,
+    el("b", { id: "news" }), " ",
     head.report ? el("a", { href: head.report }, "Report") : ""),
     el("div", { class: "controls" },
       head.runs.length > 1 ? select("run", "run", head.runs.map((one, i) => [`${i}`, one.name])) : "",
@@ -149,14 +150,46 @@ function drawTop() {
 
 // --- news, and the start --------------------
 
-if (head.live)
-  setInterval(async () => {
-    try {
-      const newest = await fetch("newest");
-      if (newest.ok && (await newest.text()) !== head.live) location.reload();
-    } catch { /* the server has ended: the page stays as it is */ }
-  }, 3000);
+/** Take the data of a newer page; what the reader looks at stays where it is. */
+function renew(text) {
+  const page = new DOMParser().parseFromString(text, "text/html"), kind = "script[type='application/json']";
+  for (const one of document.querySelectorAll(kind)) one.remove();
+  for (const one of page.querySelectorAll(kind)) document.body.append(document.importNode(one, true));
+  head = parse("head");
+  groups = head.groups;
+  parsed.clear();
+  texts.clear();
+  const list = document.getElementById("list"), top = list.scrollTop;
+  const search = document.getElementById("search"), typed = search.value, isTyping = document.activeElement === search;
+  if (!isRead) state.at = "";
+  drawTop();
+  drawList();
+  list.scrollTop = top;
+  Object.assign(document.getElementById("search"), { value: typed });
+  if (isTyping) document.getElementById("search").focus();
+  if (!isRead || state.view !== "group") drawMain();
+}
+
+/** Ask for news, and again 3 s after the answer. */
+async function follow() {
+  let news = "";
+  try {
+    const newest = await fetch("newest");
+    if (newest.ok && (await newest.text()) !== head.live) {
+      const page = await fetch(".");
+      if (page.ok) renew(await page.text());
+      else news = `Not renewed: ${await page.text()}`;
+    }
+  } catch { news = "The server has ended: nothing new will appear."; }
+  document.getElementById("news").textContent = news;
+  setTimeout(follow, 3000);
+}
+
+// Whoever has not touched the page sees the newest step; a reader's answers stay.
+let isRead = state.at !== "";
+for (const kind of ["pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { isRead = true; }, { passive: true });
 
 drawTop();
 drawList();
 drawMain();
+if (head.live) setTimeout(follow, 3000);

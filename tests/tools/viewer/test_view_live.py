@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ import pytest
 
 from gapo_megatron.io.sample_files import SampleLog
 from gapo_megatron.io.token_files import TokenLog, token_files
+from gapo_tools import view
 from gapo_tools.viewer import server
 from gapo_tools.viewer.server import make_server
 from tests.browser import dump, needs_browser
@@ -83,6 +85,56 @@ def test_a_live_page_of_text_alone_follows_the_run(tmp_path: Path) -> None:
         log.append([sample_of(1)])
         assert get(f"{address}/newest") != newest
         assert blocks(get(f"{address}/"))["head"]["runs"][0]["steps"] == [0, 1]
+
+
+def test_a_live_page_waits_for_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+
+    def step(_: float) -> None:
+        SampleLog(run).append([sample_of(0)])
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server.time, "sleep", step)
+    monkeypatch.setattr(server, "serve", interrupted)
+    for said in (f"waiting for the first step of {run}", ""):
+        assert view.main([str(run), "--live"]) == 0
+        assert capsys.readouterr().out.startswith(said) and (run / "samples.jsonl").exists()
+    none = write_run(tmp_path / "none")
+    (none / "config.toml").write_text(
+        (none / "config.toml").read_text().replace("samples_per_step = 8", "samples_per_step = 0")
+    )
+    for folder in (none, tmp_path / "no_such"):
+        assert view.main([str(folder), "--live"]) == 1  # which would never come
+        assert str(folder) in capsys.readouterr().err
+
+
+@needs_browser
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_live_page_leaves_its_reader_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    """New steps are in the list, and what is open stays; a file that cannot be read is named."""
+    run = write(tmp_path / "run", range(2))
+    write_page = server.render
+
+    def render(*arguments: Any, **options: Any) -> str:
+        text = write_page(*arguments, **options)
+        TokenLog(run, resume_step=2).write(2, step_of(2))
+        if is_damaged:
+            token_files(run)[2].write_bytes(b"half")
+        return text
+
+    monkeypatch.setattr(server, "render", render)
+    with served(run) as address:
+        shown = dump(f"{address}/#at=0%2F0%2F%3Cp1%3E", tmp_path)
+    assert "Step 0, <bdi>&lt;p1&gt;</bdi>: 1 of 2" in shown and shown.count("<article") == 2
+    assert shown.count('class="row"') == (4 if is_damaged else 6)
+    (news,) = re.findall('<b id="news">(.*?)</b>', shown, re.DOTALL)
+    assert ("Not renewed: " in news and "step_00000002" in news) is is_damaged
 
 
 @needs_browser

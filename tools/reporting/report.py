@@ -37,7 +37,7 @@ PAGE_NAME = "report.html"
 SAMPLES_PAGE_NAME = "samples.html"
 FIGURES_NAME = "figures"
 SUMMARY, ROUNDING = "Summary", "Signal against rounding"
-MOST_CHARACTERS = 400
+MOST_CHARACTERS = 600
 """Of a prompt or an answer on the report's own page."""
 MOST_NAMES = 5
 """Most names of runs listed in a sentence."""
@@ -107,6 +107,7 @@ def write_report(folders: Sequence[Path], output_dir: Path, *, first: str | None
         raise DataError(f"{error.filename}: cannot make this folder: {error.strerror}") from None
     comparison = Comparison.of([read_run(folder) for folder in found], first=first)
 
+    answers_of, answers = _last_answers(comparison)
     written, left_out = [], {}
     for title, make in MAKERS.items():
         try:
@@ -120,7 +121,8 @@ def write_report(folders: Sequence[Path], output_dir: Path, *, first: str | None
         title=f"Training report: {some([arm.label for arm in comparison.arms])}",
         lead=_lead(comparison, waiting),
         samples_page=_write_samples(comparison, output_dir / SAMPLES_PAGE_NAME),
-        answers=_last_answers(comparison),
+        answers_of=answers_of,
+        answers=answers,
         first_tables=[one for one in tables if one.title != ROUNDING],
         last_tables=[one for one in tables if one.title == ROUNDING],
         figures=[one for one in written if one.exhibit.figure is not None],
@@ -183,13 +185,22 @@ def _write_samples(comparison: Comparison, page: Path) -> str:
     return page.name
 
 
-def _last_answers(comparison: Comparison) -> list[Sample]:
-    """One answer of each verdict, of the last step with samples of the first run that has some."""
+def _last_answers(comparison: Comparison) -> tuple[str, list[Sample]]:
+    """The first run with samples, and one answer of each verdict of its last step with some."""
     for run in comparison.runs:
         if samples := read_samples(run.folder):
             last = [one for one in samples if one.step == samples[-1].step]
-            return [*{one.verdict: one for one in reversed(last)}.values()]
-    return []
+            return run.folder.name, [*{one.verdict: one for one in reversed(last)}.values()]
+    return "", []
+
+
+def _excerpt(text: str) -> str:
+    """Text of a model for the page: its lines as they are, without the middle of a long one."""
+    half = MOST_CHARACTERS // 2
+    cut = len(text) - MOST_CHARACTERS
+    if cut > 0:
+        text = f"{text[:half]} [... {cut:,} characters ...] {text[-half:]}"
+    return printable(text, most=len(text), kept="\n\t\u200c\u200d")
 
 
 def _fill(template: str, **values: object) -> str:
@@ -202,6 +213,7 @@ def _fill(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["shown"] = lambda text: printable(text, most=MOST_CHARACTERS)
+    environment.filters["excerpt"] = _excerpt
     return environment.get_template(template).render(**values)
 
 

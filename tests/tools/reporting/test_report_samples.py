@@ -90,6 +90,15 @@ def test_every_sample_is_on_the_page_with_verdict_and_reason(page: Path) -> None
     assert body.count("&lt;b&gt;step 2: ") == 3 and "<b>step" not in body
 
 
+def test_the_answers_of_the_first_page_keep_their_lines_and_their_end(tmp_path: Path) -> None:
+    response = "<i>first\n\ttab\u202e" + "x" * 10**5 + "last\n</s>"
+    SampleLog(write_run(tmp_path / "run")).append([sample_of(0, response=response)])
+    page = write_report([tmp_path / "run"], tmp_path / "report").page.read_text()
+    body = page.partition("<h2>Answers</h2>")[2].partition("</section>")[0]
+    assert "<b>&lt;i&gt;first\n\ttab\\u202ex" in body and "xlast\n&lt;/s&gt;</b>" in body
+    assert " characters ...] x" in body and len(body) < 1500 and "samples of run." in body
+
+
 @needs_browser
 def test_a_reader_chooses_a_run_and_by_c_and_verdict(page: Path, tmp_path: Path) -> None:
     script = """

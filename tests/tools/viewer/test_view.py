@@ -28,7 +28,7 @@ from tests.tools.reporting.test_report_page import Page
 HOSTILE = [
     "</script><script>document.title='broken'</script>",
     "<img src=x onerror=\"document.title='broken'\">",
-    "\u2028\u2029\u202eabc\u2066 🚀",
+    "\u2028\u2029\u202eabc\u2066 🚀\U000e0041",
     "<!--<script>",
     '"\\\n\t&amp;\x00\x1b[31m',
 ]
@@ -141,10 +141,32 @@ def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
     (tokens,) = re.findall(r'<div class="tokens">(.*?)</div>', body, re.DOTALL)
     spans = [html.unescape(re.sub("<.*?>", "", one)) for one in tokens.split("</span>")]
     assert " 0.125" in Page(body).text
-    for hidden in "\u202e\u2028\x1b\u2066":
+    for hidden in "\u202e\u2028\x1b\u2066\U000e0041":
         assert f"\u27e8U+{ord(hidden):04X}\u27e9" in tokens
         assert hidden not in Page(body).text
     assert spans[0] == HOSTILE[0] and spans[1] == HOSTILE[1] and spans[5] == "x" * 10**5
+
+
+@needs_browser
+def test_words_of_several_tokens_are_read_from_right_to_left(tmp_path: Path) -> None:
+    """Where the line is Arabic or Hebrew; the next line has a direction of its own."""
+    run = write_run(tmp_path / "run")
+    pieces = ["\u05e9\u05dc", "\u05d5\u05dd\n", "left ", "right"]
+    one = answer(0, 0, "wrong", 1)
+    every = np.zeros(len(pieces), np.float32)
+    hebrew = replace(
+        one,
+        sample=replace(one.sample, num_tokens=len(pieces), response="".join(pieces)),
+        pieces=pieces,
+        response_mask=every == 0,
+        **dict.fromkeys(("token_ids", "policy_versions", "conversations"), every.astype(np.int32)),
+        **dict.fromkeys(("rollout_log_probs", "old_log_probs", "log_probs", "log_ratio"), every),
+    )
+    TokenLog(run, resume_step=0).write(0, [hebrew])
+    assert view.main([str(run)]) == 0
+    script = 'return all(".tokens span").map((one) => one.getClientRects()[0].left);'
+    first, second, left, right = use(run / "view.html", tmp_path, script)
+    assert first > second and left < right
 
 
 @needs_browser

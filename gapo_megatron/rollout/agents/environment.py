@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.data.row_formats import without
-from gapo_megatron.rollout.agents.conversation import Conversation, first_token
+from gapo_megatron.rollout.agents.conversation import first_token
+from gapo_megatron.rollout.agents.conversations import Conversations
 from gapo_megatron.rollout.agents.live import LiveAgent
 from gapo_megatron.rollout.agents.requests import MODEL
 from gapo_megatron.rollout.agents.server import Server
@@ -62,7 +63,8 @@ class Agents:
         self._first = first_token(tokenizer)
         self._live: dict[tuple[str, int], LiveAgent] = {}
         self._lock = threading.Lock()
-        self._overruled: set[str] = set()
+        self._said: set[str] = set()
+        """What is said once."""
         _reach_without_proxy()
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
@@ -112,13 +114,14 @@ class Agents:
             },
             sample=episode.sample,
         )
-        conversation = Conversation(
+        conversations = Conversations(
             self._tokenizer,
             first=self._first,
             overrule=self._overrule,
+            opens=self._say_opened,
             config=self._config,
         )
-        agent = LiveAgent(self._agent, session, conversation)
+        agent = LiveAgent(self._agent, session, conversations)
         self._server.add(agent)
         return agent
 
@@ -129,13 +132,23 @@ class Agents:
 
     def _overrule(self, name: str, value: Any) -> None:
         """Say once of each field that the run's own sampling settings hold."""
-        if name not in self._overruled:
-            self._overruled.add(name)
+        if name not in self._said:
+            self._said.add(name)
             logger.warning(
                 "environment.kind: an agent asks for %s = %r; the settings of [rollout] hold "
                 "instead, in this and all later requests",
                 name,
                 value,
+            )
+
+    def _say_opened(self, why: str) -> None:
+        """Say once why a request begins a conversation beside those that there are."""
+        if "opened" not in self._said:
+            self._said.add("opened")
+            logger.warning(
+                "environment.kind: an agent's request continues no conversation of its episode and "
+                "begins another, which is trained, too: %s (said once)",
+                why,
             )
 
 

@@ -6,25 +6,31 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from gapo_megatron.errors import said
 from gapo_megatron.rollout.agents.conversation import Conversation
+from gapo_megatron.rollout.agents.conversations import Conversations, Place
 from gapo_megatron.rollout.agents.errors import RefusedError
-from gapo_megatron.rollout.agents.requests import is_same_request
+from gapo_megatron.rollout.agents.replay import DIFFERS, Turn, turns_of
+from gapo_megatron.rollout.agents.requests import digest_of
 from gapo_megatron.rollout.agents.responses import Responses
 from gapo_megatron.rollout.agents.session import Session
 from gapo_megatron.types import Episode, TurnSettings
+
+_QUIET_S = 10.0
+"""How long an agent that has begun anew may do nothing while it asks what has no turn: its requests
+may come in another order, but then others follow."""
 
 
 class AgentError(Exception):
     """The agent has failed, or does not fit its episode: the verdict is unknown."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Request:
     body: Any
     is_repeated: bool
@@ -32,6 +38,12 @@ class _Request:
     is_response: bool
     """Whether it is one of the Responses API, not for a chat completion."""
     answer: Future[dict[str, Any]] = field(default_factory=Future)
+    digest: str = ""
+    """Of what it asks (`digest_of`); empty until it is read, as what follows."""
+    read: Mapping[str, Any] = field(default_factory=dict)
+    """See `Conversations.read`."""
+    prefers: Conversation | None = None
+    """See `Conversations.place`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +61,28 @@ class _Closed:
 class LiveAgent:
     """An agent in a thread of its own. A second thread, `Environment.respond`'s, plays the model.
 
-    The agent's requests come from the server by `post`. They are read, and answered, in `follow`
-    alone, so that the conversation has one thread at a time.
+    The agent's requests come from the server by `post`, any number at a time. They are read, and
+    answered one after another, in `follow` alone, so that the conversations have one thread at a
+    time.
     """
 
     def __init__(
-        self, agent: Callable[[Session], Any], session: Session, conversation: Conversation
+        self, agent: Callable[[Session], Any], session: Session, conversations: Conversations
     ) -> None:
         """Nothing runs before `start`."""
         self.session = session
-        self.conversation = conversation
+        self.conversations = conversations
         self._agent = agent
         self._events: queue.SimpleQueue[_Request | _End | _Closed] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
         self._ended: _End | None = None
+        self._waiting: list[_Request] = []
+        """Requests that wait for their turn, in the order in which they came."""
         self._open: _Request | None = None
         """The request that the model's next turn answers."""
-        self._last: tuple[Any, dict[str, Any]] | None = None
-        """The request before, and its answer."""
+        self._answers: dict[tuple[bool, str], dict[str, Any]] = {}
+        """The answers so far, by `is_response` and digest of the request."""
         self._refusal = ""
         self._responses = Responses()
         name = f"agent {session.problem['id']}/{session.sample}"
@@ -97,11 +112,14 @@ class LiveAgent:
 
     def fits(self, episode: Episode) -> bool:
         """Whether the agent waits for the last turn of this episode."""
-        tokens = self.conversation.tokens
+        tokens = self.conversations.tokens
         return self._open is not None and tokens == episode.token_ids[: len(tokens)].tolist()
 
     def follow(self, episode: Episode) -> tuple[list[int], TurnSettings] | str | None:
         """Answer the agent's requests with the model's turns, until the turns run out.
+
+        The requests of an agent that has begun anew may come in another order: each turn answers
+        the one that has its tokens.
 
         Returns:
             The tokens of the agent's next request, and what it asks of the turn; or what the agent
@@ -110,84 +128,186 @@ class LiveAgent:
         Raises:
             AgentError: it has raised, returned too early, or asks otherwise than in the episode.
         """
-        tokens, is_sampled = self.conversation.tokens, episode.is_sampled
-        while len(tokens) < len(episode.token_ids):
-            if self._open is None:
-                event = self._next()
-                if isinstance(event, _End):
-                    raise AgentError(f"{_DIFFERS}: it returned")
-            start = len(tokens)
-            num_sampled = int(is_sampled[start:].cumprod().sum())
-            if tokens != episode.token_ids[:start].tolist() or not num_sampled:
-                first = _first_difference(tokens, episode.token_ids.tolist())
-                raise AgentError(
-                    f"{_DIFFERS}: its request has other tokens from token {first} of the "
-                    "response on"
-                )
-            turn = slice(start, start + num_sampled)
-            self._answer(episode.token_ids[turn].tolist(), episode.log_probs[turn].tolist())
-        event = self._next()
-        return event.text if isinstance(event, _End) else event
+        num_followed = len(self.conversations.tokens)
+        turns = [one for one in turns_of(episode) if one.end > num_followed]
+        for i, turn in enumerate(turns):
+            if len(self.conversations.tokens) < turn.start:
+                self._take(turns[i:])
+            tokens = slice(turn.start, turn.end)
+            self._answer(episode.token_ids[tokens].tolist(), episode.log_probs[tokens].tolist())
+        return self._next()
 
     def close(self) -> None:
         """The episode has ended: requests get an error, now and later. Never waits."""
         with self._lock:
             self._is_closed = True
-            left, self._open = [self._open], None
+            left = [*self._waiting, *([self._open] if self._open else [])]
+            self._waiting, self._open = [], None
             while not self._events.empty():
                 event = self._events.get()
-                left.append(event if isinstance(event, _Request) else None)
+                left += [event] if isinstance(event, _Request) else []
             self._events.put(_Closed())
         for request in left:
-            if request is not None and not request.answer.done():
+            if not request.answer.done():
                 request.answer.set_exception(_ended())
 
-    def _next(self) -> tuple[list[int], TurnSettings] | _End:
-        """Tokens and settings of the agent's next request, or its end."""
+    def _next(self) -> tuple[list[int], TurnSettings] | str | None:
+        """Tokens and settings of the next turn, or what the agent has returned."""
+        end = None
         while True:
-            event = self._events.get()
+            if self._open is not None:
+                return self._ask(self._open, self._place_of_choice(self._open))
+            for request, place in self._places():
+                self._require_agent()
+                return self._ask(request, place)
+            if end is not None:
+                return end.text
+            end = self._read_events()
+
+    def _take(self, turns: Sequence[Turn]) -> None:
+        """Open the request that the first of the turns to come answers.
+
+        Raises:
+            AgentError: there is none: the agent has returned, or it does nothing while a request of
+                its own waits that no turn answers.
+        """
+        turn = turns[0]
+        if self._open is not None:
+            place = self._place_of_choice(self._open)
+            if not turn.answers(place):
+                raise AgentError(turn.difference(place))
+            self._ask(self._open, place)
+            return
+        while True:
+            others = list[Place]()
+            for request, place in self._places():
+                if turn.answers(place):
+                    self._ask(request, place)
+                    return
+                others.append(place)
+            strange = [one for one in others if not any(turn.may_answer(one) for turn in turns)]
+            try:
+                end = self._read_events(timeout_s=_QUIET_S if strange else None)
+            except queue.Empty:
+                raise AgentError(turn.difference(strange[0])) from None
+            if end is not None:
+                raise AgentError(f"{DIFFERS}: it returned")
+
+    def _place_of_choice(self, request: _Request) -> Place:
+        return self.conversations.place_of_choice(request.read)
+
+    def _places(self) -> Iterator[tuple[_Request, Place]]:
+        """The requests that wait, with their places now. Answers repeated ones, refuses others."""
+        for request in [*self._waiting]:
+            answer = self._answers.get((request.is_response, request.digest))
+            if request.is_repeated and answer:
+                if self._claim(request):
+                    request.answer.set_result(answer)
+                continue
+            try:
+                place = self.conversations.place(request.read, prefers=request.prefers)
+            except Exception as error:  # whatever a template does with the messages
+                if self._claim(request):
+                    self._refuse(request, error)
+                continue
+            yield request, place
+
+    def _read_events(self, *, timeout_s: float | None = None) -> _End | None:
+        """Wait for events, and take all that there are.
+
+        Returns:
+            The agent's end, if it has returned.
+
+        Raises:
+            AgentError: it has raised, or the episode has ended.
+            queue.Empty: nothing has happened for `timeout_s`.
+        """
+        event = self._events.get(timeout=timeout_s)
+        while True:
             if isinstance(event, _Closed):
-                # A hung agent keeps its place among `environment.max_concurrent`.
-                self._thread.join()
-                raise AgentError("the episode has ended")
+                self._end_closed()
             if isinstance(event, _End):
                 if event.error:
                     raise AgentError(self._refusal or event.error)
                 return event
-            if self._last and event.is_repeated and is_same_request(event.body, self._last[0]):
-                event.answer.set_result(self._last[1])
-                continue
-            try:
-                asked, said_before = event.body, self.conversation.messages
-                if event.is_response:
-                    asked = self._responses.to_chat(event.body, said_before)
-                tokens = self.conversation.ask(asked)
-            except Exception as error:  # a body may have any JSON value anywhere
-                refused = error if isinstance(error, RefusedError) else RefusedError(said(error))
-                self._refusal = f"a request was refused: {refused}"
-                event.answer.set_exception(refused)
-                continue
-            with self._lock:
-                if not self._is_closed:
-                    self._open, self._refusal = event, ""
-                    return tokens, self.conversation.turn
-            event.answer.set_exception(_ended())
+            self._read(event)
+            if self._events.empty():
+                return None
+            event = self._events.get()
+
+    def _end_closed(self) -> NoReturn:
+        """Wait for the agent: one that hangs keeps its place among `environment.max_concurrent`."""
+        self._thread.join()
+        raise AgentError("the episode has ended")
+
+    def _read(self, request: _Request) -> None:
+        """Read a request, which waits from now on."""
+        try:
+            asked = request.body
+            if request.is_response:
+                asked, request.prefers = self._responses.to_chat(asked)
+            request.read = self.conversations.read(asked)
+            request.digest = digest_of(request.body)
+        except Exception as error:  # a body may have any JSON value anywhere
+            self._refuse(request, error)
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._waiting.append(request)
+                return
+        request.answer.set_exception(_ended())
+
+    def _refuse(self, request: _Request, error: Exception) -> None:
+        refused = error if isinstance(error, RefusedError) else RefusedError(said(error))
+        self._refusal = f"a request was refused: {refused}"
+        request.answer.set_exception(refused)
+
+    def _claim(self, request: _Request) -> bool:
+        """Let a request wait no longer; False: it has got an error, as the episode has ended."""
+        with self._lock:
+            if not self._is_closed:
+                self._waiting.remove(request)
+            return not self._is_closed
+
+    def _ask(self, request: _Request, place: Place) -> tuple[list[int], TurnSettings]:
+        """Open a request at its place: the model's next turn answers it."""
+        tokens = self.conversations.ask(place)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed and request is not self._open:
+                self._waiting.remove(request)
+                self._open, self._refusal = request, ""
+        if is_closed:
+            self._end_closed()
+        return tokens, self.conversations.turn
 
     def _answer(self, turn: list[int], log_probs: list[float]) -> None:
-        """Answer the open request with a turn of the model."""
+        """Answer the open request with a turn of the model; or begin to, if it has several."""
         with self._lock:
-            request, self._open = self._open, None
-            if request is None:
-                raise AgentError("the episode has ended")
-            if self._ended:
-                how = f"raised {self._ended.error}" if self._ended.error else "returned"
-                raise AgentError(f"the agent {how}, while a request of its own was open")
-        answer = self.conversation.say(turn, log_probs)
+            request = self._open
+        if request is None:
+            raise AgentError("the episode has ended")
+        self._require_agent()
+        answered = self.conversations.say(turn, log_probs, request=request.read)
+        if answered is None:
+            return
+        answer, conversation = answered
         if request.is_response:
-            num_said = len(self.conversation.messages)
-            answer = self._responses.answer(request.body, answer, num_said=num_said)
-        self._last = request.body, answer
+            answer = self._responses.answer(request.body, answer, conversation)
+        with self._lock:
+            if self._open is None:
+                raise AgentError("the episode has ended")
+            self._open = None
+        self._answers[request.is_response, request.digest] = answer
         request.answer.set_result(answer)
+
+    def _require_agent(self) -> None:
+        """Raise an AgentError if the agent has ended, while a request of its own is open."""
+        with self._lock:
+            ended = self._ended
+        if ended is not None:
+            how = f"raised {ended.error}" if ended.error else "returned"
+            raise AgentError(f"the agent {how}, while a request of its own was open")
 
     def _run(self) -> None:
         """Run the agent; its thread."""
@@ -203,15 +323,6 @@ class LiveAgent:
         with self._lock:
             self._ended = end
             self._events.put(end)
-
-
-_DIFFERS = "the agent did not repeat what it did when the response was sampled"
-
-
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 async def _awaited(result: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ MODEL = "policy"
 
 _READ = {
     *("messages", "model", "tools", "tool_choice", "logprobs"),
-    *("stop", "max_tokens", "max_completion_tokens", "response_format"),
+    *("stop", "max_tokens", "max_completion_tokens", "response_format", "n"),
 }
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning_effort", "verbosity"),
@@ -28,7 +29,6 @@ _WITHOUT_EFFECT = {
 }
 """Fields that concern other services, or the form of the answer (`stream_of`)."""
 _ONLY: dict[str, tuple[Any, str]] = {
-    "n": (1, "a conversation goes on after one turn; the run samples the problem several times"),
     "top_logprobs": (0, "a resumed run answers from the tokens that were sampled"),
     "modalities": (["text"], "the policy writes text"),
     "logit_bias": ({}, "the policy is trained as it samples"),
@@ -41,6 +41,7 @@ _REPEATED = {
 }
 """Fields that clients send, empty, with messages of the assistant that have none of them."""
 _MOST_STOPS = 16
+_MOST_CHOICES = 16
 
 
 def read_request(
@@ -54,8 +55,8 @@ def read_request(
         has_grammars: `environment.structured_outputs`.
 
     Returns:
-        `messages`, `tools` (None without any), `tool_choice`, `logprobs`; and `stop`, `max_tokens`,
-        `grammar` as in `TurnSettings`.
+        `messages`, `tools` (None without any), `tool_choice`, `logprobs`, `n`; and `stop`,
+        `max_tokens`, `grammar` as in `TurnSettings`.
 
     Raises:
         RefusedError: names the field, its value and the rule.
@@ -91,34 +92,28 @@ def read_request(
             "the turn ends",
             "stop",
         )
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RefusedError("messages must be a list of at least one message", "messages")
     return {
-        "messages": [read_message(one, where=f"messages[{i}]") for i, one in enumerate(messages)],
+        "messages": _read_messages(given.get("messages")),
         "tools": tools,
         "tool_choice": choice,
         "logprobs": given.get("logprobs") is True,
         "stop": stop,
         "grammar": grammar,
         "max_tokens": _read_max_tokens(given),
+        "n": _read_num_choices(given.get("n", 1)),
     }
 
 
-def is_same_request(body: Any, other: Any) -> bool:
-    """Whether two requests are equal in all fields that are neither overruled nor ignored."""
-    if not isinstance(body, Mapping) or not isinstance(other, Mapping):
-        return bool(body == other)
-
-    def asked(request: Mapping[str, Any]) -> dict[str, Any]:
+def digest_of(body: Any) -> str:
+    """A digest of a request, equal for those equal in all that is not overruled or ignored."""
+    if isinstance(body, Mapping):
         ignored = _SAMPLING | _WITHOUT_EFFECT
-        return {k: v for k, v in request.items() if v is not None and k not in ignored}
-
-    return asked(body) == asked(other)
+        body = {k: v for k, v in body.items() if v is not None and k not in ignored}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def stream_of(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
-    """The answer as server-sent events, if the request asks for a stream: the turn in one piece.
+    """The answer as server-sent events, if the request asks for a stream: each turn in one piece.
 
     Args:
         body: the request, which has been answered.
@@ -126,13 +121,13 @@ def stream_of(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
     """
     if body.get("stream") is not True:
         return None
-    (choice,) = answer["choices"]
-    delta = dict(choice["message"])
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    piece = {key: value for key, value in choice.items() if key != "message"} | {"delta": delta}
-    head = {**answer, "object": "chat.completion.chunk", "usage": None}
-    chunks = [{**head, "choices": [piece]}]
+    head, chunks = {**answer, "object": "chat.completion.chunk", "usage": None}, []
+    for choice in answer["choices"]:
+        delta = dict(choice["message"])
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        piece = {key: value for key, value in choice.items() if key != "message"}
+        chunks.append({**head, "choices": [{**piece, "delta": delta}]})
     options = body.get("stream_options")
     if isinstance(options, Mapping) and options.get("include_usage"):
         chunks.append({**head, "choices": [], "usage": answer["usage"]})
@@ -191,6 +186,23 @@ def _read_tool_call(call: Any, *, where: str) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):  # otherwise the model's own words
             arguments = json.loads(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError("messages must be a list of at least one message", "messages")
+    read = [read_message(one, where=f"messages[{i}]") for i, one in enumerate(messages)]
+    if read[-1]["role"] == "assistant":
+        raise RefusedError("messages: the last is the assistant's, whose turn it is", "messages")
+    return read
+
+
+def _read_num_choices(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= _MOST_CHOICES:
+        raise RefusedError(
+            f"n ({value!r:.100}) must be a whole number from 1 to {_MOST_CHOICES}", "n"
+        )
+    return value
 
 
 def _read_stop(stop: Any) -> tuple[str, ...]:

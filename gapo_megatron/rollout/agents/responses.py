@@ -1,15 +1,18 @@
-"""OpenAI's Responses API, as chat completions of the same conversation.
+"""OpenAI's Responses API, as chat completions of the same conversations.
 
 What a request says becomes the messages of a chat completion, and its answer the output items of a
-response. `previous_response_id` stands for the messages up to the response that it names.
+response. `previous_response_id` stands for the messages up to the response that it names: if its
+conversation has gone on since, the request opens a new one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from gapo_megatron.rollout.agents.conversation import Conversation
 from gapo_megatron.rollout.agents.errors import RefusedError
 
 _SAME = {
@@ -27,24 +30,33 @@ _PARTS = ("text", "input_text", "output_text")
 _LOG_PROBS = "message.output_text.logprobs"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What a response stands for in later requests."""
+
+    conversation: Conversation
+    num_messages: int
+    """Messages of the conversation up to the response, its own included."""
+    has_instructions: bool
+    """Whether the first of them came of `instructions`, which no later request inherits."""
+
+
 class Responses:
-    """The responses of a session: what is known of a conversation in this form."""
+    """The responses of a session: what is known of its conversations in this form."""
 
     def __init__(self) -> None:
         """No response yet."""
-        self._last = ""
-        """Id of the last response."""
-        self._num_said = 0
-        """Messages of the conversation up to it, its own included."""
-        self._has_instructions = False
-        """Whether the first message came of `instructions`, which no later request inherits."""
+        self._known: dict[str, _Known] = {}
+        """The responses so far, by id."""
 
-    def to_chat(self, body: Any, said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def to_chat(self, body: Any) -> tuple[dict[str, Any], Conversation | None]:
         """The request as one for a chat completion.
 
         Args:
             body: the request, as JSON values.
-            said: messages of the conversation so far.
+
+        Returns:
+            The request, and the conversation of the response that it names, if it names one.
 
         Raises:
             RefusedError: names the field, its value and the rule.
@@ -60,50 +72,45 @@ class Responses:
                 raise RefusedError(f"{name} ({value!r:.100}) is not supported here", name)
         chat = {name: value for name, value in given.items() if name in _SAME}
         messages: list[Mapping[str, Any]] = [*_messages(given.get("input", []))]
+        conversation = None
         if (previous := given.get("previous_response_id")) is not None:
-            if previous != self._last or not self._last:
+            known = self._known.get(str(previous))
+            if known is None:
                 raise RefusedError(
-                    f"previous_response_id ({previous!r:.100}) must be that of the session's last "
-                    f"response, {self._last or 'of which there is none'}",
+                    f"previous_response_id ({previous!r:.100}) must be that of a response of this "
+                    f"session, of which there are {len(self._known)}",
                     "previous_response_id",
                 )
-            if len(said) != self._num_said:
-                raise RefusedError(
-                    f"previous_response_id ({previous!r:.100}) must be that of the session's last "
-                    f"turn, but {len(said) - self._num_said} messages of chat completions came "
-                    "after it: send the whole conversation as input",
-                    "previous_response_id",
-                )
-            messages = [*said[self._has_instructions :], *messages]
-        has_instructions = bool(given.get("instructions"))
-        if has_instructions:
+            conversation = known.conversation
+            said = conversation.messages[known.has_instructions : known.num_messages]
+            messages = [*said, *messages]
+        if given.get("instructions"):
             messages = [{"role": "system", "content": given["instructions"]}, *messages]
-        if not said:
-            self._has_instructions = has_instructions
         chat["messages"] = messages
         chat |= _options(given)
-        return chat
+        return chat, conversation
 
     def answer(
-        self, body: Mapping[str, Any], completion: Mapping[str, Any], *, num_said: int
+        self, body: Mapping[str, Any], completion: Mapping[str, Any], conversation: Conversation
     ) -> dict[str, Any]:
         """The response to a request.
 
         Args:
             body: the request.
             completion: the `chat.completion` that answers it.
-            num_said: messages of the conversation, the answer included.
+            conversation: its conversation, the answer included.
         """
-        self._num_said = num_said
         (choice,) = completion["choices"]
         number = completion["id"].rpartition("-")[2]
-        self._last = f"resp_{number}"
+        self._known[f"resp_{number}"] = _Known(
+            conversation, len(conversation.messages), bool(body.get("instructions"))
+        )
         is_cut = choice["finish_reason"] == "length"
         usage = completion["usage"]
         shown = ("instructions", "max_output_tokens", "previous_response_id", "text", "reasoning")
         return {
             **{name: body.get(name) for name in shown},
-            "id": self._last,
+            "id": f"resp_{number}",
             "object": "response",
             "created_at": completion["created"],
             "status": "incomplete" if is_cut else "completed",

@@ -1,0 +1,116 @@
+"""Sampled turns of the model as choices of a `chat.completion`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.rewards.final_answer import marked_text, special_tokens
+from gapo_megatron.rollout.environments.tools import find_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChoiceWriter:
+    """Writes the model's turns of an episode as choices; ids of their calls are unique in it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        """Begin an episode.
+
+        Args:
+            tokenizer: the policy's.
+            stop: texts that end every turn (`environment.stop`).
+        """
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._special = special_tokens(tokenizer)
+        self._num_calls = 0
+
+    def choice(
+        self,
+        turn: Sequence[int],
+        log_probs: Sequence[float],
+        *,
+        before: Sequence[int],
+        request: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """A turn as a choice, but for its `index`.
+
+        Args:
+            turn: its tokens.
+            log_probs: the engine's, of each token.
+            before: tokens of the conversation before it.
+            request: the request that it answers (`read_request`).
+        """
+        message = self._message(turn, before=before, request=request)
+        content = self._log_probs(turn, log_probs) if request["logprobs"] else None
+        return {
+            "message": message,
+            "finish_reason": self._finish_reason(turn, message, request=request),
+            "logprobs": None if content is None else {"content": content, "refusal": None},
+        }
+
+    def _message(
+        self, turn: Sequence[int], *, before: Sequence[int], request: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The turn as a message, its calls parsed if the agent has said what tools there are."""
+        text = marked_text(self._tokenizer, turn, before=before)
+        whole = str(self._tokenizer.decode([*turn]))
+        if stop := [one for one in request["stop"] if one in whole]:
+            text, whole = _cut(text, stop), _cut(whole, stop)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not request["tools"] or request["tool_choice"] == "none":
+            return message
+        calls = [_read_call(one) for one in find_calls(whole)]
+        if not calls or None in calls:
+            return message
+        shown = text if "<tool_call>" in text else whole  # it may be a special token
+        message["content"] = shown.partition("<tool_call>")[0].strip() or None
+        message["tool_calls"] = []
+        for call in calls:
+            self._num_calls += 1
+            # Nine letters and digits: Mistral's template takes no other.
+            id = f"call{self._num_calls:05d}"
+            message["tool_calls"].append({"id": id, "type": "function", "function": call})
+        return message
+
+    def _finish_reason(
+        self, turn: Sequence[int], message: Mapping[str, Any], *, request: Mapping[str, Any]
+    ) -> str:
+        whole = str(self._tokenizer.decode([*turn]))
+        is_ended = turn[-1] in self._special or any(
+            one in whole for one in (*self._stop, *request["stop"])
+        )
+        if len(turn) == request["max_tokens"] and not is_ended:
+            return "length"
+        return "tool_calls" if message.get("tool_calls") else "stop"
+
+    def _log_probs(self, turn: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
+        entries = []
+        for token, log_prob in zip(turn, log_probs, strict=True):
+            text = str(self._tokenizer.decode([token]))
+            entry = {"token": text, "bytes": [*text.encode()], "logprob": float(log_prob)}
+            entries.append({**entry, "top_logprobs": []})
+        return entries
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """What precedes the first of the texts."""
+    found = [place for one in stop if (place := text.find(one)) >= 0]
+    return text[: min(found, default=len(text))]
+
+
+def _read_call(text: str) -> dict[str, str] | None:
+    """A call of a tool as in a message of the API; None: it cannot be read."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        return None
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {"name": name, "arguments": arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -22,6 +23,13 @@ from tests.rollout.test_agents import (
     client_of,
     run,
     says,
+)
+from tests.rollout.test_agents_conversations import (
+    answer,
+    conversations_of,
+    repeats,
+    tokens_of,
+    turns_of,
 )
 
 FLAT_TOOLS: list[Any] = [{"type": "function", **TOOLS[0]["function"]}]
@@ -61,7 +69,7 @@ def collected(stream: Any) -> Any:
     return response
 
 
-def repeats(session: Session, *, streams: bool = False) -> str:
+def sends_all(session: Session, *, streams: bool = False) -> str:
     """Each request holds all items so far."""
     create: Any = client_of(session).responses.create
     items = opening(session)
@@ -113,7 +121,7 @@ def mixes(session: Session) -> str:
 
 
 @pytest.mark.parametrize(
-    "solve", [repeats, lambda session: repeats(session, streams=True), names, mixes]
+    "solve", [sends_all, lambda session: sends_all(session, streams=True), names, mixes]
 )
 def test_the_tokens_are_those_of_chat_completions(solve: Callable[[Session], str]) -> None:
     script = says(f"Let me see. {CALL}", "84")
@@ -125,8 +133,8 @@ def test_the_tokens_are_those_of_chat_completions(solve: Callable[[Session], str
         assert one.is_sampled.tolist() == other.is_sampled.tolist()
 
 
-def test_a_response_does_not_stand_for_the_chat_completions_after_it() -> None:
-    """The named response ends before them; the whole conversation as input goes on."""
+def test_a_response_stands_for_the_messages_up_to_it() -> None:
+    """It is gone on from; or, if its conversation has gone on, branched from."""
 
     def solve(session: Session) -> str:
         client = client_of(session)
@@ -137,20 +145,37 @@ def test_a_response_does_not_stand_for_the_chat_completions_after_it() -> None:
             {"role": "user", "content": "and now?"},
         ]
         second = client.chat.completions.create(model=session.model, messages=said)
-        with pytest.raises(
-            openai.BadRequestError, match=mentions("previous_response_id", first.id, "2 messages")
-        ):
-            client.responses.create(
-                model=session.model, input="go on", previous_response_id=first.id
-            )
+        options: Any = {"model": session.model}
+        branch = client.responses.create(input="go on", previous_response_id=first.id, **options)
         said.append({"role": "assistant", "content": second.choices[0].message.content})
         said.append({"role": "user", "content": "go on"})
         third = client.responses.create(model=session.model, input=said)
-        options: Any = {"model": session.model, "previous_response_id": third.id}
-        return client.responses.create(input="more", **options).output_text
+        client.responses.create(input="more", previous_response_id=branch.id, **options)
+        return client.responses.create(
+            input="still more", previous_response_id=third.id, **options
+        ).output_text
+
+    episodes, _ = run(solve, repeats(), **ONE)
+    for one in episodes:
+        assert one.final_text == "still more 6"
+        said = ["q 1", "and now? 2", "go on 3", "go on 4", "more 5", "still more 6"]
+        assert turns_of(one) == [*zip((0, 0, 1, 0, 1, 0), said, strict=True)]
+        branch: list[Any] = []
+        for question, text in zip(("q", "go on", "more"), (said[0], *said[2::2]), strict=True):
+            branch += [{"role": "user", "content": question}, answer(text)]
+        assert conversations_of(one)[1] == tokens_of(branch)
+
+
+def test_a_response_picks_its_conversation_among_equal_ones() -> None:
+    def solve(session: Session) -> None:
+        create: Any = functools.partial(client_of(session).responses.create, model=session.model)
+        equal = [create(input="q") for _ in range(3)]
+        for i in (1, 0, 2):
+            create(input=str(i), previous_response_id=equal[i].id)
 
     episodes, _ = run(solve, says("84"), **ONE)
-    assert [(one.failure, one.final_text) for one in episodes] == [("", "84")] * 2
+    for one in episodes:
+        assert [number for number, _ in turns_of(one)] == [0, 1, 2, 1, 0, 2]
 
 
 def test_a_text_is_the_users_and_a_turn_may_be_cut() -> None:
@@ -215,28 +240,26 @@ def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], words: list[
     assert [(one.failure, one.final_text) for one in episodes] == [("", "84")] * 2
 
 
-def test_other_instructions_or_responses_are_another_conversation() -> None:
-    def solve(session: Session) -> str:
-        create = client_of(session).responses.create
-        first = create(model=session.model, input="q", instructions="Be brief.")
-        for instructions in ({}, {"instructions": "Be long."}):
-            with pytest.raises(openai.BadRequestError, match=r"messages\[0\]"):
-                create(
-                    model=session.model,
-                    input="and now?",
-                    previous_response_id=first.id,
-                    **instructions,
-                )
-        with pytest.raises(
-            openai.BadRequestError, match=mentions("previous_response_id", first.id)
-        ):
-            create(
-                model=session.model,
-                input="and now?",
-                previous_response_id="resp_0",
-                instructions="Be brief.",
-            )
-        return first.output_text
+def test_other_instructions_are_another_conversation() -> None:
+    """No instructions are inherited from the response before; each conversation has its own."""
 
-    episodes, _ = run(solve, says("84"), **ONE)
-    assert [(one.failure, one.final_text) for one in episodes] == [("", "84")] * 2
+    def solve(session: Session) -> None:
+        create: Any = functools.partial(client_of(session).responses.create, model=session.model)
+        first = create(input="q", instructions="Be brief.")
+        others = [
+            create(input="and now?", previous_response_id=first.id, instructions=one)
+            for one in ("Be long.", None, "Be brief.")
+        ]
+        for one, instructions in zip(others, ("Be long.", None, "Be brief."), strict=True):
+            create(input="go on", previous_response_id=one.id, instructions=instructions)
+
+    episodes, _ = run(solve, repeats(), **ONE)
+    for one in episodes:
+        assert [number for number, _ in turns_of(one)] == [0, 1, 2, 0, 1, 2, 0]
+        systems = ["Be brief.", "Be long.", ""]
+        for number, (tokens, system) in enumerate(zip(conversations_of(one), systems, strict=True)):
+            before = {0: 4, 1: 2, 2: 3}[number]
+            messages: list[Any] = [{"role": "system", "content": system}] if system else []
+            for question, i in (("q", 1), ("and now?", before), ("go on", before + 3)):
+                messages += [{"role": "user", "content": question}, answer(f"{question} {i}")]
+            assert tokens == tokens_of(messages)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards import verifiers as judges
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import verifiers
+from gapo_megatron.rollout.engine import Request
 from gapo_megatron.types import Outcome, Prompt
 from tests.messages import mentions
 from tests.needs import by_hand
 from tests.rollout.test_agents import EOS, SETTINGS, TOKENIZER, run, says
+from tests.rollout.test_agents_conversations import turns_of
 from tests.rollout.test_chat import ids_of
 from tests.verifiers_setup import env
 
@@ -108,6 +112,33 @@ def test_an_episode_is_the_conversation_and_its_reward(env: dict[str, Any], stre
         assert [*one.prompt.token_ids, *one.token_ids.tolist()] == expected
         said = [*ids_of(TOKENIZER, "Let me see."), EOS, *ids_of(TOKENIZER, "14, or 21"), EOS]
         assert one.token_ids[one.is_sampled].tolist() == said
+
+
+def test_attempts_are_conversations_and_their_mean_reward_counts(env: dict[str, Any]) -> None:
+    """Of an environment of the package that runs its agent several times at once."""
+    by_hand("verifiers.v1")
+    rows, counts = rows_of(env), Counter[str]()
+    prompts = [Prompt(one["id"], (5,), answer="", row=one) for one in rows]
+    best_of_3 = {**env, "id": "best-of-n", "n": 3}
+
+    def script(request: Request) -> list[int]:
+        counts[request.name] += 1
+        return [*ids_of(TOKENIZER, "14" if counts[request.name] == 2 else "0"), EOS]
+
+    episodes, _ = run(functools.partial(verifiers.play, env=best_of_3), script, prompts=prompts)
+    for one in episodes:
+        assert [number for number, _ in turns_of(one)] == [0, 1, 2]
+        expected = {0: 2 / 3, 2: 1 / 3}.get(one.prompt.row["task"], 0.0)
+        assert judge(str(one.final_text)).grade == expected
+
+
+def test_an_agent_that_is_not_trained_needs_a_model_of_its_own(env: dict[str, Any]) -> None:
+    """The package's simulated user, whose turns would be learned."""
+    by_hand("verifiers.v1")
+    agent = env["agent"]
+    table = {"taskset": env["taskset"], "id": "user-sim", "assistant": agent, "user": agent}
+    for one in play(table, "0", "###DONE###", rows=rows_of(env)[:1]):
+        assert re.search(mentions("user", "environment.settings.env.user.client"), one.failure)
 
 
 def test_nothing_of_an_episode_stays_in_memory(env: dict[str, Any]) -> None:

@@ -158,7 +158,6 @@ class LiveAgent:
             if self._open is not None:
                 return self._ask(self._open, self._place_of_choice(self._open))
             for request, place in self._places():
-                self._require_agent()
                 return self._ask(request, place)
             if end is not None:
                 return end.text
@@ -284,10 +283,12 @@ class LiveAgent:
     def _answer(self, turn: list[int], log_probs: list[float]) -> None:
         """Answer the open request with a turn of the model; or begin to, if it has several."""
         with self._lock:
-            request = self._open
+            request, ended = self._open, self._ended
         if request is None:
             raise AgentError("the episode has ended")
-        self._require_agent()
+        if ended is not None:
+            how = f"raised {ended.error}" if ended.error else "returned"
+            raise AgentError(f"the agent {how}, while a request of its own was open")
         answered = self.conversations.say(turn, log_probs, request=request.read)
         if answered is None:
             return
@@ -300,14 +301,6 @@ class LiveAgent:
             self._open = None
         self._answers[request.is_response, request.digest] = answer
         request.answer.set_result(answer)
-
-    def _require_agent(self) -> None:
-        """Raise an AgentError if the agent has ended, while a request of its own is open."""
-        with self._lock:
-            ended = self._ended
-        if ended is not None:
-            how = f"raised {ended.error}" if ended.error else "returned"
-            raise AgentError(f"the agent {how}, while a request of its own was open")
 
     def _run(self) -> None:
         """Run the agent; its thread."""

@@ -21,7 +21,7 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError, said
@@ -103,8 +103,8 @@ def load_environment(env: Mapping[str, Any]) -> Any:
     """An `Env` of the package from its `[env]` table; no task is loaded yet.
 
     Raises:
-        ConfigError: the package is missing, or refuses the table; or not just one of its agents
-            talks to the policy, whose episode is one conversation.
+        ConfigError: the package is missing, or refuses the table; or none of its agents talks to
+            the policy.
     """
     try:
         import verifiers.v1 as vf
@@ -116,15 +116,17 @@ def load_environment(env: Mapping[str, Any]) -> Any:
         loaded = vf.load_environment(vf.resolve_env_config(copy.deepcopy({**env})))
     except Exception as error:  # its own checks, and code of the environment's author
         raise ConfigError(f"{SETTING} ({dict(env)}): {said(error)}") from error
-    agents = {name: one for name, one in loaded.config if isinstance(one, vf.AgentConfig)}
-    ours = [name for name, one in agents.items() if one.client is None]
-    if len(ours) != 1:
-        raise ConfigError(
-            f"{SETTING}: an episode is one conversation with the policy, so all agents but one "
-            f"need a `client` of their own; of {', '.join(agents)} these have none: "
-            f"{', '.join(ours) or '-'}"
-        )
+    if not _policy_agents(loaded):
+        raise ConfigError(f"{SETTING}: one of the agents must be without a `client`: the policy")
     return loaded
+
+
+def _policy_agents(env: Any) -> set[str]:
+    """Names of the agents that talk to the policy: those without a client of their own."""
+    import verifiers.v1 as vf
+
+    agents = {name: one for name, one in env.config if isinstance(one, vf.AgentConfig)}
+    return {name for name, one in agents.items() if one.client is None}
 
 
 @functools.cache
@@ -161,7 +163,8 @@ class _Player:
         task = self._task(number)
         if task.key != row["key"]:
             raise LookupError(f"task {number} has changed since the problem file was made of it")
-        return _reward_of(self._wait(self._episode(task, session)))
+        episode = self._wait(self._episode(task, session))
+        return _reward_of(episode, policy=_policy_agents(self._env))
 
     def _task(self, number: int) -> Any:
         """A task by its number; others are read as far as they are needed: they may be infinite."""
@@ -187,19 +190,37 @@ class _Player:
         return await self._env.run_episode(task, context)
 
 
-def _reward_of(episode: Any) -> float:
-    """The reward of an `Episode` of the package. RuntimeError: see `play`."""
+def _reward_of(episode: Any, *, policy: Set[str]) -> float:
+    """The reward of an `Episode` of the package: the mean over runs of agents that are the policy.
+
+    Args:
+        episode: the episode.
+        policy: names of these agents.
+
+    Raises:
+        RuntimeError: see `play`; or a run is not to be trained, though all that the policy says is.
+    """
     if not episode.ok:
         errors = [error for one in (*episode.traces, episode) for error in one.errors]
         why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it does not say why"
         raise RuntimeError(f"the environment failed: {why}")
-    traces = [one for one in episode.traces if one.agent.trainable]
-    if len(traces) != 1:
-        raise RuntimeError(f"{len(traces)} conversations with the policy instead of one")
-    (trace,) = traces
+    traces = [one for one in episode.traces if one.agent.name in policy]
+    if not traces:
+        raise RuntimeError("no agent of the environment has asked the policy")
+    for one in traces:
+        _check_trace(one)
+    return sum(float(one.reward) for one in traces) / len(traces)
+
+
+def _check_trace(trace: Any) -> None:
+    """Check that a run of an agent is to be trained, and has a reward."""
+    if not trace.agent.trainable:
+        raise RuntimeError(
+            f"the environment does not train its agent {trace.agent.name}, which has asked the "
+            f"policy: give it a client ({SETTING}.{trace.agent.name}.client)"
+        )
     if trace.is_timeout:
         raise RuntimeError(f"the environment ran into a time limit: {trace.stop_condition}")
     missing = [name for name, one in trace.rewards.items() if one is None]
     if missing or not trace.rewards:
         raise RuntimeError(f"the environment gave no reward {', '.join(missing)}".rstrip())
-    return float(trace.reward)

@@ -80,9 +80,15 @@ class Family(Section):
     """The source has problems of its families in proportion to their weights."""
     settings: Settings = Field(default_factory=dict)
     """Settings of the family in the package, which decide how hard its problems are."""
+    levels: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    """Levels of the package's curriculum for the family, from 0, with equal parts of its problems;
+    `settings` come on top. Empty: a single level, of `settings` alone."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for level in self.levels:
+            if self.levels.count(level) > 1:
+                raise ValueError(f"levels: {level} is there {self.levels.count(level)} times")
         for key in ("seed", "size"):
             if key in self.settings:
                 raise ValueError(f"settings.{key} ({self.settings[key]!r}): set it for the source")
@@ -121,7 +127,8 @@ class DataSource(Section):
         tuple[Annotated[Family, BeforeValidator(_family)], ...],
         Field(strict=False, validate_default=True),
     ] = ()
-    """Families of generated problems: names, or tables with `name`, `weight` and `settings`."""
+    """Families of generated problems: names, or tables with `name`, `weight`, `settings` and
+    `levels`."""
     size: Annotated[CountOrZero, Field(validate_default=True)] = 0
     """Number of generated training problems."""
     eval_size: CountOrZero = 0
@@ -183,6 +190,10 @@ class DataConfig(Section):
     source: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
     """Several origins of training problems instead of `train_path`: a table `[[data.source]]` for
     each, with the settings below."""
+    curriculum: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Curriculum by pass rate: this part of a step's prompts goes to the levels of the problems in
+    proportion to what their recent groups had to teach, neither all correct nor all wrong
+    ([data.md](data.md#a-curriculum-by-pass-rate)). The rest keeps its shares. Unset: all do."""
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
     """Held-out problems in the same format. Empty: no evaluation during training."""
     format: RowFormat = "auto"

@@ -66,7 +66,8 @@ def generate(sources: Sequence[DataSource], *, most: int | None = None) -> Gener
             families and their settings.
 
     Returns:
-        Rows with `id`, `prompt`, `answer`, `level` (the family) and `verifier`.
+        Rows with `id`, `prompt`, `answer`, `level` (the family, with its level if the source
+        gives some) and `verifier`.
 
     Raises:
         ConfigError: the package is missing, refuses a family or its settings, cannot generate,
@@ -142,8 +143,8 @@ def _read_lines(file: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
 class _Family:
     """Draws problems of a family, without end, for one part of a source."""
 
-    def __init__(self, config: Row, *, label: str, seed: str) -> None:
-        self.name, self.label, self.weight = config["name"], label, config["weight"]
+    def __init__(self, config: Row, *, seed: str) -> None:
+        self.name, self.label, self.weight = config["name"], config["label"], config["weight"]
         self.shots = ""
         """Solved problems before each question."""
         self.credit = 0.0
@@ -223,13 +224,55 @@ def _named(source: Row, family: Row) -> Iterator[None]:
         raise _RefusedError(f"{where}: {why}") from None
 
 
-def _labels(source: Row) -> list[str]:
+def _labels(families: Sequence[Row]) -> list[str]:
     """Names of the families of a source; one that is there more than once has a number, too."""
-    names = [one["name"] for one in source["families"]]
+    names = [one["name"] for one in families]
     return [
         f"{name}.{names[: i + 1].count(name)}" if names.count(name) > 1 else name
         for i, name in enumerate(names)
     ]
+
+
+def _with_levels(source: Row) -> Row:
+    """The source with labels, and with a family for each level of a family."""
+    families = []
+    for one, label in zip(source["families"], _labels(source["families"]), strict=True):
+        for level in one["levels"]:
+            with _named(source, one):
+                settings = _settings_of(one["name"], level) | one["settings"]
+            weight = one["weight"] / len(one["levels"])
+            name = f"{label}.level{level}"
+            families.append(one | {"label": name, "weight": weight, "settings": settings})
+        if not one["levels"]:
+            families.append(one | {"label": label})
+    return source | {"families": families}
+
+
+def _settings_of(name: str, level: int) -> Row:
+    """Settings of a family at a level of the package's curriculum, and at no easier one."""
+    from reasoning_gym.coaching import RangeAttributeDefinition
+    from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
+
+    if name not in DATASETS or name in REFUSED:
+        return {}  # refused below
+    if name not in CURRICULA:
+        raise LookupError(
+            f"levels ({level}): reasoning-gym {installed_version()} has no curriculum for it; give "
+            "it several times, with settings"
+        )
+    curriculum = create_curriculum(name)
+    attributes = curriculum.attributes.values()
+    if level > (top := max((len(one.levels) for one in attributes), default=1) - 1):
+        raise LookupError(f"levels ({level}): must be 0 to {top}")
+    curriculum.set_global_level(level)
+    context = DefaultCurriculumContext(mode=RangeAttributeMode.UPPER_BOUND)
+    made = curriculum.generate_configuration(context=context)
+    names = []
+    for one in attributes:
+        is_range = isinstance(one, RangeAttributeDefinition)
+        names += [one.lower_field_name, one.upper_field_name] if is_range else [one.field_name]
+    return {name: getattr(made, name) for name in names}
 
 
 def _place(source: Row, family: Row) -> Row:
@@ -240,10 +283,10 @@ def _place(source: Row, family: Row) -> Row:
 def _find_shots(source: Row, seen: set[str]) -> Generator[Row, None, list[str]]:
     """Return what stands before the questions of each family of a source."""
     texts = []
-    for one, label in zip(source["families"], _labels(source), strict=True):
+    for one in source["families"]:
         with _named(source, one):
             yield _place(source, one)
-            family = _Family(one, label=label, seed=f"{source['seed']} {_SHOTS}")
+            family = _Family(one, seed=f"{source['seed']} {_SHOTS}")
             rows = []
             for _ in range(source["shots"]):
                 rows.append(family.draw(seen, prefix=""))
@@ -263,10 +306,10 @@ def _find_shots(source: Row, seen: set[str]) -> Generator[Row, None, list[str]]:
 def _rows(source: Row, part: str, num: int, shots: list[str], seen: set[str]) -> Iterator[Row]:
     """Rows of a part of a source, its families in turns; the last value has the repetitions."""
     families = []
-    for one, label, text in zip(source["families"], _labels(source), shots, strict=True):
+    for one, text in zip(source["families"], shots, strict=True):
         yield _place(source, one)
         with _named(source, one):
-            families.append(_Family(one, label=label, seed=f"{source['seed']} {part}"))
+            families.append(_Family(one, seed=f"{source['seed']} {part}"))
         families[-1].shots = text
     total = sum(one.weight for one in families)
     for _ in range(num):
@@ -285,11 +328,11 @@ def _rows(source: Row, part: str, num: int, shots: list[str], seen: set[str]) ->
 def _generate(order: Row) -> Iterator[Row]:
     """What `generate` asks for: values per row, and the number of repetitions at the end."""
     most, seen, num_repeated = order["most"], set[str](), 0
-    shots = {}
-    for one in order["sources"]:
+    sources, shots = [_with_levels(one) for one in order["sources"]], {}
+    for one in sources:
         shots[one["name"]] = yield from _find_shots(one, seen)
     for part, key in ((_HELD_OUT, "eval_size"), (_TRAINING, "size")):
-        for source in order["sources"]:
+        for source in sources:
             num = source[key] if most is None else min(source[key], most)
             for value in _rows(source, part, num, shots[source["name"]], seen):
                 num_repeated += value.get("repeated", 0)

@@ -12,6 +12,7 @@ import numpy as np
 from gapo_megatron.config import BatchConfig, DataConfig, DataSource
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.data_section import shares
+from gapo_megatron.data.curriculum import Curriculum
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.types import Prompt
@@ -26,6 +27,9 @@ class PromptSource:
     With several data sources each has its own epochs. A drawn problem earns every source its share
     as credit, and the source with the most credit gives the problem. So every batch has each
     source's share, to within a few problems.
+
+    With a curriculum the same holds of strata, the levels of the sources: each has its own epochs,
+    and its share follows the verdicts of earlier steps (`data.curriculum`).
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class PromptSource:
         seed: int,
         sources: Sequence[DataSource] = (),
         made_of: Mapping[str, str] = {},
+        curriculum: float | None = None,
     ) -> None:
         """Start before the first problem of epoch 0.
 
@@ -45,22 +50,24 @@ class PromptSource:
             sources: `data.source`; `Prompt.source` names that of a prompt. Empty: all prompts are
                 a single source.
             made_of: `messages.prompts_made_of`.
+            curriculum: `data.curriculum`; None: shares stay those of the sources.
         """
         self._prompts = list(prompts)
         self._numbers = {prompt.id: i for i, prompt in enumerate(self._prompts)}
         self._sources = tuple(sources)
         self._made_of = dict(made_of)
-        self._orders = {
-            name: _Order(
-                [i for i, one in enumerate(prompts) if not sources or one.source == name],
-                seed=seed,
-                name=name,
-            )
-            for name in [one.name for one in sources] or [""]
-        }
-        """The order of each source by name; '' for a single source."""
+        self._curriculum = None if curriculum is None else Curriculum(prompts, strength=curriculum)
+        if self._curriculum is not None:
+            self._place_of = self._curriculum.strata
+        else:
+            self._place_of = [one.source if sources else "" for one in self._prompts]
+        numbers: dict[str, list[int]] = {} if self._curriculum else {one: [] for one in self.names}
+        for i, place in enumerate(self._place_of):
+            numbers.setdefault(place, []).append(i)
+        self._orders = {name: _Order(here, seed=seed, name=name) for name, here in numbers.items()}
+        """The order of each source by name, '' for a single source; or of each stratum."""
         self._credit = dict.fromkeys(self._orders, 0.0)
-        """Number of problems that each source owes; negative if it is ahead. The sum is 0."""
+        """Number of problems that each of them owes; negative if it is ahead. The sum is 0."""
 
     @property
     def problems(self) -> Sequence[Prompt]:
@@ -75,7 +82,7 @@ class PromptSource:
     @property
     def names(self) -> Sequence[str]:
         """Names of the data sources; a single '' without `data.source`."""
-        return list(self._orders)
+        return [one.name for one in self._sources] or [""]
 
     def number_of(self, prompt_id: str) -> int:
         """Index of a problem in `problems`."""
@@ -102,9 +109,13 @@ class PromptSource:
                 f"a batch of {num_prompts + len(drawn)} different problems is larger than the "
                 f"dataset ({sum(len(self._orders[name]) for name in given)} problems)"
             )
-        names = []
+        names, earning = [], given
         for _ in range(num_prompts):
-            self._earn(given, 1.0)
+            if self._curriculum is not None and any(not room[one] for one in earning):
+                # A stratum may have fewer problems than its share: the others get the rest.
+                left = math.fsum(given[one] for one in given if room[one])
+                earning = {one: given[one] / left for one in given if room[one]}
+            self._earn(earning, 1.0)
             name = max((one for one in given if room[one]), key=self._credit.__getitem__)
             self._credit[name] -= 1
             room[name] -= 1
@@ -124,15 +135,41 @@ class PromptSource:
             prompts: drawn problems.
             step: step that they were drawn for.
         """
+        given = self._shares(step)
         for prompt in prompts:
-            name = prompt.source if self._sources else ""
-            self._orders[name].remaining.append(self.number_of(prompt.id))
-            self._earn(self._shares(step), -1.0)
+            number = self.number_of(prompt.id)
+            name = self._place_of[number]
+            self._orders[name].remaining.append(number)
+            self._earn(given, -1.0)
             self._credit[name] += 1
 
+    def observe(
+        self, problems: Sequence[int], rewards: np.ndarray, is_correct: np.ndarray, *, step: int
+    ) -> dict[str, float]:
+        """Let the curriculum learn from all judged groups of a step; without one, do nothing.
+
+        Call it once for a step, after the last draw and `give_back`: the draws of the next step
+        follow. The order of the groups does not matter.
+
+        Args:
+            problems: number of the problem of each of G groups.
+            rewards: [G, k] float64, NaN where the verdict is unknown.
+            is_correct: [G, k] bool.
+            step: the step that they were drawn for.
+
+        Returns:
+            Metrics of the strata.
+        """
+        if self._curriculum is None:
+            return {}
+        used = self._shares(step)
+        self._curriculum.observe(problems, rewards, is_correct)
+        return self._curriculum.metrics(used)
+
     def _shares(self, step: int) -> dict[str, float]:
-        """Share of each source that a step draws from."""
-        return shares(self._sources, step) if self._sources else {"": 1.0}
+        """Share of each source, or stratum, that a step draws from."""
+        given = shares(self._sources, step) if self._sources else {"": 1.0}
+        return given if self._curriculum is None else self._curriculum.shares(given)
 
     def _earn(self, given: dict[str, float], num_problems: float) -> None:
         for name, share in given.items():
@@ -140,13 +177,15 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Position as numbers and text, for `load_state_dict`."""
-        dataset = {"dataset": self._fingerprint()}
-        if not self._sources:
+        dataset: dict[str, Any] = {"dataset": self._fingerprint()}
+        if not self._sources and self._curriculum is None:
             return self._orders[""].state_dict() | dataset
         states = {
             name: order.state_dict() | {"credit": self._credit[name]}
             for name, order in self._orders.items()
         }
+        if self._curriculum is not None:
+            dataset |= {"curriculum": self._curriculum.state_dict()}
         return {"sources": states} | dataset
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,6 +199,8 @@ class PromptSource:
         for name, order in self._orders.items():
             order.load_state_dict(states[name])
             self._credit[name] = float(states[name].get("credit", 0.0))
+        if self._curriculum is not None:
+            self._curriculum.load_state_dict(state["curriculum"])
 
     def require_same(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of other problems.
@@ -167,6 +208,14 @@ class PromptSource:
         Raises:
             CheckpointError: names what has changed.
         """
+        before, now = "curriculum" in state, self._curriculum is not None
+        if before != now:
+            words = {True: "set", False: "unset"}
+            raise CheckpointError(
+                f"data.curriculum is {words[now]}, and was {words[before]} when the checkpoint was "
+                "made: a run draws its problems with or without one from its first step on. "
+                "Resume with the same, or start a new run in another run.output_dir"
+            )
         states = state.get("sources", {"": state})
         changed = [*self._changed_since(state["dataset"])]
         if changed or states.keys() != self._orders.keys():
@@ -183,6 +232,8 @@ class PromptSource:
         for prompt in self._prompts:
             # No columns: those that the verifiers of this run take, which may change.
             rows.update(repr((prompt.id, prompt.answer, prompt.verifier)).encode())
+            if self._curriculum is not None:
+                rows.update(repr(prompt.level).encode())
             tokens.update(repr(prompt.token_ids).encode())
         return {"rows": rows.hexdigest(), "tokens": tokens.hexdigest(), **self._made_of}
 

@@ -35,6 +35,7 @@ from gapo_megatron.rollout.samples import Samples
 from gapo_megatron.rollout.selection import (
     choose,
     informative,
+    observe,
     rollout_metrics,
     shuffled,
     source_metrics,
@@ -169,6 +170,7 @@ class Rollouter:
         metrics = rollout_metrics(
             groups, step, self._batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
         )
+        metrics |= observe(groups, self._source, step)
         replicas = self._engine.replicas
         carrier = rewards.Carrier(now.metric_sums, replicas.gather)
         metrics["reward/unknown_share"] = self._unknown.check(
@@ -183,21 +185,13 @@ class Rollouter:
         if self.counts_drafts:
             metrics |= draft_metrics(replicas.gather(now.draft_counts))
         batch = groups.take_groups(choose(groups, wanted))
-        batch = replace(batch, metrics=metrics | self._source_metrics(groups, batch))
+        batch = replace(batch, metrics=metrics | source_metrics(groups, batch, self._source))
         if self.samples is None:
             return batch
         texts, timelines = self.samples.take(
             batch, step, problems=self._source.problems, gather=self._engine.replicas.gather
         )
         return replace(batch, samples=texts, timelines=timelines)
-
-    def _source_metrics(self, groups: Rollouts, batch: Rollouts) -> dict[str, float]:
-        """Metrics of each data source, if there are several."""
-        names = self._source.names
-        if len(names) == 1:
-            return {}
-        source_of = np.array([names.index(one.source) for one in self._source.problems])
-        return source_metrics(groups, batch, names=names, source_of=source_of)
 
     @property
     def channel(self) -> Channel:

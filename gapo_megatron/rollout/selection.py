@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from gapo_megatron.config import BatchConfig
+from gapo_megatron.data.source import PromptSource
 from gapo_megatron.objective.groups import rewards_differ
 from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Outcome
 
 
 def informative(rollouts: Rollouts) -> np.ndarray:
@@ -41,6 +43,24 @@ def shuffled(ids: Sequence[str], step: int, *, seed: int) -> list[int]:
         seed: the run's seed.
     """
     return sorted(range(len(ids)), key=lambda i: request_seed(seed, step, ids[i], 0))
+
+
+def observe(rollouts: Rollouts, source: PromptSource, step: int) -> dict[str, float]:
+    """Show the verdicts of a step to its source; returns metrics (`PromptSource.observe`).
+
+    Args:
+        rollouts: all groups of the step, those that dynamic sampling replaced included: those that
+            are left would say that every stratum teaches.
+        source: the source that drew them; it has the problems given back already.
+        step: index of the step.
+    """
+    shape = (rollouts.num_groups, rollouts.rollouts_per_prompt)
+    return source.observe(
+        rollouts.problems,
+        rollouts.rewards.reshape(shape),
+        (rollouts.table["outcome"] == Outcome.CORRECT.code).reshape(shape),
+        step=step,
+    )
 
 
 def rollout_metrics(
@@ -79,17 +99,20 @@ def rollout_metrics(
     return metrics
 
 
-def source_metrics(
-    rollouts: Rollouts, batch: Rollouts, *, names: Sequence[str], source_of: np.ndarray
-) -> dict[str, float]:
+def source_metrics(rollouts: Rollouts, batch: Rollouts, source: PromptSource) -> dict[str, float]:
     """Metrics of each data source, `data/<name>/...`, of those that the step has drawn from.
+
+    There are none for a single source.
 
     Args:
         rollouts: all groups of the step, those that dynamic sampling replaced included.
         batch: the groups that are learned from.
-        names: names of the sources.
-        source_of: [num_problems] source of each problem of the data, as an index into `names`.
+        source: has the names of the sources, and the problems.
     """
+    names = source.names
+    if len(names) == 1:
+        return {}
+    source_of = np.array([names.index(one.source) for one in source.problems])
     metrics: dict[str, float] = {}
     has_gradient, of_group = informative(rollouts), source_of[rollouts.problems]
     of_row, of_batch = source_of[rollouts.table["problem"]], source_of[batch.problems]

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint
 from gapo_megatron.config import Config
+from gapo_megatron.data.curriculum import check_strata, stratum_of
 from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.messages import begin_template, prompts_made_of
 from gapo_megatron.data.reasoning_gym import generate
@@ -90,6 +91,7 @@ def check_inputs(config: Config) -> Inputs:
         seed=config.run.seed,
         sources=config.data.source,
         made_of=prompts_made_of(tokenizer, config.data, date=date),
+        curriculum=config.data.curriculum,
     )
     if begun and is_first() and not is_finished(run_dir, num_steps=config.run.num_steps):
         source.require_same(begun)
@@ -113,7 +115,8 @@ def read_problems(
     """Training and held-out problems; none are held out if the run does not evaluate.
 
     Raises:
-        DataError: names file and line; or there are too few problems for a step.
+        DataError: names file and line; or there are too few problems for a step, or no strata for
+            a curriculum.
         ConfigError: problems cannot be generated; see `reasoning_gym.generate`.
     """
     data = config.data
@@ -129,6 +132,7 @@ def read_problems(
     problems = read_training_prompts(data, generated=made.training, **options)
     counts = Counter(problem.source for problem in problems)
     check_counts(counts, config.batch, data=data, num_steps=config.run.num_steps)
+    check_strata(Counter(map(stratum_of, problems)), data)
     if not evaluates:
         return problems, []
     held_out = read_prompts(data.eval_path, data=data, **options) if data.eval_path else []

@@ -127,6 +127,55 @@ def test_families_have_their_weights_and_settings() -> None:
     assert all(any(part.isdigit() and len(part) >= 4 for part in one.split()) for one in hard_ones)
 
 
+def test_a_family_has_levels_of_the_packages_curriculum() -> None:
+    """Equal parts of its weight, no level with problems of an easier one; `settings` on top."""
+    sums = {"name": "chain_sum", "weight": 3, "levels": [0, 2, 4]}
+    few = {"name": "chain_sum", "levels": [3], "settings": {"min_digits": 1, "max_digits": 1}}
+    made = generate([source("gcd", sums, few, size=50, eval_size=10)])
+    rows = made.training["gym"]
+    by_level = {one["level"]: [] for one in rows} | {"gcd": []}
+    for one in rows:
+        by_level[one["level"]].append(one["prompt"].partition(": ")[2].split())
+    first = "chain_sum.1.level"
+    names = ["gcd", f"{first}0", f"{first}2", f"{first}4", "chain_sum.2.level3"]
+    assert {name: len(some) for name, some in by_level.items()} == dict.fromkeys(names, 10)
+    # Numbers at even places between signs, and "=" at the end.
+    for name, terms, digits in zip(names[1:], (2, 4, 6, 5), (1, 3, 5, 1), strict=True):
+        for words in by_level[name]:
+            assert len(words[::2]) == terms and words[-1] == "=", words
+            assert all(len(number) == digits for number in words[:-1:2]), words
+    assert {one["level"] for one in made.held_out["gym"]} == {*names}
+
+
+def test_every_familys_levels_can_be_named() -> None:
+    """What the package's own curricula refuse or lack is named, too."""
+    from reasoning_gym.factory import CURRICULA
+
+    families = sorted(CURRICULA.keys() - {*REFUSED, "futoshiki", "knight_swap"})
+    assert len(families) > 95
+    given = [{"name": name, "levels": [0, 1]} for name in families if name != "modulo_grid"]
+    made = generate([source(*given, size=len(given))], most=0)
+    assert made.training == {}
+    for name, level, named in (
+        ("gcd", 4, ("levels (4)", "0 to 3")),
+        ("acre", 0, ("levels (0)", "no curriculum")),
+        ("codeio", 0, ("executes code",)),
+    ):
+        with pytest.raises(ConfigError, match=mentions("'gym'", repr(name), *named)):
+            generate([source({"name": name, "levels": [level]})], most=0)
+
+
+def test_levels_are_the_strata_of_a_curriculum() -> None:
+    levels = {"name": "chain_sum", "levels": [0, 1]}
+    made = config(of_gym(families=["gcd", levels], size=40), data={"curriculum": 0.7})
+    problems, _ = read_problems(made, byte_level())
+    prompts = PromptSource(problems, seed=0, sources=made.data.source, curriculum=0.7)
+    names = {"gym/gcd", "gym/chain_sum.level0", "gym/chain_sum.level1"}
+    assert prompts.state_dict()["curriculum"].keys() == names
+    with pytest.raises(DataError, match=mentions("data.curriculum (0.7)", "'gym'", "gym/gcd")):
+        read_problems(config(of_gym(families=["gcd"]), data={"curriculum": 0.7}), byte_level())
+
+
 def test_shots_are_solved_problems_that_are_in_no_row() -> None:
     """The same for all questions of a family, in training and held out."""
     made = generate([source("gcd", EASY, size=60, eval_size=20, shots=4)])
@@ -209,6 +258,8 @@ def test_a_family_without_its_package_is_named(
         ({"kind": "gym"}, ("kind", "'gym'")),
         ({"families": [{"name": "gcd", "settings": {"seed": 1}}]}, ("settings.seed (1)",)),
         ({"families": [{"name": "gcd", "weight": 0}]}, ("weight",)),
+        ({"families": [{"name": "gcd", "levels": [1, 0, 1]}]}, ("levels", "1 is there 2 times")),
+        ({"families": [{"name": "gcd", "levels": [-1]}]}, ("levels", -1)),
     ],
 )
 def test_a_source_needs_the_keys_of_its_kind(
@@ -317,6 +368,12 @@ def test_a_manifest_of_before_knows_sources_of_files() -> None:
     assert list(changes(before, now)) == ["data.source"]
     generated = config(of_gym()).model_dump(mode="json")
     assert changes(generated, config(of_gym())) == {}
+    for one in generated["data"]["source"][0]["families"]:
+        del one["levels"]
+    del generated["data"]["curriculum"]
+    assert changes(generated, config(of_gym())) == {}
+    levels = [{"name": "gcd", "levels": [0]}, EASY]
+    assert list(changes(generated, config(of_gym(families=levels)))) == ["data.source"]
     assert list(changes(generated, config(of_gym(seed=4)))) == ["data.source"]
 
 

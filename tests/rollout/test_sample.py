@@ -308,6 +308,51 @@ def test_every_source_has_its_metrics() -> None:
             )
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"dynamic_sampling_rounds": 2},
+        {"oversampling": 1.5},
+        {"oversampling": 2.0, "partial_rollouts": True},
+    ],
+)
+def test_a_curriculum_learns_from_every_judged_group(
+    clock: Callable[[Setup], None], batch: dict[str, Any]
+) -> None:
+    """Also from those that dynamic sampling replaces, and of none that is given back or open."""
+    levels = ("flat", "one", "two")  # one in three has A = 0 (`InstantPool`)
+    problems = [Prompt(str(i), (i,), "", levels[i % 3]) for i in range(90)]
+    source = PromptSource(problems, seed=0, curriculum=0.9)
+    judged: list[tuple[int, float]] = []
+    observe = source.observe
+
+    def listen(numbers: Any, rewards: Any, is_correct: Any, *, step: int) -> dict[str, float]:
+        assert (rewards == is_correct).all()
+        judged.extend(zip(numbers, rewards.mean(axis=1).tolist(), strict=True))
+        return observe(numbers, rewards, is_correct, step=step)
+
+    source.observe = listen  # type: ignore[method-assign]
+    setup = Setup(config_of(9, **batch), source)
+    clock(setup)
+    shares = []
+    for step in range(12):
+        sampled = setup.collect(step)
+        setup.rollouter.open_groups = setup.rollouter.open_groups.carried()
+        shares.append([sampled.metrics[f"curriculum/{level}/share"] for level in levels])
+        assert sum(shares[-1]) == pytest.approx(1)
+    replaces = "dynamic_sampling_rounds" in batch
+    assert len(judged) == (len(setup.pool.judged) // GROUP_SIZE if replaces else 12 * 9)
+    assert {one for n, one in judged if n % 3 == 0} == {0.0}
+    assert {one for n, one in judged if n % 3} == {1 / GROUP_SIZE}
+    assert shares[0] == pytest.approx([1 / 3] * 3)
+    assert shares[-1][0] < 0.12 and shares[-1][1] == pytest.approx(shares[-1][2], abs=0.05)
+    drawn = [n % 3 for n, _ in judged[-50:]]
+    assert 0 < drawn.count(0) < 14
+    last = setup.collect(12).metrics
+    assert last["curriculum/flat/pass_rate"] == 0 == last["curriculum/flat/learnability"]
+    assert last["curriculum/one/pass_rate"] == pytest.approx(1 / GROUP_SIZE)
+
+
 def test_an_engine_is_full_while_requests_wait() -> None:
     """And keeps its slots when a later call has fewer requests."""
     occupancy = Occupancy()

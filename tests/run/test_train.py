@@ -367,8 +367,9 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
 PARTIAL = (
     *("run.num_steps=4", "evaluation.every_steps=0"),
     *("batch.oversampling=1.5", "batch.partial_rollouts=true"),
+    "data.curriculum=0.9",
 )
-"""Settings of four steps with partial rollouts."""
+"""Settings of four steps with partial rollouts, and a curriculum."""
 
 
 @pytest.fixture(scope="module")
@@ -381,6 +382,8 @@ def partial_run(root: Path) -> Path:
 def test_what_is_broken_off_is_finished_by_the_next_steps(partial_run: Path) -> None:
     lines = steps_of(partial_run)
     assert len(lines) == 4
+    shares = [[v for k, v in one.items() if k.endswith("/share")] for one in lines]
+    assert all(sum(one) == pytest.approx(1) for one in shares) and shares[3] != shares[0]
     for line in lines:
         assert sum(line[f"per_c/groups/c{c}"] for c in range(5)) == 8
         # Trainer and engine agree where each token is compared at the weights that sampled it:

@@ -83,13 +83,26 @@ def test_a_step_draws_from_its_sources(whole_run: Path) -> None:
 
 
 def test_kill_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
-    """Killed after the first step that draws from both, whose checkpoint is not there yet."""
-    interrupt(root, "killed", stage="step 3: update", by="SIGKILL", rank=1, ranks=2)
-    assert "resumed from" in run(root, "killed", ranks=2)
-    assert_same_run(root / "killed", whole_run)
-    states = [trainer_state(folder, step=6) for folder in (root / "killed", whole_run)]
+    """With a curriculum; killed after the first step that draws from both sources.
+
+    Its checkpoint is not there yet. Every response to a problem of the second source is correct,
+    so it has nothing to teach.
+    """
+    given = ("data.curriculum=0.9",)
+    run(root, "curriculum", *given, ranks=2)
+    interrupt(root, "killed", *given, stage="step 3: update", by="SIGKILL", rank=1, ranks=2)
+    assert "resumed from" in run(root, "killed", *given, ranks=2)
+    assert_same_run(root / "killed", root / "curriculum")
+    states = [trainer_state(root / name, step=6) for name in ("killed", "curriculum")]
     assert states[0] == states[1]
-    position = states[0]["source"]["sources"]
+    steps = steps_of(root / "curriculum")
+    late = [one.get("curriculum/late/share") for one in steps]
+    assert late[:2] == [None] * 2 and late[2] == pytest.approx(0.25) and late[5] < 0.2
+    assert steps[5]["curriculum/late/pass_rate"] == 1
+
+
+def test_the_position_in_every_source_is_saved(root: Path, whole_run: Path) -> None:
+    position = trainer_state(whole_run, step=6)["source"]["sources"]
     num_left = {name: len(one["remaining"]) for name, one in position.items()}
     num_rows = len((root / "task/train.jsonl").read_text().splitlines())
     ids = [json.loads(line)["problem"] for line in (whole_run / "samples.jsonl").open()]

@@ -55,7 +55,7 @@ NUM_STEPS, EOS = 4, 1
 FACTORS = ("layer", torch.ones(2, 3), torch.ones(4, 2))
 NUM_RESPONSES = 4
 """Responses of a generating rank in a step."""
-PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "") for i in range(20)]
+PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "", "ab"[i % 2]) for i in range(20)]
 
 
 def make_config(folder: Path, *, max_staleness: int, **sections: dict[str, Any]) -> Config:
@@ -76,8 +76,18 @@ def response(problem: str, sample: int, *, version: int) -> list[int]:
     return [100 + version, 200 + number, 300 + sample, *[5] * (number % 3), EOS]
 
 
+def source_of(config: Config) -> PromptSource:
+    return PromptSource(PROBLEMS, seed=0, curriculum=config.data.curriculum)
+
+
 class Tokenizer:
-    """Every second sample is correct, as defined by `tests.reward_setup`."""
+    """Every second sample is correct, as defined by `tests.reward_setup`.
+
+    With `solves`, so is every sample of a problem with an odd number.
+    """
+
+    def __init__(self, *, solves: bool = False) -> None:
+        self.solves = solves
 
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
     all_special_ids = all_special_tokens = ()
@@ -85,7 +95,7 @@ class Tokenizer:
     def decode(self, ids: list[int], **_: Any) -> str:
         if ids[0] < 100:
             return f"prompt {ids}"
-        return "right" if ids[2] % 2 else "echo wrong"
+        return "right" if ids[2] % 2 or (self.solves and ids[1] % 2) else "echo wrong"
 
 
 def serve(
@@ -105,8 +115,8 @@ def serve(
 
     replicas = Replicas.create(1, gloo_group=world.gloo_group)
     engine = make_engine(script, replicas=replicas, before_step=lambda: before_step(engine))
-    source = PromptSource(PROBLEMS, seed=0)
-    inputs = one_turn_inputs(source, Tokenizer())
+    source = source_of(config)
+    inputs = one_turn_inputs(source, Tokenizer(solves=config.data.curriculum is not None))
     pool = Pool("tests.reward_setup", num_workers=1, timeout_s=HANG_S)
     side = GenerationSide(
         config=config,
@@ -161,7 +171,7 @@ def order(
         gloo_group=world.gloo_group,
         problems=PROBLEMS,
         **{
-            "source_state": PromptSource(PROBLEMS, seed=0).state_dict(),
+            "source_state": source_of(config).state_dict(),
             "next_step": 0,
             "open_groups": Rollouts.join([]),
         }
@@ -271,7 +281,9 @@ def train(
     return seen, given_back
 
 
-def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) -> Any:
+def stop_while_one_is_sampled(
+    world: World, folder: Path, max_staleness: int, curriculum: float | None
+) -> Any:
     """Stop after three of four steps, while a generating rank samples the fourth."""
     generation_side._LOOK_EVERY_S = 0.0
     bridge = world.bridge
@@ -286,7 +298,7 @@ def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) ->
         for name in ("under way/0", "under way/1"):
             bridge.wait(partial(bridge.mail.look, name), alive=lambda: None)
 
-    config = make_config(folder, max_staleness=max_staleness)
+    config = make_config(folder, max_staleness=max_staleness, data={"curriculum": curriculum})
     account = train(
         world,
         config,
@@ -298,14 +310,22 @@ def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) ->
     return account
 
 
-@pytest.mark.parametrize(("max_staleness", "versions"), [(0, [0, 1, 2]), (1, [0, 0, 1])])
+@pytest.mark.parametrize(
+    ("max_staleness", "versions", "curriculum"),
+    [(0, [0, 1, 2], None), (1, [0, 0, 1], None), (1, [0, 0, 1], 0.9)],
+)
 def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
-    tmp_path: Path, max_staleness: int, versions: list[int]
+    tmp_path: Path, max_staleness: int, versions: list[int], curriculum: float | None
 ) -> None:
-    """And tokens being sampled at a stop are counted as discarded."""
-    accounts = run_sides(stop_while_one_is_sampled, 2, 2, tmp_path, max_staleness)
+    """And tokens being sampled at a stop are counted as discarded.
+
+    A curriculum draws a batch by the verdicts of all batches before, also of one that is sampled
+    ahead: the trainers have not learned from the last of them yet.
+    """
+    accounts = run_sides(stop_while_one_is_sampled, 2, 2, tmp_path, max_staleness, curriculum)
     (seen, given_back), (other, also), *sampled = accounts
-    source, names, num_learned = PromptSource(PROBLEMS, seed=0), list[str](), 0
+    source = PromptSource(PROBLEMS, seed=0, curriculum=curriculum)
+    names, num_learned = list[str](), 0
     for step, version in enumerate(versions):
         (facts, mine, state), (same, theirs, same_state) = seen[step], other[step]
         prompts = source.next_batch(4)
@@ -313,15 +333,21 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
         expected = [response(*place, version=version) for place in places]
         assert [value for _, value in sorted((mine | theirs).items())] == expected
         assert mine and theirs and not {*mine} & {*theirs}
+        solved = [int(one.id[1:]) % 2 if curriculum else 0 for one in prompts]
+        rewards = np.array([[one, 1.0] for one in solved])
+        source.observe([source.number_of(one.id) for one in prompts], rewards, rewards > 0, step=0)
+        num_correct = {one.id: 1 + some for one, some in zip(prompts, solved, strict=True)}
         assert facts == same and state == same_state == source.state_dict()
         # The verdicts' reasons are known to the ranks that generate, the texts from there.
         answers = {prompt.id: (prompt.answer, list(prompt.token_ids)) for prompt in prompts}
         assert {(one.problem, one.sample) for one in facts[1]} == {*places}
         for one in facts[1]:
             answer, ids = answers[one.problem]
-            reason = "" if one.sample else f"wrong for {answer}"
-            assert (one.step, one.c, one.k, one.reason) == (step, 1, 2, reason)
-            assert (one.prompt, one.response == "right") == (f"prompt {ids}", one.sample == 1)
+            is_right = one.sample + num_correct[one.problem] > 1
+            reason = "" if is_right else f"wrong for {answer}"
+            c = num_correct[one.problem]
+            assert (one.step, one.c, one.k, one.reason) == (step, c, 2, reason)
+            assert (one.prompt, one.response == "right") == (f"prompt {ids}", is_right)
         names += [f"{problem}/{sample}" for problem, sample in places]
         num_learned += sum(map(len, expected))
     (asked, num_tokens), (also_asked, more_tokens) = sampled

@@ -12,6 +12,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.config.data_section import REASONING_GYM
 from gapo_megatron.config.reward_section import OF_ENVIRONMENT
+from gapo_megatron.data.curriculum import MOST_STRATA, check_strata, stratum_of
 from gapo_megatron.data.reasoning_gym import Generated, generate
 from gapo_megatron.data.row_formats import Problem, Reading, first_row
 from gapo_megatron.data.rows import Row, count_rows
@@ -75,6 +76,7 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
     }
     problems: list[Prompt] = []
     counts: dict[str, int] = {}
+    strata = Counter[str]()
     sizes = {one.origin: one.size for one in data.generated}
     sizes |= {f"{one.origin}{_HELD_OUT}": one.eval_size for one in data.generated}
     for path, source, rows in _parts(config, made):
@@ -92,16 +94,36 @@ def look_at_data(config: Config, *, most: int | None = SAMPLE, tokenises: bool =
             seen.notes.append(_about_first(found[0], first[1]))
         if source is not None:
             counts[source] = num_rows
+            strata.update(map(stratum_of, found))
             problems += found[:SAMPLE]
     if counts.keys() == data.train_files.keys():
         try:
             check_counts(counts, config.batch, data=data, num_steps=config.run.num_steps)
+            _look_at_strata(config, strata, seen, num_rows=sum(counts.values()))
         except GapoError as error:
             seen.errors.append(str(error))
     if tokenizer is not None and not seen.errors:
         seen.notes += [_about_prompt(one, tokenizer) for one in problems[:_NUM_SHOWN]]
         _ask_verifiers(config, problems, seen)
     return seen
+
+
+def _look_at_strata(config: Config, strata: Counter[str], seen: Seen, *, num_rows: int) -> None:
+    """Note the strata of a curriculum.
+
+    Raises:
+        DataError: see `check_strata`; only if all rows were read, of which the others may have
+            further levels.
+    """
+    if config.data.curriculum is None:
+        return
+    num_read = strata.total()
+    shown = ", ".join(f"{name} {count:,}" for name, count in [*strata.items()][:MOST_STRATA])
+    seen.notes.append(
+        f"Curriculum: {len(strata)} strata, in {num_read:,} of {num_rows:,} problems: {shown}"
+    )
+    if num_read == num_rows:
+        check_strata(strata, config.data)
 
 
 def _parts(

@@ -155,6 +155,22 @@ def test_only_a_look_at_all_rows_finds_what_is_behind_the_sample(make: Any) -> N
     assert re.search(mentions(f"train.jsonl:{SAMPLE + 1}", "answer"), error)
 
 
+def test_the_strata_of_a_curriculum_are_shown(make: Any, tmp_path: Path) -> None:
+    """A single one is an error once all rows have been read."""
+    given = {"data": {"train_path": str(tmp_path / "train.jsonl"), "curriculum": 0.5}}
+    rows = [{**one, "level": f"level {i % 3}"} for i, one in enumerate(ROWS)]
+    seen = look(make(rows, **given))
+    assert not seen.errors
+    said = "Curriculum: 3 strata, in 8 of 8 problems: level 0 3, level 1 3, level 2 2"
+    assert said in seen.notes
+    (error,) = look(make(ROWS, **given)).errors
+    assert re.search(mentions("data.curriculum (0.5)", "(no level)", "level"), error)
+    rows = [{**ROWS[0], "id": f"{i}"} for i in range(SAMPLE)] + [{**rows[0], "id": "z"}]
+    seen = look(make(rows, **given))
+    said = f"Curriculum: 1 strata, in {SAMPLE} of {SAMPLE + 1} problems: (no level) {SAMPLE}"
+    assert not seen.errors and said in seen.notes
+
+
 @pytest.mark.parametrize(
     ("kind", "errors", "warnings"),
     [

@@ -81,8 +81,8 @@ class Family(Section):
     settings: Settings = Field(default_factory=dict)
     """Settings of the family in the package, which decide how hard its problems are."""
     levels: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
-    """Levels of the package's curriculum for the family, from 0, with equal parts of its problems;
-    `settings` come on top. Empty: a single level, of `settings` alone."""
+    """Levels of the package's curriculum, from 0, with equal parts of the family's problems;
+    `settings` override. Empty: `settings` alone."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -191,9 +191,8 @@ class DataConfig(Section):
     """Several origins of training problems instead of `train_path`: a table `[[data.source]]` for
     each, with the settings below."""
     curriculum: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Curriculum by pass rate: this part of a step's prompts goes to the levels of the problems in
-    proportion to what their recent groups had to teach, neither all correct nor all wrong
-    ([data.md](data.md#a-curriculum-by-pass-rate)). The rest keeps its shares. Unset: all do."""
+    """Part of a step's prompts that goes to levels in proportion to what their recent groups taught
+    ([data.md](data.md#a-curriculum-by-pass-rate)). Unset: no curriculum."""
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
     """Held-out problems in the same format. Empty: no evaluation during training."""
     format: RowFormat = "auto"

@@ -74,6 +74,11 @@ def write_inputs(root: Path, config: str) -> Path:
     """What `prepare` leaves before the supervised steps: the model, in `init`, is random."""
     (root / "task").mkdir()
     arithmetic.write_task(root / "task", seed=0, num_eval=32, num_train=400, num_supervised=20000)
+    # Two levels of training problems, for runs with a curriculum.
+    rows = [json.loads(line) for line in (root / "task/train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["level"] = "odd" if int(row["answer"]) % 2 else "even"
+    (root / "task/train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     # The easiest level alone (the shortest lines): a hundred supervised steps get somewhere.
     for name in ("train", "eval", "supervised"):
         path = root / f"task/{name}.jsonl"

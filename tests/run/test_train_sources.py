@@ -97,7 +97,7 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> 
     assert states[0] == states[1]
     steps = steps_of(root / "curriculum")
     late = [one.get("curriculum/late/share") for one in steps]
-    assert late[:2] == [None] * 2 and late[2] == pytest.approx(0.25) and late[5] < 0.2
+    assert late[:2] == [None] * 2 and late[2] == pytest.approx(0.25, abs=0.03) and late[5] < 0.2
     assert steps[5]["curriculum/late/pass_rate"] == 1
 
 

@@ -69,6 +69,9 @@ class TurnSettings:
     """Number of the conversation that the turn and the tokens before it belong to. 0 begins with
     the prompt; any other has only its own tokens, and opens with its first. Numbers follow one
     another."""
+    num_alternatives: int = 0
+    """Most likely tokens to keep at the place of each of the turn's tokens, 0 to 20, with their
+    log-probs (`Episode.alternatives`)."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TurnSettings:
@@ -121,6 +124,9 @@ class Episode:
     """[n, layers x experts per token] uint8, for the first n tokens of prompt and response: the
     experts that the engine chose, layer by layer, when it first read each token. All but the last
     token of a finished response have some. None: not kept (`objective.routing_replay`)."""
+    alternatives: np.ndarray | None = None
+    """[n] of `rollout.alternatives.ALTERNATIVE`, in order: at the tokens of each turn that asked
+    for them (`TurnSettings.num_alternatives`), the most likely first. None: none, or finished."""
 
     @property
     def is_sampled(self) -> np.ndarray:
@@ -166,6 +172,7 @@ class Episode:
         names = (
             *("token_ids", "log_probs", "response_mask", "conversations"),
             *("carried_log_probs", "carried_versions"),
+            "alternatives",
         )
         arrays: dict[str, Any] = {name: copied(getattr(self, name)) for name in names}
         return replace(self, prompt=self.prompt.for_user(), routes=None, **arrays)

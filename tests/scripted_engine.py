@@ -149,6 +149,18 @@ def says(tokenizer: Any, responses: Mapping[str, Sequence[str]]) -> Script:
     return script
 
 
+def alternatives_to(tokens: np.ndarray, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Alternatives [n, count] and their log-probs, which differ among the tokens of a response.
+
+    The first are the sampled tokens themselves; those after the third are excluded.
+    """
+    ids = (tokens[:, None] + np.arange(count, dtype=np.int32)).astype(np.int32)
+    places = start + np.arange(len(tokens))[:, None]
+    log_probs = (-1 - np.arange(count) / (3 + places)).astype(np.float32)
+    log_probs[:, 3:] = -np.inf
+    return ids, log_probs
+
+
 class ScriptedEngine:
     """A `rollout.engine.Engine` of `num_places` requests at a time.
 
@@ -236,9 +248,19 @@ class ScriptedEngine:
         self._awake = True
 
     def _end(self, name: str, reason: Any) -> Completion:
-        _, answer, count = self._open.pop(name)
+        request, answer, count = self._open.pop(name)
         log_probs = np.full(count, self._log_prob, np.float32)
-        return Completion(name, np.array(answer[:count], np.int32), log_probs, reason)
+        tokens = np.array(answer[:count], np.int32)
+        start = len(request.response_ids)
+        ids, theirs = alternatives_to(tokens, start, request.num_alternatives)
+        return Completion(
+            name,
+            tokens,
+            log_probs,
+            reason,
+            alternative_ids=ids,
+            alternative_log_probs=theirs,
+        )
 
     def _require_awake(self, action: str) -> None:
         if not self._awake:

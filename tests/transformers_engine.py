@@ -6,7 +6,7 @@ What a second implementation of `rollout.engine.Engine` has to do, in its plaine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class _Open:
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    alternatives: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
 
 
@@ -133,6 +134,9 @@ class TransformersEngine:
         log_probs[order[before >= request.top_p]] = -torch.inf
         log_probs = log_probs.log_softmax(-1)
         token = int(torch.multinomial(log_probs.exp(), 1, generator=one.generator))
+        if request.num_alternatives:
+            theirs, ids = log_probs.topk(request.num_alternatives)
+            one.alternatives.append((ids.int().numpy(), theirs.numpy()))
         return token, float(log_probs[token])
 
     def _keep_chosen(self, _: Any, __: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -148,7 +152,11 @@ class TransformersEngine:
         one = self._open.pop(name)
         tokens, log_probs = np.array(one.tokens, np.int32), np.array(one.log_probs, np.float32)
         routes = np.concatenate(one.routes) if one.routes else None
-        return Completion(name, tokens, log_probs, reason, routes=routes)
+        ended = Completion(name, tokens, log_probs, reason, routes=routes)
+        if not one.alternatives:
+            return ended
+        ids, theirs = (np.stack(rows) for rows in zip(*one.alternatives, strict=True))
+        return replace(ended, alternative_ids=ids, alternative_log_probs=theirs)
 
     def _require_awake(self, action: str) -> None:
         if not self._awake:

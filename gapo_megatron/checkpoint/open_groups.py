@@ -14,6 +14,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes, role_of
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats.manifest import Manifest
+from gapo_megatron.rollout.alternatives import of_text, to_text
 from gapo_megatron.types import Episode, Prompt, TurnSettings
 
 OPEN_GROUPS_NAME = "open_groups.pt"
@@ -96,6 +97,7 @@ def _to_fields(episode: Episode) -> dict[str, Any]:
         "failure": episode.failure,
         "final_text": episode.final_text,
         "turn": asdict(episode.turn),
+        "alternatives": None if episode.alternatives is None else to_text(episode.alternatives),
         "truncated": episode.truncated,
         "finished": episode.finished,
     }
@@ -109,4 +111,6 @@ def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     values["carried_versions"] = values.pop("versions")
     if "turn" in values:  # not in checkpoints of before it
         values["turn"] = TurnSettings.of(values["turn"])
+    if values.get("alternatives") is not None:
+        values["alternatives"] = of_text(values["alternatives"])
     return Episode(prompt, sample, **values)

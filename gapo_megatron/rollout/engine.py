@@ -49,6 +49,9 @@ class Request:
     """A structural tag that the output must match (`TurnSettings.grammar`); empty: none."""
     num_routed: int = 0
     """First input tokens whose routes are kept from earlier requests (`Completion.routes`)."""
+    num_alternatives: int = 0
+    """Most likely tokens to return at the place of each sampled one, 0 to 20; samples and their
+    log-probs do not depend on it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +78,12 @@ class Completion:
     input and output after the first `Request.num_routed`, but for the last token, which it has not
     read. The order of a token's experts, and rows of layers without experts, mean nothing. None:
     the engine returns none, or has none of an aborted request."""
+    alternative_ids: np.ndarray | None = None
+    """[n, m] int32, the m = `Request.num_alternatives` most likely tokens at the place of each
+    sampled one, which need not be among them; the most likely first. None: m or n is 0."""
+    alternative_log_probs: np.ndarray | None = None
+    """[n, m] float32, their log-probs in the sampling distribution; -inf of tokens that it
+    excludes."""
 
 
 class Engine(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gapo_megatron.errors import RolloutError
+from gapo_megatron.rollout.alternatives import joined_alternatives
 from gapo_megatron.rollout.calls import Calls
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.journal import Reply
@@ -123,6 +124,7 @@ class Responses:
             top_p=settings.top_p,
             stop_ids=self._stop_ids(episode),
             grammar=episode.turn.grammar,
+            num_alternatives=episode.turn.num_alternatives,
             num_routed=0 if episode.routes is None else len(episode.routes),
         )
 
@@ -183,6 +185,8 @@ class Responses:
 
     def _keep(self, episode: Episode) -> Episode:
         """Store an episode in place of its beginning."""
+        if episode.finished and episode.alternatives is not None:  # no agent begins it anew
+            episode = replace(episode, alternatives=None)
         i, sample = self._places[_name(episode)]
         self.groups[i][sample] = episode
         self._num_open[i] -= episode.finished
@@ -260,7 +264,7 @@ def _extend(episode: Episode, completion: Completion, *, keeps_routes: bool) -> 
     """The response with the tokens of a completion.
 
     Raises:
-        RolloutError: the engine has returned no routes, or not those of all tokens.
+        RolloutError: the engine has returned no routes or alternatives, or not those of all tokens.
     """
     mask, routes = None, None
     if episode.response_mask is not None:
@@ -281,6 +285,7 @@ def _extend(episode: Episode, completion: Completion, *, keeps_routes: bool) -> 
         num_drafted=episode.num_drafted + completion.num_drafted,
         num_accepted=episode.num_accepted + completion.num_accepted,
         routes=routes,
+        alternatives=joined_alternatives(episode, completion),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.objective.answers import hashes_of
+from gapo_megatron.rollout.alternatives import of_text, to_text
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Episode, Outcome, Prompt, TurnSettings, Verdict
 
@@ -113,7 +114,7 @@ def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Epi
 
 
 def _note(episode: Episode) -> bytes:
-    """What an environment said of an episode, for the step that resumes it; mostly empty."""
+    """What an environment said and asked of an episode, for the step that resumes it."""
     note: dict[str, Any] = {}
     if episode.failure:
         note["failure"] = episode.failure
@@ -121,6 +122,8 @@ def _note(episode: Episode) -> bytes:
         note["final_text"] = episode.final_text
     if episode.turn != TurnSettings():
         note["turn"] = asdict(episode.turn)
+    if episode.alternatives is not None:
+        note["alternatives"] = to_text(episode.alternatives)
     return json.dumps(note).encode() if note else b""
 
 
@@ -129,6 +132,8 @@ def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
     note = json.loads(rollouts.notes[row].tobytes()) if facts["num_note_bytes"] else {}
     if "turn" in note:
         note["turn"] = TurnSettings.of(note["turn"])
+    if "alternatives" in note:
+        note["alternatives"] = of_text(note["alternatives"])
     is_carried, is_scored = facts["num_carried_tokens"] > 0, facts["num_scored_tokens"] > 0
     return Episode(
         prompt,

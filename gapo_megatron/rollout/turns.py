@@ -17,6 +17,7 @@ import numpy as np
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.final_answer import marked_text
+from gapo_megatron.rollout.alternatives import MOST_ALTERNATIVES
 from gapo_megatron.types import Episode, TurnSettings
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ class Turns:
             raise ConfigError(
                 f"conversation ({number!r}) of a turn must be an integer from 0 to {next_one}, "
                 "which opens another"
+            )
+        count = turn.num_alternatives
+        if type(count) is not int or not 0 <= count <= MOST_ALTERNATIVES:
+            raise ConfigError(
+                f"num_alternatives ({count!r}) of a turn must be an integer from 0 to "
+                f"{MOST_ALTERNATIVES}"
             )
 
     def is_over(self, episode: Episode) -> bool:

@@ -18,6 +18,7 @@ from gapo_megatron.rollout.requests import request_seed
 from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode
+from tests.alternatives import check_alternatives
 from tests.draft_setup import write_draft
 from tests.rollout_setup import (
     TOLERANCE,
@@ -201,6 +202,10 @@ def test_same_seeds_give_the_same_samples_in_any_order_and_company(fresh):
     if fresh.kind == "ngram":  # an EAGLE-3 draft's choices may depend on rounding, as by a batch
         assert tokens_of(generate(fresh.engine, prompts[::-1])) == tokens_of(groups)[::-1]
         assert tokens_of(generate(fresh.engine, prompts[2:3])) == tokens_of(groups)[2:3]
+
+
+def test_alternatives_are_the_most_likely_tokens_and_change_no_sample(fresh):
+    check_alternatives(fresh.engine, fresh.model, top_p=0.9, bound=BOUND)
 
 
 def test_a_sync_is_verified_and_leaves_a_draft_as_it_is(fresh):

@@ -50,7 +50,8 @@ def answer_of(episode: Episode) -> Any:
     number, place = int((~episode.is_sampled).sum()), int(episode.prompt.id) + episode.sample
     if number < int(episode.prompt.id) % 5:
         # Some turns have a limit of their own: also after an interruption in their middle.
-        return [GIVEN + number], TurnSettings(max_tokens=30 if place % 2 else None)
+        most = 30 if place % 2 else None
+        return [GIVEN + number], TurnSettings(max_tokens=most, num_alternatives=place % 3)
     if place % 4 == 0:
         raise ValueError(f"no answer to {place}")
     return ["", f"text {place}", None][place % 3]
@@ -60,11 +61,15 @@ def content_of(groups: Sequence[Group]) -> dict[tuple[str, int], Any]:
     return {
         (one.prompt.id, one.sample): (
             *(one.token_ids.tolist(), one.is_sampled.tolist(), one.log_probs.tolist()),
-            *(one.failure, one.final_text, one.truncated, one.turn),
+            *(one.failure, one.final_text, one.truncated, one.turn, alternatives_of(one)),
         )
         for group in groups
         for one in group
     }
+
+
+def alternatives_of(episode: Episode) -> list[tuple[int, int, float]]:
+    return [] if episode.alternatives is None else episode.alternatives.tolist()
 
 
 def stored(groups: Sequence[Group], *, step: int) -> list[Group]:
@@ -84,12 +89,15 @@ class Asked:
 
     def __init__(self, respond: Callable[[Episode], Any] = answer_of) -> None:
         self.counts: Counter[tuple[str, int, int]] = Counter()
+        self.alternatives: dict[tuple[str, int, int], list[tuple[int, int, float]]] = {}
         self._respond = respond
         self._lock = threading.Lock()
 
     def __call__(self, episode: Episode) -> Any:
+        key = episode.prompt.id, episode.sample, len(episode.token_ids)
         with self._lock:
-            self.counts[episode.prompt.id, episode.sample, len(episode.token_ids)] += 1
+            self.counts[key] += 1
+            self.alternatives[key] = alternatives_of(episode)
         return self._respond(episode)
 
 
@@ -197,6 +205,8 @@ def test_interrupted_episodes_end_as_undisturbed_ones_and_every_call_is_made_onc
     assert {*waits} == {False, True}
     assert any(one.turn.max_tokens for one in left)
     assert asked.counts == undisturbed.counts
+    assert asked.alternatives == undisturbed.alternatives
+    assert sum(map(bool, asked.alternatives.values())) > 10
 
 
 def test_calls_that_never_answer_hold_a_step_up_to_their_limit_only() -> None:

@@ -25,6 +25,7 @@ from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Prompt
 from tests.acting import calls_of
+from tests.alternatives import check_alternatives
 from tests.messages import mentions
 from tests.rollout_setup import (
     EOS,
@@ -289,6 +290,11 @@ def test_nucleus_keeps_only_likely_tokens_and_renormalises(fresh):
     renormalised = (probs / probs[nucleus].sum()).log()
     for r in group:
         assert abs(float(renormalised[int(r.token_ids[0])]) - float(r.log_probs[0])) < TOLERANCE
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_alternatives_are_the_most_likely_tokens_and_change_no_sample(fresh, top_p):
+    check_alternatives(fresh.engine, fresh.model, top_p=top_p, bound=TOLERANCE)
 
 
 def test_more_tokens_than_one_engine_step_takes(fresh):

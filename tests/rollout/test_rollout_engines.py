@@ -21,6 +21,7 @@ from gapo_megatron.rollout.table import to_episodes, to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.types import Episode, Prompt
 from tests.acting import calls_of
+from tests.alternatives import check_alternatives
 from tests.messages import mentions
 from tests.transformers_engine import TransformersEngine, on_disk
 from tests.two_turn import TwoTurn
@@ -81,6 +82,11 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
     with pytest.raises(WeightSyncError, match="norm"):
         engine.update_weights(tensors.items(), policy_version=5)
     assert engine.policy_version == -1
+
+
+def test_a_second_engine_returns_alternatives(model: LlamaForCausalLM) -> None:
+    engine = TransformersEngine(model, eos_token_id=EOS)
+    check_alternatives(engine, model, top_p=0.8, bound=1e-5)
 
 
 LAYERS, TOP_K = 3, 2

@@ -68,6 +68,9 @@ def test_log_probs_of_sampled_tokens() -> None:
     assert found.logprob_token_ids.tolist() == ids[:, None].tolist()
     expected = chosen(logits.double().log_softmax(1), ids)
     assert (found.logprobs[:, 0] - expected).abs().max() < TOLERANCE
+    more = compute_topk_scores(logits, 20, ids)
+    assert more.logprobs[:, :1].equal(found.logprobs)
+    assert more.logprob_token_ids[:, 1:].equal(logits.topk(20).indices)
 
 
 @interpreted

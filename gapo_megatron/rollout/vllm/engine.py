@@ -101,8 +101,8 @@ class RolloutEngine:
         self._is_new_generation = True
         has_routes = returns_routes(config.objective, load_weights=load_weights)
         self.routed = geometry_of(hf_config) if has_routes else None
-        self._num_routed: dict[str, int] = {}
-        """`Request.num_routed` of the requests that the engine holds, by name."""
+        self._requests: dict[str, Request] = {}
+        """Those that the engine holds, by name."""
         self.max_sequence_tokens = config.max_sequence_tokens
         self.vocab_size: int = hf_config.vocab_size
         self.verify_bound = verify_bound(config.model, config.rollout, hf_config, device)
@@ -153,7 +153,7 @@ class RolloutEngine:
         tokens = [*request.prompt_ids, *request.response_ids.tolist()]
         params = to_params(request, list(request.stop_ids) or self.eos_token_ids)
         vllm.add_tokens(self.llm, request.name, tokens, params, self._adapter)
-        self._num_routed[request.name] = request.num_routed
+        self._requests[request.name] = request
 
     @guarded
     def poll(self) -> list[Completion]:
@@ -289,11 +289,17 @@ class RolloutEngine:
         vllm.close(self.llm)
 
     def _completion(self, output: RequestOutput, *, aborted: bool) -> Completion:
-        num_routed = self._num_routed.pop(output.request_id)
-        return to_completion(output, aborted=aborted, routed=self.routed, num_routed=num_routed)
+        request = self._requests.pop(output.request_id)
+        return to_completion(
+            output,
+            aborted=aborted,
+            routed=self.routed,
+            num_routed=request.num_routed,
+            num_alternatives=request.num_alternatives,
+        )
 
     def _drop_requests(self) -> None:
         self._is_new_generation = True
-        self._num_routed.clear()
+        self._requests.clear()
         if left := vllm.request_names(self.llm):
             self.llm.abort_request(left)

@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from gapo_megatron.compat.vllm_drafts import draft_counts
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.models.geometry import Geometry
+from gapo_megatron.rollout.alternatives import MOST_ALTERNATIVES
 from gapo_megatron.rollout.engine import Completion, Request
 
 # For every request: no detokenisation, and an output only at a request's end.
@@ -28,7 +29,7 @@ def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
     return SamplingParams(
         seed=request.seed,
         max_tokens=request.max_tokens,
-        logprobs=0,
+        logprobs=_num_returned(request.num_alternatives),
         temperature=request.temperature,
         top_p=request.top_p,
         stop_token_ids=stop_token_ids,
@@ -39,12 +40,25 @@ def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
     )
 
 
+def _num_returned(num_alternatives: int) -> int:
+    """Alternatives to ask vLLM for: always as many, so that of equally likely ones the same come.
+
+    In a step vLLM looks for as many as any of its requests wants.
+    """
+    return MOST_ALTERNATIVES if num_alternatives else 0
+
+
 def _structure(grammar: str) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(structural_tag=grammar) if grammar else None
 
 
 def to_completion(
-    output: RequestOutput, *, aborted: bool, routed: Geometry | None = None, num_routed: int = 0
+    output: RequestOutput,
+    *,
+    aborted: bool,
+    routed: Geometry | None = None,
+    num_routed: int = 0,
+    num_alternatives: int = 0,
 ) -> Completion:
     """Completion from vLLM's output of a request.
 
@@ -53,6 +67,7 @@ def to_completion(
         aborted: whether the request was aborted.
         routed: the model, if the engine returns routes.
         num_routed: that of the request.
+        num_alternatives: that of the request.
 
     Raises:
         RolloutError: a request that was not `aborted` ended neither at EOS nor at the limit, or its
@@ -66,7 +81,8 @@ def to_completion(
         raise RolloutError(
             f"vLLM ended request {output.request_id} with {reason!r} after {len(tokens)} tokens"
         )
-    if flat is None or flat.token_ids != tokens:
+    width = 1 + _num_returned(num_alternatives)  # the sampled token, and the most likely ones
+    if flat is None or flat.token_ids[::width] != tokens or len(flat) != len(tokens):
         raise RolloutError(
             f"vLLM's log-probs do not match the tokens of request {output.request_id}"
         )
@@ -74,16 +90,31 @@ def to_completion(
     if routed is not None and tokens:  # before its first token an aborted request has none
         num_rows = len(output.prompt_token_ids or ()) + len(tokens) - 1 - num_routed
         routes = _checked_routes(output, routed, num_rows)
+    ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(-1, width)
+    log_probs = np.asarray(flat.logprobs, dtype=np.float32).reshape(-1, width)
+    alternatives: tuple[np.ndarray, np.ndarray] | tuple[None, None] = None, None
+    if num_alternatives:
+        alternatives = _most_likely(ids[:, 1:], log_probs[:, 1:], num_alternatives)
     num_drafted, num_accepted = draft_counts(completion)
     return Completion(
         name=output.request_id,
         token_ids=np.asarray(tokens, dtype=np.int32),
-        log_probs=np.asarray(flat.logprobs, dtype=np.float32),
+        log_probs=np.ascontiguousarray(log_probs[:, 0]),
         reason=cast(Literal["stop", "length", "abort"], reason),
+        alternative_ids=alternatives[0],
+        alternative_log_probs=alternatives[1],
         num_drafted=num_drafted,
         num_accepted=num_accepted,
         routes=routes,
     )
+
+
+def _most_likely(
+    ids: np.ndarray, log_probs: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first `count` of each row, the most likely first, equally likely ones by their ids."""
+    order = np.lexsort((ids, -log_probs))[:, :count]
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(log_probs, order, 1)
 
 
 def _checked_routes(output: RequestOutput, model: Geometry, num_rows: int) -> np.ndarray:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from gapo_megatron import rewards
-from gapo_megatron.config import EnvironmentConfig, RewardConfig
+from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import verifiers
 from gapo_megatron.rewards.final_answer import final_answer, marked_text
-from gapo_megatron.rollout.agents.conversation import Conversation
-from gapo_megatron.rollout.agents.requests import MODEL
+from gapo_megatron.rollout.agents.choices import ChoiceWriter
+from gapo_megatron.rollout.agents.requests import MODEL, read_request
+from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.environments.tools import Tools
 from gapo_megatron.types import Episode, Outcome, Prompt
@@ -219,18 +220,16 @@ def test_an_agent_sees_the_thinking_marked() -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
         "<|im_start|>assistant\n<think>\n"
     )
-    first = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    conversation = Conversation(
-        tokenizer, first=first, overrule=lambda *_: None, config=EnvironmentConfig()
-    )
+    before = ChatTemplate(tokenizer).opening([{"role": "user", "content": "?"}])
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    messages = [{"role": "user", "content": "?"}]
-    conversation.ask({"model": MODEL, "messages": messages, "tools": [tool]})
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+    request = read_request(body, overrule=lambda *_: None, has_grammars=False)
     for call in ("", '<tool_call>{"name": "f"}</tool_call>'):
         turn = encode(tokenizer, f"a</think>b{call}<|im_end|>")
-        message = conversation.say(turn, [0.0] * len(turn))["choices"][0]["message"]
+        nothing = [0.0] * len(turn), [()] * len(turn)
+        choice = ChoiceWriter(tokenizer, ()).choice(turn, *nothing, before=before, request=request)
+        message = choice["message"]
         assert message["content"] == "<think>a</think>b" and ("tool_calls" in message) == bool(call)
-        del conversation.tokens[-len(turn) :]
 
 
 def test_a_verifier_may_take_the_whole_response(tmp_path: Path, monkeypatch: Any) -> None:

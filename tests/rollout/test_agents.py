@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_tokens": 5, "max_completion_tokens": "x"}, ["max_completion_tokens", "x"]),
     ({"tool_choice": "required"}, ["tool_choice", "required"]),
     ({"logit_bias": {"5": 1}}, ["logit_bias"]),
-    ({"logprobs": True, "top_logprobs": 3}, ["top_logprobs", "3"]),
+    ({"logprobs": True, "top_logprobs": 21}, ["top_logprobs", "21", "20"]),
     ({"model": "gpt-4o"}, ["gpt-4o", "policy"]),
     ({"messages": []}, ["messages"]),
     ({"messages": [{"role": "critic", "content": "q"}]}, ["role", "critic"]),

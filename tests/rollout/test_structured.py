@@ -95,6 +95,7 @@ def test_a_turn_is_held_to_its_grammar(engine: RolloutEngine) -> None:
         2: {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "go"}}},
         3: {"response_format": {"type": "json_object"}, "max_tokens": 4},
     }
+    asked[0] |= {"logprobs": True, "top_logprobs": 2}
     for one in asked.values():
         one["temperature"] = 0.0  # overruled, and so the samples differ
 
@@ -105,7 +106,8 @@ def test_a_turn_is_held_to_its_grammar(engine: RolloutEngine) -> None:
         # The next turn is free, and may be of any length.
         tools = {"tools": TOOLS} if session.sample in (1, 2) else {}
         create(messages=[QUESTION, first.message, FURTHER], max_tokens=20, **tools)
-        return str(json.dumps([first.finish_reason, first.message.model_dump()]))
+        entries = first.logprobs.model_dump()["content"] if first.logprobs else None
+        return str(json.dumps([first.finish_reason, first.message.model_dump(), entries]))
 
     episodes = play(engine, solve)
     assert [one.failure for one in episodes] == [""] * 4
@@ -113,6 +115,12 @@ def test_a_turn_is_held_to_its_grammar(engine: RolloutEngine) -> None:
     found = json.loads(said[0][1]["content"])
     assert found.keys() == {"ok", "unit"} and found["ok"] in (True, False)
     assert found["unit"] in ("kg", "cm") and said[0][0] == "stop"
+    pairs = [one["top_logprobs"] for one in said[0][2]]
+    assert {len(one) for one in pairs} == {2} and said[3][2] is None
+    # Where the grammar allows one token alone, any other is excluded.
+    forced = [first["logprob"] == 0 for first, _ in pairs]
+    assert forced == [second["logprob"] == -9999 for _, second in pairs]
+    assert {*forced} == {True, False}
     for number, names in ((1, {"look", "go"}), (2, {"go"})):
         (call,) = said[number][1]["tool_calls"]
         assert said[number][0] == "tool_calls" and call["function"]["name"] in names

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_EXCLUDED = -9999.0
+"""Log-prob of a token that the sampling distribution excludes: OpenAI's, as JSON has no -inf."""
+
+
 class ChoiceWriter:
     """Writes the model's turns of an episode as choices; ids of their calls are unique in it."""
 
@@ -32,6 +36,7 @@ class ChoiceWriter:
         self,
         turn: Sequence[int],
         log_probs: Sequence[float],
+        alternatives: Sequence[Sequence[tuple[int, float]]],
         *,
         before: Sequence[int],
         request: Mapping[str, Any],
@@ -41,15 +46,21 @@ class ChoiceWriter:
         Args:
             turn: its tokens.
             log_probs: the engine's, of each token.
+            alternatives: at each of them, tokens and log-probs of those asked for.
             before: tokens of the conversation before it.
             request: the request that it answers (`read_request`).
         """
         message = self._message(turn, before=before, request=request)
-        content = self._log_probs(turn, log_probs) if request["logprobs"] else None
+        logprobs = None
+        if request["logprobs"]:
+            entries = self._log_probs([*zip(turn, log_probs, strict=True)])
+            for entry, pairs in zip(entries, alternatives, strict=True):
+                entry["top_logprobs"] = self._log_probs(pairs)
+            logprobs = {"content": entries, "refusal": None}
         return {
             "message": message,
             "finish_reason": self._finish_reason(turn, message, request=request),
-            "logprobs": None if content is None else {"content": content, "refusal": None},
+            "logprobs": logprobs,
         }
 
     def _message(
@@ -87,12 +98,12 @@ class ChoiceWriter:
             return "length"
         return "tool_calls" if message.get("tool_calls") else "stop"
 
-    def _log_probs(self, turn: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
-        entries = []
-        for token, log_prob in zip(turn, log_probs, strict=True):
+    def _log_probs(self, pairs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+        entries = list[dict[str, Any]]()
+        for token, log_prob in pairs:
             text = str(self._tokenizer.decode([token]))
-            entry = {"token": text, "bytes": [*text.encode()], "logprob": float(log_prob)}
-            entries.append({**entry, "top_logprobs": []})
+            value = max(float(log_prob), _EXCLUDED)
+            entries.append({"token": text, "bytes": [*text.encode()], "logprob": value})
         return entries
 
 

@@ -174,6 +174,7 @@ class Conversations:
             stop=request["stop"],
             max_tokens=request["max_tokens"],
             grammar=request["grammar"],
+            num_alternatives=request["num_alternatives"],
             num_cut=place.num_cut,
             conversation=conversation.number,
         )
@@ -181,16 +182,29 @@ class Conversations:
         return appended
 
     def say(
-        self, turn: Sequence[int], log_probs: Sequence[float], *, request: Mapping[str, Any]
+        self,
+        turn: Sequence[int],
+        log_probs: Sequence[float],
+        alternatives: Sequence[Sequence[tuple[int, float]]],
+        *,
+        request: Mapping[str, Any],
     ) -> tuple[dict[str, Any], Conversation] | None:
         """Answer the last request with a sampled turn of the model.
+
+        Args:
+            turn: its tokens.
+            log_probs: the engine's, of each token.
+            alternatives: at each of them, tokens and log-probs of those asked for.
+            request: the request.
 
         Returns:
             Its answer, a `chat.completion`, and the conversation of the first choice; None while
             choices are missing.
         """
         conversation = self._sampling
-        choice = self._writer.choice(turn, log_probs, before=conversation.tokens, request=request)
+        choice = self._writer.choice(
+            turn, log_probs, alternatives, before=conversation.tokens, request=request
+        )
         said = read_message(choice["message"], where="the model's turn")
         conversation.messages.append(said)
         conversation.tokens += turn

@@ -19,6 +19,7 @@ from gapo_megatron.rollout.agents.replay import DIFFERS, Turn, turns_of
 from gapo_megatron.rollout.agents.requests import digest_of
 from gapo_megatron.rollout.agents.responses import Responses
 from gapo_megatron.rollout.agents.session import Session
+from gapo_megatron.rollout.alternatives import alternatives_of
 from gapo_megatron.types import Episode, TurnSettings
 
 _QUIET_S = 10.0
@@ -133,8 +134,7 @@ class LiveAgent:
         for i, turn in enumerate(turns):
             if len(self.conversations.tokens) < turn.start:
                 self._take(turns[i:])
-            tokens = slice(turn.start, turn.end)
-            self._answer(episode.token_ids[tokens].tolist(), episode.log_probs[tokens].tolist())
+            self._answer(episode, turn)
         return self._next()
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class LiveAgent:
             self._end_closed()
         return tokens, self.conversations.turn
 
-    def _answer(self, turn: list[int], log_probs: list[float]) -> None:
+    def _answer(self, episode: Episode, turn: Turn) -> None:
         """Answer the open request with a turn of the model; or begin to, if it has several."""
         with self._lock:
             request, ended = self._open, self._ended
@@ -289,7 +289,17 @@ class LiveAgent:
         if ended is not None:
             how = f"raised {ended.error}" if ended.error else "returned"
             raise AgentError(f"the agent {how}, while a request of its own was open")
-        answered = self.conversations.say(turn, log_probs, request=request.read)
+        alternatives = alternatives_of(episode, range(turn.start, turn.end))
+        asked, given = request.read["num_alternatives"], {*map(len, alternatives)}
+        if given != {asked}:
+            raise AgentError(f"{DIFFERS}: it asks for {asked} top_logprobs, and had {given.pop()}")
+        tokens = slice(turn.start, turn.end)
+        answered = self.conversations.say(
+            episode.token_ids[tokens].tolist(),
+            episode.log_probs[tokens].tolist(),
+            alternatives,
+            request=request.read,
+        )
         if answered is None:
             return
         answer, conversation = answered

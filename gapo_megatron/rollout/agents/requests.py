@@ -10,12 +10,13 @@ from typing import Any
 
 from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.grammar import grammar_of
+from gapo_megatron.rollout.alternatives import MOST_ALTERNATIVES
 
 MODEL = "policy"
 """Name of the model in requests and answers."""
 
 _READ = {
-    *("messages", "model", "tools", "tool_choice", "logprobs"),
+    *("messages", "model", "tools", "tool_choice", "logprobs", "top_logprobs"),
     *("stop", "max_tokens", "max_completion_tokens", "response_format", "n"),
 }
 _SAMPLING = {
@@ -29,7 +30,6 @@ _WITHOUT_EFFECT = {
 }
 """Fields that concern other services, or the form of the answer (`stream_of`)."""
 _ONLY: dict[str, tuple[Any, str]] = {
-    "top_logprobs": (0, "a resumed run answers from the tokens that were sampled"),
     "modalities": (["text"], "the policy writes text"),
     "logit_bias": ({}, "the policy is trained as it samples"),
 }
@@ -56,7 +56,7 @@ def read_request(
 
     Returns:
         `messages`, `tools` (None without any), `tool_choice`, `logprobs`, `n`; and `stop`,
-        `max_tokens`, `grammar` as in `TurnSettings`.
+        `max_tokens`, `grammar`, `num_alternatives` as in `TurnSettings`.
 
     Raises:
         RefusedError: names the field, its value and the rule.
@@ -97,6 +97,7 @@ def read_request(
         "tools": tools,
         "tool_choice": choice,
         "logprobs": given.get("logprobs") is True,
+        "num_alternatives": _read_top_log_probs(given),
         "stop": stop,
         "grammar": grammar,
         "max_tokens": _read_max_tokens(given),
@@ -212,6 +213,22 @@ def _read_stop(stop: Any) -> tuple[str, ...]:
     if len(texts) > _MOST_STOPS:
         raise RefusedError(f"stop has {len(texts)} texts; at most {_MOST_STOPS}", "stop")
     return tuple(dict.fromkeys(texts))
+
+
+def _read_top_log_probs(given: Mapping[str, Any]) -> int:
+    value = given.get("top_logprobs", 0)
+    if type(value) is not int or not 0 <= value <= MOST_ALTERNATIVES:
+        raise RefusedError(
+            f"top_logprobs ({value!r:.100}) must be a whole number from 0 to {MOST_ALTERNATIVES}",
+            "top_logprobs",
+        )
+    if value and given.get("logprobs") is not True:
+        raise RefusedError(
+            f"top_logprobs ({value}) needs logprobs = true, or of a response that include has "
+            "'message.output_text.logprobs'",
+            "top_logprobs",
+        )
+    return value
 
 
 def _read_max_tokens(given: Mapping[str, Any]) -> int | None:

@@ -30,6 +30,7 @@ from tests.acting import acting_of
 from tests.configs import config_of
 from tests.messages import mentions
 from tests.rollout.test_agents import EOS, FURTHER, PROMPTS, QUESTION, TOKENIZER, client_of
+from tests.rollout.test_chat import ids_of
 from tests.rollout_setup import SIZES, TOLERANCE, build_engine, process_group
 
 MOST_TOKENS = 1500
@@ -284,3 +285,41 @@ def test_only_an_agent_can_ask_for_a_grammar() -> None:
     config = EnvironmentConfig(kind="tools", structured_outputs=True)
     with pytest.raises(ConfigError, match=mentions("environment.structured_outputs", "tools")):
         environments.check(config)
+
+
+def test_several_conversations_are_those_of_the_engine(engine: RolloutEngine) -> None:
+    """Two choices, one of them continued, and a rewritten history: each with its own log-probs."""
+
+    def solve(session: Session) -> None:
+        create: Any = functools.partial(
+            client_of(session).chat.completions.create, model=session.model, max_tokens=12
+        )
+        first, second = create(messages=[QUESTION], n=2).choices
+        create(messages=[QUESTION, second.message, FURTHER])
+        create(messages=[QUESTION, {"role": "assistant", "content": "no"}, FURTHER])
+        create(messages=[QUESTION, first.message, FURTHER])
+
+    episodes = play(engine, solve)
+    assert [one.failure for one in episodes] == [""] * 4
+    prompts, responses, masks, log_probs = [], [], [], []
+    for one in episodes:
+        assert one.conversations is not None
+        starts = np.flatnonzero(np.diff(one.is_sampled.astype(int)) == 1) + 1
+        assert one.conversations[starts].tolist() == [0, 1, 1, 2, 0]
+        opening = TOKENIZER.apply_chat_template(
+            [QUESTION], tokenize=False, add_generation_prompt=True
+        )
+        for number in range(3):
+            (places,) = np.nonzero(one.conversations == number)
+            places = places[number > 0 :]  # the first token of the template begins the others, too
+            tokens, is_sampled = one.token_ids[places], one.is_sampled[places]
+            prompts.append(np.asarray(one.prompt.token_ids, np.int32))
+            responses.append(tokens)
+            masks.append(is_sampled)
+            log_probs.append(one.log_probs[places][is_sampled])
+            if number < 2:
+                read = ids_of(TOKENIZER, opening)[1:]
+                assert tokens[: len(read)].tolist() == read and is_sampled[len(read)]
+    rollouts = Rollouts.of(prompts, responses, response_masks=masks)
+    for sampled, scores in zip(log_probs, engine.score(rollouts), strict=True):
+        assert np.abs(sampled - scores).max() < TOLERANCE

@@ -20,7 +20,10 @@ import openai, os, pathlib, signal
 
 
 def solve(session, log):
-    '''Asks, has the sum of the first two numbers looked up, asks again; right for even answers.'''
+    '''Asks, has the sum of the first two numbers looked up, asks again; right for even answers.
+
+    Also asks for two continuations of another conversation, and goes on from the second.
+    '''
     with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         messages = [{"role": "user", "content": session.problem["prompt"]}]
         turn = ask(client, session, messages)
@@ -37,15 +40,19 @@ def solve(session, log):
             {"role": "tool", "content": str(int(first) + int(second))},
         ]
         again = ask(client, session, messages)
+        other = [{"role": "user", "content": first + "+"}]
+        said = ask(client, session, other, n=2, choice=1)[:-1]
+        other += [{"role": "assistant", "content": said}, {"role": "tool", "content": "="}]
+        ask(client, session, other)
     is_even = sum(map(ord, turn + again)) % 2 == 0
     return str(eval(session.problem["prompt"].rstrip("="))) if is_even else "0"
 
 
-def ask(client, session, messages):
-    options = {"stop": ["9"], "max_tokens": 5}  # either ends some turns before EOS
+def ask(client, session, messages, n=1, choice=0):
+    options = {"stop": ["9"], "max_tokens": 5, "n": n}  # either ends some turns before EOS
     answer = client.chat.completions.create(model=session.model, messages=messages, **options)
-    (choice,) = answer.choices
-    assert "9" not in choice.message.content and answer.usage.completion_tokens <= 5
+    choice = answer.choices[choice]
+    assert "9" not in choice.message.content and answer.usage.completion_tokens <= 5 * n
     return choice.message.content + {"length": "L", "stop": "S"}[choice.finish_reason]
 """
 
@@ -98,7 +105,8 @@ def test_an_agent_trains(root: Path, whole: str) -> None:
     assert len(lines) == 3
     for line in lines:
         assert line["environment/error_share"] == 0
-        assert 1.5 < line["environment/turns"] <= 2 and line["environment/calls"] > 2
+        assert 4.5 < line["environment/turns"] <= 5 and line["environment/calls"] > 5
+        assert 2.5 < line["environment/conversations"] <= 3
         assert line["ratio/abs_deviation_max"] == 0 and line["clip/fraction_sequences"] == 0
         assert line["groups/unknown_verdicts"] == 0
         assert line["optim/grad_norm"] > 0
@@ -109,7 +117,7 @@ def test_an_agent_trains(root: Path, whole: str) -> None:
     samples = read_samples(root / whole)
     assert {one.verdict for one in samples} == {"correct", "wrong"}
     for one in samples:
-        assert one.prompt == "<pad>" and one.response.count("<pad>") <= 1
+        assert one.prompt == "<pad>" and one.response.count("<pad>") <= 4
 
 
 def test_a_kill_while_agents_run_gives_the_same_run(root: Path, whole: str) -> None:

@@ -1,6 +1,6 @@
 """Agents: user code that asks the model through an OpenAI-compatible address.
 
-`environment` makes of an agent an environment; `conversation` maps its requests to the model's
+`environment` makes of an agent an environment; `conversations` maps its requests to the model's
 turns; `live` runs it beside its episode; `server` is the address.
 """
 

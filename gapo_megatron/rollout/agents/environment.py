@@ -1,4 +1,4 @@
-"""Agents as an environment: a response is a conversation that the agent leads."""
+"""Agents as an environment: a response is one or more conversations that the agent leads."""
 
 from __future__ import annotations
 

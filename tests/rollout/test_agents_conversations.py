@@ -357,6 +357,14 @@ def agents_of(solve: Callable[[Session], Any]) -> Agents:
     return agents
 
 
+def replay(agents: Agents, episode: Episode) -> Any:
+    """What the agent, begun anew, answers to the episode; its session ends in any case."""
+    try:
+        return agents.respond(episode)
+    finally:
+        agents.close(episode)
+
+
 def waiting(agents: Agents) -> int:
     """Requests of the only agent that wait for their turn, read or not."""
     return sum(len(one._waiting) + one._events.qsize() for one in agents._live.values())
@@ -387,14 +395,15 @@ def in_turns(session: Session) -> str:
     return " ".join(str(ask(session, messages).content) for messages in all_messages)
 
 
-def test_a_replay_may_ask_in_another_order() -> None:
+def test_a_replay_may_ask_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the others take, if all that wait have their turn later."""
+    monkeypatch.setattr(live, "_QUIET_S", 0.0)
     episode = first_episode(in_turns)
     assert [number for number, _ in turns_of(episode)] == [0, 1, 2, 0, 1, 2]
     found: list[Agents] = []
     agents = agents_of(lambda session: in_parallel(session, (2, 1, 0), found))
     found.append(agents)
-    assert agents.respond(episode) == "and now? 4 and now? 5 and now? 6"
-    agents.close(episode)
+    assert replay(agents, episode) == "and now? 4 and now? 5 and now? 6"
 
 
 def test_a_replay_goes_on_with_the_numbers_of_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,13 +413,11 @@ def test_a_replay_goes_on_with_the_numbers_of_the_episode(monkeypatch: pytest.Mo
     found: list[Agents] = []
     agents = agents_of(lambda session: in_parallel(session, (2, 1, 0), found))
     found.append(agents)
-    episode = up_to(whole, 1)
-    tokens, turn = agents.respond(episode)  # type: ignore[misc]
+    tokens, turn = replay(agents, up_to(whole, 1))
     expected = [*tokens_of([{"role": "user", "content": "2?"}]), *ids_of(TOKENIZER, "\n")]
     expected += ids_of(TOKENIZER, "<|im_start|>assistant\n")
     assert isinstance(turn, TurnSettings)
     assert (turn.conversation, [*tokens]) == (1, expected)
-    agents.close(episode)
 
 
 def test_choices_are_given_again() -> None:
@@ -425,9 +432,7 @@ def test_choices_are_given_again() -> None:
         return " ".join(texts)
 
     episode = first_episode(solve)
-    agents = agents_of(solve)
-    assert agents.respond(episode) == "q 1 q 2"
-    agents.close(episode)
+    assert replay(agents_of(solve), episode) == "q 1 q 2"
 
 
 def asks(*conversations: list[Any], **options: Any) -> Callable[[Session], str]:
@@ -458,10 +463,8 @@ def test_an_agent_that_differs_is_told(
     """`_QUIET_S` decides only for an agent that waits for an answer, and does nothing else."""
     episode = first_episode(asks([QUESTION], [OTHER]))
     monkeypatch.setattr(live, "_QUIET_S", 0.0)
-    agents = agents_of(solve)
     if word:
         with pytest.raises(AgentError, match=f"did not repeat.*{word}"):
-            agents.respond(episode)
+            replay(agents_of(solve), episode)
     else:
-        assert agents.respond(episode) == "done"
-    agents.close(episode)
+        assert replay(agents_of(solve), episode) == "done"

@@ -155,8 +155,8 @@ class LiveAgent:
         """Tokens and settings of the next turn, or what the agent has returned."""
         end = None
         while True:
-            if self._open is not None:
-                return self._ask(self._open, self._place_of_choice(self._open))
+            if (request := self._open) is not None:
+                return self._ask(request, self._place_of_choice(request))
             for request, place in self._places():
                 return self._ask(request, place)
             if end is not None:
@@ -171,11 +171,11 @@ class LiveAgent:
                 its own waits that no turn answers.
         """
         turn = turns[0]
-        if self._open is not None:
-            place = self._place_of_choice(self._open)
+        if (request := self._open) is not None:
+            place = self._place_of_choice(request)
             if not turn.answers(place):
                 raise AgentError(turn.difference(place))
-            self._ask(self._open, place)
+            self._ask(request, place)
             return
         while True:
             others = list[Place]()

@@ -248,6 +248,39 @@ def aspo(rollout):
     return Answer(losses, ratios, flags, margins)
 
 
+def atr(rollout):
+    """l_t = -A r_t; beyond r - 1 - ln r = delta, where A pushes to, the ratio at delta instead."""
+    losses, flags, margins, advantage = [], [], [], rollout.advantage
+    deltas = {1: rollout.width, -1: rollout.method.eps_low}
+    for ratio in rollout.ratios:
+        value = float(ratio.detach())
+        excess = value - 1 - math.log(value) - deltas[1 if advantage > 0 else -1]
+        is_pushed = advantage * (value - 1) > 0
+        flags.append(is_pushed and excess > 0)
+        near, far = 1.0, (1e3 if value > 1 else 1e-3)  # the root of the excess lies between
+        for _ in range(200):
+            middle = (near + far) / 2
+            is_inside = middle - 1 - math.log(middle) < deltas[1 if advantage > 0 else -1]
+            near, far = (middle, far) if is_inside else (near, middle)
+        losses.append(-advantage * (near + 0 * ratio if flags[-1] else ratio))
+        margins.append(abs(excess))
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    return Answer(rollout.carried(losses), ratios, flags, margins)
+
+
+def abc(rollout):
+    """l_t = -A clip(r_t, 1 - a, 1 + b), a and b by the sign of A."""
+    method, advantage = rollout.method, rollout.advantage
+    low, high = 1 - method.eps_low, 1 + method.eps_high_wrong
+    if advantage > 0:
+        low, high = 1 - method.eps_low_correct, 1 + rollout.width
+    losses = [-advantage * s.clamp(low, high) for s in rollout.ratios]
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    flags = [advantage != 0 and not low <= s <= high for s in ratios]
+    margins = [min(abs(s - low), abs(s - high)) for s in ratios]
+    return Answer(rollout.carried(losses), ratios, flags, margins)
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -271,6 +304,8 @@ REFERENCES = {
     "topr": topr,
     "dcpo": dcpo,
     "aspo": aspo,
+    "atr": atr,
+    "abc": abc,
 }
 """The equation of each loss family."""
 

@@ -43,6 +43,10 @@ class Method:
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
     ratio_max: float = math.inf
     """Largest ratio or weight that counts (DPPO, ASPO, DCPO); the family's file says how."""
+    eps_low_correct: float | None = None
+    """ABC's lower width of correct responses, else None; `eps_low` is that of wrong ones."""
+    eps_high_wrong: float | None = None
+    """ABC's upper width of wrong responses, else None; `eps_high_max` is that of correct ones."""
     off_policy_mask: float | None = None
     """delta: wrong responses whose mean log-ratio is below -delta leave the loss (OPSM)."""
     bounds: Literal["fixed", "second_moment", "balanced"] = "fixed"
@@ -229,6 +233,27 @@ _PRESETS = (
         aggregation="sequence_mean",
         normalize_std=True,
         family="aspo",
+    ),
+    Method(
+        name="atr",
+        ratio="token",
+        eps_low=0.02,
+        eps_high_max=0.02,
+        is_band=False,
+        aggregation="sequence_mean",
+        normalize_std=True,
+        family="atr",
+    ),
+    Method(
+        name="abc",
+        ratio="token",
+        eps_low=0.2,
+        eps_high_max=0.2,
+        is_band=False,  # the two are bounds of different responses
+        eps_low_correct=0.2,
+        eps_high_wrong=0.2,
+        aggregation="sequence_mean",
+        family="abc",
     ),
 )
 METHODS = {method.name: method for method in _PRESETS}

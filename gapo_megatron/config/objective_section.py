@@ -23,13 +23,21 @@ METHOD_KEYS = (
     "std_floor",
     "focal_gamma",
     "ratio_max",
+    "eps_low_correct",
+    "eps_high_wrong",
     "off_policy_mask",
     "second_moment_max",
     "positive_share_min",
 )
 """Settings of `[objective]` that replace a number of the method's preset."""
 
-OWN_KEYS = ("ratio_max", "second_moment_max", "positive_share_min")
+OWN_KEYS = (
+    "ratio_max",
+    "eps_low_correct",
+    "eps_high_wrong",
+    "second_moment_max",
+    "positive_share_min",
+)
 """Those of them that some methods do not have: None or infinite in the preset."""
 
 
@@ -74,6 +82,10 @@ class ObjectiveConfig(Section):
     """Exponent of F-GRPO's factor (1 - c/k)^gamma of the advantages. 0: off."""
     ratio_max: Annotated[Positive, Field(ge=1)] | None = None
     """Bound on the ratio, for the methods that have one (`dppo_tv`, `aspo`, `dcpo`)."""
+    eps_low_correct: Annotated[Positive, Field(le=1)] | None = None
+    """Lower clip width of correct responses (`abc` only)."""
+    eps_high_wrong: Positive | None = None
+    """Upper clip width of wrong responses (`abc` only)."""
     off_policy_mask: Positive | None = None
     """Mask wrong responses whose mean log-ratio is below minus this value (OPSM); any method.
     OPSM's source compares with the engine: `old_log_probs = "rollout"`."""

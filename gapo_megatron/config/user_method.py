@@ -20,6 +20,9 @@ SETTING = "objective.method"
 _NAME = re.compile(r"[\w.+-]{1,64}")
 """Labels of reports, and part of the name of a demo's folder."""
 
+_OF_FAMILY = {"abc": ("eps_low_correct", "eps_high_wrong")}
+"""Numbers that a family needs, and others do not have."""
+
 
 def find_method(name: str) -> Method:
     """Return the preset, or load the method from the user's file or module (once per process).
@@ -93,6 +96,9 @@ def _broken_rule(method: Method) -> str | None:
     for name, value in values_of(method).items():
         if isinstance(value, float) and not math.isfinite(value):
             return f"{name} ({value}) must be a finite number"
+    for name in _OF_FAMILY.get(method.family, ()):
+        if getattr(method, name) is None:
+            return f"{name} must be set with family {method.family!r}"
     needed = {"second_moment": "second_moment_max", "balanced": "positive_share_min"}
     key = needed.get(method.bounds)
     if key and getattr(method, key) is None:

@@ -33,10 +33,12 @@ TRANSFORMER_RATE, TRANSFORMER_STEPS = 3e-4, 100
 
 PAPER = ("gapo", "gspo", "gspo_asym", "f_gspo")
 """The paper's methods with a sequence ratio, whose own widths are multiplied by 1 at first."""
+NEAREST = ("nsr", "atr", "abc", "ngrpo", "dgpo")
+"""Rules of 2026 that the first questions do not have."""
 SCALED = tuple(
     name
     for name, method in METHODS.items()
-    if name not in (*PAPER, "topr") and method.bounds == "fixed"
+    if name not in (*PAPER, *NEAREST, "topr") and method.bounds == "fixed"
 )
 """Rules whose widths are tuned for other models. Both widths are scaled by one factor, so that the
 clip removes the same share of gradient mass as `gspo_asym`'s. Left out: `topr`, which has no

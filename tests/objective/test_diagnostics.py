@@ -87,11 +87,13 @@ def without_clip(method):
     """No ratio reaches these bounds. (Adaptive widths are as wide for every c < k.)"""
     if method.family == "dcpo":  # whose lower bound is never below 1/2
         method = dataclasses.replace(method, family="clipped")
-    low = {"cispo": 1.0, "topr": 1.0, "sapo": 1e15, "dppo": 1e15, "fspo": 1e15}
+    low = {"cispo": 1.0, "topr": 1.0, "sapo": 1e15, "dppo": 1e15, "fspo": 1e15, "atr": 1e15}
     return dataclasses.replace(
         method,
         eps_low=low.get(method.family, 1 - 1e-15),
         eps_high_max=1e15,
+        eps_low_correct=1.0,
+        eps_high_wrong=1e15,
         ratio_max=math.inf,
         off_policy_mask=None,
     )
@@ -144,7 +146,7 @@ def expected_cells(sequences, method):
     name=st.sampled_from(
         (
             *("gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "sapo", "gmpo"),
-            *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo"),
+            *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo", "atr", "abc"),
         )
     ),
 )

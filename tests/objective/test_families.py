@@ -26,6 +26,13 @@ def random_tokens(seed: int, scale: float) -> tuple[Tensor, Tensor]:
     return (old + shift).clamp(max=-1e-6).requires_grad_(), old
 
 
+def abc(log_probs: Tensor, old_log_probs: Tensor, advantage: float) -> Tensor:
+    """The paper's comparison with GRPO (section 4.5): r_clipped = clip(r), then -r_clipped A."""
+    ratio = (log_probs - old_log_probs).exp()
+    low, high = (0.6, 1.2) if advantage > 0 else (0.8, 2.5)
+    return -torch.clamp(ratio, low, high) * advantage
+
+
 def aspo(log_probs: Tensor, old_log_probs: Tensor, advantage: float) -> Tensor:
     """`compute_policy_loss_archer` of Archer2.0, both widths 0.2 for every token."""
     ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
@@ -91,6 +98,7 @@ def topr(log_probs: Tensor, old_log_probs: Tensor, advantage: float) -> Tensor:
     return (-alpha * advantage * log_probs.sum())[None]
 
 
+ABC = dataclasses.replace(METHODS["abc"], eps_low_correct=0.4, eps_high_wrong=1.5)
 FSPO = dataclasses.replace(METHODS["fspo"], eps_high_max=0.05)
 TOPR_OF_TOKENS = dataclasses.replace(METHODS["topr"], ratio="token")
 
@@ -99,6 +107,7 @@ TOPR_OF_TOKENS = dataclasses.replace(METHODS["topr"], ratio="token")
 @pytest.mark.parametrize(
     ("method", "theirs", "scale", "rounding"),
     [
+        (ABC, abc, 2.0, 1e-12),
         (METHODS["aspo"], aspo_with_our_values, 2.0, 1e-12),
         (METHODS["aspo"], aspo, 0.2, 1e-12),  # where none is capped
         (METHODS["dcpo"], dcpo, 2.0, 1e-12),
@@ -177,3 +186,12 @@ def test_what_runs_away_stays_finite_and_is_pulled_back(advantage: float) -> Non
     result, gradient = evaluate("topr", advantage, [-2.0] * 60)
     assert gradient == pytest.approx([-advantage * (1 if advantage > 0 else 1 / largest)] * 60)
     assert result.clipped.tolist() == [False]
+
+
+def test_atr_has_the_published_range() -> None:
+    """delta = 0.02 is 0.813..1.214; a token on its way back keeps its gradient."""
+    for advantage, inside, outside, back in ((0.5, 1.213, 1.214, 0.5), (-0.5, 0.8132, 0.8130, 2)):
+        logs = [math.log(one) for one in (inside, outside, back)]
+        result, gradient = evaluate("atr", advantage, logs)
+        assert result.clipped.tolist() == [False, True, False]
+        assert gradient == pytest.approx([-advantage * inside, 0, -advantage * back], rel=1e-12)

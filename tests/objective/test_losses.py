@@ -43,6 +43,16 @@ VARIANTS = [
     dataclasses.replace(METHODS["dcpo"], name="dcpo, adaptive", adaptive=True, eps_high_max=0.5),
     dataclasses.replace(METHODS["aspo"], name="aspo, low cap", ratio_max=1.1),
     dataclasses.replace(METHODS["aspo"], name="aspo, adaptive", adaptive=True, eps_high_max=0.4),
+    dataclasses.replace(
+        METHODS["abc"],
+        name="abc, four widths",
+        eps_low=0.1,
+        eps_low_correct=0.4,
+        eps_high_wrong=0.7,
+    ),
+    dataclasses.replace(METHODS["abc"], name="abc, adaptive", adaptive=True, eps_high_max=0.4),
+    dataclasses.replace(METHODS["atr"], name="atr, adaptive", adaptive=True, eps_high_max=0.3),
+    dataclasses.replace(METHODS["atr"], name="atr, sequence", ratio="sequence", eps_low=1e-5),
 ]
 every_method = pytest.mark.parametrize("method", VARIANTS, ids=lambda method: method.name)
 

@@ -213,6 +213,7 @@ NUMBERS = "name='a', ratio='token', eps_low=0.2, eps_high_max=0.2"
         (f"{NUMBERS}, family='cliped'", ("family", "'cliped'", "clipped")),
         (f"{NUMBERS}, family='no/file.py:F'", ("family", "no/file.py", "no file")),
         (f"{NUMBERS}, bounds='balanced'", ("positive_share_min", "'balanced'")),
+        (f"{NUMBERS}, family='abc', eps_low_correct=0.2", ("eps_high_wrong", "'abc'")),
         (
             f"{NUMBERS}, bounds='balanced', positive_share_min=0.4, family='gmpo'",
             ("bounds", "'clipped'"),

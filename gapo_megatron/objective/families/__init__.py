@@ -13,7 +13,9 @@ import torch
 from gapo_megatron import user_code
 from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.objective.families.abc import abc_loss
 from gapo_megatron.objective.families.aspo import aspo_loss
+from gapo_megatron.objective.families.atr import atr_loss
 from gapo_megatron.objective.families.base import CLIP, Family, LossInputs, LossResult
 from gapo_megatron.objective.families.cispo import cispo_loss
 from gapo_megatron.objective.families.clipped import clipped_loss
@@ -34,6 +36,8 @@ FAMILIES: dict[str, Family] = {
     "topr": topr_loss,
     "dcpo": dcpo_loss,
     "aspo": aspo_loss,
+    "atr": atr_loss,
+    "abc": abc_loss,
 }
 """Loss families of this package by `Method.family`."""
 

@@ -281,6 +281,23 @@ def abc(rollout):
     return Answer(rollout.carried(losses), ratios, flags, margins)
 
 
+def dgpo(rollout):
+    """l_t = -A W p_t, the weight W of its probability a constant; 1 / p_old within PPO's bounds."""
+    losses, flags, margins, advantage = [], [], [], rollout.advantage
+    n, m = rollout.method.decay_low, rollout.method.decay_high
+    edge = 1 + rollout.width if advantage > 0 else 1 - rollout.method.eps_low
+    for new, old in zip(rollout.new, rollout.old, strict=True):
+        p, q = math.exp(float(new.detach())), math.exp(float(old))
+        flags.append((advantage > 0 and p > edge * q) or (advantage < 0 and p < edge * q))
+        weight = 1 / q
+        if flags[-1]:  # C p^n or C p^(-1/m), which is 1 / p_old at the edge, p = edge p_old
+            power = -1 / m if advantage > 0 else n
+            weight = p**power * (edge * q) ** -power / q
+        losses.append(-advantage * weight * torch.exp(new))
+        margins.append(abs(p / q - edge))
+    return Answer(losses, [float(s.detach()) for s in rollout.ratios], flags, margins)
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -306,6 +323,7 @@ REFERENCES = {
     "aspo": aspo,
     "atr": atr,
     "abc": abc,
+    "dgpo": dgpo,
 }
 """The equation of each loss family."""
 

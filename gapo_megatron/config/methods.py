@@ -47,6 +47,10 @@ class Method:
     """ABC's lower width of correct responses, else None; `eps_low` is that of wrong ones."""
     eps_high_wrong: float | None = None
     """ABC's upper width of wrong responses, else None; `eps_high_max` is that of correct ones."""
+    decay_low: float | None = None
+    """n of DGPO, else None: how fast the gradient of wrong responses decays below the clip."""
+    decay_high: float | None = None
+    """m of DGPO, else None: how slowly that of correct responses decays above the clip."""
     off_policy_mask: float | None = None
     """delta: wrong responses whose mean log-ratio is below -delta leave the loss (OPSM)."""
     bounds: Literal["fixed", "second_moment", "balanced"] = "fixed"
@@ -86,7 +90,7 @@ class Method:
         Then their backward pass is skipped. These families only make gradients small; of user code
         it is not known, so its gradients are looked at.
         """
-        is_smooth = self.family in ("cispo", "sapo", "topr")
+        is_smooth = self.family in ("cispo", "sapo", "topr", "dgpo")
         return not is_smooth or self.off_policy_mask is not None
 
 
@@ -254,6 +258,16 @@ _PRESETS = (
         eps_high_wrong=0.2,
         aggregation="sequence_mean",
         family="abc",
+    ),
+    Method(
+        name="dgpo",
+        ratio="token",
+        eps_low=0.2,
+        eps_high_max=0.2,
+        decay_low=1.0,
+        decay_high=2.0,
+        normalize_std=True,
+        family="dgpo",
     ),
 )
 METHODS = {method.name: method for method in _PRESETS}

@@ -20,7 +20,10 @@ SETTING = "objective.method"
 _NAME = re.compile(r"[\w.+-]{1,64}")
 """Labels of reports, and part of the name of a demo's folder."""
 
-_OF_FAMILY = {"abc": ("eps_low_correct", "eps_high_wrong")}
+_OF_FAMILY = {
+    "abc": ("eps_low_correct", "eps_high_wrong"),
+    "dgpo": ("decay_low", "decay_high"),
+}
 """Numbers that a family needs, and others do not have."""
 
 

@@ -146,7 +146,7 @@ def expected_cells(sequences, method):
     name=st.sampled_from(
         (
             *("gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "sapo", "gmpo"),
-            *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo", "atr", "abc"),
+            *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo", "atr", "abc", "dgpo"),
         )
     ),
 )

@@ -66,6 +66,16 @@ def dcpo(log_probs: Tensor, old_log_probs: Tensor, advantage: float) -> Tensor:
     return losses
 
 
+def dgpo(log_probs: Tensor, old_log_probs: Tensor, advantage: float) -> Tensor:
+    """`compute_policy_loss` of DGPO-RL, its n = 1 and m = 2, both widths 0.2."""
+    ratio, constant = (log_probs - old_log_probs).exp(), log_probs.detach()
+    if advantage < 0:
+        below = torch.exp(log_probs + constant - 2 * old_log_probs) / 0.8
+        return -advantage * torch.where(ratio < 0.8, below, ratio)
+    above = torch.exp(log_probs + (math.log(1.2) - old_log_probs - constant) / 2)
+    return -advantage * torch.where(ratio > 1.2, above, ratio)
+
+
 def dppo(log_probs: Tensor, old_log_probs: Tensor, advantage: float) -> Tensor:
     """`compute_policy_loss_dppo_tv` of verl: -A sg(min(r, C)) m log pi."""
     log_ratio = (log_probs - old_log_probs).clamp(-20, 20)
@@ -111,6 +121,7 @@ TOPR_OF_TOKENS = dataclasses.replace(METHODS["topr"], ratio="token")
         (METHODS["aspo"], aspo_with_our_values, 2.0, 1e-12),
         (METHODS["aspo"], aspo, 0.2, 1e-12),  # where none is capped
         (METHODS["dcpo"], dcpo, 2.0, 1e-12),
+        (METHODS["dgpo"], dgpo, 2.0, 1e-12),
         (METHODS["dppo_tv"], dppo, 2.0, 1e-12),
         (FSPO, fspo, 0.01, 1e-12),
         (FSPO, fspo, 0.1, 1e-12),
@@ -127,7 +138,7 @@ def test_losses_and_gradients_are_theirs(
     for seed in range(8):
         log_probs, old = random_tokens(seed, scale)
         result = loss_of(method, advantage, log_probs, old)
-        divisor = len(old) if method.aggregation == "sequence_mean" else 1
+        divisor = 1 if method.aggregation == "sequence_sum" else len(old)
         expected = theirs(log_probs, old, advantage).sum() / divisor
         ours, others = (torch.autograd.grad(one, log_probs)[0] for one in (result.loss, expected))
         torch.testing.assert_close(ours, others, rtol=rounding, atol=rounding)

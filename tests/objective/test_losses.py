@@ -51,6 +51,8 @@ VARIANTS = [
         eps_high_wrong=0.7,
     ),
     dataclasses.replace(METHODS["abc"], name="abc, adaptive", adaptive=True, eps_high_max=0.4),
+    dataclasses.replace(METHODS["dgpo"], name="dgpo, n = 2, m = 3", decay_low=2.0, decay_high=3.0),
+    dataclasses.replace(METHODS["dgpo"], name="dgpo, adaptive", adaptive=True, eps_high_max=0.4),
     dataclasses.replace(METHODS["atr"], name="atr, adaptive", adaptive=True, eps_high_max=0.3),
     dataclasses.replace(METHODS["atr"], name="atr, sequence", ratio="sequence", eps_low=1e-5),
 ]

@@ -20,6 +20,7 @@ from gapo_megatron.objective.families.base import CLIP, Family, LossInputs, Loss
 from gapo_megatron.objective.families.cispo import cispo_loss
 from gapo_megatron.objective.families.clipped import clipped_loss
 from gapo_megatron.objective.families.dcpo import dcpo_loss
+from gapo_megatron.objective.families.dgpo import dgpo_loss
 from gapo_megatron.objective.families.dppo import dppo_loss
 from gapo_megatron.objective.families.fspo import fspo_loss
 from gapo_megatron.objective.families.gmpo import gmpo_loss
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     "aspo": aspo_loss,
     "atr": atr_loss,
     "abc": abc_loss,
+    "dgpo": dgpo_loss,
 }
 """Loss families of this package by `Method.family`."""
 

@@ -401,7 +401,8 @@ class Batch(Rollouts):
     """
 
     advantages: torch.Tensor
-    """[B] float64. Zero for unknown verdicts and for groups with c = 0 or c = k."""
+    """[B] float64. Zero for unknown verdicts and for groups with c = k, or c = 0 without
+    `Method.virtual_correct`."""
     num_correct: torch.Tensor
     """[B] int64: c of the sequence's group, counted over valid rollouts."""
     group_size: torch.Tensor

@@ -39,6 +39,9 @@ class Method:
     """Divide advantages by the group's standard deviation (GRPO)."""
     std_floor: float = 0.0
     """Least standard deviation that `normalize_std` divides by."""
+    virtual_correct: int = 0
+    """Number of correct answers that nobody has sampled in each group's mean and standard deviation
+    (NGRPO). Groups with c = 0 then have a gradient, and dynamic sampling keeps them."""
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
     ratio_max: float = math.inf
@@ -258,6 +261,14 @@ _PRESETS = (
         eps_high_wrong=0.2,
         aggregation="sequence_mean",
         family="abc",
+    ),
+    Method(
+        name="ngrpo",
+        ratio="token",
+        eps_low=0.16,
+        eps_high_max=0.24,
+        normalize_std=True,
+        virtual_correct=1,
     ),
     Method(
         name="dgpo",

@@ -161,7 +161,7 @@ class ObjectiveConfig(Section):
                 + ("" if method.is_band else " with adaptive=true")
             )
         if method.advantages:
-            for key in ("normalize_std", "focal_gamma", "std_floor"):
+            for key in ("normalize_std", "focal_gamma", "std_floor", "virtual_correct"):
                 if value := getattr(method, key):
                     raise ValueError(
                         f"{key} ({value}) does nothing for method {self.method!r}, which makes its "

@@ -91,11 +91,9 @@ def _broken_rule(method: Method) -> str | None:
         return f"advantages ({method.advantages!r}) must be code, path/to/file.py:NAME"
     if not method.eps_low > 0:
         return f"eps_low ({method.eps_low}) must be greater than 0"
-    if not min(method.eps_high_max, method.focal_gamma) >= 0:
-        return (
-            f"eps_high_max ({method.eps_high_max}) and focal_gamma ({method.focal_gamma}) must not "
-            "be negative"
-        )
+    for name in ("eps_high_max", "focal_gamma", "virtual_correct"):
+        if not getattr(method, name) >= 0:
+            return f"{name} ({getattr(method, name)}) must not be negative"
     for name, value in values_of(method).items():
         if isinstance(value, float) and not math.isfinite(value):
             return f"{name} ({value}) must be a finite number"

@@ -38,12 +38,24 @@ by fewer. Whole numbers up to the largest grade, 1e6, differ by more. The larges
 """
 
 
-def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
+def with_virtual(rewards: torch.Tensor, virtual_correct: int) -> torch.Tensor:
+    """Rewards [G, k] beside `virtual_correct` ones: NGRPO's answers that nobody has sampled.
+
+    NaN in place of a 1 in groups with fewer than two known rewards, which say nothing.
+    """
+    has_group = (~rewards.isnan()).sum(dim=1, keepdim=True) > 1
+    virtual = torch.where(has_group, 1.0, torch.nan).to(rewards.dtype)
+    return torch.cat([rewards, virtual.expand(-1, virtual_correct)], dim=1)
+
+
+def rewards_differ(rewards: torch.Tensor, *, virtual_correct: int = 0) -> torch.Tensor:
     """[G] bool: whether a group's valid rewards differ by more than rounding; else all A are 0.
 
     Args:
         rewards: [G, k], any floating dtype; NaN is an unknown verdict.
+        virtual_correct: `Method.virtual_correct`; those of `with_virtual` count, too.
     """
+    rewards = with_virtual(rewards, virtual_correct)
     valid, known = ~rewards.isnan(), rewards.double()
     highest = torch.where(valid, known, -torch.inf).amax(dim=1)
     lowest = torch.where(valid, known, torch.inf).amin(dim=1)
@@ -56,11 +68,20 @@ def group_advantages(
     normalize_std: bool = False,
     focal_gamma: float = 0.0,
     std_floor: float = 0.0,
+    virtual_correct: int = 0,
 ) -> torch.Tensor:
     """Advantage of each rollout over its group: A_i = r_i - mean(r).
 
     Exactly zero where a group says nothing: unknown verdicts, groups whose valid rewards are all
     equal (c = 0 or c = k) up to rounding (`EQUAL`), groups with fewer than two valid rollouts.
+
+    NGRPO adds virtual correct answers to the mean and the standard deviation of every group. With
+    one of them, and the division, where c of k are correct:
+
+        mean = (c + 1) / (k + 1),  A_i = (r_i - mean) / std(r, 1),  -1 / sqrt(k + 1) at c = 0
+
+    So wrong rollouts of c = 0 have a gradient; only c = k has none. They have no tokens, and count
+    in no denominator, c or k.
 
     Args:
         rewards: [G, k], any floating dtype. NaN is an unknown verdict: it leaves mean, standard
@@ -70,16 +91,27 @@ def group_advantages(
         focal_gamma: multiply by (1 - mean(r))^gamma, which is (1 - c/k)^gamma for binary rewards
             (F-GRPO); after the division, when both are asked for.
         std_floor: least standard deviation that is divided by.
+        virtual_correct: number of virtual rollouts of reward 1 in each group (NGRPO).
 
     Returns:
         [G, k] float64.
 
     Raises:
-        ConfigError: k < 2; or a mean above 1 with `focal_gamma`.
+        ConfigError: k < 2; a mean above 1 with `focal_gamma`, or a reward above 1 with
+            `virtual_correct`.
 
-    Source: the paper's equation for A_i (section 2.1) and for F-GRPO (section 4.1, baselines).
+    Source: the paper's equation for A_i (section 2.1) and for F-GRPO (section 4.1, baselines);
+    NGRPO, arXiv 2509.18851 (abstract and a summary read), by its authors' code
+    (nangongrui-ngr/NGRPO, commit e7a3804, `compute_ngrpo_outcome_advantage`).
     """
     _check_rewards(rewards)
+    if virtual_correct and bool((rewards > 1).any()):
+        raise ConfigError(
+            f"objective.method with virtual_correct ({virtual_correct}) needs rewards of at most 1,"
+            f" that of a virtual answer, not {float(rewards.nan_to_num().max()):g}"
+        )
+    num_rollouts = rewards.shape[1]
+    rewards = with_virtual(rewards, virtual_correct)
     valid = ~rewards.isnan()
     known = torch.where(valid, rewards, 0).double()
     size = valid.sum(dim=1, keepdim=True)
@@ -100,7 +132,7 @@ def group_advantages(
                 f"mean is {largest:g}, and (1 - mean)^focal_gamma is no weight"
             )
         scale = scale * (1 - mean) ** focal_gamma
-    return torch.where(informative, deviation * scale, 0)
+    return torch.where(informative, deviation * scale, 0)[:, :num_rollouts]
 
 
 Advantages = Callable[[torch.Tensor], torch.Tensor]
@@ -125,6 +157,7 @@ def find_advantages(method: Method) -> Advantages:
         normalize_std=method.normalize_std,
         focal_gamma=method.focal_gamma,
         std_floor=method.std_floor,
+        virtual_correct=method.virtual_correct,
     )
 
 

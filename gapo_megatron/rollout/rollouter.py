@@ -51,7 +51,8 @@ _TAG = 1
 class Rollouter:
     """Draws prompts, runs their episodes, and sends each to a verifier as soon as it has ended.
 
-    A group whose valid rollouts all have the same reward has A = 0 throughout and teaches nothing.
+    A group whose valid rollouts all have the same reward has A = 0 throughout and teaches nothing
+    (with `Method.virtual_correct` if all are correct).
     With `batch.dynamic_sampling_rounds` (DAPO's dynamic sampling) such groups are replaced
     by those of the next prompts, in at most that many rounds; if groups are still missing, the
     first of the replaced groups fill the batch.
@@ -70,6 +71,7 @@ class Rollouter:
         environment: the episodes' environment.
         samples: takes some responses of each step as text; None (the default): none.
         counts_drafts: whether the metrics have the acceptance of draft tokens; False by default.
+        virtual_correct: `Method.virtual_correct`; 0 by default.
         num_discarded_tokens: tokens sampled in the last `collect`, if it was aborted; counted on
             the first rank of a replica.
     """
@@ -100,6 +102,7 @@ class Rollouter:
         self.environment = acting.environment
         self.samples: Samples | None = None
         self.counts_drafts = False
+        self.virtual_correct = 0
         self.num_discarded_tokens = 0
         self._engine = engine
         self._source = source
@@ -140,7 +143,7 @@ class Rollouter:
 
         # Rounds of dynamic sampling; without it a single round.
         while num_rounds <= rounds:
-            missing = wanted - int(informative(groups).sum())
+            missing = wanted - int(informative(groups, virtual_correct=self.virtual_correct).sum())
             if missing <= 0:
                 break
             num_new = max(num_begun(self._batch, missing) - opened.num_groups, 0)
@@ -184,8 +187,10 @@ class Rollouter:
             stopwatch.notes |= timings
         if self.counts_drafts:
             metrics |= draft_metrics(replicas.gather(now.draft_counts))
-        batch = groups.take_groups(choose(groups, wanted))
-        batch = replace(batch, metrics=metrics | source_metrics(groups, batch, self._source))
+        batch = groups.take_groups(choose(groups, wanted, virtual_correct=self.virtual_correct))
+        has_gradient = informative(groups, virtual_correct=self.virtual_correct)
+        of_sources = source_metrics(groups, batch, has_gradient, source=self._source)
+        batch = replace(batch, metrics=metrics | of_sources)
         if self.samples is None:
             return batch
         texts, timelines = self.samples.take(

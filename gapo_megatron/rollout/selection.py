@@ -15,18 +15,23 @@ from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.types import Outcome
 
 
-def informative(rollouts: Rollouts) -> np.ndarray:
-    """[G] bool: groups whose valid rollouts differ in reward; in the others every A is 0."""
+def informative(rollouts: Rollouts, *, virtual_correct: int = 0) -> np.ndarray:
+    """[G] bool: groups whose valid rollouts differ in reward; in the others every A is 0.
+
+    Args:
+        rollouts: whole groups; only the table is read.
+        virtual_correct: `Method.virtual_correct`.
+    """
     rewards = torch.from_numpy(rollouts.rewards)
     differ: np.ndarray = rewards_differ(
-        rewards.view(-1, max(rollouts.rollouts_per_prompt, 1))
+        rewards.view(-1, max(rollouts.rollouts_per_prompt, 1)), virtual_correct=virtual_correct
     ).numpy()
     return differ
 
 
-def choose(rollouts: Rollouts, wanted: int) -> list[int]:
+def choose(rollouts: Rollouts, wanted: int, *, virtual_correct: int = 0) -> list[int]:
     """Numbers of `wanted` groups, ascending; prefers informative groups, then earlier groups."""
-    is_informative = informative(rollouts)
+    is_informative = informative(rollouts, virtual_correct=virtual_correct)
     by_worth = sorted(range(len(is_informative)), key=lambda i: not is_informative[i])
     return sorted(by_worth[:wanted])
 
@@ -99,7 +104,9 @@ def rollout_metrics(
     return metrics
 
 
-def source_metrics(rollouts: Rollouts, batch: Rollouts, source: PromptSource) -> dict[str, float]:
+def source_metrics(
+    rollouts: Rollouts, batch: Rollouts, has_gradient: np.ndarray, *, source: PromptSource
+) -> dict[str, float]:
     """Metrics of each data source, `data/<name>/...`, of those that the step has drawn from.
 
     There are none for a single source.
@@ -107,6 +114,7 @@ def source_metrics(rollouts: Rollouts, batch: Rollouts, source: PromptSource) ->
     Args:
         rollouts: all groups of the step, those that dynamic sampling replaced included.
         batch: the groups that are learned from.
+        has_gradient: [G] bool, those of all groups that are `informative`.
         source: has the names of the sources, and the problems.
     """
     names = source.names
@@ -114,7 +122,7 @@ def source_metrics(rollouts: Rollouts, batch: Rollouts, source: PromptSource) ->
         return {}
     source_of = np.array([names.index(one.source) for one in source.problems])
     metrics: dict[str, float] = {}
-    has_gradient, of_group = informative(rollouts), source_of[rollouts.problems]
+    of_group = source_of[rollouts.problems]
     of_row, of_batch = source_of[rollouts.table["problem"]], source_of[batch.problems]
     for number, name in enumerate(names):
         if not (here := of_row == number).any():

@@ -345,6 +345,7 @@ def build_rollouter(
         reward=config.reward,
     )
     rollouter.counts_drafts = config.rollout.draft != "none"
+    rollouter.virtual_correct = config.objective.resolve().virtual_correct
     rollouter.samples = Samples(inputs.tokenizer, num_per_step=config.metrics.samples_per_step)
     return rollouter
 

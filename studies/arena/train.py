@@ -179,6 +179,7 @@ def _gradient(
         rewards.flatten(0, 1),
         normalize_std=method.normalize_std,
         focal_gamma=method.focal_gamma,
+        virtual_correct=method.virtual_correct,
     ).view_as(rewards)
     num_correct = rewards.sum(-1, keepdim=True).long().expand_as(rewards)
     lengths = responses.is_token.sum(-1)

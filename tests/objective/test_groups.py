@@ -13,7 +13,7 @@ from gapo_megatron.errors import ConfigError, RolloutError
 from gapo_megatron.objective import METHODS, group_advantages, group_counts
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.objective.groups import rewards_differ
-from gapo_megatron.rollout.selection import informative
+from gapo_megatron.rollout.selection import choose, informative
 from gapo_megatron.types import Episode, Prompt
 from tests.batches import make_batch, make_rollouts
 from tests.messages import mentions
@@ -48,6 +48,43 @@ def test_advantages_match_the_reference(rows, normalize_std, gamma):
         expected = reference_advantages(row, normalize_std=normalize_std, focal_gamma=gamma)
         # A few float64 roundings of numbers below 4.
         assert got == pytest.approx(expected, abs=1e-14)
+
+
+@given(rows=verdict_rows, number=st.integers(1, 3))
+def test_virtual_answers_match_the_reference(rows, number):
+    """NGRPO: the mean and the standard deviation of a group and of answers of reward 1."""
+    rewards = torch.tensor(rows)
+    advantages = group_advantages(rewards, normalize_std=True, virtual_correct=number)
+    signal = rewards_differ(rewards, virtual_correct=number)
+    for row, got, differs in zip(rows, advantages.tolist(), signal.tolist(), strict=True):
+        known = [reward for reward in row if not math.isnan(reward)]
+        whole = known + [1.0] * number
+        expected = [0.0] * len(row)
+        if len(known) > 1 and set(known) != {1.0}:
+            mean, scale = sum(whole) / len(whole), statistics.stdev(whole)
+            expected = [0.0 if math.isnan(reward) else (reward - mean) / scale for reward in row]
+        # A few float64 roundings of numbers below 4.
+        assert got == pytest.approx(expected, abs=1e-14)
+        assert differs == any(expected)
+
+
+def test_a_virtual_answer_teaches_from_a_group_without_a_correct_one():
+    """-1 / sqrt(k + 1) each; of a group of one, and of unknown verdicts, nothing is known."""
+    groups = [group(name, *([token] for token in range(8))) for name in "abcd"]
+    verdicts = ["wwwwwwww", "cccccccc", "wwwuuuuu", "wuuuuuuu"]
+    batch = make_batch(groups, verdicts, METHODS["ngrpo"])
+    expected = [[-1 / 3] * 8, [0.0] * 8, [-1 / 2] * 3 + [0.0] * 5, [0.0] * 8]
+    for got, row in zip(batch.advantages.view(-1, 8).tolist(), expected, strict=True):
+        assert got == pytest.approx(row, abs=1e-15)
+    assert batch.num_correct.tolist() == [0] * 8 + [8] * 8 + [0] * 16
+    assert batch.group_size.tolist() == [8] * 16 + [3] * 8 + [1] * 8
+    kept = informative(batch, virtual_correct=1).tolist()
+    assert kept == [True, False, True, False]
+    assert choose(batch, 2, virtual_correct=1) == [0, 2] and choose(batch, 2) == [0, 1]
+    found = count_by_correct(batch, group_size=8)
+    assert (found["per_c/groups/c0"], found["groups/none_correct_share"]) == (3, 3 / 4)
+    with pytest.raises(ConfigError, match=mentions("virtual_correct", "1.5")):
+        group_advantages(torch.tensor([[1.5, 0.0]]), virtual_correct=1)
 
 
 WEIGHTS = [0.3, 0.5, 0.15, 1 / 3, 0.1, 0.7, 1e-3]

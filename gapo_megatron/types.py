@@ -400,6 +400,8 @@ class LossMicrobatch(Microbatch):
     """[S] int64."""
     is_carried: torch.Tensor
     """[S] bool: earlier steps sampled the sequence's first tokens."""
+    keys: torch.Tensor
+    """[S] int64: a hash of the problem and the sample (`objective.draws`)."""
     rollout_log_probs: torch.Tensor
     """[R] float32."""
     carried_log_probs: torch.Tensor | None = None

@@ -240,6 +240,7 @@ def run_learn(
     stop_in: Path | None = None,
     measures_rounding: bool = False,
     recorded: Sequence[int] = (),
+    place: tuple[int, int] = (0, 0),
 ) -> Report:
     """Steps on this rank, from verdicts to weights. The default process group must be up.
 
@@ -253,7 +254,7 @@ def run_learn(
         batch = planned(opened.batch, config, data_parallel_size=groups.dp_size)
         sections = (config.objective, config.rollout)
         options |= {"progress": opened.progress, "measures_rounding": measures_rounding}
-        options = {"recorded": recorded} | options
+        options = {"recorded": recorded, "place": place} | options
         return learn(policy, batch, *sections, Stopwatch(), **options)
 
     with record(policy) as updates:

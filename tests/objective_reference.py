@@ -53,6 +53,7 @@ class Case:
             "num_sequences_global": len(self.counts) + 2,
             "max_response_tokens": MAX_RESPONSE_TOKENS,
             "method": method,
+            "keys": torch.arange(len(self.counts)),
         }
         return policy_loss(
             log_probs, old_log_probs, sequence_ids=sequence_ids, **(arguments | changes)
@@ -88,6 +89,7 @@ class Rollout:
     """Upper clip width: eps_high(c) of an adaptive method's correct rollout."""
     new: list[torch.Tensor]
     old: list[torch.Tensor]
+    key: int = 0
 
     @property
     def ratios(self):
@@ -298,6 +300,32 @@ def dgpo(rollout):
     return Answer(losses, [float(s.detach()) for s in rollout.ratios], flags, margins)
 
 
+def split_mix(state):
+    """SplitMix64's next output, in Python's integers."""
+    mask = 2**64 - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def nsr(rollout):
+    """PPO's loss, or -A r for a clipped ratio that noise of its token brings back."""
+    answer, width = clipped(rollout), rollout.method.rescue_noise
+    losses, flags, margins = [], [], []
+    bound = 1 + rollout.width if rollout.advantage > 0 else 1 - rollout.method.eps_low
+    for place, ratio in enumerate(rollout.ratios):
+        draw = split_mix(rollout.key + place * 0x9E3779B97F4A7C15) // 2**11 / 2**53
+        noise = 1 - width + 2 * width * draw
+        is_clipped, value = answer.clipped[place], answer.ratios[place]
+        is_back = noise * value <= bound if rollout.advantage > 0 else noise * value >= bound
+        loss = -rollout.advantage * ratio
+        losses.append(loss if not is_clipped or is_back else -rollout.advantage * bound + 0 * ratio)
+        flags.append(is_clipped and not is_back)
+        margins.append(min(answer.margins[place], abs(noise * value - bound)))
+    return Answer(rollout.carried(losses), answer.ratios, flags, margins)
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -324,6 +352,7 @@ REFERENCES = {
     "atr": atr,
     "abc": abc,
     "dgpo": dgpo,
+    "nsr": nsr,
 }
 """The equation of each loss family."""
 
@@ -334,7 +363,8 @@ def reference(case, method, log_probs, old_log_probs):
     Returns (loss, ratios, clipped, margins): the last three once per sequence or per token.
     """
     total, answers, start = torch.zeros((), dtype=torch.float64), [], 0
-    for c, advantage, count in zip(case.num_correct, case.advantages, case.counts, strict=True):
+    rows = zip(case.num_correct, case.advantages, case.counts, strict=True)
+    for key, (c, advantage, count) in enumerate(rows):
         tokens = range(start, start + count)
         start += count
         width = method.eps_high_max
@@ -351,6 +381,7 @@ def reference(case, method, log_probs, old_log_probs):
             width=width,
             new=[log_probs[t].double() for t in tokens],
             old=[old_log_probs[t].double() for t in tokens],
+            key=key,
         )
         answer = REFERENCES[method.family](rollout)
         if method.off_policy_mask is not None:

@@ -10,6 +10,7 @@ import torch
 
 from gapo_megatron.device import to_device, to_host
 from gapo_megatron.errors import DataError
+from gapo_megatron.objective.draws import keys_of
 from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.types import LossMicrobatch, Microbatch
 
@@ -159,6 +160,7 @@ def _loss_arrays(
         "num_correct": batch.num_correct.numpy()[index],
         "group_size": batch.group_size.numpy()[index],
         "is_carried": table["num_carried_tokens"] > 0,
+        "keys": keys_of(table).numpy(),
         "rollout_log_probs": _concatenated(log_probs, np.float32)[is_sampled],
     }
     if batch.has_scored:

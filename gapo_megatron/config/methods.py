@@ -50,6 +50,8 @@ class Method:
     """ABC's lower width of correct responses, else None; `eps_low` is that of wrong ones."""
     eps_high_wrong: float | None = None
     """ABC's upper width of wrong responses, else None; `eps_high_max` is that of correct ones."""
+    rescue_noise: float | None = None
+    """NSR's half-width of the noise that may bring a clipped ratio back, else None."""
     decay_low: float | None = None
     """n of DGPO, else None: how fast the gradient of wrong responses decays below the clip."""
     decay_high: float | None = None
@@ -261,6 +263,15 @@ _PRESETS = (
         eps_high_wrong=0.2,
         aggregation="sequence_mean",
         family="abc",
+    ),
+    Method(
+        name="nsr",
+        ratio="token",
+        eps_low=0.2,
+        eps_high_max=0.28,
+        rescue_noise=0.1,
+        normalize_std=True,
+        family="nsr",
     ),
     Method(
         name="ngrpo",

@@ -25,6 +25,7 @@ METHOD_KEYS = (
     "ratio_max",
     "eps_low_correct",
     "eps_high_wrong",
+    "rescue_noise",
     "off_policy_mask",
     "second_moment_max",
     "positive_share_min",
@@ -35,6 +36,7 @@ OWN_KEYS = (
     "ratio_max",
     "eps_low_correct",
     "eps_high_wrong",
+    "rescue_noise",
     "second_moment_max",
     "positive_share_min",
 )
@@ -86,6 +88,8 @@ class ObjectiveConfig(Section):
     """Lower clip width of correct responses (`abc` only)."""
     eps_high_wrong: Positive | None = None
     """Upper clip width of wrong responses (`abc` only)."""
+    rescue_noise: Annotated[Positive, Field(lt=1)] | None = None
+    """Width of the noise by which NSR keeps tokens beyond its clip (`nsr` only)."""
     off_policy_mask: Positive | None = None
     """Mask wrong responses whose mean log-ratio is below minus this value (OPSM); any method.
     OPSM's source compares with the engine: `old_log_probs = "rollout"`."""

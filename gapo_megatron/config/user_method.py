@@ -23,6 +23,7 @@ _NAME = re.compile(r"[\w.+-]{1,64}")
 _OF_FAMILY = {
     "abc": ("eps_low_correct", "eps_high_wrong"),
     "dgpo": ("decay_low", "decay_high"),
+    "nsr": ("rescue_noise",),
 }
 """Numbers that a family needs, and others do not have."""
 

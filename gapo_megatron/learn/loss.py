@@ -25,6 +25,7 @@ from gapo_megatron.objective import (
     token_importance_weights,
     weigh_gradient,
 )
+from gapo_megatron.objective.draws import with_step
 from gapo_megatron.types import LossMicrobatch, Minibatch
 
 LogProbs = Sequence[torch.Tensor | None]
@@ -55,6 +56,8 @@ class MinibatchLoss:
     measures_staleness: bool
     """Whether older weights may have sampled tokens whose log-probs the trainer has not kept:
     with `rollout.max_staleness`, or responses that generation ranks began in earlier steps."""
+    place: tuple[int, int] = (0, 0)
+    """The run's seed and the step's index, for methods that decide by chance."""
     widths: tuple[float, float] | None = None
     """Lower and upper clip width of this mini-batch (`learn.checks.bounds`); None: the method's."""
     recorded: frozenset[int] = frozenset()
@@ -87,6 +90,7 @@ class MinibatchLoss:
             max_response_tokens=self.max_response_tokens,
             method=self.method,
             widths=widths,
+            keys=self._keys(given),
             flags=scored.flags,
         )
         sums |= diagnostics.per_correct_sums(
@@ -110,6 +114,11 @@ class MinibatchLoss:
         if not self.ref_log_probs and scored.entropy is None:
             return result.loss, sums
         return self._add_penalties(result.loss, scored, sums), sums
+
+    def _keys(self, given: LossMicrobatch) -> torch.Tensor:
+        """[S] int64: a hash of each sequence's place in the run."""
+        seed, step = self.place
+        return with_step(given.keys, seed=seed, step=step)
 
     def find_old_log_probs(
         self, index: int, log_probs: torch.Tensor
@@ -150,6 +159,7 @@ class MinibatchLoss:
                 advantages=given.advantages,
                 num_correct=given.num_correct,
                 group_size=given.group_size,
+                keys=self._keys(given),
                 method=self.method,
             )
             shares = clipped.double()

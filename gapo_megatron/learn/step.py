@@ -83,6 +83,7 @@ def learn(
     progress: Progress | None = None,
     measures_rounding: bool = False,
     recorded: Collection[int] = (),
+    place: tuple[int, int] = (0, 0),
     must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of the batch's plan.
@@ -101,6 +102,7 @@ def learn(
             (`learn.checks.rounding`).
         recorded: rows of the batch to describe token by token, in `progress.records`; the same on
             every rank. After a stop those hold that were chosen before it.
+        place: the run's seed and the step's index, for methods that decide by chance.
         must_stop: called before every mini-batch, on every rank; must return the same on all.
 
     Returns:
@@ -154,6 +156,7 @@ def learn(
                 max_response_tokens=rollout.max_response_tokens,
                 measures_staleness=rollout.max_staleness > 0 or is_stale,
                 recorded=kept,
+                place=place,
             )
             has_moved = bool(old) or batch.has_scored
             if method.bounds != "fixed" and may_differ(objective, has_moved=has_moved):
@@ -173,7 +176,9 @@ def learn(
     summary = _summarize(policy, batch, progress, objective, method) | routes.summarize()
     if progress.scores is not None:
         with stopwatch("rounding"):
-            summary |= rounding.measure(policy, batch, progress.scores, objective, rollout, routes)
+            summary |= rounding.measure(
+                policy, batch, progress.scores, objective, rollout, routes, place
+            )
     return summary
 
 
@@ -219,7 +224,7 @@ def _summarize(
             sums,
             group_size=batch.rollouts_per_prompt,
             device=policy.device,
-            has_own=method.family not in FAMILIES,
+            has_own=method.family not in FAMILIES or method.rescue_noise is not None,
         ),
         batch.plan,
         objective,

@@ -76,6 +76,7 @@ def policy_loss(
     num_sequences_global: int | None = None,
     max_response_tokens: int | None = None,
     widths: tuple[torch.Tensor, torch.Tensor] | None = None,
+    keys: torch.Tensor | None = None,
     flags: Flags | None = None,
 ) -> PolicyLoss:
     """Loss of a packed micro-batch under `method`, divided by the mini-batch's global denominator.
@@ -94,6 +95,8 @@ def policy_loss(
         num_sequences_global: sequences likewise; for all aggregations but `token_mean`.
         max_response_tokens: the generation limit; for `constant`.
         widths: lower and upper clip width of each sequence, [B] float64, in place of the method's.
+        keys: [B] int64, a hash of each sequence's place in the run (`objective.draws`); for methods
+            that decide by chance.
         flags: where an input that is not finite is kept; the caller reads it. None: waits for the
             device to know.
 
@@ -102,7 +105,7 @@ def policy_loss(
 
     Raises:
         DivergenceError: an input is not finite; names the sequence.
-        ConfigError: a denominator that the aggregation needs is missing.
+        ConfigError: a denominator that the aggregation needs is missing, or keys.
 
     Source: equations (gapo_objective), (gspo_ratio); aggregation in section 4.1, training details.
     """
@@ -142,6 +145,7 @@ def policy_loss(
         lower=lower,
         upper=upper,
         method=method,
+        keys=keys,
     )
     denominators = _denominators(
         tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
@@ -177,7 +181,8 @@ def decide(
         log_probs: [T] of the policy that learns; T = response tokens of B sequences.
         old_log_probs: [T] of the policy that the clip is around.
         method: ratio, clip widths.
-        facts: `sequence_ids`, `advantages`, `num_correct` and `group_size` of `policy_loss`.
+        facts: `sequence_ids`, `advantages`, `num_correct`, `group_size` and `keys` of
+            `policy_loss`.
 
     Returns:
         Log of each ratio, float64, and whether it is clipped, bool, never where A = 0: both [B], or

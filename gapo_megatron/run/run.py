@@ -272,6 +272,7 @@ class Run:
             progress=open_step.progress,
             measures_rounding=measures,
             recorded=self.tokens.rows(batch, self.state.step),
+            place=(config.run.seed, self.state.step),
             must_stop=lambda: self._is_stopping or self._must_stop(*stages),
         )
         if learned is None:

@@ -55,6 +55,9 @@ class _Minibatch:
         responses = sample(sampler, self.prompts, uniforms)
         self.sampled = log_probs(log_policy(sampler, self.prompts), responses)
         self.at_begin = log_probs(log_policy(begin, self.prompts), responses)
+        self.keys = torch.arange(len(SEEDS) * responses.rewards[0].numel()).view_as(
+            responses.rewards
+        )
         rewards = responses.rewards.clone()
         rewards[2] = 0
         self.responses = Responses(responses.tokens, responses.states, responses.is_token, rewards)
@@ -64,7 +67,10 @@ class _Minibatch:
         method, responses = setting.method, self.responses
         rewards, is_token = responses.rewards[seed], responses.is_token[seed]
         advantages = group_advantages(
-            rewards, normalize_std=method.normalize_std, focal_gamma=method.focal_gamma
+            rewards,
+            normalize_std=method.normalize_std,
+            focal_gamma=method.focal_gamma,
+            virtual_correct=method.virtual_correct,
         )
         policy = log_policy(self.weights, self.prompts)
         new = log_probs(policy, responses)[seed]
@@ -108,6 +114,7 @@ class _Minibatch:
             num_sequences_global=rewards.numel(),
             max_response_tokens=MAX_TOKENS,
             method=method,
+            keys=self.keys[seed].flatten(),
             widths=widths,
         )
         (gradient,) = torch.autograd.grad(result.loss, self.weights)
@@ -122,7 +129,7 @@ def minibatch() -> _Minibatch:
 def _all_seeds(minibatch: _Minibatch, setting: Setting) -> tuple[Tensor, Tensor]:
     old = (minibatch.at_begin, minibatch.sampled)
     return trainer._gradient(
-        minibatch.weights, minibatch.prompts, minibatch.responses, old, setting
+        minibatch.weights, minibatch.prompts, minibatch.responses, minibatch.keys, old, setting
     )
 
 

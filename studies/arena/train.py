@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from gapo_megatron.objective import (
     weigh_gradient,
 )
 from gapo_megatron.objective.diagnostics import SUMS, per_correct_sums
+from gapo_megatron.objective.draws import keys_of, with_step
 from studies.arena import task as walks
 from studies.arena.task import Prompts, Responses, Task
 
@@ -113,6 +115,7 @@ def train(
         quarter = QUARTERS * step // setting.num_steps
         prompts, uniforms = _draw(task, seeds, step, k)
         responses = walks.sample(past[0], prompts, uniforms)
+        keys = _keys(seeds, step, k)
         with torch.no_grad():
             begin = walks.log_policy(past[-1], prompts)
             at_begin = sampled = walks.log_probs(begin, responses)
@@ -121,7 +124,8 @@ def train(
         for start in range(0, STEP_PROMPTS, share):
             part = slice(start, start + share)
             old = (at_begin[:, part], sampled[:, part])
-            gradient, sums = _gradient(weights, prompts.of(part), responses.of(part), old, setting)
+            batch = (prompts.of(part), responses.of(part), keys[:, part])
+            gradient, sums = _gradient(weights, *batch, old, setting)
             norm = gradient.flatten(1).norm(dim=1).clamp(min=CLIP_GRAD)
             weights.grad = gradient * (CLIP_GRAD / norm).view(-1, *[1] * (gradient.dim() - 1))
             optimizer.step()
@@ -165,10 +169,19 @@ def _draw(task: Task, seeds: range, step: int, k: int) -> tuple[Prompts, Tensor]
     return task.training.pick(keys.topk(STEP_PROMPTS).indices), uniforms
 
 
+def _keys(seeds: range, step: int, k: int) -> Tensor:
+    """Keys of a step's responses, [S, prompts, k] int64, for rules that decide by chance."""
+    table = np.zeros((STEP_PROMPTS, k), dtype=[("problem", np.int32), ("sample", np.int32)])
+    table["problem"], table["sample"] = np.indices(table.shape)
+    keys = keys_of(table)
+    return torch.stack([with_step(keys, seed=seed, step=step) for seed in seeds])
+
+
 def _gradient(
     weights: Tensor,
     prompts: Prompts,
     responses: Responses,
+    keys: Tensor,
     old: tuple[Tensor, Tensor],
     setting: Setting,
 ) -> tuple[Tensor, Tensor]:
@@ -205,6 +218,7 @@ def _gradient(
         num_sequences_global=1,
         max_response_tokens=responses.tokens.shape[-1],
         method=method,
+        keys=keys[computed],
         widths=_widths_over_length(c, length, setting) if setting.over_length else None,
     )
     (of_rows,) = torch.autograd.grad(result.loss, leaf)

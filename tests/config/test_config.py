@@ -117,6 +117,7 @@ def test_the_width_by_c_and_the_off_policy_mask_go_with_every_other_method(
         ("ratio_max", 7.0, {"dppo_tv", "dcpo", "aspo"}),
         ("eps_low_correct", 0.4, {"abc"}),
         ("eps_high_wrong", 1.5, {"abc"}),
+        ("rescue_noise", 0.3, {"nsr"}),
         ("second_moment_max", 0.5, {"m2po"}),
         ("positive_share_min", 0.3, {"bapo"}),
     ],

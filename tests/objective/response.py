@@ -16,6 +16,7 @@ def loss_of(
     *,
     num_correct: int = 4,
     num_tokens: int | None = None,
+    keys: Tensor | None = None,
 ) -> PolicyLoss:
     """`policy_loss` of log-probs [T]; the mini-batch is this response, or has `num_tokens`."""
     size = len(log_probs)
@@ -29,4 +30,5 @@ def loss_of(
         num_tokens_global=num_tokens or size,
         num_sequences_global=1,
         method=method,
+        keys=keys,
     )

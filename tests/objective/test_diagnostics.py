@@ -45,13 +45,13 @@ def random_sequences(size, seed, scale):
 
 def sums_of(sequences, method, members=None):
     log_probs, old, ids, advantages, num_correct, counts = sequences
-    is_carried = carried(len(counts))
+    is_carried, keys = carried(len(counts)), torch.arange(len(counts))
     if members is not None:
         rows = torch.tensor([t for t, i in enumerate(ids.tolist()) if i in members]).long()
         ids = torch.tensor([members.index(i) for i in ids[rows].tolist()]).long()
         log_probs, old = log_probs[rows], old[rows]
         advantages, num_correct = advantages[members], num_correct[members]
-        counts, is_carried = counts[members], is_carried[members]
+        counts, is_carried, keys = counts[members], is_carried[members], keys[members]
     loss = policy_loss(
         log_probs,
         old,
@@ -63,6 +63,7 @@ def sums_of(sequences, method, members=None):
         num_sequences_global=20,
         max_response_tokens=10,
         method=method,
+        keys=keys,
     )
     sums = per_correct_sums(
         loss,
@@ -147,6 +148,7 @@ def expected_cells(sequences, method):
         (
             *("gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "sapo", "gmpo"),
             *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo", "atr", "abc", "dgpo"),
+            "nsr",
         )
     ),
 )

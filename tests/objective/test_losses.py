@@ -53,6 +53,8 @@ VARIANTS = [
     dataclasses.replace(METHODS["abc"], name="abc, adaptive", adaptive=True, eps_high_max=0.4),
     dataclasses.replace(METHODS["dgpo"], name="dgpo, n = 2, m = 3", decay_low=2.0, decay_high=3.0),
     dataclasses.replace(METHODS["dgpo"], name="dgpo, adaptive", adaptive=True, eps_high_max=0.4),
+    dataclasses.replace(METHODS["nsr"], name="nsr, adaptive", adaptive=True, rescue_noise=0.5),
+    dataclasses.replace(METHODS["nsr"], name="nsr, sequence", ratio="sequence", eps_low=0.01),
     dataclasses.replace(METHODS["atr"], name="atr, adaptive", adaptive=True, eps_high_max=0.3),
     dataclasses.replace(METHODS["atr"], name="atr, sequence", ratio="sequence", eps_low=1e-5),
 ]
@@ -167,6 +169,7 @@ def test_sequences_may_be_split_and_dropped_in_any_way(method, case, data):
             torch.tensor([members.index(i) for i in ids[rows].tolist()]).long(),
             advantages=case.advantages[members],
             num_correct=torch.tensor([case.num_correct[i] for i in members]).long(),
+            keys=torch.arange(len(case.counts))[members],
         )
         total += float(result.loss.detach())
         gradient[rows] = torch.autograd.grad(result.loss, some)[0]

@@ -274,6 +274,18 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     assert "oversampling" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("method", "num_rounds"), [("gapo", 3), ("ngrpo", 1)])
+def test_a_virtual_answer_gives_a_signal_to_groups_without_a_correct_one(
+    clock: Callable[[Setup], None], method: str, num_rounds: int
+) -> None:
+    config = config_of(4, dynamic_sampling_rounds=2)
+    objective = config.objective.model_copy(update={"method": method})
+    source = PromptSource([Prompt(str(3 * i), (i,), "") for i in range(12)], seed=0)
+    setup = Setup(config.model_copy(update={"objective": objective}), source)
+    clock(setup)
+    assert setup.collect(0).metrics["rollout/sampling_rounds"] == num_rounds
+
+
 MIXED = (DataSource(name="a", path="x", weight=3.0), DataSource(name="b", path="x", first_step=1))
 
 

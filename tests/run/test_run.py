@@ -71,6 +71,7 @@ class Script:
         events: what the run did, in order.
         stop: event after which a stop is asked for; empty for none.
         stages: names of the stages that were entered.
+        places: seed and step that each call of `learn` was given.
         is_written: whether files that are written while training continues are written.
     """
 
@@ -79,6 +80,7 @@ class Script:
         self.saved: list[State] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.stages: list[str] = []
+        self.places: list[tuple[int, int]] = []
         self.stop = stop
         self.is_written = True
 
@@ -233,8 +235,13 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             return None if should_abort(0.0) else {"eval/pass@1": 0.5}
 
         def learn(
-            *_: object, progress: Progress, must_stop: Callable[[], bool], **__: object
+            *_: object,
+            progress: Progress,
+            place: tuple[int, int],
+            must_stop: Callable[[], bool],
+            **__: object,
         ) -> dict[str, float] | None:
+            script.places.append(place)
             for i in range(progress.num_updates, 2):
                 if must_stop():
                     return None
@@ -620,6 +627,15 @@ def test_time_is_asked_for_until_the_next_question_and_a_save(timed: Any) -> Non
     timed.stopwatch.recent |= {"old_log_probs": [1e4], "update": [1e5], "evaluate": [1.0]}
     timed.learn(timed.make_batch(timed.collect(step)))
     assert expected[-1].longest_s == 1e4 + 1e5 + 1e6
+
+
+def test_a_steps_chance_is_of_the_seed_and_its_number(make_run: Any) -> None:
+    script = Script()
+    run = make_run(script, make_config(Path("/x"), run={"seed": 7}))
+    for step in run.steps():
+        run.learn(run.make_batch(run.collect(step)))
+        break
+    assert script.places == [(7, 0)]
 
 
 EVERY_STEP_BEHIND = CheckpointConfig(every_steps=1, background=True)

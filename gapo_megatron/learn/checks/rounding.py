@@ -23,6 +23,7 @@ from gapo_megatron.learn.checks.routes import StepRoutes
 from gapo_megatron.learn.loss import may_differ
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
+from gapo_megatron.objective.draws import keys_of, with_step
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.exact import exact_arithmetic
 from gapo_megatron.rollouts import Batch
@@ -114,6 +115,7 @@ def measure(
     objective: ObjectiveConfig,
     rollout: RolloutConfig,
     routes: StepRoutes | None = None,
+    place: tuple[int, int] = (0, 0),
 ) -> dict[str, float]:
     """Compare a step's ratios with the ratios without rounding; warn if they differ.
 
@@ -124,6 +126,7 @@ def measure(
         objective: section `objective`.
         rollout: section `rollout`.
         routes: as passed to `Scores.of`; those of these sequences are freed.
+        place: the run's seed and the step's index, as in `learn.step.learn`.
 
     Returns:
         `numerics/*` and `experts/ratio_by_routes` (docs/metrics.md), the same bits on every rank;
@@ -144,14 +147,14 @@ def measure(
         before = replace(before, in_run=engine)
     local = torch.zeros(len(_SUMS), dtype=torch.float64)
     if after.in_run and policy.groups.is_first_copy:
-        local = _local_sums(batch, before, after, method)
+        local = _local_sums(batch, before, after, method, place)
     named = dict(zip(_SUMS, _sum_over_ranks(local.to(policy.device)).tolist(), strict=True))
     if not named["count"]:
         return {}
     metrics = _summarize(named, method)
     if routes is not None:
         if has_routes:
-            moved = _moved_by_routes(policy, batch, after, method, routes)
+            moved = _moved_by_routes(policy, batch, after, method, routes, place)
             metrics["experts/ratio_by_routes"] = moved
         routes.forget(_ROUTES)
     if method.bounds == "fixed" and named["decided"]:  # others compute bounds for each mini-batch
@@ -167,9 +170,11 @@ def measure(
     return metrics
 
 
-def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method) -> Tensor:
+def _local_sums(
+    batch: Batch, before: Scores, after: Scores, method: Method, place: tuple[int, int]
+) -> Tensor:
     """`_SUMS` over this rank's ratios: x are the exact log-ratios, y those seen."""
-    indices, facts = [*after.in_run], _facts(batch, after.in_run)
+    indices, facts = [*after.in_run], _facts(batch, after.in_run, place)
 
     def joined(scores: dict[int, Tensor]) -> Tensor:
         return torch.cat([scores[i] for i in indices])
@@ -186,20 +191,27 @@ def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method) -> 
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def _facts(batch: Batch, scores: dict[int, Tensor]) -> dict[str, Tensor]:
+def _facts(batch: Batch, scores: dict[int, Tensor], place: tuple[int, int]) -> dict[str, Tensor]:
     """What `decide` needs of scored sequences, in their order."""
     index = torch.tensor([*scores])
     counts = torch.tensor([len(values) for values in scores.values()])
+    seed, step = place
     return {
         "sequence_ids": torch.arange(len(index)).repeat_interleave(counts),
         "advantages": batch.advantages[index],
         "num_correct": batch.num_correct[index],
         "group_size": batch.group_size[index],
+        "keys": with_step(keys_of(batch.table[[*scores]]), seed=seed, step=step),
     }
 
 
 def _moved_by_routes(
-    policy: Policy, batch: Batch, after: Scores, method: Method, routes: StepRoutes
+    policy: Policy,
+    batch: Batch,
+    after: Scores,
+    method: Method,
+    routes: StepRoutes,
+    place: tuple[int, int],
 ) -> float:
     """Root mean square of the log-ratio of free routes to replayed ones, at the same weights."""
     assert batch.plan is not None
@@ -208,7 +220,7 @@ def _moved_by_routes(
     local = torch.zeros(2, dtype=torch.float64)
     if other and policy.groups.is_first_copy:
         joined = [torch.cat([one[i] for i in other]) for one in (after.in_run, other)]
-        moved, _ = decide(*joined, **_facts(batch, other), method=method)
+        moved, _ = decide(*joined, **_facts(batch, other, place), method=method)
         local = torch.tensor([len(moved), _total(moved**2)], dtype=torch.float64)
     count, total = _sum_over_ranks(local.to(policy.device)).tolist()
     return math.sqrt(total / count)

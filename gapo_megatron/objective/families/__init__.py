@@ -24,6 +24,7 @@ from gapo_megatron.objective.families.dgpo import dgpo_loss
 from gapo_megatron.objective.families.dppo import dppo_loss
 from gapo_megatron.objective.families.fspo import fspo_loss
 from gapo_megatron.objective.families.gmpo import gmpo_loss
+from gapo_megatron.objective.families.nsr import nsr_loss
 from gapo_megatron.objective.families.sapo import sapo_loss
 from gapo_megatron.objective.families.topr import topr_loss
 
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "atr": atr_loss,
     "abc": abc_loss,
     "dgpo": dgpo_loss,
+    "nsr": nsr_loss,
 }
 """Loss families of this package by `Method.family`."""
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from gapo_megatron.config.methods import Method
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.logprob import Sequences
 from gapo_megatron.objective.clipping import bounded_exp
+from gapo_megatron.objective.draws import uniforms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +35,8 @@ class LossInputs:
     upper: torch.Tensor
     """[B] float64: upper clip width of each sequence."""
     method: Method
+    keys: torch.Tensor | None = None
+    """[B] int64: a hash of each sequence's place in the run, for `draws`."""
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -65,6 +69,16 @@ class LossInputs:
         return bounded_exp(
             self.sequences.log_ratio(self.log_probs, self.old_log_probs, mean=is_mean)
         )
+
+    def draws(self) -> torch.Tensor:
+        """Random numbers in [0, 1) float64, shaped like `ratio` (`objective.draws`).
+
+        Raises:
+            ConfigError: the caller of `policy_loss` gave no keys.
+        """
+        if self.keys is None:
+            raise ConfigError(f"method {self.method.name!r} decides by chance: it needs keys")
+        return uniforms(self.keys, self.sequences if self.per_token else None)
 
     def per_ratio(self, values: torch.Tensor) -> torch.Tensor:
         """Expand values of sequences [B] to the shape of `ratio`."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gapo_megatron.objective import METHODS, Method
 from studies.arena.train import Setting
@@ -34,7 +35,7 @@ TRANSFORMER_RATE, TRANSFORMER_STEPS = 3e-4, 100
 PAPER = ("gapo", "gspo", "gspo_asym", "f_gspo")
 """The paper's methods with a sequence ratio, whose own widths are multiplied by 1 at first."""
 NEAREST = ("nsr", "atr", "abc", "ngrpo", "dgpo")
-"""Rules of 2026 that the first questions do not have."""
+"""Rules of 2026, which only question 13 has (`nearest`)."""
 SCALED = tuple(
     name
     for name, method in METHODS.items()
@@ -53,16 +54,23 @@ WITHOUT_WIDTH = {"topr": METHODS["topr"], "unclipped": UNCLIPPED}
 
 
 def scaled(method: Method, factor: float) -> Method:
-    """Multiply both widths and the mask's threshold by `factor`.
+    """Multiply all widths, the width of the noise and the mask's threshold by `factor`.
 
-    eps_low stays below 1, and eps_low = 1 stays unbounded.
+    eps_low stays below 1, and eps_low = 1 stays unbounded. ATR's widths are of r - 1 - ln r, which
+    grows as the square of the ratio's distance from 1: they are multiplied by factor^2.
     """
-    mask, unbounded = method.off_policy_mask, method.eps_low == 1
+    unbounded = method.eps_low == 1
+    times = factor**2 if method.family == "atr" else factor
+    others: dict[str, Any] = {
+        name: value * factor
+        for name in ("off_policy_mask", "eps_low_correct", "eps_high_wrong", "rescue_noise")
+        if (value := getattr(method, name)) is not None
+    }
     return replace(
         method,
-        eps_low=1.0 if unbounded else min(method.eps_low * factor, 1 - 1e-9),
-        eps_high_max=method.eps_high_max * factor,
-        off_policy_mask=None if mask is None else mask * factor,
+        eps_low=1.0 if unbounded else min(method.eps_low * times, 1 - 1e-9),
+        eps_high_max=method.eps_high_max * times,
+        **others,
     )
 
 

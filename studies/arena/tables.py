@@ -45,8 +45,10 @@ def outcomes(arms: Arms, found: Results) -> str:
     head = ["arm", "widths", "pass@1, %", "pass@64, %"]
     lines = []
     for name in (GAPO, *(other for _, other in pairs)):
-        level = [_late(found[name], k) if name in found else MISSING for k in PASS_AT]
-        cells = [NOTHING] * len(OUTCOMES) if name == GAPO else _differences(compared, (GAPO, name))
+        level = [late_mean(found[name], k) if name in found else MISSING for k in PASS_AT]
+        cells = (
+            [NOTHING] * len(OUTCOMES) if name == GAPO else differences_of(compared, (GAPO, name))
+        )
         lines.append([name, _widths(arms[name]), *level, *cells])
     return markdown([*head, *(f"GAPO minus arm: {name}" for name in OUTCOMES)], lines)
 
@@ -192,7 +194,11 @@ def weights(arms: Arms, found: Results) -> str:
     pairs = [(name, f"{_rule(name)}, none") for name in arms if not name.endswith(", none")]
     compared = compare(found, pairs)
     lines = [
-        [_rule(pair[0]), f"{pair[0].rpartition(', ')[2]} minus none", *_differences(compared, pair)]
+        [
+            _rule(pair[0]),
+            f"{pair[0].rpartition(', ')[2]} minus none",
+            *differences_of(compared, pair),
+        ]
         for pair in pairs
     ]
     return markdown(["rule", "difference", *OUTCOMES], lines)
@@ -215,15 +221,16 @@ def _pairwise(pairs: Sequence[Pair], found: Results) -> str:
     lines = []
     for pair in pairs:
         (first, _, rest), (second, _, _) = (name.partition(", ") for name in pair)
-        lines.append([rest, f"{first} minus {second}", *_differences(compared, pair)])
+        lines.append([rest, f"{first} minus {second}", *differences_of(compared, pair)])
     return markdown(["at", "difference", *OUTCOMES], lines)
 
 
-def _late(trained: Sequence[Trained], k: int) -> str:
+def late_mean(trained: Sequence[Trained], k: int) -> str:
+    """Mean of the seeds' late pass@k, in %."""
     return f"{late(trained)[PASS_AT.index(k)].mean():.2f}"
 
 
-def _differences(compared: Mapping[Pair, Mapping[str, Interval]], pair: Pair) -> list[str]:
+def differences_of(compared: Mapping[Pair, Mapping[str, Interval]], pair: Pair) -> list[str]:
     """A pair's cells, one per outcome."""
     if pair not in compared:
         return [MISSING] * len(OUTCOMES)

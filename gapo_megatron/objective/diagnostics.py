@@ -32,6 +32,9 @@ SUMS = (
 )
 """Rows of `per_correct_sums`."""
 
+DOSE = ("sequences", "decisions", "gradient_mass", "gradient_mass_changed")
+"""Entries of its `dose`."""
+
 _WRONG, _CORRECT = 0, 1
 _SIDES = {"correct": _CORRECT, "wrong": _WRONG}
 
@@ -39,7 +42,7 @@ _SIDES = {"correct": _CORRECT, "wrong": _WRONG}
 def sum_shapes(group_size: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the results of `per_correct_sums`."""
     cells = (2, group_size + 1)
-    return {"per_c": (len(SUMS), *cells), "per_c_max": cells, "by_age": (2, 2)}
+    return {"per_c": (len(SUMS), *cells), "per_c_max": cells, "by_age": (2, 2), "dose": (len(DOSE),)}
 
 
 def per_correct_sums(
@@ -68,8 +71,10 @@ def per_correct_sums(
         (s - 1) and as its clipped fraction. `per_c_max`, [2, group_size + 1] float64, to be
         combined by maximum: the largest |s - 1| of a single ratio; 0 if there is none. `by_age`,
         [2, 2] float64, to be summed: number of sequences and of clipped ones, first for sequences
-        that are not carried, then for carried ones. Local to this micro-batch; no collectives, no
-        synchronisation with the device.
+        that are not carried, then for carried ones. `dose`, [len(DOSE)] float64, to be summed over
+        correct sequences; with token ratios the mean over a sequence's tokens counts as its
+        decision; zeros for a method without widths by c. Local to this micro-batch; no collectives,
+        no synchronisation with the device.
     """
     assert isinstance(group_size, int), "group_size must be the configured rollouts per prompt"
     sequences = Sequences.of(sequence_ids, len(advantages))
@@ -90,7 +95,26 @@ def per_correct_sums(
         "per_c": sums.T.reshape(shapes["per_c"]),
         "per_c_max": largest.view(shapes["per_c_max"]),
         "by_age": sequences.group(age, 3).sum(counted)[:-1],
+        "dose": _dose(loss, sequences, advantages, values),
     }
+
+
+def _dose(
+    loss: PolicyLoss,
+    sequences: Sequences,
+    advantages: torch.Tensor,
+    values: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Sums of `DOSE` over correct sequences, [len(DOSE)] float64; `values` of `_per_sequence`."""
+    if loss.dose is None:
+        return values["tokens"].new_zeros(len(DOSE))
+    is_correct = (advantages > 0).double()
+    decisions, mass = loss.dose.decisions.double(), loss.dose.gradient_mass
+    if loss.per_token:
+        decisions, mass = sequences.sum(torch.stack([decisions, mass], dim=1)).unbind(dim=1)
+        decisions = decisions / values["tokens"].clamp(min=1)
+    columns = [torch.ones_like(is_correct), decisions, values["gradient_mass"], mass]
+    return is_correct @ torch.stack(columns, dim=1)
 
 
 def _per_sequence(
@@ -126,8 +150,9 @@ def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
     Returns:
         `clip/*` and `ratio/*` over all computed sequences, `per_c/{correct,wrong}/*/c{c}` by side
-        and c, and `clip/fraction_sequences_{carried,new}` if some are carried. Means over nothing
-        are missing.
+        and c, `clip/fraction_sequences_{carried,new}` if some are carried, and
+        `clip/dose_{decisions,gradient}` of methods with widths by c. Means over nothing are
+        missing.
     """
     # Over all sequences, over those with A > 0, and by age.
     cells, largest = sums["per_c"].cpu(), sums["per_c_max"].cpu()
@@ -139,6 +164,10 @@ def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         metrics["clip/fraction_sequences_carried"] = carried_clipped / num_carried
         if num_new:
             metrics["clip/fraction_sequences_new"] = new_clipped / num_new
+    num_dosed, decisions, mass, changed = sums["dose"].tolist()
+    if num_dosed:
+        metrics["clip/dose_decisions"] = decisions / num_dosed
+        metrics["clip/dose_gradient"] = changed / mass
     # By side and c, and the correlation over c.
     sequences, advantage = (cells[SUMS.index(name)] for name in ("sequences", "advantage"))
     for side, row in _SIDES.items():

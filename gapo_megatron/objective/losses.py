@@ -61,6 +61,21 @@ class PolicyLoss:
     """[B] float64: upper clip width, likewise."""
     metrics: dict[str, torch.Tensor]
     """What a user's family returns beside the clip, of any shape; detached."""
+    dose: Dose | None
+    """What widths by c change; None: the method has none, or `widths` replace them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dose:
+    """How the clip differs from a fixed one, eps_high_max for every c, on the same ratios.
+
+    Both are shaped like `ratio` and detached, and 0 where A <= 0.
+    """
+
+    decisions: torch.Tensor
+    """Bool: only one of the two clips is active."""
+    gradient_mass: torch.Tensor
+    """Float64: gradient mass that one of them removes and the other does not."""
 
 
 def policy_loss(
@@ -159,6 +174,7 @@ def policy_loss(
     else:
         share = tokens.counts / denominators
     mass, kept = clip["gradient_mass"], clip["gradient_mass_kept"]
+    has_dose = method.adaptive and widths is None
     return PolicyLoss(
         loss=(sums / denominators).sum(),
         ratio=clip["ratio"],
@@ -169,6 +185,7 @@ def policy_loss(
         lower=lower,
         upper=upper,
         metrics={name: value.detach() for name, value in given.items() if name not in CLIP},
+        dose=_dose(family, tokens, clip, share) if has_dose else None,
     )
 
 
@@ -225,6 +242,23 @@ def _clip(
         clip["clipped"] = clip["clipped"] | ~kept
         clip["gradient_mass_kept"] = torch.where(kept, clip["gradient_mass_kept"], 0)
     return sums, clip
+
+
+@torch.no_grad()
+def _dose(
+    family: Family, tokens: LossInputs, clip: Mapping[str, torch.Tensor], share: torch.Tensor
+) -> Dose:
+    """Compare `clip` with that of the same family at eps_high_max, on the same log-probs."""
+    upper = torch.full_like(tokens.upper, tokens.method.eps_high_max)
+    tokens = dataclasses.replace(tokens, log_probs=tokens.log_probs.detach(), upper=upper)
+    sums, given = family(tokens)
+    _, fixed = _clip(family, tokens, sums, given)
+    is_correct = tokens.per_ratio(tokens.advantages) > 0
+    changed = (clip["gradient_mass_kept"] - fixed["gradient_mass_kept"]).abs() * share
+    return Dose(
+        decisions=is_correct & (clip["clipped"] != fixed["clipped"]),
+        gradient_mass=torch.where(is_correct, changed, 0),
+    )
 
 
 def _clip_of_gradient(family: Family, tokens: LossInputs) -> dict[str, torch.Tensor]:

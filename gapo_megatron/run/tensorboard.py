@@ -22,6 +22,7 @@ LAYOUT = {
         "clipped by c, correct responses": ["per_c/correct/clip_fraction_sequences/c[0-9]+"],
         "clipped by c, wrong responses": ["per_c/wrong/clip_fraction_sequences/c[0-9]+"],
         "ratio - 1 by c, correct responses": ["per_c/correct/ratio_deviation/c[0-9]+"],
+        "differs from the fixed clip, correct responses": ["clip/dose_(decisions|gradient)"],
         "correlation of ratio and advantage": ["ratio/advantage_correlation_window"],
     },
     "health": {

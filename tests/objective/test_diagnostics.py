@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gapo_megatron.objective import METHODS, diagnostics, policy_loss
 from gapo_megatron.objective.diagnostics import (
+    DOSE,
     SUMS,
     CorrelationWindow,
     count_by_correct,
@@ -113,6 +114,11 @@ def expected_cells(sequences, method):
     starts = np.cumsum([0, *lengths])
     table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
     by_age = np.zeros((2, 2))
+    dose = np.zeros(len(DOSE))
+    if method.adaptive:
+        fixed = dataclasses.replace(method, adaptive=False)
+        kept, fixed_kept = (gradient_masses(sequences, one) for one in (method, fixed))
+        _, _, fixed_flag, _ = reference(case, fixed, log_probs, old)
     for i in range(len(advantages)):
         advantage, c = float(advantages[i]), int(num_correct[i])
         if advantage == 0:
@@ -136,7 +142,11 @@ def expected_cells(sequences, method):
             table[(row, *cell)] += values[name]
         largest[cell] = max(largest[cell], *(abs(s - 1) for s in ratios))
         by_age[int(carried(len(counts))[i])] += [1, share]
-    return {"per_c": table, "per_c_max": largest, "by_age": by_age}
+        if method.adaptive and advantage > 0:
+            differs = [one != other for one, other in zip(clipped, fixed_flag[own], strict=True)]
+            of_gradient = [float((kept - fixed_kept)[ids == i].abs().sum())]
+            dose += [1, sum(differs) / len(differs), values["gradient_mass"], *of_gradient]
+    return {"per_c": table, "per_c_max": largest, "by_age": by_age, "dose": dose}
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,7 +156,7 @@ def expected_cells(sequences, method):
     scale=st.sampled_from([0.0, 5e-3, 0.3, 1.5]),
     name=st.sampled_from(
         (
-            *("gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "sapo", "gmpo"),
+            *("gapo", "gapo_token", "gapo_proportional", "cispo", "dr_grpo", "grpo", "sapo", "gmpo"),
             *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo", "atr", "abc", "dgpo"),
             "nsr",
         )
@@ -181,7 +191,8 @@ def cell_sums(cells, group_size=K):
         values = (sequences, tokens, advantage, clipped, 10 * clipped, deviation, abs(deviation))
         table[:, side, c] = torch.tensor([*values, 8 * sequences, clipped])
     largest = table[SUMS.index("abs_deviation")]
-    return {"per_c": table, "per_c_max": largest, "by_age": torch.zeros(2, 2)}
+    rest = {"by_age": torch.zeros(2, 2), "dose": torch.zeros(len(DOSE))}
+    return {"per_c": table, "per_c_max": largest, **rest}
 
 
 def test_metrics_are_means_per_c_and_side():
@@ -221,6 +232,31 @@ def test_clip_fractions_by_age_only_where_there_are_carried_sequences():
     assert fractions([[8.0, 2.0], [4.0, 3.0]]) == {"new": 0.25, "carried": 0.75}
     assert fractions([[0.0, 0.0], [4.0, 3.0]]) == {"carried": 0.75}
     assert fractions([[8.0, 2.0], [0.0, 0.0]]) == {}
+
+
+def test_the_dose_is_of_correct_responses_and_zero_where_the_widths_agree():
+    """c = 1 has the fixed clip's width; at c = 7 a ratio between the two widths tells them apart.
+
+    Widths 3e-3 and 5e-3: at c = 7 the upper one is 3.286e-3.
+    """
+    log_probs = torch.tensor([4e-3, 4e-3, 4e-3, 6e-3, -4e-3], dtype=torch.float64)
+    num_correct = torch.tensor([1, 7, 7, 7, 7])
+    advantages = 1 - num_correct.double() / K
+    advantages[-1] = -7 / K
+    ids, counts = torch.arange(5), torch.ones(5, dtype=torch.int64)
+    sequences = (log_probs, torch.zeros(5).double(), ids, advantages, num_correct, counts)
+    metrics = summarize(sums_of(sequences, METHODS["gapo"])[1])
+    assert metrics["clip/dose_decisions"] == 2 / 4
+    low, high = math.exp(4e-3), math.exp(6e-3)
+    expected = 2 * low / 8 / (7 * low / 8 + 2 * low / 8 + high / 8)
+    assert metrics["clip/dose_gradient"] == pytest.approx(expected, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_asym", "dapo", "cispo"])
+def test_a_method_without_a_width_by_c_has_no_dose(name):
+    metrics = summarize(sums_of(random_sequences(20, 0, 5e-3), METHODS[name])[1])
+    assert "clip/gradient_mass_lost" in metrics
+    assert not any("dose" in key for key in metrics)
 
 
 def correlation(deviations):

@@ -21,6 +21,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_STEPS = 40
 NUM_PROBLEMS = 5
 SIGNAL, ROUNDING = 4e-3, 1e-7
+DOSE = 1e-3
 
 
 def pass_at(method: str, seed: int, step: int) -> tuple[float, float]:
@@ -157,6 +158,12 @@ def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
         "reward/unknown_share": 0.02,
         "ratio/advantage_correlation_window": 0.9 - 0.1 * seed,
     }
+    if method.startswith("gapo"):
+        row |= {
+            "clip/positive_gradient_mass_lost": 0.25,
+            "clip/dose_decisions": DOSE * (1 + step),
+            "clip/dose_gradient": DOSE / 2,
+        }
     if step % 20 == 0:
         row |= {"numerics/ratio_signal": SIGNAL * (1 + seed)}
         row |= {"numerics/ratio_rounding": ROUNDING * (1 + seed)}

@@ -42,7 +42,12 @@ _SIDES = {"correct": _CORRECT, "wrong": _WRONG}
 def sum_shapes(group_size: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the results of `per_correct_sums`."""
     cells = (2, group_size + 1)
-    return {"per_c": (len(SUMS), *cells), "per_c_max": cells, "by_age": (2, 2), "dose": (len(DOSE),)}
+    return {
+        "per_c": (len(SUMS), *cells),
+        "per_c_max": cells,
+        "by_age": (2, 2),
+        "dose": (len(DOSE),),
+    }
 
 
 def per_correct_sums(

@@ -156,9 +156,9 @@ def expected_cells(sequences, method):
     scale=st.sampled_from([0.0, 5e-3, 0.3, 1.5]),
     name=st.sampled_from(
         (
-            *("gapo", "gapo_token", "gapo_proportional", "cispo", "dr_grpo", "grpo", "sapo", "gmpo"),
-            *("luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo", "atr", "abc", "dgpo"),
-            "nsr",
+            *("gapo", "gapo_token", "gapo_proportional", "cispo", "dr_grpo", "grpo"),
+            *("sapo", "gmpo", "luspo", "opsm", "dppo_tv", "fspo", "topr", "dcpo", "aspo"),
+            *("atr", "abc", "dgpo", "nsr"),
         )
     ),
 )

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from gapo_megatron.objective.diagnostics import WINDOW
 from gapo_tools.reporting.arms import Arm, Comparison
+from gapo_tools.reporting.correlation import window_bounds
 from gapo_tools.reporting.runs import Run, Values
 from gapo_tools.reporting.series import (
     NoData,
@@ -83,7 +84,8 @@ def over_training(comparison: Comparison) -> Exhibit:
         figure=figure,
         notes=[
             f"Means over seeds ({seeds}). Bands, drawn for up to {MOST_BANDS} methods and always "
-            "in the CSV: 95 % Student-t intervals, cut off where values are impossible.",
+            "in the CSV: 95 % Student-t intervals, cut off where values are impossible; of r of a "
+            "single seed, a bootstrap over the window's steps.",
             f"Correct in training: means over rollouts{_point(window)}. Pearson's r: over the last "
             f"{WINDOW} steps, before step {WINDOW - 1} over all so far.",
         ],
@@ -120,7 +122,8 @@ def _draw_quantities(
     """Draw a panel per quantity that a run has, a line per arm; no figure without any."""
     rows: list[Row] = []
     for quantity, values in quantities.items():
-        rows += curve_rows(comparison.arms, values, quantity=quantity)
+        found = curve_rows(comparison.arms, values, quantity=quantity)
+        rows += _bootstrapped(comparison, found) if quantity == PEARSON else found
     drawn = distinct(rows, "quantity")
     if not drawn:
         return rows, None
@@ -148,6 +151,21 @@ def _draw_quantities(
     outer_names(axes, share_y=False)
     legend_below(figure, *axes)
     return rows, figure
+
+
+def _bootstrapped(comparison: Comparison, rows: Sequence[Row]) -> list[Row]:
+    """Rows of the windowed correlation, with bounds for arms of a single seed, too."""
+    found = []
+    for arm in comparison.arms:
+        own = select(rows, arm=arm.label)
+        if len(arm.runs) == 1:
+            bounds = window_bounds(arm.runs[0], [row["step"] for row in own])
+            ends = [bounds.get(row["step"], (None, None)) for row in own]
+            own = [
+                row | {"low": one[0], "high": one[1]} for row, one in zip(own, ends, strict=True)
+            ]
+        found += own
+    return found
 
 
 def _smoothed(run: Run, *, key: str = "reward/mean", window: int) -> Values:

@@ -18,6 +18,7 @@ from gapo_megatron.types import Sample
 from gapo_tools.evaluation.table import Table
 from gapo_tools.reporting.arms import Comparison
 from gapo_tools.reporting.clip import clip_by_c
+from gapo_tools.reporting.correlation import correlation
 from gapo_tools.reporting.figures import (
     clip_fraction_per_c,
     deviation_per_c,
@@ -45,6 +46,7 @@ MOST_NAMES = 5
 MAKERS: dict[str, Callable[[Comparison], Exhibit]] = {
     "Before and after": before_and_after,
     SUMMARY: summary,
+    "Correlation and dose": correlation,
     "Accuracy and correlation over training": over_training,
     "Clip widths and what they clipped, per c": clip_by_c,
     "Length, gradient, mismatch and unknown verdicts": health,

@@ -64,9 +64,9 @@ class Page(HTMLParser):
 def test_the_page_holds_everything(report):
     text = report.page.read_text()
     page = Page(text)
-    tables = ("before_and_after", "summary", "rounding")
+    tables = ("before_and_after", "summary", "correlation", "rounding")
     heads = re.findall("<h2>(.*?)</h2>", text)
-    assert heads[:2] == ["Before and after", "Summary"]
+    assert heads[:3] == ["Before and after", "Summary", "Correlation and dose"]
     assert heads[-2:] == ["Signal against rounding", "Runs"]
     assert page.tags.count("img") == len(MAKERS) - len(tables)
     assert all(one.startswith(("data:image/png;", "data:,")) for one in page.loads)

@@ -1,4 +1,4 @@
-"""Verdicts on the paper's claims in the miniature study: in table.md.
+"""Verdicts on the paper's claims in the miniature study, and its correlations: in table.md.
 
     python -m studies.miniature.claims runs/studies/report/data
 
@@ -22,6 +22,7 @@ from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.objective.diagnostics import advantage_correlation
 from gapo_tools.evaluation.statistics import has_spread, mean_interval, stars, welch_p_value
 from gapo_tools.reporting.arms import Arm, Comparison
+from gapo_tools.reporting.correlation import correlation
 from gapo_tools.reporting.figures import DEVIATION
 from gapo_tools.reporting.runs import Run, Values
 from gapo_tools.reporting.series import MAX_WINDOW, per_c, window_of
@@ -322,6 +323,13 @@ def table(runs: Sequence[StudyRun]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page(runs: Sequence[StudyRun]) -> str:
+    """The table of claims, then the correlation of every arm by half of training."""
+    shown = correlation(Comparison.of(runs)).table
+    assert shown is not None
+    return f"{table(runs)}\n{shown.to_markdown().rstrip()}\n"
+
+
 if __name__ == "__main__":
     from gapo_megatron.errors import DataError
 
@@ -330,6 +338,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("archive", type=Path)
     try:
-        print(table(read_archive(parser.parse_args().archive)), end="")
+        print(page(read_archive(parser.parse_args().archive)), end="")
     except DataError as error:
         raise SystemExit(f"error: {error}") from None

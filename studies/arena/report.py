@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from studies.arena import tables
-from studies.arena.arms import CHUNKS, RATE, read_scales
+from studies.arena import tables, widths
+from studies.arena.arms import CHUNKS, RATE, RATES, read_scales
 from studies.arena.jobs import SELECTION, Job, Store
 from studies.arena.sweep import Cell, setting
 from studies.arena.tables import Arms, conditions
@@ -23,13 +23,14 @@ Table = Callable[[Arms, Results], str]
 TABLES: dict[str, tuple[str, Table]] = {
     "Probes": ("probes", tables.probes),
     "Probes: what they do by c": ("probes", tables.by_c),
+    "Probes: gradient that the clip removes": ("probes", tables.removed),
     "Aggregation and advantages": ("aggregation", tables.outcomes),
     "Importance weights": ("weights", tables.weights),
     "Proportional widths": ("proportional", tables.proportional),
     "Transformer": ("transformer", tables.outcomes),
     "Transformer: what they do by c": ("transformer", tables.by_c),
     "Transformer, four times wider": ("transformer, x 4", tables.outcomes),
-    "Transformer, dapo at 16 times": ("transformer, dapo wider", tables.outcomes),
+    "Transformer, dapo at 16 times": ("transformer, dapo wider", tables.added_outcomes),
     "Transformer, stale": ("transformer, stale", tables.outcomes),
     "Transformer, stale, four times wider": ("transformer, stale, x 4", tables.outcomes),
 }
@@ -54,6 +55,12 @@ def _sections(
 ) -> Iterator[str]:
     yield HEAD
     yield f"## The sweep\n\n{tables.sweeps(swept)}"
+    yield f"## Width or rule\n\n{widths.width_or_rule(swept)}"
+    yield f"## How sure the best widths are\n\n{widths.best_widths(swept, read_scales())}"
+    found_by = {words: _found("best", arms, store) for words, arms in at_best.items()}
+    pairs = {words: (arms, found_by[words]) for words, arms in at_best.items()}
+    yield f"## GAPO and the fixed clip: best widths\n\n{widths.fixed_clip(pairs, swept)}"
+    yield f"## GAPO and the fixed clip: equal factors\n\n{widths.equal_factors(swept)}"
     first = {
         cell.rule: setting(cell, 1.0, read_scales())
         for cell in swept
@@ -66,6 +73,10 @@ def _sections(
     }
     if chosen:
         yield f"## By c: first widths\n\n{_seeds(chosen)}{tables.by_c(first, chosen)}"
+    for rate in RATES[:2]:
+        arms = _probes_at(asked["probes"], rate)
+        found_by[f"probes, rate {rate:g}"] = _found("probes", arms, store)
+    yield f"## Correlations by quarter\n\n{tables.correlations_by_quarter(found_by)}"
     for title, question, arms, table in _tables(at_best, asked):
         found = _found(question, arms, store)
         notice = _missing(arms, found)
@@ -100,13 +111,15 @@ def _tables(
         yield f"Correlations by c: {usual}", "best", at_best[usual], tables.correlations_by_c
     for title, (question, table) in TABLES.items():
         yield title, question, asked[question], table
-    for rate in ("rate 0.05", "rate 0.1"):
-        arms = {
-            name.partition(",")[0]: arm
-            for name, arm in asked["probes"].items()
-            if name.endswith(rate)
-        }
-        yield f"Single steps: probes, {rate}", "probes", arms, tables.single_steps
+    for rate in RATES[:2]:
+        arms = _probes_at(asked["probes"], rate)
+        yield f"Single steps: probes, rate {rate:g}", "probes", arms, tables.single_steps
+
+
+def _probes_at(arms: Arms, rate: float) -> Arms:
+    """Probes at one learning rate by the rest of their names."""
+    end = f", rate {rate:g}"
+    return {name.removesuffix(end): arm for name, arm in arms.items() if name.endswith(end)}
 
 
 def _found(question: str, arms: Arms, store: Store) -> Results:

@@ -24,8 +24,17 @@ _CORRECT = 1
 
 def paper_correlation(trained: Sequence[Trained], quarters: slice = ALL) -> float:
     """Correlation over c of the means of s - 1 and of A, as in the paper; NaN if undefined."""
+    return _over_c(trained, quarters, "deviation")
+
+
+def drift_correlation(trained: Sequence[Trained], quarters: slice = ALL) -> float:
+    """The same of |s - 1|."""
+    return _over_c(trained, quarters, "abs_deviation")
+
+
+def _over_c(trained: Sequence[Trained], quarters: slice, deviation: str) -> float:
     sums = torch.stack([one.per_c[quarters].sum(dim=0) for one in trained]).sum(dim=0)
-    names = ("sequences", "deviation", "advantage")
+    names = ("sequences", deviation, "advantage")
     columns = [sums[SUMS.index(name), _CORRECT].numpy() for name in names]
     found = advantage_correlation(*columns)
     return math.nan if found is None else found

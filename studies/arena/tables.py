@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from gapo_megatron.objective.diagnostics import SUMS
 from gapo_tools.evaluation.statistics import Interval, mean_interval
 from studies.arena import steps
 from studies.arena.sweep import Cell, best_factor
@@ -38,10 +39,16 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def outcomes(arms: Arms, found: Results) -> str:
-    """Widths, late pass@1 and pass@64 of every arm, and GAPO minus the arm."""
+def outcomes(arms: Arms, found: Results, *, more_rows: int = 0) -> str:
+    """Widths, late pass@1 and pass@64 of every arm, and GAPO minus the arm.
+
+    Args:
+        arms: arms by name.
+        found: their results.
+        more_rows: rows of another table that the intervals hold together with.
+    """
     pairs = pairs_to_gapo(arms)
-    compared = compare(found, pairs)
+    compared = compare(found, pairs, more_rows=more_rows)
     head = ["arm", "widths", "pass@1, %", "pass@64, %"]
     lines = []
     for name in (GAPO, *(other for _, other in pairs)):
@@ -51,6 +58,11 @@ def outcomes(arms: Arms, found: Results) -> str:
         )
         lines.append([name, _widths(arms[name]), *level, *cells])
     return markdown([*head, *(f"GAPO minus arm: {name}" for name in OUTCOMES)], lines)
+
+
+def added_outcomes(arms: Arms, found: Results) -> str:
+    """`outcomes` of an arm added to the table of the transformer four times wider."""
+    return outcomes(arms, found, more_rows=6)
 
 
 def pairs_to_gapo(arms: Arms) -> list[Pair]:
@@ -175,6 +187,51 @@ def correlations_by_c(arms: Arms, found: Results) -> str:
             ]
             lines.append([word, name, *map(_number, values)])
     return markdown(["quarter", "arm", *(f"c = {c}" for c in range(1, k))], lines)
+
+
+def correlations_by_quarter(found_by: Mapping[str, Results]) -> str:
+    """Correlations of all arms in each quarter of training and over all, by conditions."""
+    measures = {
+        "r over c": steps.paper_correlation,
+        "r of \\|s - 1\\| over c": steps.drift_correlation,
+        "r over responses": steps.response_correlation,
+    }
+    spans = {f"q{quarter + 1}": slice(quarter, quarter + 1) for quarter in range(QUARTERS)}
+    head = ["conditions", "arm"]
+    head += [f"{name}: {span}" for name in measures for span in (*spans, "all")]
+    lines = []
+    for words, found in found_by.items():
+        for name, trained in found.items():
+            cells = [
+                _number(measure(trained, span))
+                for measure in measures.values()
+                for span in (*spans.values(), steps.ALL)
+            ]
+            lines.append([words, name, *cells])
+    return markdown(head, lines)
+
+
+def removed(arms: Arms, found: Results) -> str:
+    """Gradient that the clip removes, over all of training: of all, of correct responses, by c."""
+    counts = range(1, next(iter(arms.values())).group_size)
+    head = [
+        "arm",
+        "of all gradient, %",
+        "of all: correct responses', %",
+        "of correct responses', %",
+    ]
+    lines = []
+    for name, trained in found.items():
+        sums = sum(one.per_c.sum(dim=0) for one in trained)
+        lost, mass = (sums[SUMS.index(f"gradient_mass{end}")] for end in ("_lost", ""))
+        shares = [
+            lost.sum() / mass.sum(),
+            lost[1].sum() / mass.sum(),
+            lost[1].sum() / mass[1].sum(),
+        ]
+        shares += [lost[1, c] / mass[1, c] for c in counts]
+        lines.append([name, *(f"{100 * float(share):.1f}" for share in shares)])
+    return markdown([*head, *(f"c = {c}" for c in counts)], lines)
 
 
 def probes(arms: Arms, found: Results) -> str:

@@ -67,6 +67,9 @@ def test_differences_are_paired_and_hold_together_for_all_rows():
     interval = compared["gapo", "dapo"]["pass@1"]
     assert interval.mean == pytest.approx(2)
     assert interval.high - interval.mean == pytest.approx(half)
+    wider = verdicts.compare(found, pairs, more_rows=4)["gapo", "dapo"]["pass@1"]
+    half = math.sqrt(2 / 3) / 2 * stats.t.ppf(1 - 0.05 / 7 / 2, 3)
+    assert wider.high - wider.mean == pytest.approx(half)
     assert compared["dapo", "gapo"]["pass@1"].mean == pytest.approx(-2)
     assert compared["gapo", "dapo"]["pass@64"].mean == pytest.approx(0)
 

@@ -23,7 +23,7 @@ from gapo_megatron.objective import (
     upper_clip,
     weigh_gradient,
 )
-from gapo_megatron.objective.diagnostics import SUMS, per_correct_sums
+from gapo_megatron.objective.diagnostics import DOSE, SUMS, per_correct_sums
 from gapo_megatron.objective.draws import keys_of, with_step
 from studies.arena import task as walks
 from studies.arena.task import Prompts, Responses, Task
@@ -92,6 +92,8 @@ class Trained:
     responses, summed over all seeds by correctness (0 wrong, 1 correct) and c."""
     progress: Tensor
     """[len(PROGRESS), S] float64: what measured steps did on their own prompts, summed."""
+    dose: Tensor | None = None
+    """[QUARTERS, len(DOSE)] float64: `diagnostics` sums likewise; not in the archive."""
 
 
 def train(
@@ -111,6 +113,7 @@ def train(
     per_c = torch.zeros(QUARTERS, len(SUMS), 2, k + 1, dtype=torch.float64)
     moved = torch.zeros(QUARTERS, len(MOVED), 2, k + 1, dtype=torch.float64)
     progress = torch.zeros(len(PROGRESS), len(seeds), dtype=torch.float64)
+    dose = torch.zeros(QUARTERS, len(DOSE), dtype=torch.float64)
     for step in range(setting.num_steps):
         quarter = QUARTERS * step // setting.num_steps
         prompts, uniforms = _draw(task, seeds, step, k)
@@ -129,7 +132,8 @@ def train(
             norm = gradient.flatten(1).norm(dim=1).clamp(min=CLIP_GRAD)
             weights.grad = gradient * (CLIP_GRAD / norm).view(-1, *[1] * (gradient.dim() - 1))
             optimizer.step()
-            per_c[quarter] += sums
+            per_c[quarter] += sums["per_c"]
+            dose[quarter] += sums["dose"]
         past.append(weights.detach().clone())
         if (step + 1) % MEASURE_EVERY == 0:
             after = walks.log_policy(past[-1], prompts)
@@ -137,7 +141,7 @@ def train(
             progress += _progress(begin, after, prompts)
         if step + 1 in evaluated:
             curve.append(_evaluate(past[-1], task, first))
-    return Trained(torch.stack(curve), per_c, moved, progress)
+    return Trained(torch.stack(curve), per_c, moved, progress, dose)
 
 
 def _moved(log_ratio: Tensor, responses: Responses) -> Tensor:
@@ -184,8 +188,8 @@ def _gradient(
     keys: Tensor,
     old: tuple[Tensor, Tensor],
     setting: Setting,
-) -> tuple[Tensor, Tensor]:
-    """Gradient of each seed's mini-batch, shaped like the weights; sums per c over all seeds."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradient of each seed's mini-batch, shaped like the weights; `diagnostics` over all seeds."""
     method, k = setting.method, setting.group_size
     rewards = responses.rewards
     advantages = group_advantages(
@@ -235,7 +239,7 @@ def _gradient(
         group_size=k,
         is_carried=torch.zeros_like(c, dtype=torch.bool),
     )
-    return gradient, sums["per_c"]
+    return gradient, sums
 
 
 def _weigh(

@@ -90,9 +90,14 @@ def confidence(num_intervals: int) -> float:
     return 1 - (1 - TOGETHER) / num_intervals
 
 
-def compare(found: Results, pairs: Sequence[Pair]) -> dict[Pair, dict[str, Interval]]:
-    """Intervals in points by outcome; untrained pairs are left out, but count for Bonferroni."""
-    level = confidence(max(len(pairs), 1))
+def compare(
+    found: Results, pairs: Sequence[Pair], *, more_rows: int = 0
+) -> dict[Pair, dict[str, Interval]]:
+    """Intervals in points by outcome; untrained pairs are left out, but count for Bonferroni.
+
+    So do `more_rows` of another table.
+    """
+    level = confidence(max(len(pairs) + more_rows, 1))
     return {
         (first, second): {
             outcome: mean_interval(values.tolist(), confidence=level)

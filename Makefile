@@ -20,7 +20,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-language study arena test test-studies test-system test-soak test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
+.PHONY: help demo demo-language study arena study-tables test test-studies test-system test-soak test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,10 @@ study: ## Run the miniature study (studies/miniature) on this CPU, two runs at a
 test-studies: ## Run the tests of studies/, which no run needs
 	@tools/setup_env.sh dev
 	$(PYTEST) -n $(JOBS) studies $(ARGS)
+
+study-tables: ## Make every table of studies/ again from its archive (a minute; trains nothing)
+	@tools/setup_env.sh dev
+	$(PY) -m studies.tables
 
 arena: ## Compare all clip rules side by side (studies/arena) on this CPU (what the archive lacks; all: two hours on two cores)
 	@tools/setup_env.sh dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from gapo_megatron.objective.diagnostics import SUMS
@@ -222,7 +223,7 @@ def removed(arms: Arms, found: Results) -> str:
     ]
     lines = []
     for name, trained in found.items():
-        sums = sum(one.per_c.sum(dim=0) for one in trained)
+        sums = torch.stack([one.per_c.sum(dim=0) for one in trained]).sum(dim=0)
         lost, mass = (sums[SUMS.index(f"gradient_mass{end}")] for end in ("_lost", ""))
         shares = [
             lost.sum() / mass.sum(),

@@ -131,7 +131,7 @@ def fixed_clip(at_best: Mapping[str, tuple[Arms, Results]], swept: Swept) -> str
         for place, values in enumerate(differences):
             level = confidence(len(pairs_to_gapo(arms)))
             interval = mean_interval(values.tolist(), confidence=level)
-            own = np.hypot(*(choice[place] for choice in choices))
+            own = np.hypot(choices[0][place], choices[1][place])
             cells += [_shown(interval), _shown(_wider(interval, values, float(own)))]
         factors = " and ".join(f"x {best_factor(one):g}" for one in pair)
         lines.append([words, factors, *cells])

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +171,8 @@ def trainer_state(run_dir: Path, *, step: int) -> dict[str, Any]:
 def num_problems_drawn(run_dir: Path, *, step: int) -> int:
     """Since the run began, by its checkpoint after `step`."""
     source = trainer_state(run_dir, step=step)["source"]
-    rows = (run_dir.parent / "task/train.jsonl").read_text().splitlines()
-    if "curriculum" not in source:
-        return len(rows) * (1 + int(source["epoch"])) - len(source["remaining"])
-    sizes = Counter(json.loads(row)["level"] for row in rows)
-    return sum(
-        sizes[level] * (1 + int(one["epoch"])) - len(one["remaining"])
-        for level, one in source["sources"].items()
-    )
+    num_problems = len((run_dir.parent / "task/train.jsonl").read_text().splitlines())
+    return num_problems * (1 + int(source["epoch"])) - len(source["remaining"])
 
 
 def assert_same_run(run_dir: Path, other: Path, *more: str) -> None:

@@ -367,9 +367,8 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
 PARTIAL = (
     *("run.num_steps=4", "evaluation.every_steps=0"),
     *("batch.oversampling=1.5", "batch.partial_rollouts=true"),
-    "data.curriculum=0.9",
 )
-"""Settings of four steps with partial rollouts, and a curriculum."""
+"""Settings of four steps with partial rollouts."""
 
 
 @pytest.fixture(scope="module")
@@ -382,8 +381,6 @@ def partial_run(root: Path) -> Path:
 def test_what_is_broken_off_is_finished_by_the_next_steps(partial_run: Path) -> None:
     lines = steps_of(partial_run)
     assert len(lines) == 4
-    shares = [[v for k, v in one.items() if k.endswith("/share")] for one in lines]
-    assert all(sum(one) == pytest.approx(1) for one in shares) and shares[3] != shares[0]
     for line in lines:
         assert sum(line[f"per_c/groups/c{c}"] for c in range(5)) == 8
         # Trainer and engine agree where each token is compared at the weights that sampled it:
@@ -420,12 +417,12 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(("max_staleness", "more"), [(0, ()), (1, ("data.curriculum=0.9",))])
 def test_weights_arrive_within_responses_on_ranks_that_only_generate(
-    root: Path, max_staleness: int
+    root: Path, max_staleness: int, more: tuple[str, ...]
 ) -> None:
     """Each token is compared with the step's own weights; a killed run is resumed bitwise."""
-    sides = ("rollout.generation_ranks=1", f"rollout.max_staleness={max_staleness}")
+    sides = ("rollout.generation_ranks=1", f"rollout.max_staleness={max_staleness}", *more)
     command, name = (*PARTIAL, *sides, "objective.importance_weights=token"), f"parted_{sides[1]}"
     run(root, name, *command, ranks=2)
     lines = steps_of(root / name)
@@ -446,7 +443,7 @@ def test_weights_arrive_within_responses_on_ranks_that_only_generate(
     assert_same_run(root / killed, root / name, f"{last}/open_groups.pt")
 
 
-DRAFTED = (*PARTIAL, "rollout.draft=ngram", "rollout.draft_ngram=1")
+DRAFTED = (*PARTIAL, "rollout.draft=ngram", "rollout.draft_ngram=1", "data.curriculum=0.9")
 
 
 @pytest.fixture(scope="module")
@@ -457,9 +454,16 @@ def drafted_run(root: Path) -> Path:
 
 @pytest.mark.system
 def test_runs_with_draft_tokens_are_resumed_bitwise(root: Path, drafted_run: Path) -> None:
-    """Invariant 6 with proposed tokens, some of them in responses that the next step continues."""
+    """Invariant 6 with proposed tokens, some of them in responses that the next step continues.
+
+    And with a curriculum.
+    """
     lines = steps_of(drafted_run)
     assert len(lines) == 4
+    shares = [
+        [v for k, v in one.items() if k.startswith("curr") and "/share" in k] for one in lines
+    ]
+    assert all(sum(one) == pytest.approx(1) for one in shares) and shares[3] != shares[0]
     # Of some hundred tokens that are about as likely, few follow a proposal.
     for key in ("rollout/draft_acceptance", "rollout/draft_share"):
         assert 0 < max(line[key] for line in lines) < 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.objective import METHODS, Method, group_advantages, policy_loss
+from gapo_megatron.objective.diagnostics import SUMS
 from studies.arena import task as walks
 from studies.arena import train as trainer
 from studies.arena.task import (
@@ -126,7 +127,7 @@ def minibatch() -> _Minibatch:
     return _Minibatch()
 
 
-def _all_seeds(minibatch: _Minibatch, setting: Setting) -> tuple[Tensor, Tensor]:
+def _all_seeds(minibatch: _Minibatch, setting: Setting) -> tuple[Tensor, dict[str, Tensor]]:
     old = (minibatch.at_begin, minibatch.sampled)
     return trainer._gradient(
         minibatch.weights, minibatch.prompts, minibatch.responses, minibatch.keys, old, setting
@@ -220,9 +221,9 @@ def test_every_seeds_gradient_is_clipped_by_itself(monkeypatch: pytest.MonkeyPat
     gradients = torch.zeros_like(make_task(SEEDS).weights)
     gradients[0, 0, 0, 0], gradients[1, 0, 0, 0] = 50.0, 0.25
 
-    def constant(weights: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def constant(weights: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
         seen.append(weights.detach().clone())
-        return gradients, torch.zeros(1)
+        return gradients, {"per_c": torch.zeros(1), "dose": torch.zeros(1)}
 
     def plain(weights: list[Tensor], *, lr: float, **_: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(weights, lr=lr)
@@ -233,6 +234,16 @@ def test_every_seeds_gradient_is_clipped_by_itself(monkeypatch: pytest.MonkeyPat
     moved = (seen[0] - seen[1]).flatten(1)
     assert moved[:, 0].tolist() == pytest.approx([0.5, 0.125, 0], rel=1e-12)
     assert not moved[:, 1:].any()
+
+
+def test_the_dose_is_summed_over_training() -> None:
+    found = train(_short(num_steps=16), SEEDS, evaluate_every=16)
+    assert found.dose is not None
+    sequences, decisions, mass, changed = found.dose.sum(dim=0).tolist()
+    correct = found.per_c.sum(dim=0)[:, 1].sum(dim=1)
+    assert sequences == float(correct[SUMS.index("sequences")]) > 0
+    assert mass == pytest.approx(float(correct[SUMS.index("gradient_mass")]))
+    assert 0 < decisions < sequences and 0 < changed < mass
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import queue
 import re
 import sys
 import threading
@@ -28,6 +29,7 @@ from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.agents import Session, live
 from gapo_megatron.rollout.agents.conversations import Conversations
 from gapo_megatron.rollout.agents.environment import Agents
+from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.live import AgentError
 from gapo_megatron.rollout.calls import Acting, in_thread
 from gapo_megatron.rollout.engine import Request
@@ -548,6 +550,26 @@ def test_a_session_that_is_closed_as_its_request_is_read_answers_it(
     with pytest.raises(AgentError, match="has ended"):
         agents.respond(episode)
     wait_until(lambda: agent_threads() <= before, "the agent's end")
+
+
+def test_closing_a_session_never_waits_for_its_queue() -> None:
+    """Another thread may take a request between two looks at it."""
+
+    class Contested(queue.SimpleQueue[Any]):
+        def empty(self) -> bool:
+            return False  # until the other thread came
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            assert not block or super().qsize(), "it waits"
+            return super().get(block, timeout)
+
+    agents = Agents(TOKENIZER, functools.partial(once), EnvironmentConfig())
+    agent = agents._new_agent(Episode(PROMPTS[0], 0, np.empty(0, int), np.empty(0)))
+    agent._events = Contested()
+    answer = agent.post({}, is_repeated=False)
+    agent.close()
+    with pytest.raises(RefusedError, match="has ended"):
+        answer.result(0)
 
 
 def test_a_repeated_request_gets_the_same_answer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import queue
 import threading
@@ -143,9 +144,10 @@ class LiveAgent:
             self._is_closed = True
             left = [*self._waiting, *([self._open] if self._open else [])]
             self._waiting, self._open = [], None
-            while not self._events.empty():
-                event = self._events.get()
-                left += [event] if isinstance(event, _Request) else []
+            with contextlib.suppress(queue.Empty):
+                while True:  # `follow` may take one at the same time
+                    event = self._events.get_nowait()
+                    left += [event] if isinstance(event, _Request) else []
             self._events.put(_Closed())
         for request in left:
             if not request.answer.done():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +304,46 @@ def test_all_requests_get_an_error_when_the_episode_ends() -> None:
     assert episode.truncated and not episode.failure and not agents._live
     wait_until(lambda: len(errors) == 3, "the errors")
     assert all("has ended" in one for one in errors)
+
+
+def test_an_agent_may_return_before_all_its_requests_are_answered() -> None:
+    """What is sampled already stays a turn, also in a replay; what waits then is not asked."""
+
+    def ask_aside(session: Session, message: Any) -> None:
+        def once() -> None:
+            with contextlib.suppress(openai.APIError):
+                ask(session, [message])
+
+        threading.Thread(target=once, daemon=True).start()
+
+    def solve(session: Session, agents: list[Agents], *, waits: bool = False) -> str:
+        text = str(ask(session, [QUESTION]).content)
+        (agent,) = agents[0]._live.values()
+        ask_aside(session, OTHER)
+        wait_until(lambda: len(agent.conversations._all) == 2, "the second request")
+        if waits:
+            ask_aside(session, FURTHER)
+            wait_until(lambda: waiting(agents[0]) == 1, "the third")
+        return text
+
+    def await_return() -> None:
+        (agent,) = agents._live.values()
+        if len(engine.asked) == 2:
+            wait_until(lambda: agent._ended is not None, "the agent's return")
+
+    found: list[Agents] = []
+    agents = agents_of(lambda session: solve(session, found, waits=True))
+    found.append(agents)
+    engine = ScriptedEngine(repeats(), before_step=await_return)
+    settings = replace(SETTINGS, num_samples=1)
+    (one,), _ = run(
+        solve, repeats(), agents=agents, engine=engine, prompts=PROMPTS[:1], settings=settings
+    )
+    assert turns_of(one) == [(0, "q 1"), (1, "something else 2")] and one.final_text == "q 1"
+    other = agents_of(lambda session: solve(session, [other]))
+    whole = replace(one, finished=False, final_text=None)
+    assert other.respond(whole) == "q 1"
+    other.close(whole)
 
 
 # --- requests that are sent again -----------------------------------------------------------------

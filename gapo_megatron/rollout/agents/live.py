@@ -79,6 +79,8 @@ class LiveAgent:
         self._lock = threading.Lock()
         self._is_closed = False
         self._ended: _End | None = None
+        self._is_over = False
+        """Whether the agent has ended, and all that it asked before is read."""
         self._waiting: list[_Request] = []
         """Requests that wait for their turn, in the order in which they came."""
         self._open: _Request | None = None
@@ -154,16 +156,17 @@ class LiveAgent:
                 request.answer.set_exception(_ended())
 
     def _next(self) -> tuple[list[int], TurnSettings] | str | None:
-        """Tokens and settings of the next turn, or what the agent has returned."""
-        end = None
-        while True:
+        """Tokens and settings of the next turn, or what the agent has returned.
+
+        Of an agent that has returned nothing more is sampled, whatever waits.
+        """
+        while self._ended is None:
             if (request := self._open) is not None:
                 return self._ask(request, self._place_of_choice(request))
             for request, place in self._places():
                 return self._ask(request, place)
-            if end is not None:
-                return end.text
-            end = self._read_events()
+            self._read_events()
+        return self._returned(self._ended)
 
     def _take(self, turns: Sequence[Turn]) -> None:
         """Open the request that the first of the turns to come answers.
@@ -186,13 +189,20 @@ class LiveAgent:
                     self._ask(request, place)
                     return
                 others.append(place)
+            if self._is_over and self._ended:
+                self._returned(self._ended)
+                raise AgentError(f"{DIFFERS}: it returned")
             strange = [one for one in others if not any(turn.may_answer(one) for turn in turns)]
             try:
-                end = self._read_events(timeout_s=_QUIET_S if strange else None)
+                self._read_events(timeout_s=_QUIET_S if strange else None)
             except queue.Empty:
                 raise AgentError(turn.difference(strange[0])) from None
-            if end is not None:
-                raise AgentError(f"{DIFFERS}: it returned")
+
+    def _returned(self, end: _End) -> str | None:
+        """What the agent has returned. AgentError: it has raised."""
+        if end.error:
+            raise AgentError(self._refusal or end.error)
+        return end.text
 
     def _place_of_choice(self, request: _Request) -> Place:
         return self.conversations.place_of_choice(request.read)
@@ -213,14 +223,11 @@ class LiveAgent:
                 continue
             yield request, place
 
-    def _read_events(self, *, timeout_s: float | None = None) -> _End | None:
+    def _read_events(self, *, timeout_s: float | None = None) -> None:
         """Wait for events, and take all that there are.
 
-        Returns:
-            The agent's end, if it has returned.
-
         Raises:
-            AgentError: it has raised, or the episode has ended.
+            AgentError: the episode has ended.
             queue.Empty: nothing has happened for `timeout_s`.
         """
         event = self._events.get(timeout=timeout_s)
@@ -228,12 +235,11 @@ class LiveAgent:
             if isinstance(event, _Closed):
                 self._end_closed()
             if isinstance(event, _End):
-                if event.error:
-                    raise AgentError(self._refusal or event.error)
-                return event
+                self._is_over = True
+                return
             self._read(event)
             if self._events.empty():
-                return None
+                return
             event = self._events.get()
 
     def _end_closed(self) -> NoReturn:
@@ -288,9 +294,8 @@ class LiveAgent:
             request, ended = self._open, self._ended
         if request is None:
             raise AgentError("the episode has ended")
-        if ended is not None:
-            how = f"raised {ended.error}" if ended.error else "returned"
-            raise AgentError(f"the agent {how}, while a request of its own was open")
+        if ended is not None and ended.error:
+            raise AgentError(f"the agent raised {ended.error}, while a request of its own was open")
         alternatives = alternatives_of(episode, range(turn.start, turn.end))
         asked, given = request.read["num_alternatives"], {*map(len, alternatives)}
         if given != {asked}:

@@ -66,9 +66,9 @@ class TurnSettings:
     """Tokens that were cut from results of calls before the turn (`environment.max_call_tokens`):
     only for the metrics."""
     conversation: int = 0
-    """Number of the conversation that the turn and the tokens before it belong to. 0 begins with
-    the prompt; any other has only its own tokens, and opens with its first. Numbers follow one
-    another."""
+    """Number of the conversation that the turn and the tokens before it belong to. A response
+    begins with 0, which has the prompt; any other has only its own tokens, and opens with its
+    first. Numbers follow one another."""
     num_alternatives: int = 0
     """Most likely tokens to keep at the place of each of the turn's tokens, 0 to 20, with their
     log-probs (`Episode.alternatives`)."""
@@ -354,10 +354,10 @@ class Plan:
 class Microbatch:
     """Packed sequences of a forward pass, on the compute device: this rank's part of them.
 
-    T = packed tokens (padded to a multiple), S = packed sequences, C = their conversations, at
-    least S, R = sampled response tokens = rows that the head scores. Row r is the position whose
-    *next* token is response token r. Context parallel ranks split the tokens (T_local = T / cp) and
-    the rows (R_local of R); without context parallelism a rank has all tokens and rows.
+    T = packed tokens (padded to a multiple), S = packed sequences, C = their conversations of two
+    tokens or more, R = sampled response tokens = rows that the head scores. Row r is the position
+    whose *next* token is response token r. Context parallel ranks split the tokens (T_local = T /
+    cp) and the rows (R_local of R); without context parallelism a rank has all tokens and rows.
     """
 
     tokens: torch.Tensor

@@ -88,12 +88,13 @@ class Turns:
         most = turn.max_tokens
         if most is not None and (type(most) is not int or most < 1):
             raise ConfigError(f"max_tokens ({most!r}) of a turn must be None or an integer from 1")
-        number, next_one = turn.conversation, episode.num_conversations
+        number = turn.conversation
+        next_one = episode.num_conversations if len(episode.token_ids) else 0
         if type(number) is not int or not 0 <= number <= next_one:
-            raise ConfigError(
-                f"conversation ({number!r}) of a turn must be an integer from 0 to {next_one}, "
-                "which opens another"
-            )
+            rule = f"an integer from 0 to {next_one}, which opens another"
+            if not next_one:
+                rule = "0, with which a response begins"
+            raise ConfigError(f"conversation ({number!r}) of a turn must be {rule}")
         count = turn.num_alternatives
         if type(count) is not int or not 0 <= count <= MOST_ALTERNATIVES:
             raise ConfigError(

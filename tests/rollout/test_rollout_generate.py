@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -413,6 +414,14 @@ def test_a_conversation_has_the_next_number_and_no_routes() -> None:
     )
     ((one,),) = groups or []
     assert re.search(mentions("conversation", "2", "0 to 1"), one.failure)
+    # The weights are verified with conversation 0 (`first_sequences`).
+    first = SimpleNamespace(
+        respond=lambda one: ((80,), TurnSettings(conversation=1)), moves_first=True
+    )
+    calls = acting_of(first).calls("step_0", LoneReplicas())
+    groups = generate(ScriptedEngine(in_conversations), PROMPTS[:1], settings, calls=calls)
+    ((one,),) = groups or []
+    assert re.search(mentions("conversation", "1", "0", "begins"), one.failure)
     responses = Responses(PROMPTS[:1], {}, replace(settings, keeps_routes=True))
     [*responses.begin()]
     with pytest.raises(RolloutError, match=mentions("conversation", "routing_replay", "trainer")):

@@ -22,6 +22,7 @@ DOSES = {
     "decisions": "clip/dose_decisions",
     "gradient": "clip/dose_gradient",
 }
+_PREFIX = "per_c/correct/"
 RESAMPLES = 1000
 CENTRAL = (2.5, 97.5)
 """Percentiles of the 95 % interval."""
@@ -37,12 +38,19 @@ class Steps:
     """[steps, 3, C] float64: number of rollouts, sum of a deviation, sum of A."""
 
     @classmethod
-    def of(cls, run: Run, name: str) -> Steps:
-        """Of `per_c/correct/{name}`; without steps if the run has no such metric."""
-        prefix = "per_c/correct/"
-        cs = [key.rpartition("/c")[2] for key in run.keys(rf"{prefix}{name}/c\d+")]
+    def of(cls, runs: Sequence[Run], name: str) -> list[Steps]:
+        """Those of each run, of `per_c/correct/{name}`; without steps if it has no such metric.
+
+        All have a column for each c of any of the runs.
+        """
+        keys = {key for run in runs for key in run.keys(rf"{_PREFIX}{name}/c\d+")}
+        cs = sorted(int(key.rpartition("/c")[2]) for key in keys)
+        return [cls._of_run(run, name, cs) for run in runs]
+
+    @classmethod
+    def _of_run(cls, run: Run, name: str, cs: Sequence[int]) -> Steps:
         columns = [
-            [run.series(f"{prefix}{part}/c{c}") for c in cs]
+            [run.series(f"{_PREFIX}{part}/c{c}") for c in cs]
             for part in ("sequences", name, "advantage")
         ]
         steps = sorted({step for one in columns[0] for step in one})
@@ -104,7 +112,7 @@ def pearson(sums: np.ndarray) -> np.ndarray:
 
 def window_bounds(run: Run, steps: Sequence[int]) -> dict[int, tuple[float | None, float | None]]:
     """Bootstrap interval of `ratio/advantage_correlation_window` at each of `steps`."""
-    of_run = Steps.of(run, DEVIATION)
+    (of_run,) = Steps.of([run], DEVIATION)
     return {
         step: bootstrap([of_run.between(step - WINDOW + 1, step + 1)])[1:]
         for step in steps
@@ -160,7 +168,7 @@ def correlation(comparison: Comparison) -> Exhibit:
 def _rows(arm: Arm) -> list[Row]:
     """A row for each half of training that all seeds have; without r in either, none."""
     num_steps = min(run.num_steps for run in arm.runs)
-    of_runs = {name: [Steps.of(run, name) for run in arm.runs] for name in (DEVIATION, DRIFT)}
+    of_runs = {name: Steps.of(arm.runs, name) for name in (DEVIATION, DRIFT)}
     rows: list[Row] = []
     for first, end in ((0, num_steps // 2), (num_steps // 2, num_steps)):
         row: Row = {"method": arm.label, "first": first, "last": end - 1}

@@ -62,7 +62,7 @@ def test_r_is_that_of_all_rollouts_of_a_half_and_lies_in_its_interval(tmp_path):
 
 def test_the_interval_is_that_of_steps_drawn_again(tmp_path):
     """By a loop over draws with other random numbers: the same within their noise."""
-    steps = Steps.of(read_run(scattered(write_run(tmp_path / "run"))), "ratio_deviation")
+    (steps,) = Steps.of([read_run(scattered(write_run(tmp_path / "run")))], "ratio_deviation")
     r, low, high = bootstrap([steps.sums])
     generator = np.random.default_rng(7)
     found = []
@@ -72,6 +72,27 @@ def test_the_interval_is_that_of_steps_drawn_again(tmp_path):
     expected = np.percentile(found, [2.5, 97.5])
     assert (low, high) == pytest.approx(tuple(expected), abs=0.06)
     assert low < r < high
+
+
+def test_seeds_with_other_values_of_c_are_pooled_by_c(tmp_path):
+    """One has no group with c = 2, the other none with c = 7."""
+    folders = [scattered(write_run(tmp_path / f"{seed}", seed=seed), seed=seed) for seed in (0, 1)]
+    for folder, c in zip(folders, (2, 7), strict=True):
+        path = folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{key: row[key] for key in row if not key.endswith(f"/c{c}")} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    early, _ = correlation(compare(*folders)).rows
+    values = {c: ([], []) for c in range(1, K)}
+    for folder, other in zip(folders, (2, 7), strict=True):
+        run = read_run(folder)
+        for c in values.keys() - {other}:
+            for step in range(NUM_STEPS // 2):
+                number = int(run.series(f"per_c/correct/sequences/c{c}")[step])
+                for one, name in zip(values[c], ("ratio_deviation", "advantage"), strict=True):
+                    one += [run.series(f"per_c/correct/{name}/c{c}")[step]] * number
+    means = np.array([[np.mean(one) for one in values[c]] for c in values])
+    assert early["ratio_deviation"] == pytest.approx(np.corrcoef(means.T)[0, 1], abs=1e-12)
 
 
 def test_pearson_leaves_out_c_without_rollouts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -15,6 +16,80 @@ from torch import Tensor
 _NCCL_GRACE = timedelta(minutes=1)
 """Margin of NCCL's own timeout, which ends the process, over the timeout of `finish`."""
 _LOOK_EVERY_S = 1e-4
+_ABORT_TAG = 2**31 - 2
+"""Tag of a message that nobody sends."""
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+def abort_gloo(group: Any, *, rank: int, size: int) -> None:
+    """End all operations of a gloo group on this rank with an error; call it from any thread.
+
+    `abort` and `shutdown` of gloo's groups leave their connections open. But gloo closes all
+    connections of a group when one of its operations times out, as a message that nobody sends
+    does. A receipt from a rank that is gone fails without that: the next rank is tried.
+
+    Args:
+        group: gloo group, inside or outside the default process group. It is of no use afterwards.
+        rank: rank of this process in the group.
+        size: number of its ranks.
+    """
+    # Uses: recv of ProcessGroup and ProcessGroupGloo; the message of a time-out; its effect on
+    #     gloo's other operations (transport/tcp/unbound_buffer.cc, Context::signalException)
+    # Versions: torch 2.13.0
+    # Upstream: none found
+    for other in range(size):
+        if other == rank:
+            continue
+        try:
+            group.recv([torch.empty(1)], other, _ABORT_TAG).wait(_AT_ONCE)
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return
+
+
+def side_group(ranks: Sequence[int], *, timeout_s: float, connect_s: float) -> dist.ProcessGroup:
+    """A gloo group of some ranks of the default group; the others may be gone.
+
+    Args:
+        ranks: ranks of the default group; each calls this.
+        timeout_s: timeout of every operation.
+        connect_s: timeout of the connections.
+
+    Collectives: creation of a group, by these ranks alone.
+    """
+    # Uses: _set_pg_timeout of distributed_c10d
+    # Versions: torch 2.13.0
+    # Upstream: none found
+    group = dist.new_group(
+        ranks,
+        backend="gloo",
+        timeout=timedelta(seconds=connect_s),
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """Make NCCL groups whose watchdog does not end the process when a rank is gone.
+
+    Its default, 3, does (`SHOULD_TEAR_DOWN`); `OutsideGroup.finish` notices errors itself.
+    """
+    # Uses: TORCH_NCCL_ASYNC_ERROR_HANDLING, which the constructor of ProcessGroupNCCL reads
+    # Versions: torch 2.13.0 (its source; not run)
+    # Upstream: none found
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class OutsideGroup:
@@ -23,14 +98,23 @@ class OutsideGroup:
     It is not registered with `torch.distributed`, so its ranks need not share anything else.
     """
 
+    _is_aborted = False
+
     # Uses: ProcessGroupGloo, ProcessGroupNCCL and its Options, built directly; their broadcast,
     #     allreduce, _allgather_base, send, recv, _start_coalescing, _end_coalescing, barrier,
-    #     shutdown; is_completed of their works
+    #     shutdown, _set_default_timeout, abort (NCCL); is_completed of their works
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#151960 (open: groups without a world), #31036 (open: the
     #     constructors are private on purpose)
     def __init__(
-        self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        connect_s: float | None = None,
     ) -> None:
         """Connect to the other ranks: with gloo at once, with NCCL at the first operation.
 
@@ -40,6 +124,7 @@ class OutsideGroup:
             size: number of ranks.
             device: device of the tensors; selects NCCL on a GPU, otherwise gloo.
             timeout_s: timeout of every operation.
+            connect_s: timeout of gloo's connections; None: `timeout_s`.
         """
         self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
         timeout = timedelta(seconds=timeout_s)
@@ -47,9 +132,12 @@ class OutsideGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout + _NCCL_GRACE
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            with _errors_left_to_us():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            connect = timedelta(seconds=connect_s or timeout_s)
+            self._group = dist.ProcessGroupGloo(store, rank, size, connect)
+            self._group._set_default_timeout(timeout)
 
     def all_gather(self, whole: Tensor) -> list[dist.Work]:
         """Start filling every rank's row on all ranks; completes with `Work.wait`.
@@ -112,9 +200,11 @@ class OutsideGroup:
         while works:
             work = works.pop(0)
             while self.device.type == "cuda" and not work.is_completed():
+                self._require_open()
                 if time.monotonic() > end_s:
                     raise RuntimeError(f"timed out after {self.timeout_s} s")
                 time.sleep(_LOOK_EVERY_S)
+            self._require_open()
             work.wait()
 
     def broadcast(self, tensor: Tensor, *, source: int) -> dist.Work:
@@ -135,6 +225,24 @@ class OutsideGroup:
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
         self._group.barrier().wait()
+
+    def abort(self) -> None:
+        """End all operations on this rank with an error; call it from any thread. No collective.
+
+        With NCCL, whose kernels wait for a rank that is gone, `abort` ends its communicators, also
+        one that is being made, without joining a thread: read in its source, not yet run. It does
+        not end a blocking `ncclCommInitRank`, so the ranks make a communicator only when all of
+        them are known to be there (`run.bridge.Bridge.regroup`).
+        """
+        self._is_aborted = True
+        if self.device.type == "cuda":
+            self._group.abort()
+        else:
+            abort_gloo(self._group, rank=self.rank, size=self.size)
+
+    def _require_open(self) -> None:
+        if self._is_aborted:
+            raise RuntimeError("connection closed: a rank of the group is gone")
 
     def close(self) -> None:
         """Close threads and connections."""

@@ -204,6 +204,7 @@ class _Run:
         begun = [*self._responses.begin()]
         shown = self._hooks.shows_progress and self._engine.replicas.is_first_rank
         left: Sequence[Completion] = ()
+        has_ended = False
         try:
             self._advance(begun)
             with progress_bar(len(begun), shown=shown) as advance_bar:
@@ -211,9 +212,10 @@ class _Run:
             if self._calls and self._hooks.keeps_unfinished and not self._end.aborted:
                 is_aborted = self._await_calls(self._calls)
                 self._end = replace(self._end, aborted=is_aborted)
+            has_ended = True
         finally:
             left = self._engine.abort()
-            if self._calls and self._end.aborted:
+            if self._calls and (self._end.aborted or not has_ended):
                 self._calls.await_running()
             if self._calls:
                 self._calls.close(self._responses.unfinished())

@@ -64,6 +64,18 @@ class Replicas:
             replica_group=groups[rank // size] if groups else None,
         )
 
+    def go_on(self, *, rank: int, world_size: int, gloo_group: dist.ProcessGroup) -> None:
+        """Continue with the replicas that are left of a job that has lost others. No collective.
+
+        Args:
+            rank: this rank's number among those that are left.
+            world_size: their number: whole replicas.
+            gloo_group: all of them.
+        """
+        assert world_size % self.size == 0, (world_size, self.size)
+        self.rank, self.world_size, self.gloo_group = rank, world_size, gloo_group
+        self.__dict__.pop("channel", None)
+
     @property
     def count(self) -> int:
         """Number of replicas of the run."""
@@ -139,8 +151,7 @@ class Replicas:
         if self._replica_group is None:
             return answer
         answers = [answer]
-        first = self.rank // self.size * self.size
-        dist.broadcast_object_list(answers, src=first, group=self._replica_group)
+        dist.broadcast_object_list(answers, group_src=0, group=self._replica_group)
         return answers[0]
 
     def heartbeat(self) -> Heartbeat:

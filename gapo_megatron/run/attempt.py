@@ -145,6 +145,10 @@ class Attempt:
         """Count `hang_timeout_s` from here: this rank waits for ranks that make progress."""
         end_after(self._hang_timeout_s)
 
+    def go_on(self, group: dist.ProcessGroup) -> None:
+        """Continue with the ranks of `group`, a gloo group: others of this side are gone."""
+        self._group = group
+
     def agree(self, value: bool) -> bool:
         """Return rank 0's value: a shared disk may look different on other nodes.
 

@@ -39,6 +39,7 @@ class Colocated:
     stopwatch: Stopwatch
     dp_ranks: DataParallelRanks
     samples_ahead = False
+    num_lost = 0
 
     @property
     def source_state(self) -> Mapping[str, Any]:

@@ -71,7 +71,7 @@ def fail_fast() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:  # the outermost frame of the program
-        if _is_lost_peer(error) and any(one.name == WATCH_THREAD for one in threading.enumerate()):
+        if is_lost_peer(error) and any(one.name == WATCH_THREAD for one in threading.enumerate()):
             time.sleep(_NAMED_WITHIN_S)
         exit_code = _exit_code(error)
         _record_failure(error, exit_code=exit_code, trace=traceback.format_exc())
@@ -117,7 +117,7 @@ def _is_passing(error: BaseException | None) -> bool:
     return False
 
 
-def _is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether an error of a collective, or of the store, says that the other end is gone."""
     # Excludes errors of this package and of Python's own sockets.
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, GapoError)
@@ -131,7 +131,7 @@ def _message(error: BaseException, where: str) -> str:
         return f"interrupted{where}"
     if isinstance(error, OSError) and error.errno in _DISK and error.filename:
         return f"error{where}: {error.filename}: {error.strerror}"
-    if _is_lost_peer(error):
+    if is_lost_peer(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_MAX_QUOTED]
         return (
             f"error{where}: lost the connection to another rank, which has exited; its own output "

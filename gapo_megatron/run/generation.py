@@ -32,6 +32,10 @@ class Generation(Protocol):
         """Whether the next batch may be sampled before the weights are updated."""
 
     @property
+    def num_lost(self) -> int:
+        """Generation ranks that have died in this attempt; the others go on."""
+
+    @property
     def dp_ranks(self) -> DataParallelRanks:
         """Data-parallel rank of each of the trainer's ranks."""
 

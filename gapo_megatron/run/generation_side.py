@@ -7,7 +7,6 @@ answer.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +17,9 @@ from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.learn.plan import DataParallelRanks, plan_step, rounding_share
+from gapo_megatron.learn.plan import DataParallelRanks
 from gapo_megatron.models.lora import FactorRules, in_pairs, rules_of
 from gapo_megatron.models.rules import split_all
-from gapo_megatron.objective import make_batch
 from gapo_megatron.policy.export import Exported
 from gapo_megatron.rollout.adapter_sync import needs_of, update_adapter
 from gapo_megatron.rollout.engine import Engine
@@ -31,6 +29,7 @@ from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import open_groups
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
+from gapo_megatron.run.dealing import rows_by_trainer
 from gapo_megatron.run.generation import evaluation_path
 from gapo_megatron.run.orders import STOP, Order, pack, unpack_probe
 from gapo_megatron.types import Prompt
@@ -45,7 +44,10 @@ _FIRST_WEIGHTS = 1
 
 @dataclass
 class StopSignal:
-    """Like `Attempt.patience`; also aborts batches that the trainer has cancelled."""
+    """Like `Attempt.patience`; also aborts batches that the trainer has cancelled.
+
+    Raises LostRanksError within a batch whose other ranks are gone.
+    """
 
     attempt: Attempt
     bridge: Bridge
@@ -61,6 +63,7 @@ class StopSignal:
             if now >= self._next_look_s:
                 self._next_look_s = now + _LOOK_EVERY_S
                 self._is_unwanted = self._is_unwanted or self.bridge.mail.look(STOP) is not None
+            self.bridge.require_whole()
             # In this order: `should_abort` also reports that this rank is alive.
             return should_abort(elapsed_s) or self._is_unwanted
 
@@ -96,33 +99,63 @@ class GenerationSide:
     def serve(self) -> None:
         """Execute orders until the trainer ends the run, then return.
 
-        Collectives: over this side those of each order; with the trainers the transfer of weights
-        and `Bridge.close`.
+        When other ranks of this side are gone, the order is dropped, and the rest go on together:
+        the trainer gives its orders again, beginning with `begin`.
+
+        Collectives: over this side those of each order, and `_rejoin`; with the trainers the
+        transfer of weights, `Bridge.regroup` and `Bridge.close`.
 
         Raises:
             WeightSyncError: the engine does not compute what the policy computes.
         """
+        number, is_apart, is_over = 0, False, False
+        while not is_over:
+            try:
+                if is_apart:
+                    number, is_apart = self._rejoin(), False
+                is_over = self._execute(number)
+                number += 1
+            except Exception as error:
+                lost = self.bridge.require_lost(error)
+                logger.warning("%s. This rank drops what it was doing", lost)
+                is_apart = True
+
+    def _execute(self, number: int) -> bool:
+        """Execute an order; returns whether it was the last one."""
         tasks: dict[str, Callable[[int, Order], None]] = {
             "begin": self._begin,
             "weights": self._receive_weights,
             "evaluate": self._evaluate,
             "sample": self._sample,
         }
-        for number in itertools.count():
-            with self.stopwatch("wait"):
-                order = Order.from_bytes(self._wait(f"order/{number}"))
-            self.attempt.enter(f"{order.task} {order.step}")
-            if order.task == "end":
-                break
+        with self.stopwatch("wait"):
+            order = Order.from_bytes(self._wait(f"order/{number}"))
+        self.attempt.enter(f"{order.task} {order.step}")
+        if order.task != "end":
             tasks[order.task](number, order)
+            return False
         self.pool.close()
         self.attempt.end("finished")
         self.bridge.close()
+        return True
+
+    def _rejoin(self) -> int:
+        """Go on with the ranks that are left; returns the number of the next order. Collective."""
+        bridge = self.bridge
+        number = bridge.regroup(alive=self.attempt.restart_watch)
+        group = bridge.side_group()
+        replicas = self.engine.replicas
+        replicas.go_on(rank=bridge.place, world_size=bridge.num_generation, gloo_group=group)
+        self.attempt.go_on(group)
+        self.is_first = bridge.place == 0
+        self._posted = []  # their messages were to the former groups
+        return number
 
     def _begin(self, number: int, order: Order) -> None:
         assert order.source_state is not None
         self.source.load_state_dict(dict(order.source_state))
         self._ranks = DataParallelRanks(tuple(order.dp_ranks), tuple(order.scorers))
+        self.rollouter.open_groups = Rollouts.join([])
         if order.has_open_groups:
             table = self._wait(f"open/{number}")
             self.rollouter.open_groups = open_groups.receive(table, self.bridge, tag=number)
@@ -193,19 +226,11 @@ class GenerationSide:
         # In this group the ranks of this side come after the trainers.
         holder = rollouts.table["holder"] + self.bridge.num_training
         rollouts = rollouts.changed(holder=holder)
-        batch = make_batch(rollouts, self.config.objective.resolve())
-        plan = plan_step(
-            batch,
-            self.config.batch,
-            needs_every_sequence=self.config.objective.needs_every_sequence,
-            data_parallel_size=len(self._ranks.scorers),
-            measured_share=rounding_share(self.config.model.precision),
-        )
         posted = exchange.post(
             rollouts.tokens,
             exchange.token_columns(rollouts.table),
             holder,
-            self._ranks.wanted(replace(batch, plan=plan), every=True),
+            rows_by_trainer(rollouts, self.config, self._ranks),
             channel=self.bridge.messages,
             tag=tag,
         )

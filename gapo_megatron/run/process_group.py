@@ -26,6 +26,7 @@ from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.cores import check_binding
 from gapo_megatron.run.fail_fast import end_after
+from gapo_megatron.run.presence import Layout
 from gapo_megatron.run.processes import Placement
 
 logger = logging.getLogger(__name__)
@@ -99,16 +100,21 @@ def start(
     check_binding(device, gloo_group)
     bridge = None
     if side.num_generation:
+        assert rollout is not None
         bridge = Bridge(
             store,
+            Layout(
+                placement.world_size - side.num_generation,
+                side.num_generation,
+                engine_ranks=rollout.tensor_parallel_size,
+            ),
             rank=placement.rank,
-            num_training=placement.world_size - side.num_generation,
-            num_generation=side.num_generation,
             device=device,
             timeout_s=timeout_s,
+            has_launcher=processes.attempt_folder() is not None,
         )
-        if processes.attempt_folder() is None:
-            bridge.watch_ranks()
+        if bridge.is_generation:
+            bridge.break_too(gloo_group)
     faulthandler.cancel_dump_traceback_later()
     if side.rank == 0:
         name = side.name and f" of {side.name}"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
+from gapo_megatron.compat import torch_groups as module
 from gapo_megatron.compat.torch_groups import OutsideGroup
+from tests.dist import run_distributed
+from tests.waiting import HANG_S
 
 
 class Slow:
@@ -34,6 +44,10 @@ class Nccl:
     def __init__(self) -> None:
         self._fake = FakeProcessGroup._create_internal(1, 3)
         self.num_open = self.num_messages = 0
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fake, name)
@@ -104,3 +118,63 @@ def test_what_never_completes_is_an_error_after_the_time_limit(group: OutsideGro
     group.timeout_s = 0
     with pytest.raises(RuntimeError, match="timed out"):
         group.finish([Slow(float("inf"))])  # type: ignore[list-item]
+
+
+def test_no_operation_is_waited_for_once_a_group_is_aborted(group: OutsideGroup) -> None:
+    """NCCL's work may never be complete, and may say that it is."""
+    group.abort()
+    assert group._group.is_aborted
+    for work in (Slow(math.inf), Slow(0)):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            group.finish([work])
+
+
+def test_nccl_leaves_errors_of_these_groups_to_their_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    for before in ("3", None):
+        monkeypatch.delenv(name, raising=False)
+        if before:
+            monkeypatch.setenv(name, before)
+        with module._errors_left_to_us():
+            assert os.environ[name] == "0"
+        assert os.environ.get(name) == before
+
+
+def _abort() -> list[str]:
+    """Errors of a rank's operations: rank 0 aborts the group, the others wait for each other."""
+    world, rank = dist.group.WORLD, dist.get_rank()
+    assert world is not None
+    size = torch.zeros(1)
+    found = []
+
+    def wait(work: dist.Work) -> None:
+        try:
+            work.wait(timedelta(seconds=HANG_S))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    if rank == 0:
+        works = [world.recv([size], 1, 5), world.allreduce([torch.zeros(1)])]
+        thread = threading.Thread(
+            target=lambda: (time.sleep(0.2), module.abort_gloo(world, rank=0, size=3))
+        )
+        thread.start()
+        for work in works:
+            wait(work)
+        thread.join()
+    else:
+        wait(world.recv([size], 0, 6))
+        module.abort_gloo(world, rank=rank, size=3)
+    with pytest.raises(RuntimeError):
+        world.recv([size], (rank + 1) % 3, 7).wait()
+    Path(os.environ["FOUND"], str(rank)).write_text("\n".join(found))
+    os._exit(0)
+
+
+def test_gloo_ends_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the ranks that wait for the one that aborts."""
+    monkeypatch.setenv("FOUND", str(tmp_path))
+    run_distributed(_abort, 3)
+    errors = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert "losed" in errors[1] and "losed" in errors[2], errors
+    assert "closure" in errors[0] or "imed out" in errors[0], errors

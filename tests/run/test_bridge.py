@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from itertools import count
+from threading import Timer
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from gapo_megatron.compat.vllm import launched_as_this_world
+from gapo_megatron.errors import RolloutError, WeightSyncError
+from gapo_megatron.run import bridge as module
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.process_group import World
 from tests.dist import run_sides
 from tests.transfer_setup import exported_of, rule_of
+from tests.waiting import HANG_S
 
 
 def _launched() -> list[list[str]]:
@@ -122,3 +127,35 @@ def _leave(world: World) -> int:
 def test_a_rank_that_has_left_asks_nothing_of_the_store() -> None:
     """At the second start of a finished run, rank 0 must not exit early with the store."""
     assert run_sides(_leave, 1, 1) == [1, 1]
+
+
+def _blame(world: World) -> list[str]:
+    """What comes of errors of an operation, before and after another rank is gone."""
+    bridge = _bridge(world)
+    cast(Any, module)._NOTICED_WITHIN_S = 0.0
+    reset = RuntimeError("[pair.cc:537] Read error: Connection reset by peer")
+    named = WeightSyncError("weights, bucket 2")
+    named.__cause__ = reset
+    whole = WeightSyncError("weight sync, version 0")
+    whole.__cause__ = named
+    errors: list[Exception] = [reset, whole, RolloutError("the engine is asleep")]
+    found = []
+    for is_gone in (False, True):
+        if is_gone:
+            cast(Any, module)._NOTICED_WITHIN_S = HANG_S
+            noticed = Timer(0.3, lambda: setattr(bridge, "_lost", frozenset(bridge._members)))
+            noticed.start()
+        for error in errors:
+            try:
+                found.append(type(bridge.require_lost(error)).__name__)
+            except Exception as raised:
+                assert raised is error
+                found.append("raised")
+    bridge._lost = frozenset()
+    return found
+
+
+def test_a_lost_connection_is_a_lost_rank_if_one_is_noticed() -> None:
+    """However many layers have named the error; and any error once a rank is gone."""
+    before, after = ["raised"] * 3, ["LostRanksError"] * 3
+    assert run_sides(_blame, 1, 1) == [before + after] * 2

@@ -68,12 +68,17 @@ class Side:
         """Version of the weights that sampled each step's batch."""
         self.log: list[str] = []
         self.aborts: set[int] = set()
-        self.messages = object()
+        self.messages = SimpleNamespace(rank=0)
         self.needs = "merged"
         self.received: list[list[str]] = []
         """Names of the parameters of every transfer."""
 
+    is_generation = False
+    num_training, num_generation, num_lost = 1, 1, 0
+
     def beat(self) -> None: ...
+
+    def require_whole(self) -> None: ...
 
     def wait(self, find: Callable[[], T | None], *, alive: Callable[[], object]) -> T:
         while (found := find()) is None:
@@ -125,6 +130,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
     ranks = DataParallelRanks((0,), (0,))
     monkeypatch.setattr(DataParallelRanks, "gather", lambda *_: ranks)
     monkeypatch.setattr(module, "score_probe", lambda *_: [])
+    monkeypatch.setattr(module, "rows_by_trainer", lambda *_: [[]])  # batches are empty
     monkeypatch.setattr(module.dist, "broadcast_object_list", lambda *_, **__: None)
 
     def make(
@@ -233,7 +239,8 @@ def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> Non
         generation.sync(NO_PROBE, policy_version=step + 1)
     assert gaps == [0, 1, 1]
     assert generation.source_state == {"after": 2}
-    assert generation.stopwatch.notes == {"generation/rollout_s": 1.0}
+    notes = {"generation/rollout_s": 1.0, "generation/lost_ranks": 0}
+    assert generation.stopwatch.notes == notes
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])

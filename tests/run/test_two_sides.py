@@ -113,7 +113,8 @@ def serve(
         said = say(*place_of(request), version=engine.policy_version)
         return said[len(request.response_ids) :]
 
-    replicas = Replicas.create(1, gloo_group=world.gloo_group)
+    size = config.rollout.tensor_parallel_size
+    replicas = Replicas.create(size, gloo_group=world.gloo_group)
     engine = make_engine(script, replicas=replicas, before_step=lambda: before_step(engine))
     source = source_of(config)
     inputs = one_turn_inputs(source, Tokenizer(solves=config.data.curriculum is not None))

@@ -91,7 +91,7 @@ prepare() {
   fi
   answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.launch.prepare "$@" \
     --world-size "$world_size" --ranks-per-node "$tasks_per_node" --job "$job") || exit
-  { read -r run_dir && read -r code && read -r state; } <<<"$answer" ||
+  { read -r run_dir && read -r code && read -r state && read -r num_generation; } <<<"$answer" ||
     die 1 "unexpected output of gapo_megatron.launch.prepare: $answer"
   [ "$state" != finished ] || { say "$run_dir has finished already" && exit 0; }
   if [ "$mode" = slurm ] && ! [ "$tree" -ef "$code" ]; then
@@ -203,12 +203,35 @@ await() { # returns the exit code of that process; a trap interrupts `wait`
 }
 
 slurm_ranks() {
+  local options=(--wait=60) side=()
+  if ((num_generation)); then # also without the node of one that generates (sbatch --no-kill)
+    options=(--wait=0 --no-kill)
+    side=(bash -c "$(declare -f rank_of_side ended)"'; rank_of_side "$@"' "$0" "$((world_size - num_generation))")
+  fi
   # Every task sees all GPUs of its node (peer-to-peer needs that). srun does not inherit --cpus-per-task.
   # In blocks, so that the last nodes have the last ranks. In a session of its own: Ctrl-C is for this script only.
   exec setsid "${srun[@]}" --nodes="$num_nodes" --nodelist="$(IFS=, && echo "${used[*]}")" --ntasks="$world_size" \
-    --ntasks-per-node="$tasks_per_node" --distribution=block --kill-on-bad-exit=1 --wait=60 \
+    --ntasks-per-node="$tasks_per_node" --distribution=block --kill-on-bad-exit=1 "${options[@]}" \
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --output="$attempt_dir/rank_%t.log" \
-    "${python[@]}" -m gapo_megatron.train "$code/config.toml" 2>"$attempt_dir/launch.log"
+    "${side[@]}" "${python[@]}" -m gapo_megatron.train "$code/config.toml" 2>"$attempt_dir/launch.log"
+}
+
+rank_of_side() { # FIRST COMMAND ...; a failure of rank FIRST or a later one, which generate, does not end the others
+  trap : TERM
+  local exit_code rank=${RANK:-$SLURM_PROCID} first=$1
+  "${@:2}"
+  exit_code=$?
+  ((exit_code && rank >= first)) || return "$exit_code"
+  ((exit_code == 143)) || ended "$rank" "$exit_code" >>"$GAPO_ATTEMPT_DIR/lost.log"
+}
+
+ended() { # RANK EXIT_CODE; how a rank failed, in srun's words
+  case $2 in
+    0) ;;
+    137) echo "task $1: Killed" ;;
+    143) echo "task $1: Terminated" ;;
+    *) echo "task $1: Exited with exit code $2" ;;
+  esac
 }
 
 local_ranks() { # what srun does: the first rank that fails ends the others
@@ -218,8 +241,9 @@ local_ranks() { # what srun does: the first rank that fails ends the others
   trap 'ended=1; signal_ranks TERM' TERM
   for ((left = 0; left < world_size && !ended; left++)); do
     # Each rank leads a session, so that its children end with it. (Job control would take Ctrl-C from this script.)
-    RANK=$left LOCAL_RANK=$left WORLD_SIZE=$world_size setsid bash -c "$(declare -f local_rank)"'; local_rank "$@"' \
-      "$0" "${python[@]}" -m gapo_megatron.train "$code/config.toml" </dev/null &
+    RANK=$left LOCAL_RANK=$left WORLD_SIZE=$world_size setsid bash -c \
+      "$(declare -f local_rank rank_of_side ended)"'; local_rank "$@"' \
+      "$0" "$((world_size - num_generation))" "${python[@]}" -m gapo_megatron.train "$code/config.toml" </dev/null &
     ranks+=("$!")
   done
   while ((left-- > 0 && !ended)); do wait -n || break; done
@@ -232,16 +256,10 @@ signal_ranks() { # SIGNAL: to the ranks and their process groups; fails if none 
   kill "-$1" -- "${ranks[@]/#/-}" "${ranks[@]}"
 }
 
-local_rank() { # COMMAND ...; writes to launch.log how it failed, in srun's words
-  trap : TERM
-  "$@" >"$GAPO_ATTEMPT_DIR/rank_$RANK.log" 2>&1
+local_rank() { # FIRST COMMAND ...; as rank_of_side, and writes to launch.log how it failed
+  rank_of_side "$@" >"$GAPO_ATTEMPT_DIR/rank_$RANK.log" 2>&1
   local exit_code=$?
-  case $exit_code in
-    0) ;;
-    137) echo "task $RANK: Killed" ;;
-    143) echo "task $RANK: Terminated" ;;
-    *) echo "task $RANK: Exited with exit code $exit_code" ;;
-  esac >>"$GAPO_ATTEMPT_DIR/launch.log"
+  ended "$RANK" "$exit_code" >>"$GAPO_ATTEMPT_DIR/launch.log"
   return "$exit_code"
 }
 

@@ -6,6 +6,7 @@ ACTIONS        what the ranks of attempt 0, 1, ... do, by comma; the last one fr
 STEPS          how many steps make the run finished, of 0.1 s each (default 3)
 SAVE_S         how long a stop takes (default 0)
 BAD_NODES      nodes whose check says nothing
+GENERATION     how many of the ranks only generate (default 0)
 PREPARE_EXIT   exit code of prepare
 SHOW           variables that the ranks print
 SLOW           the program that waits for RUN_DIR.go, from RUN_DIR.waits on: prepare or preflight
@@ -33,6 +34,7 @@ def prepare(arguments: list[str]) -> int:
         (code_dir / "config.toml").write_text(" ".join(arguments) + "\n")
     print(run_dir, code_dir, sep="\n")
     print("finished" if (run_dir / "finished.json").exists() else "unfinished")
+    print(os.environ.get("GENERATION", "0"))
     return 0
 
 
@@ -71,7 +73,9 @@ def train() -> None:
     for name in os.environ.get("SHOW", "").split():
         print(f"{name}={os.environ.get(name)}")
     print(f"rank {rank} of {size}: {action} {value}".strip(), flush=True)
-    if action == "train":
+    if action == "lose" and rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action in ("train", "lose"):
         _steps(run_dir, attempt, rank)
     if action == "save":  # one step more, then crash
         steps = len(list((run_dir / "checkpoints").glob("step_*")))

@@ -4,7 +4,8 @@ When one rank fails, all ranks fail, and most of their errors are about each oth
 folder shows which was first:
 
 1. launch.log: srun's messages on how tasks ended, in the order in which it was told, by one clock.
-   What follows srun's decision to end the step is a consequence, not a cause.
+   What follows srun's decision to end the step is a consequence, not a cause. lost.log has the same
+   of ranks that generate, without which the others went on; it is read after launch.log.
 2. failure_R.json: what rank R raised, and when. Clocks of nodes differ, so times are compared only
    within one line of launch.log (tasks of one node), or if launch.log has no such line.
 3. rank_R.log: the stacks of a process that hung, or was ended because another one failed.
@@ -162,7 +163,8 @@ class Evidence:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.launch = read_launch_log(_read(folder / "launch.log"))
+        told = [_read(folder / name) for name in ("launch.log", "lost.log")]
+        self.launch = read_launch_log("\n".join(told))
         self.failures = _read_failures(folder)
         ranks = {end.rank for end in self.launch.ends} | set(self.failures)
         named = (re.fullmatch(r"rank_(\d+)\.log", path.name) for path in folder.glob("rank_*.log"))

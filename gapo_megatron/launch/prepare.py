@@ -1,7 +1,7 @@
 """Check a job before its nodes are used: `python -m gapo_megatron.launch.prepare CONFIG ...`.
 
-slurm/launch.sh calls it. It prints three lines: the run folder, the folder with the job's frozen
-code and config, and `finished` or `unfinished`.
+slurm/launch.sh calls it. It prints four lines: the run folder, the folder with the job's frozen
+code and config, `finished` or `unfinished`, and how many of the ranks only generate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config.counts import split_ranks, usual_ranks_per_node
+from gapo_megatron.config.counts import num_generation_ranks, split_ranks, usual_ranks_per_node
 from gapo_megatron.config.rules import check_paths
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import real
@@ -130,7 +130,13 @@ def main() -> None:
         )
         run_dir = Path(config.run.output_dir).absolute()
         finished = is_finished(run_dir, num_steps=config.run.num_steps)
-        print(run_dir, code, "finished" if finished else "unfinished", sep="\n")
+        num_generation = num_generation_ranks(
+            config.rollout,
+            world_size=arguments.world_size,
+            ranks_per_node=arguments.ranks_per_node,
+        )
+        state = "finished" if finished else "unfinished"
+        print(run_dir, code, state, num_generation, sep="\n")
 
 
 if __name__ == "__main__":

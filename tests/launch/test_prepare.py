@@ -52,13 +52,13 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return call
 
 
-def test_command_line_prints_three_lines_and_freezes(tmp_path: Path, here: Here) -> None:
+def test_command_line_prints_four_lines_and_freezes(tmp_path: Path, here: Here) -> None:
     run_dir = tmp_path / "a run"
     arguments = [DEMO, f"run.output_dir={run_dir}", "run.seed=3", "--world-size=2", "--job=17"]
     done = run(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     code = run_dir / "code" / "17"
-    assert done.stdout.splitlines() == [str(run_dir), str(code), "unfinished"]
+    assert done.stdout.splitlines() == [str(run_dir), str(code), "unfinished", "0"]
     assert load_config(code / "config.toml") == load_config(DEMO, arguments[1:3])
     assert (code / "gapo_megatron" / "train.py").is_file()
 
@@ -68,6 +68,8 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path, here: Here)
     (run_dir / "OWNER").touch()
     (run_dir / "checkpoints/step_00000250").mkdir(parents=True)
     assert here(*arguments[:-1], "run.num_steps=251", "--job=18")[2] == "unfinished"
+    sides = here(*arguments[:-1], "rollout.generation_nodes=1", "--job=19")
+    assert sides[3] == "1", "ranks that only generate, of two nodes of one rank each"
 
 
 def test_a_config_that_cannot_run_exits_2_and_leaves_nothing(tmp_path: Path) -> None:

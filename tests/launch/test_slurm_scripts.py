@@ -302,6 +302,15 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(start: Start, run_
     assert (last / "outcome").read_text() == "finished\n"
 
 
+def test_without_a_rank_that_generates_the_others_go_on(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="lose", GENERATION="1")
+    assert run.end()[0] == 0
+    (attempt,) = run.attempts
+    assert (attempt / "lost.log").read_text() == "task 1: Killed\n"
+    assert (attempt / "launch.log").read_text() == ""
+    assert (attempt / "outcome").read_text() == "finished\n"
+
+
 @pytest.mark.parametrize(
     ("env", "exit_code", "num_attempts", "said"),
     [

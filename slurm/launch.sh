@@ -121,6 +121,7 @@ begin_attempt() {
   export GAPO_ATTEMPT=$attempt GAPO_ATTEMPT_DIR=$attempt_dir
   keep_output
   if [ "$mode" = slurm ]; then
+    [ "${ON_STOP:-requeue}" != requeue ] || export GAPO_REQUEUES=1
     end=$(squeue -h -j "$slurm_job" -o %e) # NONE where there is no limit
     ! GAPO_JOB_END=$(date -d "${end:-NONE}" +%s 2>/dev/null) || export GAPO_JOB_END
   fi

@@ -50,6 +50,7 @@ class Attempt:
         folder: shared by launcher and ranks; None without a launcher.
         on_alive: called whenever this rank reports progress.
         leads: whether this rank owns the run folder, writes to it and decides when to stop.
+        requeues: whether the launcher starts a run that stops again.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Attempt:
         """Use `begin`. `job_end_unix_s` is the job's time limit, None without one."""
         self.on_alive: Callable[[], object] = lambda: None
         self.leads = may_lead and dist.get_rank() == 0
+        self.requeues = False
         self.run_dir = run_dir
         self.name = name
         self.folder = folder
@@ -123,6 +125,7 @@ class Attempt:
             stop_margin_s=stop_margin_s,
             may_lead=may_lead,
         )
+        attempt.requeues = launcher.requeues
         for number in STOP_SIGNALS:
             signal.signal(number, attempt._on_signal)
         if attempt.folder is not None:
@@ -164,6 +167,10 @@ class Attempt:
         if self.folder is not None and self.leads:
             with naming(self.folder / "stage"):
                 (self.folder / "stage").write_text(f"{stage}\n", encoding="utf-8")
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask for a stop, as a launcher does."""
+        self._asked = self._asked or reason
 
     def stop_asked(self) -> bool:
         """Whether this rank has seen a request to stop. No collective; a `stat` a second at most.

@@ -54,6 +54,8 @@ class Launcher:
     """`attempt_folder`."""
     job_end_unix_s: float | None = None
     """When the job's time limit ends it."""
+    requeues: bool = False
+    """Whether a run that stops is started again, on whatever nodes Slurm then has."""
 
 
 def process_age_s() -> float:
@@ -131,6 +133,7 @@ def launcher() -> Launcher:
         attempt=os.environ.get("GAPO_ATTEMPT", ""),
         folder=attempt_folder(),
         job_end_unix_s=float(end) if end else None,
+        requeues=bool(os.environ.get("GAPO_REQUEUES")),
     )
 
 

@@ -66,6 +66,8 @@ class Checkpoints:
     def save(self, state: State, *, wait: bool = False) -> None:
         """Write a checkpoint: with `checkpoint.background` while training continues.
 
+        If generation ranks are lost, a job that can be requeued is then asked to stop.
+
         Args:
             state: state of the run.
             wait: return when the checkpoint is whole. The last one always is then, and the first
@@ -102,6 +104,8 @@ class Checkpoints:
         self._saved = (state.step, state.num_open_updates)
         if not self._writing.in_background:
             self._finish()
+        if (num_lost := self.generation.num_lost) and self.attempt.requeues and not is_last:
+            self.attempt.ask_to_stop(f"{num_lost} generation ranks are lost; a new start has all")
 
     def _may_continue(self) -> bool:
         """Whether training may continue while a state is written. Collective: see `save`."""

@@ -29,7 +29,7 @@ def test_journals_stay_while_a_resume_may_need_them(
         run=SimpleNamespace(output_dir=str(tmp_path), num_steps=8), checkpoint=settings
     )
     attempt: Any = SimpleNamespace(leads=True, keep_stage_seconds=lambda _: None)
-    generation: Any = SimpleNamespace(gather_open_groups=list)
+    generation: Any = SimpleNamespace(gather_open_groups=list, num_lost=0)
     none: Any = None
     checkpoints = Checkpoints(config, none, generation, none, attempt, Stopwatch())
 
@@ -65,7 +65,7 @@ def test_memory_is_kept_from_save_to_save_if_training_continues_meanwhile(
     attempt: Any = SimpleNamespace(
         leads=False, keep_stage_seconds=lambda _: None, agree=lambda mine: mine
     )
-    generation: Any = SimpleNamespace(gather_open_groups=list)
+    generation: Any = SimpleNamespace(gather_open_groups=list, num_lost=0)
     none: Any = None
     checkpoints = Checkpoints(config, none, generation, none, attempt, Stopwatch())
     rooms: list[Any] = []
@@ -83,3 +83,34 @@ def test_memory_is_kept_from_save_to_save_if_training_continues_meanwhile(
     assert waited == [True, not background, True]
     assert rooms[1] is rooms[0] and isinstance(rooms[0], Room) == background
     assert rooms[2] is None  # nothing is copied for the last one
+
+
+@pytest.mark.parametrize(("requeues", "stops"), [(True, [2]), (False, [])])
+def test_after_a_checkpoint_a_job_without_all_its_ranks_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requeues: bool, stops: list[int]
+) -> None:
+    """If its launcher requeues it, and unless that was its last step."""
+    config: Any = SimpleNamespace(
+        run=SimpleNamespace(output_dir=str(tmp_path), num_steps=3), checkpoint=CheckpointConfig()
+    )
+    asked: list[str] = []
+    attempt: Any = SimpleNamespace(
+        leads=False,
+        keep_stage_seconds=lambda _: None,
+        requeues=requeues,
+        ask_to_stop=asked.append,
+    )
+    generation: Any = SimpleNamespace(gather_open_groups=list, num_lost=0)
+    none: Any = None
+    checkpoints = Checkpoints(config, none, generation, none, attempt, Stopwatch())
+    written = {"finish": lambda: None, "work_s": 0.0, "whole_s": 0.0, "in_background": False}
+    monkeypatch.setattr(
+        saving.checkpoint, "begin_save", lambda *_, **__: SimpleNamespace(**written)
+    )
+    found = []
+    for step, num_lost in ((1, 0), (2, 2), (3, 2)):
+        generation.num_lost = num_lost
+        checkpoints.save(State(step=step))
+        found += [step] * len(asked)
+        asked.clear()
+    assert found == stops

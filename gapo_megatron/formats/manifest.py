@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gapo_megatron.config import CheckpointConfig
 
 MANIFEST_NAME = "manifest.json"
-VERSION = 4
+VERSION = 5
 _STEP_NAME = re.compile(r"step_([0-9]+)(?:_([0-9]+))?")
 _READ_BYTES = 2**20
 

@@ -117,7 +117,9 @@ def test_an_agent_trains(root: Path, whole: str) -> None:
     samples = read_samples(root / whole)
     assert {one.verdict for one in samples} == {"correct", "wrong"}
     for one in samples:
-        assert one.prompt == "<pad>" and one.response.count("<pad>") <= 4
+        # The other conversation, and the copy of it that its second choice has read.
+        opening = f"<pad>{one.response.partition('+')[0]}+"
+        assert one.prompt == "<pad>" and one.response.count(opening) == 2
 
 
 def test_a_kill_while_agents_run_gives_the_same_run(root: Path, whole: str) -> None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gapo_megatron.batching import pack
+from gapo_megatron.learn.checks import rounding
 from gapo_megatron.learn.metrics import add_over_ranks
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollouts import Rollouts
@@ -30,6 +32,7 @@ from tests.learn_setup import (
     load_model,
     make_config,
     make_judged,
+    mask_some,
     minibatches,
     planned,
     run_learn,
@@ -226,6 +229,24 @@ def test_what_is_left_to_chance_is_a_matter_of_the_place(folder: Path) -> None:
     for place in ((4, 5), (3, 6)):
         other = metrics(place, 32)
         assert max(abs(other[key] - one[key]) for key in cells) > 1 / 50
+
+
+def test_the_rounding_is_measured_with_the_draws_of_the_loss(folder: Path) -> None:
+    """Of an episode whose conversations take turns, the loss has one after another."""
+    config = make_config(folder, objective={"method": "nsr"})
+    batch = make_batch(mask_some(ROLLOUTS), config.objective.resolve())
+    rows = [*batch.rows_here]
+    ids = {
+        row: torch.from_numpy(batch.response_ids[row][batch.is_sampled(row)]).float()
+        for row in rows
+    }
+    scores = rounding.Scores(ids, ids)
+    with patch.object(rounding, "decide", wraps=rounding.decide) as decide:
+        rounding._local_sums(batch, scores, scores, config.objective.resolve(), (3, 5))
+    labels = pack(batch, rows, device="cpu").labels.float()
+    assert not torch.equal(labels, torch.cat([*ids.values()]))
+    for call in decide.call_args_list:
+        assert torch.equal(call.args[0], labels) and torch.equal(call.args[1], labels)
 
 
 def test_metrics_take_one_collective(folder: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -177,7 +178,7 @@ def _local_sums(
     indices, facts = [*after.in_run], _facts(batch, after.in_run, place)
 
     def joined(scores: dict[int, Tensor]) -> Tensor:
-        return torch.cat([scores[i] for i in indices])
+        return torch.cat([_as_read(batch, i, scores[i]) for i in indices])
 
     seen, is_clipped = decide(joined(after.in_run), joined(before.in_run), **facts, method=method)
     exact, would_be = decide(joined(after.exact), joined(before.exact), **facts, method=method)
@@ -224,6 +225,14 @@ def _moved_by_routes(
         local = torch.tensor([len(moved), _total(moved**2)], dtype=torch.float64)
     count, total = _sum_over_ranks(local.to(policy.device)).tolist()
     return math.sqrt(total / count)
+
+
+def _as_read(batch: Batch, i: int, values: Tensor) -> Tensor:
+    """Values of the sampled tokens of sequence i in the order of the loss, whose draws go by it."""
+    if i not in batch.conversations:
+        return values
+    sampled = batch.conversations[i][batch.is_sampled(i)]
+    return values[torch.from_numpy(np.argsort(sampled, kind="stable"))]
 
 
 def _of_engine(batch: Batch, i: int) -> Tensor:

@@ -206,3 +206,13 @@ def test_atr_has_the_published_range() -> None:
         result, gradient = evaluate("atr", advantage, logs)
         assert result.clipped.tolist() == [False, True, False]
         assert gradient == pytest.approx([-advantage * inside, 0, -advantage * back], rel=1e-12)
+
+
+def test_an_atr_width_of_zero_clips_every_ratio_on_its_side() -> None:
+    """A method of one's own may have one; its root is 0, by which Newton's method would divide."""
+    atr = dataclasses.replace(METHODS["atr"], eps_high_max=0.0)
+    log_probs = torch.tensor([0.1, -0.1], dtype=torch.float64, requires_grad=True)
+    result = loss_of(atr, 0.5, log_probs, torch.zeros(2, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    assert result.clipped.tolist() == [True, False]
+    assert gradient.tolist() == pytest.approx([0, -0.25 * math.exp(-0.1)], rel=1e-12)

@@ -36,7 +36,8 @@ def atr_loss(tokens: LossInputs) -> LossResult:
 
 
 def _root(eps: torch.Tensor, sign: int) -> torch.Tensor:
-    """[B] float64: x of this sign with exp(x) - 1 - x = eps, for eps > 0."""
+    """[B] float64: x of this sign with exp(x) - 1 - x = eps, for eps >= 0."""
+    eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # at 0 a step would divide 0 by 0
     # The function is convex and both starts are outside the root: no step crosses it.
     width = (2 * eps).sqrt()
     x = torch.log1p(eps + width) if sign > 0 else -(eps + width)

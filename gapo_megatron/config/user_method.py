@@ -98,13 +98,28 @@ def _broken_rule(method: Method) -> str | None:
     for name, value in values_of(method).items():
         if isinstance(value, float) and not math.isfinite(value):
             return f"{name} ({value}) must be a finite number"
-    for name in _OF_FAMILY.get(method.family, ()):
-        if getattr(method, name) is None:
-            return f"{name} must be set with family {method.family!r}"
+    for family, names in _OF_FAMILY.items():
+        for name in names:
+            if broken := _broken_number(method, name, family=family):
+                return broken
     needed = {"second_moment": "second_moment_max", "balanced": "positive_share_min"}
     key = needed.get(method.bounds)
     if key and getattr(method, key) is None:
         return f"{key} must be set with bounds {method.bounds!r}"
     if key and (method.ratio, method.family) != ("token", "clipped"):
         return f"bounds ({method.bounds!r}) need ratio 'token' and family 'clipped'"
+    return None
+
+
+def _broken_number(method: Method, name: str, *, family: str) -> str | None:
+    """What is wrong with a number of `_OF_FAMILY`; a family of the user's may read it, too."""
+    value = getattr(method, name)
+    if value is None:
+        return f"{name} must be set with family {family!r}" if method.family == family else None
+    if method.family != family and not user_code.is_code(method.family):
+        return f"{name} ({value}) does nothing for family {method.family!r}, only for {family!r}"
+    if not value > 0:
+        return f"{name} ({value}) must be greater than 0"
+    if name == "rescue_noise" and value >= 1:
+        return f"{name} ({value}) must be below 1"
     return None

@@ -214,6 +214,9 @@ NUMBERS = "name='a', ratio='token', eps_low=0.2, eps_high_max=0.2"
         (f"{NUMBERS}, family='no/file.py:F'", ("family", "no/file.py", "no file")),
         (f"{NUMBERS}, bounds='balanced'", ("positive_share_min", "'balanced'")),
         (f"{NUMBERS}, family='abc', eps_low_correct=0.2", ("eps_high_wrong", "'abc'")),
+        (f"{NUMBERS}, rescue_noise=0.1", ("rescue_noise", "0.1", "'clipped'", "'nsr'")),
+        (f"{NUMBERS}, family='nsr', rescue_noise=1.0", ("rescue_noise", "1.0")),
+        (f"{NUMBERS}, family='dgpo', decay_low=1.0, decay_high=0.0", ("decay_high", "0.0")),
         (
             f"{NUMBERS}, bounds='balanced', positive_share_min=0.4, family='gmpo'",
             ("bounds", "'clipped'"),

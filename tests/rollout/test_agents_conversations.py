@@ -20,8 +20,11 @@ import pytest
 
 from gapo_megatron.config import EnvironmentConfig
 from gapo_megatron.rollout.agents import Session, live
+from gapo_megatron.rollout.agents.conversation import first_token
+from gapo_megatron.rollout.agents.conversations import Conversations
 from gapo_megatron.rollout.agents.environment import Agents
 from gapo_megatron.rollout.agents.live import AgentError
+from gapo_megatron.rollout.chat import ChatTemplate
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import begin
 from gapo_megatron.types import Episode, TurnSettings
@@ -40,7 +43,7 @@ from tests.rollout.test_agents import (
     run,
     says,
 )
-from tests.rollout.test_chat import ids_of
+from tests.rollout.test_chat import ids_of, tokenizer_of
 from tests.scripted_engine import ScriptedEngine
 from tests.waiting import HANG_S, wait_until
 
@@ -510,3 +513,30 @@ def test_an_agent_that_differs_is_told(
             replay(agents_of(solve), episode)
     else:
         assert replay(agents_of(solve), episode) == "done"
+
+
+def test_a_template_that_writes_earlier_turns_anew_opens_conversations() -> None:
+    """Qwen3's drops the thinking before the last question, and keeps it before a tool's result."""
+    tokenizer, why = tokenizer_of("qwen3"), list[str]()
+    conversations = Conversations(
+        tokenizer,
+        first=first_token(tokenizer),
+        overrule=lambda *_: None,
+        opens=why.append,
+        config=EnvironmentConfig(),
+    )
+    turn = ids_of(tokenizer, "<think>\na\n</think>\n\nb<|im_end|>")
+    messages, numbers = [QUESTION], []
+    for new in ({"role": "tool", "content": "84", "tool_call_id": "1"}, FURTHER, None):
+        request = conversations.read({"model": "policy", "messages": messages})
+        place = conversations.place(request)
+        numbers.append(place.conversation.number)
+        conversations.ask(place)
+        nothing = [0.0] * len(turn), [()] * len(turn)
+        said, _ = conversations.say(turn, *nothing, request=request) or ({}, None)
+        messages = [*messages, said["choices"][0]["message"], new]
+    assert numbers == [0, 0, 1]
+    last = messages[:-2]
+    assert list(place.tokens) == ChatTemplate(tokenizer).opening(last)
+    (line,) = why
+    assert re.search(mentions("qwen3", "anew", "messages[4]"), line)

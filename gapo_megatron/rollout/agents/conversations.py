@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +120,9 @@ class Conversations:
     def place(self, request: Mapping[str, Any], *, prefers: Conversation | None = None) -> Place:
         """Where a request goes on if it is the next; changes nothing.
 
+        What the chat template cannot continue, as it writes earlier turns anew, opens a
+        conversation.
+
         Args:
             request: see `read`.
             prefers: the conversation that it continues if it may continue several.
@@ -126,16 +130,17 @@ class Conversations:
         Raises:
             RefusedError: the chat template refuses its messages.
         """
-        found = [one for one in self._all if one.is_continued_by(request)]
-        if not found:
-            conversation = self._new(request["tools"])
-            messages, num_cut = self._without_middles(request["messages"])
-            tokens = conversation.opening(messages, first=self._first)
-        else:
+        tokens = None
+        if found := [one for one in self._all if one.is_continued_by(request)]:
             conversation = prefers if prefers in found else found[0]
             new = request["messages"][len(conversation.messages) :]
             messages, num_cut = self._without_middles(new)
-            tokens = conversation.continuation(messages)
+            with contextlib.suppress(RefusedError):
+                tokens = conversation.continuation(messages)
+        if tokens is None:
+            conversation = self._new(request["tools"])
+            messages, num_cut = self._without_middles(request["messages"])
+            tokens = conversation.opening(messages, first=self._first)
         return Place(
             request=request,
             conversation=conversation,
@@ -260,4 +265,6 @@ class Conversations:
             return f"messages[{num_same}] differs from what was said"
         if num_repeated(messages) > num_said:
             return f"messages[{num_repeated(messages) - 1}] is the assistant's, but was not said"
+        if request["tools"] == nearest.tools:
+            return f"{nearest.template.name} writes what was said anew before messages[{num_said}]"
         return f"tools differ from those of the conversation of {num_said} messages"

@@ -250,23 +250,18 @@ class Bridge:
         Collectives: those of the beginning, but for the one of `Presence`.
 
         Raises:
-            RuntimeError: they do not connect.
+            RuntimeError: they do not connect. If one more is gone since (`require_lost`), all call
+                this again; some may have connected before.
         """
-        while True:
-            self._epoch += 1
-            name = f"members/{self._epoch}"
-            self.mail.post(f"here/{self._epoch}/{self._rank}", b"")
-            if self._rank == 0:
-                ranks = self._poll(self._all_here, alive)
-                self.mail.post(name, pack([ranks, num_orders]))
-            ranks, num_orders = unpack(self._poll(lambda: self.mail.look(name), alive))  # noqa: B023
-            try:
-                self._connect(ranks, connect_s=_CONNECT_S)
-            except RuntimeError as error:
-                self._members = [*ranks]
-                self.require_lost(error)  # one more is gone since
-                continue
-            return int(num_orders)
+        self._epoch += 1
+        name = f"members/{self._epoch}"
+        self.mail.post(f"here/{self._epoch}/{self._rank}", b"")
+        if self._rank == 0:
+            ranks = self._poll(self._all_here, alive)
+            self.mail.post(name, pack([ranks, num_orders]))
+        ranks, num_orders = unpack(self._poll(lambda: self.mail.look(name), alive))
+        self._connect(ranks, connect_s=_CONNECT_S)
+        return int(num_orders)
 
     def _all_here(self) -> list[int] | None:
         """The generation ranks that are left, once they and all trainers wait in `regroup`."""

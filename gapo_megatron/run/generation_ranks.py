@@ -301,7 +301,10 @@ class GenerationRanks:
         if begin.has_open_groups:
             if self.attempt.leads:
                 self.bridge.mail.post(f"open/{number}", self.open_groups.table.tobytes())
-            self._posted = open_groups.post(self.open_groups, self.bridge, tag=number)
+            try:
+                self._posted = open_groups.post(self.open_groups, self.bridge, tag=number)
+            except RuntimeError as error:
+                self.bridge.require_lost(error)  # the next word from the other side fails on all
 
     def _persist(self, work: Callable[[], T]) -> T:
         """The result of work with the generation side, done again when ranks of it are gone.
@@ -309,17 +312,26 @@ class GenerationRanks:
         Args:
             work: raises LostRanksError on all trainers or on none (`_together`).
         """
+        lost: LostRanksError | None = None
         while True:
             try:
+                if lost is not None:
+                    self._regroup(lost)
+                    lost = None
                 self._order_again()
                 return work()
-            except LostRanksError as lost:
-                self._regroup(lost)
+            except LostRanksError as error:
+                lost = error
 
     def _regroup(self, lost: LostRanksError) -> None:
-        """Begin again with the generation ranks that are left. Collective over both sides."""
+        """Begin again with the generation ranks that are left. Collective over both sides.
+
+        Raises:
+            LostRanksError: one more is gone; on all trainers.
+        """
         start_s = time.monotonic()
-        self.bridge.regroup(alive=self.attempt.restart_watch, num_orders=self._num_orders)
+        alive, num_orders = self.attempt.restart_watch, self._num_orders
+        self._together(lambda: self.bridge.regroup(alive=alive, num_orders=num_orders))
         if self.attempt.leads:
             for number in self._samples.values():
                 for kind in ("batch", "table"):

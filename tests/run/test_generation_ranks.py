@@ -19,6 +19,7 @@ from gapo_megatron.policy.export import Exported
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
+from gapo_megatron.run.bridge import LostRanksError
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.orders import STOP, Order, pack
 from tests.adapter_setup import FakeAdapter
@@ -303,3 +304,31 @@ def test_an_adapter_is_sent_as_the_engines_need_it(begin: Any) -> None:
         check = generation.sync(NO_PROBE, policy_version=version)
         assert side.received == expected
         assert check.merge_rounding == (0.25 if needs == "merged" else None)
+
+
+def test_one_more_rank_is_lost_while_the_others_begin_again(begin: Any) -> None:
+    """All connect anew, also those that had connected; what was ordered is ordered again."""
+    side, generation = begin_at_0(begin, max_staleness=0)
+    losses: list[Exception] = [LostRanksError("one"), RuntimeError("wait timeout after 1 ms")]
+    wait, told = side.wait, []
+
+    def lose_one(*args: Any, **kwargs: Any) -> Any:
+        if len(losses) == 2:
+            raise losses.pop(0)
+        return wait(*args, **kwargs)
+
+    def regroup(*, alive: Any, num_orders: int) -> int:
+        told.append(num_orders)
+        if losses:
+            raise losses.pop()
+        side.done = num_orders
+        return num_orders
+
+    def require_lost(error: Exception) -> LostRanksError:
+        return error if isinstance(error, LostRanksError) else LostRanksError(str(error))
+
+    fakes = {"wait": lose_one, "regroup": regroup, "require_lost": require_lost}
+    side.__dict__.update(fakes)
+    rollouts = generation.collect(0)
+    assert rollouts is not None and side.log[-2:] == ["begin 0", "sample 0"]
+    assert told == [told[0]] * 2 and not losses

@@ -71,6 +71,18 @@ def side_group(ranks: Sequence[int], *, timeout_s: float, connect_s: float) -> d
     return group
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store over another connection, for a thread that must not wait for others.
+
+    A wait for a key, as of ranks that connect, keeps all other threads from a connection.
+    """
+    # Uses: Store.clone, which the stub lacks; activeOpLock_ of TCPStore
+    # Versions: torch 2.13.0
+    # Upstream: none found
+    other: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return other
+
+
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
     """Make NCCL groups whose watchdog does not end the process when a rank is gone.

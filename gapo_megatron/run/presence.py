@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.compat.torch_groups import OutsideGroup
+from gapo_megatron.compat.torch_groups import OutsideGroup, own_connection
 from gapo_megatron.errors import MachineError
 from gapo_megatron.run.fail_fast import WATCH_THREAD, fail_fast
 
@@ -95,12 +95,12 @@ class Presence:
 
         Args:
             group: gloo group of all ranks of the job, for the sole use of this object.
-            store: a `PrefixStore` for it alone.
+            store: a `PrefixStore` for it alone; used over a connection of its own.
             layout: the ranks.
             on_lost: called in a thread with all lost ranks, whenever there are more.
             has_launcher: whether a launcher ends all ranks after one that trains has died.
         """
-        self._group, self._store, self._layout = group, store, layout
+        self._group, self._store, self._layout = group, own_connection(store), layout
         self._on_lost, self._has_launcher = on_lost, has_launcher
         self._watched = (group.rank + 1) % group.size
         self._lost: frozenset[int] = frozenset()

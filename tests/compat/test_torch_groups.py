@@ -178,3 +178,22 @@ def test_gloo_ends_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
     errors = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert "losed" in errors[1] and "losed" in errors[2], errors
     assert "closure" in errors[0] or "imed out" in errors[0], errors
+
+
+def test_a_connection_of_its_own_does_not_wait_for_others() -> None:
+    """Ranks that connect wait for a rank's key; if it is gone, a thread has to say so meanwhile."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    shared = dist.PrefixStore("a", store)
+    own = module.own_connection(shared)
+    gone = dist.PrefixStore("group", store)
+
+    def connect() -> None:
+        with pytest.raises(RuntimeError):
+            dist.ProcessGroupGloo(gone, 0, 2, timedelta(seconds=2))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    time.sleep(0.5)
+    assert own.add("noted", 1) == 1 and thread.is_alive()
+    thread.join()
+    assert shared.add("noted", 0) == 1

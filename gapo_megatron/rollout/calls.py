@@ -90,7 +90,7 @@ class Acting:
             journal = self.run_dir and Journal(
                 self.run_dir,
                 name,
-                replica=replicas.rank // replicas.size,
+                replica=replicas.number,
                 environment=what,
                 may_repeat=self.may_repeat,
             )

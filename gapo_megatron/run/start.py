@@ -298,6 +298,7 @@ def start_side(
     with startup("vllm"):
         engine = build_engine(config, inputs.hf_config, world)
     pool.wait_until_ready()
+    attempt.go_on(world.gloo_group)  # whose operations end once a rank is gone
     return GenerationSide(
         config=config,
         bridge=world.bridge,

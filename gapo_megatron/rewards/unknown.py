@@ -58,7 +58,8 @@ class UnknownWatch:
     def __init__(self, config: RewardConfig) -> None:
         """Count from this start of the run on."""
         self._config = config
-        self._num_steps = 0
+        self._steps: set[int] = set()
+        """Steps in a row with too many; one that is sampled again counts once."""
 
     def check(
         self,
@@ -79,8 +80,8 @@ class UnknownWatch:
         if text and is_first:
             logger.warning("step %d: %s", step, text)
         most, most_steps = self._config.max_unknown_share, self._config.max_unknown_steps
-        self._num_steps = self._num_steps + 1 if share > most else 0
-        if self._num_steps < most_steps:
+        self._steps = self._steps | {step} if share > most else set()
+        if len(self._steps) < most_steps:
             return share
         raise ConfigError(
             f"reward.max_unknown_share ({most:g}): more verdicts were unknown in "

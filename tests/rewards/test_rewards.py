@@ -195,6 +195,15 @@ def test_a_run_ends_after_steps_without_most_verdicts(caplog, most, steps, unkno
     assert len(caplog.messages) == sum(number > 0 for number in unknown[1:])
 
 
+def test_a_step_that_is_sampled_again_counts_once(caplog):
+    config = RewardConfig(kind="exact", max_unknown_share=0.5, max_unknown_steps=2)
+    watch = rewards.UnknownWatch(config)
+    for step in (0, 0, 0):
+        watch.check(step, _verdicts(9), gather=list, is_first=False)
+    with pytest.raises(ConfigError):
+        watch.check(1, _verdicts(9), gather=list, is_first=False)
+
+
 @pytest.mark.parametrize(
     ("others", "kept"),
     [

@@ -121,7 +121,9 @@ begin_attempt() {
   export GAPO_ATTEMPT=$attempt GAPO_ATTEMPT_DIR=$attempt_dir
   keep_output
   if [ "$mode" = slurm ]; then
-    [ "${ON_STOP:-requeue}" != requeue ] || export GAPO_REQUEUES=1
+    unset GAPO_REQUEUES
+    [ "${ON_STOP:-requeue}" != requeue ] || ((restart >= max_restarts)) ||
+      [[ $(scontrol -o show job "$slurm_job" 2>/dev/null) == *" Requeue=0 "* ]] || export GAPO_REQUEUES=1
     end=$(squeue -h -j "$slurm_job" -o %e) # NONE where there is no limit
     ! GAPO_JOB_END=$(date -d "${end:-NONE}" +%s 2>/dev/null) || export GAPO_JOB_END
   fi
@@ -218,7 +220,7 @@ slurm_ranks() {
 }
 
 rank_of_side() { # FIRST COMMAND ...; a failure of rank FIRST or a later one, which generate, does not end the others
-  trap : TERM
+  trap : TERM USR1 USR2 # for the rank, which gets them too
   local exit_code rank=${RANK:-$SLURM_PROCID} first=$1
   "${@:2}"
   exit_code=$?

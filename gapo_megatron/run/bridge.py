@@ -211,6 +211,8 @@ class Bridge:
     def require_lost(self, error: Exception) -> LostRanksError:
         """The loss of ranks that has caused an error, perhaps noticed only now.
 
+        It keeps neither the error nor its frames, with their groups and buffers of weights.
+
         Args:
             error: raised by an operation with other ranks.
 
@@ -218,7 +220,7 @@ class Bridge:
             Exception: `error` itself, if no rank that takes part is gone.
         """
         if isinstance(error, LostRanksError):
-            return error
+            return LostRanksError(*error.args)
         end_s = time.monotonic()
         cause: BaseException | None = error
         while cause is not None:  # each layer may have named it
@@ -229,7 +231,7 @@ class Bridge:
             try:
                 self.require_whole()
             except LostRanksError as lost:
-                return lost
+                return LostRanksError(*lost.args)
             if time.monotonic() >= end_s:
                 raise error
             time.sleep(_SHORTEST_LOOK_S)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -40,11 +40,13 @@ class Program:
         ranks: int = 1,
         env: Mapping[str, str] | None = None,
         port: int | None = None,
+        may_fail: Collection[int] = (),
     ) -> None:
         """`python -m module arguments` on `ranks` processes, `env` on top of this process's.
 
-        They meet at `port`, by default a free one.
+        They meet at `port`, by default a free one. The ranks that `may_fail` end no others.
         """
+        self._may_fail = may_fail
         self._log = tempfile.NamedTemporaryFile("r", prefix="program")  # noqa: SIM115
         self.returncode: int | None = None
         self._processes = [
@@ -72,6 +74,8 @@ class Program:
         """`returncode`; the first rank that fails ends the others."""
         if self.returncode is None:
             codes = [process.exitcode for process in self._processes]
+            for rank in self._may_fail:
+                codes[rank] = codes[rank] and 0
             failed = next((code for code in codes if code), 0)
             if failed:
                 self.kill()

@@ -51,6 +51,30 @@ def lines_of(run: Training) -> list[dict[str, Any]]:
     return [line for line in lines if "loss/policy" in line]
 
 
+def require_went_on(run: Training, attempt: str) -> None:
+    """An attempt lost its first rank that generates; it ended by its own will, at a checkpoint."""
+    folder = run.attempt_dir(attempt)
+    assert (folder / "outcome").read_text() == "stopped\n"
+    said = f"rank {FIRST_THAT_GENERATES} of the job, rank 0 of generation, is gone"
+    assert said in run.rank_log(0, attempt)
+    assert "1 generation ranks are lost" in run.rank_log(0, attempt)
+
+
+def test_without_a_rank_that_generates_the_job_goes_on_to_its_next_checkpoint(
+    start: Start, require_same: Callable[[Training], None], tmp_path: Path
+) -> None:
+    run = start(tmp_path, *SIDES)
+    run.submit(NODES, **JOB)
+    attempt = run.until_stage("wait", step=CHECKPOINT_EVERY_STEPS)
+    run.kill(FIRST_THAT_GENERATES, signal.SIGKILL)
+    run.until_ended(attempt)
+    require_went_on(run, attempt)
+    lost = run.attempt_dir(attempt) / "lost.log"
+    assert lost.read_text() == f"task {FIRST_THAT_GENERATES}: Killed\n"
+    run.cluster.wait(run.job, "COMPLETED")
+    require_same(run)
+
+
 @pytest.mark.soak
 def test_on_policy_nothing_is_seen_of_any_fault(
     start: Start, require_same: Callable[[Training], None], tmp_path: Path
@@ -62,7 +86,7 @@ def test_on_policy_nothing_is_seen_of_any_fault(
     attempt = run.until_stage("wait", step=1)
     run.kill(FIRST_THAT_GENERATES, signal.SIGKILL)
     run.until_ended(attempt)
-    assert re.search(rf"\brank {FIRST_THAT_GENERATES}\b.*\bKilled\b", run.log.read_text())
+    require_went_on(run, attempt)
 
     attempt = run.until_stage("wait", not_in=attempt, step=CHECKPOINT_EVERY_STEPS)
     cluster.kill_node(cluster.nodes[FIRST_THAT_GENERATES + 1])

@@ -19,6 +19,7 @@ import gapo_megatron.train
 from gapo_megatron import rewards
 from gapo_megatron.rollout import calls, transfer
 from gapo_megatron.rollout.progress import Heartbeat
+from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run import generation_side
 from gapo_megatron.run.attempt import Attempt
@@ -45,6 +46,7 @@ def always(*_: Any) -> bool:
 
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "builds its engine": (Replicas, "create", always),
     "idle": (Mailbox, "look", lambda _, name: name.startswith("order/")),
     "begins to sample": (GenerationSide, "_sample", always),
     "decodes": (RolloutEngine, "poll", always),

@@ -198,6 +198,11 @@ class Bridge:
 
     # --- ranks that are gone ---------------------------------------------------------------------
 
+    def may_go_on(self) -> None:
+        """From here on this rank goes on without generation ranks that die: its engine is built."""
+        if self._presence is not None:
+            self._presence.may_go_on = True
+
     def break_too(self, group: dist.ProcessGroup) -> None:
         """Also end the operations of this gloo group of this rank's side once a rank is gone."""
         with self._lock:

@@ -109,6 +109,7 @@ class GenerationSide:
         Raises:
             WeightSyncError: the engine does not compute what the policy computes.
         """
+        self.bridge.may_go_on()
         number, is_apart, is_over = 0, False, False
         while not is_over:
             try:

@@ -1,7 +1,8 @@
 """All ranks of a job with generation ranks notice at once that one of them has died.
 
 A generation rank that dies takes its engine's other ranks with it, and the rest go on without them
-(`bridge.Bridge.regroup`). The loss of a rank that trains, or of the last engine, ends the job.
+(`bridge.Bridge.regroup`). The loss of a rank that trains, or of the last engine, ends the job; so
+does that of any rank before the engines are built, for all build them together.
 """
 
 from __future__ import annotations
@@ -73,13 +74,18 @@ class Presence:
     system closes its connections, which ends the wait. No messages are sent until a rank leaves.
 
     - A lost generation rank is noted in the store, where every rank looks twice a second, and its
-      watcher watches the next one. A rank whose own engine has lost a rank ends.
+      watcher watches the next one. A rank whose own engine has lost a rank ends, and one that
+      cannot go on yet.
     - If a rank that trains is gone, its watcher tells its own watcher, and ends with an error that
       names it; so do all ranks in turn. A launcher has half a minute to end the ranks itself:
       otherwise they would exit before it has their stacks.
 
     A machine that loses power or its network closes no connections: then the watch of
     `run.attempt.Attempt` ends the other ranks.
+
+    Attributes:
+        may_go_on: whether this rank goes on without a generation rank that is gone. False at first
+            on those that generate: a rank may be waiting for that one within a library.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Presence:
         """
         self._group, self._store, self._layout = group, own_connection(store), layout
         self._on_lost, self._has_launcher = on_lost, has_launcher
+        self.may_go_on = group.rank not in layout.generation
         self._watched = (group.rank + 1) % group.size
         self._lost: frozenset[int] = frozenset()
         self._num_noted = 0
@@ -183,7 +190,8 @@ class Presence:
                 if lost == self._lost:
                     continue
                 self._lost = lost
-                if self._group.rank in lost or lost.issuperset(layout.generation):
+                is_last = lost.issuperset(layout.generation)
+                if self._group.rank in lost or is_last or not self.may_go_on:
                     raise MachineError(layout.describe_loss(gone[0]))
                 self._on_lost(lost)
 

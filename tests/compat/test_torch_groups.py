@@ -140,8 +140,8 @@ def test_nccl_leaves_errors_of_these_groups_to_their_user(monkeypatch: pytest.Mo
         assert os.environ.get(name) == before
 
 
-def _abort() -> list[str]:
-    """Errors of a rank's operations: rank 0 aborts the group, the others wait for each other."""
+def _abort(folder: str) -> None:
+    """Write the errors of a rank's operations; rank 0 aborts the group, the others wait for it."""
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
     size = torch.zeros(1)
@@ -167,14 +167,13 @@ def _abort() -> list[str]:
         module.abort_gloo(world, rank=rank, size=3)
     with pytest.raises(RuntimeError):
         world.recv([size], (rank + 1) % 3, 7).wait()
-    Path(os.environ["FOUND"], str(rank)).write_text("\n".join(found))
+    Path(folder, str(rank)).write_text("\n".join(found))
     os._exit(0)
 
 
-def test_gloo_ends_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_ends_what_is_under_way(tmp_path: Path) -> None:
     """Also of the ranks that wait for the one that aborts."""
-    monkeypatch.setenv("FOUND", str(tmp_path))
-    run_distributed(_abort, 3)
+    run_distributed(_abort, 3, str(tmp_path))
     errors = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert "losed" in errors[1] and "losed" in errors[2], errors
     assert "closure" in errors[0] or "imed out" in errors[0], errors

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from gapo_megatron.config import Config
 from gapo_megatron.learn.plan import plan_step, rounding_share
@@ -28,6 +29,7 @@ from tests.dist import rank_context
 from tests.dying import MOMENTS, Death, always, arm, dying
 from tests.run.test_open_groups import say
 from tests.run.test_two_sides import NUM_STEPS, make_config, order, probe, response, serve
+from tests.scripted_engine import ScriptedEngine
 from tests.waiting import HANG_S
 
 
@@ -47,6 +49,7 @@ class Job:
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `rollout` and `batch`."""
     says: Callable[..., list[int]] = response
+    makes: Callable[..., ScriptedEngine] = ScriptedEngine
 
     @property
     def num_ranks(self) -> int:
@@ -75,13 +78,11 @@ def run_rank(rank: int, job: Job, port: int, folder: Path) -> None:
     with fail_fast():
         world = process_group.start(HANG_S, rollout=config.rollout)
         arm(job.deaths, rank=rank)
-        seen = act(world, config, before_step_of(job.deaths, rank=rank), job.says)
+        seen = act(world, config, job, before_step_of(job.deaths, rank=rank))
         (folder / f"result{rank}").write_bytes(pickle.dumps(seen))
 
 
-def act(
-    world: World, config: Config, before_step: Callable[[Any], object], says: Any = response
-) -> Any:
+def act(world: World, config: Config, job: Job, before_step: Callable[[Any], object]) -> Any:
     """All steps of a run; returns what a trainer has seen of each."""
     assert world.bridge is not None
     is_generation = world.bridge.is_generation
@@ -89,7 +90,7 @@ def act(
     attempt = make_attempt(run_dir, may_lead=not is_generation, hang_timeout_s=HANG_S)
     attempt.on_alive = world.bridge.beat
     if is_generation:
-        return serve(world, config, attempt, before_step, say=says)
+        return serve(world, config, attempt, before_step, job.makes, job.says)
     generation = order(world, config, attempt)
     generation.sync(probe(), policy_version=0)
     seen = []
@@ -158,7 +159,7 @@ def without_losses(seen: Any) -> Any:
     return [step[:-1] for step in seen]
 
 
-ELSEWHERE = ("calls", "begins again", "trains")
+ELSEWHERE = ("builds its engine", "calls", "begins again", "trains")
 """Moments that other tests have."""
 
 
@@ -254,3 +255,18 @@ def test_other_losses_end_the_job(tmp_path: Path, deaths: tuple[Death, ...], nam
     for rank in left:
         last = (tmp_path / "run" / f"{rank}.log").read_text().splitlines()[-1]
         assert last.startswith(f"error (rank {rank}): {named}, is gone")
+
+
+def build_together(*arguments: Any, **settings: Any) -> ScriptedEngine:
+    """As vLLM, whose every engine makes a group of all ranks."""
+    dist.new_group(backend="gloo")
+    return ScriptedEngine(*arguments, **settings)
+
+
+def test_while_engines_are_built_no_rank_waits_for_one_that_is_gone(tmp_path: Path) -> None:
+    """The group would wait for its time-out."""
+    job = Job(1, 3, (Death(3, "builds its engine", 0),), makes=build_together)
+    assert run(job, tmp_path / "run", codes=dict.fromkeys(range(3), 1)) == []
+    for rank in (1, 2):
+        last = (tmp_path / "run" / f"{rank}.log").read_text().splitlines()[-1]
+        assert last.startswith(f"error (rank {rank}): rank 3 of the job, rank 2 of generation, is")

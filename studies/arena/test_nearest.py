@@ -46,3 +46,9 @@ def test_arms_come_in_pairs_on_seeds_of_their_own(tmp_path: Path) -> None:
     assert min(job.seeds.start for job in jobs) == 6400
     text = nearest.table(Store(tmp_path, archive=tmp_path / "none.npz"))
     assert text.count("missing") == 7 * len(pairs)
+
+
+def test_the_page_has_the_table_of_the_archive(tmp_path: Path) -> None:
+    text = nearest.table(Store(tmp_path, archive=nearest.ARCHIVE))
+    assert "missing" not in text
+    assert text in Path(nearest.__file__).with_name("README.md").read_text("utf-8")

@@ -59,6 +59,7 @@ def load_weights(
     # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
     num_ranks, sinks = get_tensor_model_parallel_world_size(), SinkLoader()
     without = list[str]()
+    llm.apply_model(forget_interrupted)
     (addresses,) = llm.apply_model(_addresses)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_zeroed_padding())
@@ -74,6 +75,22 @@ def load_weights(
     llm.apply_model(repack_tied_head)
     moved = [name for name, address in addresses.items() if now.get(name) != address]
     return [*without, *stale, *(name.rpartition(".")[0] for name in moved)]
+
+
+def forget_interrupted(model: nn.Module) -> None:
+    """Forget what modules have received in a reload that did not end: all of it comes again.
+
+    vLLM counts elements, and so would take a part that comes twice for the missing parts.
+    """
+    # Uses: load_numel, loaded_weights and can_load of LayerReloadingInfo; that the next reload
+    #     skips a module that `can_load` (model_loader.reload.layerwise)
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
 
 
 def _addresses(model: nn.Module) -> dict[str, int]:

@@ -109,7 +109,8 @@ class GenerationSide:
         Raises:
             WeightSyncError: the engine does not compute what the policy computes.
         """
-        self.bridge.may_go_on()
+        if self.engine.replicas.size == 1:  # ranks of an engine may wait for each other within vLLM
+            self.bridge.may_go_on()
         number, is_apart, is_over = 0, False, False
         while not is_over:
             try:

@@ -2,7 +2,8 @@
 
 A generation rank that dies takes its engine's other ranks with it, and the rest go on without them
 (`bridge.Bridge.regroup`). The loss of a rank that trains, or of the last engine, ends the job; so
-does that of any rank before the engines are built, for all build them together.
+does that of any rank before the engines are built, for all build them together, and where an engine
+has several ranks.
 """
 
 from __future__ import annotations

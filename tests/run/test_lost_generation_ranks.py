@@ -201,15 +201,15 @@ def test_two_of_three_may_die(tmp_path: Path, deaths: tuple[Death, ...]) -> None
     assert [seen[-1][-1] for seen in disturbed] == [2.0, 2.0]
 
 
-def test_an_engine_of_two_ranks_dies_as_a_whole(tmp_path: Path) -> None:
+def test_a_loss_among_engines_of_two_ranks_ends_the_job(tmp_path: Path) -> None:
+    """One of an engine may be waiting for the other within vLLM."""
     engines = {"rollout": {"tensor_parallel_size": 2}}
-    (undisturbed,) = run(Job(1, 4, sections=engines), tmp_path / "undisturbed")
     job = Job(1, 4, (Death(2, "decodes", 9),), engines)
-    (seen,) = run(job, tmp_path / "disturbed", codes={1: 1})
-    assert without_losses(seen) == without_losses(undisturbed)
-    assert seen[-1][-1] == 2.0
-    log = (tmp_path / "disturbed" / "1.log").read_text().splitlines()
-    assert log[-1].startswith("error (rank 1): rank 2 of the job, rank 1 of generation, is gone")
+    assert run(job, tmp_path / "run", codes=dict.fromkeys((0, 1, 3, 4), 1)) == []
+    for rank in (1, 3, 4):
+        last = (tmp_path / "run" / f"{rank}.log").read_text().splitlines()[-1]
+        named = f"error (rank {rank}): rank 2 of the job, rank 1 of generation, is gone"
+        assert last.startswith(named)
 
 
 @pytest.mark.parametrize("moment", ["decodes", "idle", "receives weights"])

@@ -75,6 +75,19 @@ def test_without_a_rank_that_generates_the_job_goes_on_to_its_next_checkpoint(
     require_same(run)
 
 
+def test_without_a_node_that_generates_a_job_of_no_kill_goes_on(
+    start: Start, require_same: Callable[[Training], None], tmp_path: Path
+) -> None:
+    run = start(tmp_path, *SIDES)
+    run.submit(NODES, "--no-kill", **JOB)
+    attempt = run.until_stage("wait", step=CHECKPOINT_EVERY_STEPS)
+    run.cluster.kill_node(run.cluster.nodes[FIRST_THAT_GENERATES])
+    run.until_ended(attempt)
+    require_went_on(run, attempt)
+    run.cluster.wait(run.job, "COMPLETED")
+    require_same(run)
+
+
 @pytest.mark.soak
 def test_on_policy_nothing_is_seen_of_any_fault(
     start: Start, require_same: Callable[[Training], None], tmp_path: Path

@@ -253,8 +253,9 @@ def test_a_number_outside_of_the_apis_is_refused(value: Any) -> None:
         read(logprobs=True, top_logprobs=value)
     assert error.value.param == "top_logprobs"
     settings = TurnSettings(num_alternatives=value)
+    not_begun = Episode(PROMPTS[0], 0, np.empty(0, np.int32), np.empty(0, np.float32))
     with pytest.raises(ConfigError, match=mentions("num_alternatives", value, 20)):
-        Turns(TOKENIZER, (), eos_token_ids=[EOS]).check(settings)
+        Turns(TOKENIZER, (), eos_token_ids=[EOS]).check(settings, not_begun)
 
 
 def test_they_are_a_part_of_the_log_probs() -> None:

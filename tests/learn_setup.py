@@ -122,11 +122,13 @@ def carry_some(rollouts: Rollouts, config: Config) -> Rollouts:
                 [rollouts.prompt_ids[row].tolist()],
                 [rollouts.response_ids[row].tolist()],
                 config.rollout.temperature,
+                [rollouts.conversations_of(row).tolist()],
             )
         noise = random.normal(0, 0.02, count)
         return (now.numpy()[:count] + noise).astype(np.float32)
 
-    return with_columns(rollouts, carried_log_probs=[then(row) for row in rollouts.rows_here])
+    carried = [then(row) for row in rollouts.rows_here]
+    return put_in_masked(with_columns(rollouts, carried_log_probs=carried), 0.0)
 
 
 def mask_some(rollouts: Rollouts) -> Rollouts:

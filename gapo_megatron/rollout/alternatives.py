@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import base64
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gapo_megatron.errors import RolloutError
-from gapo_megatron.rollout.engine import Completion
 from gapo_megatron.types import Episode
+
+if TYPE_CHECKING:  # it needs torch, and the number of alternatives is checked before that is there
+    from gapo_megatron.rollout.engine import Completion
 
 MOST_ALTERNATIVES = 20
 """Largest number of a turn: OpenAI's, and vLLM's without `max_logprobs`."""

@@ -24,12 +24,18 @@ from gapo_tools.conversion.adapter_checkpoint import AdapterCheckpoint
 from gapo_tools.conversion.directions import Options
 from tests.attempt_setup import make_attempt
 from tests.distributed.checkpoint_setup import make_state
-from tests.distributed.conversion_setup import ARCHITECTURES, hf_config, save_model
+from tests.distributed.conversion_setup import ARCHITECTURES, VOCAB_SIZE, hf_config, save_model
 from tests.distributed.lora_setup import ALPHA, EVERY_TARGET, RANK, randomise
-from tests.distributed.policy_setup import load_policy, make_config, reference_log_probs
-from tests.distributed.training_setup import BATCH, MODELS
+from tests.distributed.policy_setup import (
+    load_policy,
+    make_batch,
+    make_config,
+    reference_log_probs,
+)
+from tests.distributed.training_setup import MODELS
 from tests.messages import mentions
 
+BATCH = make_batch(vocab_size=VOCAB_SIZE)
 OF_EXPERTS = {"fc1", "fc2", "experts"}
 """Targets that an adapter folder of a model with experts cannot hold."""
 

@@ -52,8 +52,7 @@ def config_of(folder: Path, sizes: dict[str, object], method: str = "gapo") -> C
 
 
 def rollouts_of(folder: Path, *, has_masks: bool) -> Rollouts:
-    rollouts = carry_some(ROLLOUTS, config_of(folder, {}))
-    return mask_some(rollouts) if has_masks else rollouts
+    return carry_some(mask_some(ROLLOUTS) if has_masks else ROLLOUTS, config_of(folder, {}))
 
 
 def stop_in_every_layout(

@@ -31,7 +31,7 @@ OBJECTIVE = {"method": "gapo", "importance_weight_max": 1.05}
 @pytest.fixture(scope="module")
 def rollouts(folder: Path) -> Rollouts:
     """Every second rollout is carried, fully or partly; two of three have masked tokens."""
-    return mask_some(carry_some(make_judged(), make_config(folder)))
+    return carry_some(mask_some(make_judged()), make_config(folder))
 
 
 def step(folder: Path, rollouts: Rollouts, **options: Any) -> Report:

@@ -86,7 +86,7 @@ def engine(streams, monkeypatch) -> RolloutEngine:
     engine.llm = SwitchingVllm(streams)
     engine.schedule = Schedule(engine.llm, engine.device)
     engine.slots, engine._has_base = object(), True
-    engine._is_new_generation, engine._num_routed = True, {}
+    engine._is_new_generation, engine._requests = True, {}
     engine.config = engine.hf_config = SimpleNamespace(adapter=None)
     engine.replicas = None
     monkeypatch.setattr(vllm, "_alive", [engine.llm])

@@ -33,9 +33,10 @@ def sapo_loss(tokens: LossInputs) -> LossResult:
     ratio = tokens.ratio()
     advantages = tokens.per_ratio(tokens.advantages)
     width = tokens.per_ratio(torch.where(tokens.advantages > 0, tokens.upper, tokens.lower))
-    level = torch.sigmoid((ratio - 1) / width)
-    gate = (4 * level * (1 - level)).detach()
-    return tokens.sum_losses(-advantages * 4 * width * level), {
+    # 4 sigmoid(x) = 2 (1 + tanh(x / 2)): the bits of torch's sigmoid depend on a value's place.
+    slope = torch.tanh((ratio - 1) / (2 * width))
+    gate = (1 - slope * slope).detach()
+    return tokens.sum_losses(-advantages * 2 * width * (1 + slope)), {
         "clipped": (advantages != 0) & (gate < 0.5),
         "gradient_mass_kept": advantages.abs() * ratio.detach() * gate,
     }

@@ -143,22 +143,11 @@ def _as_now(sources: Any) -> Any:
     defaults = {key: one.default for key, one in DataSource.model_fields.items()}
     defaults["families"] = []  # as in a manifest
     return [
-        {
-            key: _with_levels(value) if key == "families" else value
-            for key, value in one.items()
-            if key != "path" and value != defaults.get(key)
-        }
+        {key: value for key, value in one.items() if key != "path" and value != defaults.get(key)}
         if isinstance(one, Mapping)
         else one
         for one in sources
     ]
-
-
-def _with_levels(families: Any) -> Any:
-    """The families of a source, in a manifest that may be too old to know their levels."""
-    if not isinstance(families, list):
-        return families
-    return [{"levels": [], **one} if isinstance(one, Mapping) else one for one in families]
 
 
 def _flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -169,6 +169,10 @@ def gather(
     if channel.rank != 0:
         return []
     whole = batch.with_tokens({name: found.get(name, {}) for name in batch.tokens})
+    for name in ("log_probs", "old_log_probs", *(["clipped"] if is_per_token else [])):
+        for row, one in found[name].items():
+            if row in computed:
+                found[name][row] = whole.in_order(row, torch.from_numpy(one)).numpy()
     return [
         Record(
             row,
@@ -178,20 +182,7 @@ def gather(
             rollout_log_probs=whole.rollout_log_probs[row],
             versions=whole.versions(row),
             minibatch=computed[row][0] if row in computed else None,
-            learned=_in_order(whole, row, {name: found[name][row] for name in learned})
-            if row in computed
-            else {},
+            learned={name: found[name][row] for name in learned} if row in computed else {},
         )
         for row in rows
     ]
-
-
-def _in_order(whole: Batch, row: int, learned: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays of the sampled tokens as they came, not one conversation after another."""
-    num_sampled = whole.table["num_sampled_tokens"][row]
-    return {
-        name: whole.in_order(row, torch.from_numpy(one)).numpy()
-        if name != "facts" and len(one) == num_sampled
-        else one
-        for name, one in learned.items()
-    }

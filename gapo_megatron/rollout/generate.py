@@ -312,26 +312,19 @@ class _Run:
             return self._is_aborted
         if not is_question:
             return False
-        tally, replicas = self._tally, self._engine.replicas
-        num_whole = self._responses.num_whole if replicas.is_first_of_replica else 0
-        must_abort = self._must_abort()
-        is_over = replicas.in_step(
-            lambda: tally.is_over(
-                num_whole, must_abort=must_abort, meanwhile=lambda: self._hooks.on_ended(())
-            )
+        counts_here = self._engine.replicas.is_first_of_replica
+        is_over = self._tally.is_over(
+            self._responses.num_whole if counts_here else 0,
+            must_abort=self._must_abort(),
+            meanwhile=lambda: self._hooks.on_ended(()),
         )
-        self._is_aborted = tally.is_aborted
+        self._is_aborted = self._tally.is_aborted
         return is_over
 
     def _must_abort(self) -> bool:
         ask = self._hooks.should_abort
         if ask is None:
             return False
-
-        def answer() -> bool:
-            if self._tally is None:  # else its sums are the beats: one kind at a time in a group
-                self._heart.beat(ended=False)
-            return ask(time.monotonic() - self._start)
-
-        replicas = self._engine.replicas
-        return replicas.agree(replicas.in_step(answer))
+        if self._tally is None:  # otherwise its sums are the beats: one kind at a time in a group
+            self._heart.beat(ended=False)
+        return self._engine.replicas.agree(ask(time.monotonic() - self._start))

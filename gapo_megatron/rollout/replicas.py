@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
-from gapo_megatron.errors import MachineError
 from gapo_megatron.exchange import Channel, GroupChannel, gather_tables
 from gapo_megatron.rollout.progress import Heartbeat, Tally
 
@@ -29,7 +28,6 @@ class Replicas:
         world_size: number of ranks.
         size: ranks of a replica.
         number: number of this replica when the job began: no other one ever has it.
-        outlives_others: whether this replica goes on when others are gone (`go_on`).
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class Replicas:
         self.world_size = world_size
         self.size = size
         self.number = rank // size
-        self.outlives_others = False
         self._replica_group = replica_group
 
     @classmethod
@@ -158,34 +155,6 @@ class Replicas:
         answers = [answer]
         dist.broadcast_object_list(answers, group_src=0, group=self._replica_group)
         return answers[0]
-
-    def in_step(self, question: Callable[[], T]) -> T:
-        """The answer to a question whose errors may tell of a lost replica.
-
-        Ranks find that out at different times, but those of a replica must leave at the same
-        decoding step: the others fail when the first one does. A failure of theirs alone is
-        dropped; the first rank has it at one of the next questions.
-
-        Args:
-            question: asked on all ranks of the replica.
-
-        Returns:
-            If the replica outlives others, the first rank's answer; else this rank's.
-
-        Collectives: one broadcast within the replica, if it outlives others and has more than one
-            rank.
-        """
-        if self._replica_group is None or not self.outlives_others:
-            return question()
-        answer, failure = None, None
-        try:
-            answer = question()
-        except (RuntimeError, MachineError) as error:  # torch's; LostRanksError
-            failure = error
-        has_failed, answer = self.agree((failure is not None, answer))
-        if has_failed:
-            raise failure or RuntimeError("connection closed: the engine's first rank has lost one")
-        return cast(T, answer)
 
     def heartbeat(self) -> Heartbeat:
         """A new `Heartbeat` over all ranks, for one generation. No collective yet."""

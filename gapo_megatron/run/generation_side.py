@@ -95,7 +95,6 @@ class GenerationSide:
 
     def __post_init__(self) -> None:
         self._patient = StopSignal(self.attempt, self.bridge)
-        self.engine.replicas.outlives_others = True
 
     def serve(self) -> None:
         """Execute orders until the trainer ends the run, then return.

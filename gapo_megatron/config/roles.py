@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gapo_megatron.config.data_section import DataSource
 from gapo_megatron.config.schema import Config
 from gapo_megatron.config.section import (
     HELD_OUT,
@@ -128,7 +127,7 @@ def _differing(before: Mapping[str, Any], config: Config) -> Changes:
 def _agree(name: str, there: Any, here: Any) -> bool:
     # A manifest may hold a value of any type.
     if name == "data.source":  # what is in the files is compared when they are read
-        there, here = _as_now(there), _as_now(here)
+        there, here = _without_paths(there), _without_paths(here)
     if name == "objective.routing_replay":
         there, here = ("trainer" if one is None else one for one in (there, here))
     if name in _PATHS and there and here and isinstance(there, str) and "\0" not in there:
@@ -136,14 +135,12 @@ def _agree(name: str, there: Any, here: Any) -> bool:
     return bool(there == here)
 
 
-def _as_now(sources: Any) -> Any:
-    """The sources of a manifest, with the defaults of settings that it is too old to know."""
+def _without_paths(sources: Any) -> Any:
+    """The sources of a manifest by what they are, not by where their files lie."""
     if not isinstance(sources, list):
         return sources
-    defaults = {key: one.default for key, one in DataSource.model_fields.items()}
-    defaults["families"] = []  # as in a manifest
     return [
-        {key: value for key, value in one.items() if key != "path" and value != defaults.get(key)}
+        {key: value for key, value in one.items() if key != "path"}
         if isinstance(one, Mapping)
         else one
         for one in sources

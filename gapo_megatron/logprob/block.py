@@ -42,12 +42,14 @@ def block_gradient(
     rows: BlockRows,
     *,
     grad_weight: torch.Tensor | None,
+    overwrite: bool,
     hidden_needs_grad: bool,
     code: Any,
     inverse_temperature: float,
 ) -> torch.Tensor | None:
     """Add a block's dW to `grad_weight`; return this shard's part of its dX [R_b, H].
 
+    With `overwrite` dW replaces what is in `grad_weight`, which saves a pass over its memory.
     `hidden` [R_b, H] has the block's rows, `code` is the module with `grad_logits`; dX is in the
     accumulation dtype.
     """
@@ -86,7 +88,9 @@ def block_gradient(
                 lost.append(lost_v)
                 mean_weights.append(w_v.mean(dim=0, dtype=grad_hidden.dtype))
         if grad_weight is not None:
-            tiles.add_product_(grad_weight[start : start + len(w_v)], dz.t(), x_b)
+            tiles.add_product_(
+                grad_weight[start : start + len(w_v)], dz.t(), x_b, overwrite=overwrite
+            )
     if lost:
         # A row of dz sums to zero over the vocabulary, but not after rounding: the common part of
         # the weights (an offset of all logits) would leak into dX. This corrects it.

@@ -237,12 +237,13 @@ class _TokenLogProbs(torch.autograd.Function):
             if total is None:
                 # With one block each sum is rounded once in any dtype; several need more digits.
                 dtype = weight.dtype if len(blocks) <= 1 else maximum.dtype
-                total = torch.zeros_like(weight, dtype=dtype)
+                total = torch.empty_like(weight, dtype=dtype)
+                total[options.num_columns if blocks else 0 :].zero_()
         grad_hidden = torch.zeros_like(hidden) if hidden_needs_grad else None
         # Block by block.
         whole = _gather_positions(hidden, options) if blocks else hidden
         summing: _Summing | None = None
-        for owner, block in blocks:
+        for number, (owner, block) in enumerate(blocks):
             rows, kept_rows = active[block], None
             if kept is not None:  # the first ones, because rows increase
                 whole_is_kept = len(kept) >= len(maximum)
@@ -260,6 +261,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     kept_rows,
                 ),
                 grad_weight=total,
+                overwrite=options.main_grad is None and number == 0,
                 hidden_needs_grad=hidden_needs_grad,
                 code=options.code,
                 inverse_temperature=options.inverse_temperature,

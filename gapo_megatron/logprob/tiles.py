@@ -194,21 +194,26 @@ def grad_logits(
     return dz, lost
 
 
-def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product_(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, overwrite: bool = False
+) -> None:
     """Add left [M, K] @ right [K, N] to total [M, N], accumulated at least in float32.
 
-    The factors have the same dtype; total has it, too, or the accumulation dtype.
+    The factors have the same dtype; total has it, too, or the accumulation dtype. With `overwrite`
+    total becomes the product, whatever it held.
     """
+    beta = 0 if overwrite else 1  # with 0 total is not read: it may hold NaN
     with _exact_products(left):
         if left.is_cuda and left.dtype == total.dtype and total.dtype.itemsize == 2:
             # In two steps: within one, cuBLAS may add partial sums in 16 bits.
-            total += torch.mm(left, right, out_dtype=torch.float32)
+            product = torch.mm(left, right, out_dtype=torch.float32)
+            total.copy_(product) if overwrite else total.add_(product)
         elif left.dtype == total.dtype:
-            total.addmm_(left, right)
+            total.addmm_(left, right, beta=beta)
         elif total.is_cuda:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+            torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
         else:
-            total.addmm_(_operand(left), _operand(right))
+            total.addmm_(_operand(left), _operand(right), beta=beta)
 
 
 def _tile_stats(

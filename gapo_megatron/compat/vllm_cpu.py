@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -10,6 +12,7 @@ from vllm.triton_utils import dispatcher
 from vllm.v1.sample import sampler
 
 _rotate = RotaryEmbedding.forward_cpu
+_rebind_kernels = dispatcher._rebind_kernels
 
 
 def repair_on_cpu() -> None:
@@ -25,7 +28,7 @@ def repair_on_cpu() -> None:
     #     the count (the same delay: torch-spyre/sendnn-inference#550, closed)
     RotaryEmbedding.forward_cpu = _rotate_every_head
     sampler.batched_count_greater_than = _ranks
-    allow_numba()
+    search_only_vllm()
 
 
 def _rotate_every_head(
@@ -46,19 +49,25 @@ def _ranks(log_probs: Tensor, values: Tensor) -> Tensor:
     return (log_probs >= values).sum(-1)
 
 
-def allow_numba() -> None:
-    """Let engines start on a CPU after numba was imported, as drafts by n-grams do.
+def search_only_vllm() -> None:
+    """Let engines that start on a CPU look for vLLM's kernels in vLLM's modules only.
 
-    vLLM looks for its kernels in the `vars` of everything in every module. Those of llvmlite's
-    library are a function, and the search fails.
+    vLLM looks for them in everything that any module holds: a third of the time of an engine's
+    start. And the search fails once numba was imported, as drafts by n-grams do: it takes `vars`
+    of everything, and those of llvmlite's library are a function.
     """
-    # Uses: that triton_utils.dispatcher._rebind_kernels calls vars
-    # Versions: vllm 0.32.0 with llvmlite 0.47.0
+    # Uses: triton_utils.dispatcher._rebind_kernels, replaced by itself with fewer `sys.modules`
+    # Versions: vllm 0.32.0, llvmlite 0.47.0
     # Upstream: none found
-    vars(dispatcher)["vars"] = _attributes
+    dispatcher._rebind_kernels = _rebind_in_vllm
 
 
-def _attributes(value: object) -> Mapping[str, object]:
-    """`vars`, empty where that is no mapping."""
-    found: object = vars(value)
-    return found if isinstance(found, Mapping) else {}
+def _rebind_in_vllm(overrides: list[tuple[Any, Any]]) -> None:
+    """Put replacements in the place of kernels, [(kernel, replacement)], in vLLM's modules."""
+    own = {name: one for name, one in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    known = vars(dispatcher)
+    known["sys"] = SimpleNamespace(modules=own)
+    try:
+        _rebind_kernels(overrides)
+    finally:
+        known["sys"] = sys

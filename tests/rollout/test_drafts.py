@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from scipy import stats
 from torch.nn.utils.rnn import pad_sequence
+from vllm.model_executor.warmup.jit_warmup_triton_helper import VllmTritonJitKernel
+from vllm.triton_utils import dispatcher
 
 from gapo_megatron.compat import vllm, vllm_cpu
 from gapo_megatron.models.tables import ARCHITECTURES
@@ -279,8 +283,25 @@ def test_accepted_tokens_are_those_that_took_no_decoding_step(fresh):
 def test_an_engine_starts_after_one_that_proposed_ngrams():
     """It has imported numba, whose library has no usual attributes: vLLM's search stopped there."""
     pytest.importorskip("llvmlite.binding")
-    vllm_cpu.allow_numba()
+    vllm_cpu.search_only_vllm()
     vllm.current_platform.register_triton_kernel_overrides()  # as every worker does
+
+
+def test_every_kernel_is_replaced_wherever_it_is_held():
+    """No module of this process is left with one that only Triton could run."""
+    importlib.import_module("vllm.v1.spec_decode.llm_base_proposer")  # holds copies
+    vllm_cpu.search_only_vllm()
+    vllm.current_platform.register_triton_kernel_overrides()
+    replaced = {id(kernel) for kernel, _ in dispatcher._registry.values()}
+    assert len(replaced) > 5
+    left = [
+        f"{module}.{name}"
+        for module, one in list(sys.modules.items())
+        for name, value in list(getattr(one, "__dict__", {}).items())
+        if id(value) in replaced
+        or (isinstance(value, VllmTritonJitKernel) and id(value.kernel) in replaced)
+    ]
+    assert left == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)

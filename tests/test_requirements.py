@@ -1,5 +1,7 @@
 """The locks: complete, consistent, alike where nothing speaks against it; and who installs them."""
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -374,3 +376,26 @@ def test_the_cpu_environment_takes_either_python(
     )
     assert result.returncode == 1
     assert re.search(outcome, result.stdout + result.stderr)
+
+
+def test_the_package_is_compiled_also_when_the_environment_is_up_to_date(tmp_path: Path) -> None:
+    """Where PYTHONDONTWRITEBYTECODE is set, every process would compile it again."""
+    source = shutil.ignore_patterns("__pycache__")
+    for folder in ("tools", "requirements"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=source)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "gapo_megatron").mkdir()
+    (tmp_path / "gapo_megatron" / "__init__.py").write_text("")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    made_from = ["tools/setup_env.sh", "requirements/cpu.txt", "pyproject.toml"]
+    texts = b"".join((tmp_path / name).read_bytes() for name in made_from)
+    key = hashlib.sha256(texts + f"{tmp_path}\n".encode()).hexdigest()
+    (tmp_path / ".venv" / ".stamp-run").write_text(key + "\n")
+    subprocess.run(
+        [tmp_path / "tools" / "setup_env.sh", "run"],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHON": ""},
+        check=True,
+    )
+    for folder in ("gapo_megatron", "tools/planner"):
+        assert list((tmp_path / folder / "__pycache__").glob("*.pyc")), folder

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv from the locks in requirements/; does nothing when it is already up to date.
+# Makes .venv from the locks in requirements/, and compiles the package; does nothing when both are up to date.
 #
 #   tools/setup_env.sh run      what the demo and training on CPU need   (requirements/cpu.txt)
 #   tools/setup_env.sh dev      the same + what `make test` needs        (requirements/dev.txt)
@@ -122,6 +122,10 @@ install_run() {
   say "ready in $SECONDS s"
 }
 
+# Its own files too, which change with every pull. Under a checkout that cannot be written to they are imported as
+# they are.
+compile_package() { [ ! -w gapo_megatron ] || "$venv_python" -m compileall -q gapo_megatron tools; }
+
 install_dev() {
   local stamp=.venv/.stamp-dev key
   key=$(fingerprint requirements/cpu.txt requirements/dev.txt)
@@ -161,3 +165,4 @@ case $what in
   reasoning) install_run; install_reasoning ;;
   *) fail "unknown environment '$what': run, dev, language or reasoning" ;;
 esac
+compile_package

@@ -13,6 +13,7 @@ from vllm.distributed.device_communicators import cpu_communicator
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -31,10 +32,14 @@ _alive: list[LLMEngine] = []
 # --- an engine and its requests ------------------------------------------------------------------
 
 
-def create(args: EngineArgs) -> LLMEngine:
+def create(args: EngineArgs, *, architectures: Sequence[str]) -> LLMEngine:
     """Build an engine that the caller steps, and that leaves the default process group alone.
 
     On a CPU, its KV cache has `args.kv_cache_memory_bytes`, whatever the environment says.
+
+    Args:
+        args: vLLM's arguments.
+        architectures: of the model's config.
 
     Raises:
         ValueError: vLLM rejects the arguments.
@@ -46,6 +51,7 @@ def create(args: EngineArgs) -> LLMEngine:
     # Upstream: none found for a group of others (close to it vllm-project/vllm#38231, open;
     #     huggingface/trl#6353)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    _inspect_here(architectures)
     if current_platform.is_cpu():
         repair_on_cpu()
         if args.speculative_config:
@@ -53,6 +59,23 @@ def create(args: EngineArgs) -> LLMEngine:
     llm = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     _alive.append(llm)
     return llm
+
+
+def _inspect_here(architectures: Sequence[str]) -> None:
+    """Import the model's class now, so that vLLM inspects it in this process.
+
+    It would inspect a class that its cache (VLLM_CACHE_ROOT) does not know in a process of its own,
+    which imports all of vLLM again: at the first start with a cache, on every rank at once. It does
+    so for processes that it forks, which must find CUDA as yet unused; here it forks none.
+    """
+    # Uses: model_executor.models.ModelRegistry.models, and their load_model_cls
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#19317 (open)
+    for name in architectures:
+        known = ModelRegistry.models.get(name)
+        with contextlib.suppress(ImportError):  # vLLM says that it cannot inspect it
+            if known is not None:
+                ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def close(llm: LLMEngine) -> None:

@@ -58,7 +58,7 @@ def search_only_vllm() -> None:
     """
     # Uses: triton_utils.dispatcher._rebind_kernels, replaced by itself with fewer `sys.modules`
     # Versions: vllm 0.32.0, llvmlite 0.47.0
-    # Upstream: none found
+    # Upstream: none found (the search came with vllm-project/vllm#43048)
     dispatcher._rebind_kernels = _rebind_in_vllm
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.model_executor.models import ModelRegistry, registry
 
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.formats.weights import write_hf
@@ -101,6 +102,14 @@ def fresh(built) -> SimpleNamespace:
 
 
 # --- sampling ----------------------------------------------------------------------------------
+
+
+def test_its_model_was_inspected_in_this_process(built, monkeypatch, tmp_path):
+    """Another one, for a class that vLLM's cache does not know, would import all of vLLM again."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # empty
+    monkeypatch.setattr(registry.subprocess, "run", None)
+    (name,) = built.model.config.architectures or [type(built.model).__name__]
+    assert ModelRegistry.models[name].inspect_model_cls().architecture == name
 
 
 def test_the_cache_is_as_large_as_the_config_says(built):

@@ -122,7 +122,8 @@ class RolloutEngine:
                 self.llm = vllm.create(
                     engine_args(
                         config, hf_config, device, load_weights=load_weights, slots=self.slots
-                    )
+                    ),
+                    architectures=hf_config.architectures or [],
                 )
             except ValueError as error:
                 raise RolloutError(f"vLLM cannot start: {error}") from error

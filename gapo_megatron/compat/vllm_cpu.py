@@ -52,9 +52,9 @@ def _ranks(log_probs: Tensor, values: Tensor) -> Tensor:
 def search_only_vllm() -> None:
     """Let engines that start on a CPU look for vLLM's kernels in vLLM's modules only.
 
-    vLLM looks for them in everything that any module holds: a third of the time of an engine's
-    start. And the search fails once numba was imported, as drafts by n-grams do: it takes `vars`
-    of everything, and those of llvmlite's library are a function.
+    vLLM looks for them in everything that any module holds, for 0.4 s of each engine's start. And
+    the search fails once numba was imported, as drafts by n-grams do: it takes `vars` of
+    everything, and those of llvmlite's library are a function.
     """
     # Uses: triton_utils.dispatcher._rebind_kernels, replaced by itself with fewer `sys.modules`
     # Versions: vllm 0.32.0, llvmlite 0.47.0

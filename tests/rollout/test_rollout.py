@@ -104,10 +104,11 @@ def fresh(built) -> SimpleNamespace:
 # --- sampling ----------------------------------------------------------------------------------
 
 
-def test_its_model_was_inspected_in_this_process(built, monkeypatch, tmp_path):
+def test_its_model_was_inspected_in_this_process(built, monkeypatch):
     """Another one, for a class that vLLM's cache does not know, would import all of vLLM again."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # empty
-    monkeypatch.setattr(registry.subprocess, "run", None)
+    lazy = registry._LazyRegisteredModel
+    monkeypatch.setattr(lazy, "_load_modelinfo_from_cache", lambda *_: None)  # empty
+    monkeypatch.setattr(registry, "_run_in_subprocess", None)
     (name,) = built.model.config.architectures or [type(built.model).__name__]
     assert ModelRegistry.models[name].inspect_model_cls().architecture == name
 

@@ -23,9 +23,6 @@ from gapo_megatron.rollouts import COLUMNS, ROW, Rollouts, Tokens
 class Work(Protocol):
     """A pending transfer."""
 
-    def is_completed(self) -> bool:
-        """Whether the transfer has completed. Never waits."""
-
     def wait(self) -> Any:
         """Wait for the transfer to complete."""
 
@@ -78,12 +75,11 @@ class Posted:
 
     messages: list[tuple[Work, torch.Tensor]]
 
-    def is_done(self) -> bool:
-        """Whether all messages have been sent. Never waits."""
-        return all(work.is_completed() for work, _ in self.messages)
-
     def wait(self) -> None:
-        """Wait until all messages have been sent, and release the buffers."""
+        """Wait until all messages have been sent, and release the buffers.
+
+        Nothing else tells: to gloo a message is complete once somebody has waited for it.
+        """
         while self.messages:
             work, _ = self.messages[-1]
             work.wait()

@@ -126,8 +126,6 @@ class GenerationRanks:
     def collect(self, step: int) -> Rollouts | None:
         """Wait for the batch of a step, and receive its tokens: `Generation.collect`."""
         self.sample_ahead()
-        if self._posted is not None and self._posted.is_done():
-            self._posted = None  # and its buffers
         rollouts = self._persist(lambda: self._collect(step))
         del self._samples[step]
         self.stopwatch.notes["generation/lost_ranks"] = float(self.num_lost)
@@ -137,6 +135,9 @@ class GenerationRanks:
         number = self._samples[step]
         with self.stopwatch("wait"):
             answer = unpack(self._wait(number))
+            if self._posted is not None:  # they have arrived: the batch began with them
+                self._together(self._posted.wait)
+                self._posted = None
             if answer["is_aborted"]:
                 self._num_given_back += answer["num_tokens"]
                 return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -90,8 +91,8 @@ class GenerationSide:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _ranks: DataParallelRanks | None = None
     """Data-parallel ranks of the trainers, by which sequences are dealt."""
-    _posted: list[exchange.Posted] = field(default_factory=list)
-    """Pending sends of tokens to the trainers."""
+    _posted: deque[tuple[int, exchange.Posted]] = field(default_factory=deque)
+    """Tokens sent to the trainers, by step; until it is certain that all have them."""
 
     def __post_init__(self) -> None:
         self._patient = StopSignal(self.attempt, self.bridge)
@@ -150,7 +151,7 @@ class GenerationSide:
         replicas.go_on(rank=bridge.place, world_size=bridge.num_generation, gloo_group=group)
         self.attempt.go_on(group)
         self.is_first = bridge.place == 0
-        self._posted = []  # their messages were to the former groups
+        self._posted.clear()  # these messages were to the former groups
         return number
 
     def _begin(self, number: int, order: Order) -> None:
@@ -165,6 +166,9 @@ class GenerationSide:
     def _receive_weights(self, number: int, order: Order) -> None:
         with self.stopwatch("sync"):
             engine, version = self.engine, order.step
+            # These weights have learned from all steps before: their tokens have arrived.
+            while self._posted and self._posted[0][0] < version:
+                self._posted.popleft()[1].wait()
             needs = "merged" if order.scale is None else needs_of(engine)
             self._post(f"ready/{number}", pack(needs))
             engine.wake()
@@ -208,9 +212,9 @@ class GenerationSide:
             answer = {"is_aborted": True, "num_tokens": sum(given_up)}
         else:
             answer = {"is_aborted": False, "num_tokens": rollouts.num_sampled}
-            self._post(f"table/{number}", self._send(rollouts, tag=number))
+            self._post(f"table/{number}", self._send(rollouts, order.step, tag=number))
             if self.config.batch.partial_rollouts:
-                self._post(f"open/{number}", self._send_open_groups(tag=number))
+                self._post(f"open/{number}", self._send_open_groups(order.step, tag=number))
             about = {
                 "policy_version": self.engine.policy_version,
                 "metrics": rollouts.metrics,
@@ -222,7 +226,7 @@ class GenerationSide:
             self._post(f"batch/{number}", pack(about))
         self._post(f"answer/{number}", pack(answer))
 
-    def _send(self, rollouts: Rollouts, *, tag: int) -> bytes:
+    def _send(self, rollouts: Rollouts, step: int, *, tag: int) -> bytes:
         """Start sending tokens by the trainers' own plan; returns the table, encoded."""
         assert self._ranks is not None
         # In this group the ranks of this side come after the trainers.
@@ -236,16 +240,16 @@ class GenerationSide:
             channel=self.bridge.messages,
             tag=tag,
         )
-        self._posted = [one for one in self._posted if not one.is_done()] + [posted]
+        self._posted.append((step, posted))
         return rollouts.table.tobytes()
 
-    def _send_open_groups(self, *, tag: int) -> bytes:
+    def _send_open_groups(self, step: int, *, tag: int) -> bytes:
         """Start sending the groups that stay open, for checkpoints; returns their table, encoded.
 
         Their tokens keep the engine's log-probs, and the versions that sampled them.
         """
         opened = self.rollouter.open_groups = self.rollouter.open_groups.carried()
-        self._posted.append(open_groups.post(opened, self.bridge, tag=tag))
+        self._posted.append((step, open_groups.post(opened, self.bridge, tag=tag)))
         return opened.table.tobytes()
 
     def _lap(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ def post(groups: Rollouts, bridge: Bridge, *, tag: int) -> exchange.Posted:
         tag: the same as the receivers'.
 
     Returns:
-        The messages; keep them until they are done. Does not wait for receivers.
+        The messages; keep them until their `wait` has returned. Does not wait for receivers.
     """
     table, (first_here, _) = groups.table, _side(bridge, is_generation=bridge.is_generation)
     first, count = _side(bridge, is_generation=not bridge.is_generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron.config import Config
+from gapo_megatron.exchange import Posted
 from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.table import to_rollouts
@@ -87,6 +89,8 @@ def account_of(generation: GenerationRanks, world: World, config: Config, step: 
     """Facts of the step's batch, this rank's tokens, the open groups before and after it."""
     rollouts = generation.collect(step)
     assert rollouts is not None
+    kept = [one for one in gc.get_objects() if isinstance(one, Posted)]
+    assert not kept, "the open groups of a resume have arrived"
     batch = make_batch(rollouts, config.objective.resolve())
     plan = plan_step(
         batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -24,6 +25,7 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import RolloutError
+from gapo_megatron.exchange import Posted
 from gapo_megatron.learn.plan import plan_step, rounding_share
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy.adapters import FULL_WEIGHTS
@@ -355,6 +357,27 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
     everything = asked + also_asked
     assert {*names} < {*everything} and len(everything) == len({*everything}), "nothing twice"
     assert given_back == also == num_tokens + more_tokens - num_learned > 0
+
+
+def count_messages_under_way(world: World, folder: Path, max_staleness: int) -> Any:
+    """A run of eight steps; on a rank that generates, the messages it keeps while it decodes."""
+    bridge, counts = world.bridge, list[int]()
+    assert bridge is not None
+
+    def count(_: ScriptedEngine) -> None:
+        counts.append(sum(isinstance(one, Posted) for one in gc.get_objects()))
+
+    config = make_config(folder, max_staleness=max_staleness, run={"num_steps": 9})
+    train(world, config, until=8, before_decoding=count)
+    cast(Any, bridge).close = lambda: None  # both sides have ended: `run_sides` need not
+    return counts
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_tokens_that_have_arrived_are_not_kept(tmp_path: Path, max_staleness: int) -> None:
+    trainer, sampled = run_sides(count_messages_under_way, 1, 1, tmp_path, max_staleness)
+    assert not trainer and len(sampled) >= 8
+    assert max(sampled) <= max_staleness
 
 
 def run_disturbed(

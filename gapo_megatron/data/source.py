@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Position as numbers and text, for `load_state_dict`."""
-        dataset: dict[str, Any] = {"dataset": self._fingerprint()}
+        dataset: dict[str, Any] = {"dataset": dict(self._fingerprint)}
         if not self._sources and self._curriculum is None:
             return self._orders[""].state_dict() | dataset
         states = {
@@ -226,7 +227,8 @@ class PromptSource:
                 "Resume with the same, or start a new run in another run.output_dir"
             )
 
-    def _fingerprint(self) -> dict[str, str]:
+    @cached_property
+    def _fingerprint(self) -> Mapping[str, str]:
         """Digests of the problems, and what their prompts are made of."""
         rows, tokens = hashlib.sha256(), hashlib.sha256()
         for prompt in self._prompts:
@@ -239,7 +241,7 @@ class PromptSource:
 
     def _changed_since(self, before: Mapping[str, str]) -> Iterator[str]:
         """What is not as in a checkpoint's fingerprint; nothing if the problems are the same."""
-        now = self._fingerprint()
+        now = self._fingerprint
         changed = {name for name in now if before.get(name) != now[name]}
         if not changed & {"rows", "tokens"}:
             return

@@ -237,6 +237,28 @@ def test_every_epoch_holds_every_problem_once_in_another_order():
     assert epochs[0] != _ids(PromptSource(_prompts(12), seed=2).next_batch(12))
 
 
+def test_problems_are_read_once_for_all_positions() -> None:
+    """Every rank takes a position twice a step, and there may be millions of problems."""
+    num_read = 0
+
+    class Tokens(tuple[int, ...]):
+        __slots__ = ()
+
+        def __repr__(self) -> str:
+            nonlocal num_read
+            num_read += 1
+            return "()"
+
+    source = PromptSource([Prompt(f"p{i}", Tokens(), "") for i in range(5)], seed=0)
+    first = source.state_dict()
+    first["dataset"]["rows"] = "changed"
+    source.require_same(
+        PromptSource([Prompt(f"p{i}", (), "") for i in range(5)], seed=0).state_dict()
+    )
+    assert source.state_dict()["dataset"]["rows"] != "changed"
+    assert num_read == 5
+
+
 def test_resume_with_other_problems_is_an_error():
     state = PromptSource(_prompts(10), seed=0).state_dict()
     with pytest.raises(CheckpointError, match=mentions("data.train_path", 11, "run.output_dir")):

@@ -60,13 +60,20 @@ def add_over_ranks(
     sizes = [math.prod(shape) for shape in shapes.values()]
     parts = [sums.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()]
     local = torch.cat([part.flatten() for part in parts]).to(device)
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    summed: Sums = {}
-    for vector in torch.stack(gathered).cpu():
-        named = zip(shapes.items(), vector.split(sizes), strict=True)
-        add(summed, {name: part.view(shape) for (name, shape), part in named})
-    return summed
+    gathered = local.new_empty(dist.get_world_size(), len(local))
+    dist.all_gather_single(gathered.view(-1), local)
+    # Whole vectors: thousands of ranks have a hundred thousand names between them.
+    summed, *others = gathered.cpu()
+    largest = summed.clone()
+    for vector in others:
+        summed += vector
+        torch.maximum(largest, vector, out=largest)
+    return {
+        name: (high if name.endswith("_max") else total).view(shape)
+        for (name, shape), total, high in zip(
+            shapes.items(), summed.split(sizes), largest.split(sizes), strict=True
+        )
+    }
 
 
 def summarize(

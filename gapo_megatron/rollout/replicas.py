@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from gapo_megatron.exchange import Channel, GroupChannel, gather_tables
+from gapo_megatron.exchange import Channel, GroupChannel, gather_objects, gather_tables
 from gapo_megatron.rollout.progress import Heartbeat, Tally
 
 T = TypeVar("T")
@@ -116,10 +116,9 @@ class Replicas:
         Args:
             groups: this rank's objects. Anything that pickles; no tokens.
 
-        Collectives: one gather of objects over all ranks (gloo).
+        Collectives: `exchange.gather_objects` over all ranks (gloo).
         """
-        received: list[list[T]] = [[]] * self.world_size
-        dist.all_gather_object(received, list(groups), group=self.gloo_group)
+        received: list[list[T]] = gather_objects(list(groups), self.gloo_group)
         return [group for part in received for group in part]
 
     def gather_in_replica(self, one: T) -> list[T]:
@@ -138,7 +137,7 @@ class Replicas:
     def gather_tables(self, table: np.ndarray) -> list[np.ndarray]:
         """Gather the tables of all ranks, by rank, on every rank.
 
-        Collectives: two, for tables of any length (`exchange.gather_tables`).
+        Collectives: `exchange.gather_tables`.
         """
         return gather_tables(table, self.gloo_group)
 

@@ -356,10 +356,11 @@ class Rollouter:
         """Rollouts of all ranks, in the order of ranks, with this rank's tokens. Collective."""
         replicas = self._engine.replicas
         tables = replicas.gather_tables(rollouts.table)
-        return Rollouts.join(
-            rollouts if rank == replicas.rank else Rollouts(table)
-            for rank, table in enumerate(tables)
+        before, after = (
+            Rollouts(np.concatenate([rollouts.table[:0], *others]))
+            for others in (tables[: replicas.rank], tables[replicas.rank + 1 :])
         )
+        return Rollouts.join([before, rollouts, after])
 
     def _count_discarded(self, num_tokens: int) -> None:
         if self._engine.replicas.is_first_of_replica:

@@ -103,9 +103,9 @@ class StepMemory:
         for found in self._seen.values():
             figures += map(float, found)
         mine = torch.tensor(figures, dtype=torch.float64)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, mine, group=group)
-        ranks = torch.stack(gathered) / _GIB
+        gathered = mine.new_empty(dist.get_world_size(group), len(mine))
+        dist.all_gather_single(gathered.view(-1), mine, group=group)
+        ranks = gathered / _GIB
         resident, rank = ranks[:, 0].max(dim=0)
         values = {"memory/host_rss_gib": float(resident), "memory/host_rss_rank": int(rank)}
         for i, moment in enumerate(self._seen):

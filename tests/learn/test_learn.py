@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from gapo_megatron.batching import pack
 from gapo_megatron.learn.checks import rounding
-from gapo_megatron.learn.metrics import add_over_ranks
+from gapo_megatron.learn.metrics import Sums, add, add_over_ranks
 from gapo_megatron.objective import make_batch
+from gapo_megatron.objective.diagnostics import SUMS
 from gapo_megatron.rollouts import Rollouts
+from tests.dist import run_distributed
 from tests.distributed.policy_setup import equal
 from tests.learn_setup import (
     GROUP_SIZE,
@@ -263,10 +265,36 @@ def test_metrics_take_one_collective(folder: Path) -> None:
         for name in names:
             stack.enter_context(patch.object(dist, name, counted(name)))
         totals = add_over_ranks(sums, group_size=4, device=torch.device("cpu"))
-    assert calls == ["all_gather"]
+    assert calls == ["all_gather_single"]
     assert (totals["loss"], totals["mismatch_max"], totals["kl"]) == (2.0, 3.0, 0.0)
     with pytest.raises(AssertionError, match="new"):
         add_over_ranks({"new": torch.tensor(1.0)}, group_size=4, device=torch.device("cpu"))
+
+
+def summed_over_ranks(seed: int, num_ranks: int) -> bool:
+    """Whether the totals have the bits of a sum name by name, in rank order."""
+    shapes = {"loss": (), "mismatch_max": (), "per_c": (len(SUMS), 2, 5), "per_c_max": (2, 5)}
+
+    def sums_of(rank: int) -> Sums:
+        made = torch.Generator().manual_seed(seed * 100 + rank)
+        return {
+            name: torch.randn(shape, generator=made, dtype=torch.float64) * 10.0**rank
+            for i, (name, shape) in enumerate(shapes.items())
+            if (seed + rank + i) % 3  # ranks lack some, and of some seeds one has none
+        }
+
+    cpu = torch.device("cpu")
+    found = add_over_ranks(sums_of(dist.get_rank()), group_size=4, device=cpu)
+    expected: Sums = {}
+    for rank in range(num_ranks):
+        ours = sums_of(rank)
+        add(expected, {name: ours.get(name, torch.zeros_like(found[name])) for name in shapes})
+    return all(found[name].numpy().tobytes() == expected[name].numpy().tobytes() for name in shapes)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_metrics_are_summed_in_rank_order(seed: int) -> None:
+    assert run_distributed(summed_over_ranks, 3, seed, 3) == [True] * 3
 
 
 def penalties(

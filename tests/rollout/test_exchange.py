@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.exchange import GroupChannel, deal_tokens, gather_tables, gather_tokens
+from gapo_megatron.exchange import (
+    GroupChannel,
+    deal_tokens,
+    gather_bytes,
+    gather_objects,
+    gather_tables,
+    gather_tokens,
+    post,
+    token_columns,
+)
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollouts import Rollouts
 from tests.batches import random_rollouts, readable
 from tests.dist import run_distributed
@@ -24,8 +36,16 @@ def sampled_by(rank: int, counts: Sequence[int]) -> Rollouts:
 def spread_over_ranks(counts: Sequence[int]) -> Rollouts:
     rank = dist.get_rank()
     mine = sampled_by(rank, counts)
-    tables = gather_tables(mine.table, None)
-    return Rollouts.join(mine if i == rank else Rollouts(table) for i, table in enumerate(tables))
+    parts = [
+        mine if i == rank else Rollouts(one)
+        for i, one in enumerate(gather_tables(mine.table, None))
+    ]
+    replicas = Replicas(rank=rank, world_size=len(counts), size=1)
+    rollouter = cast(Any, SimpleNamespace(_engine=SimpleNamespace(replicas=replicas)))
+    joined, whole = Rollouter._join_ranks(rollouter, mine), Rollouts.join(parts)
+    assert joined.table.tobytes() == whole.table.tobytes()
+    assert readable(joined) == readable(whole)
+    return joined
 
 
 def over_ranks(counts: Sequence[int], wanted: list[list[int]]) -> list[int]:
@@ -52,6 +72,23 @@ def test_every_rank_gets_the_table_and_the_tokens_it_wants() -> None:
     wanted = [[0, 5, 9, 17], [*range(18)], [], [1, 2, 16, 17]]
     holder = [0] * 9 + [2] * 6 + [3] * 3
     assert run_distributed(over_ranks, 4, counts, wanted) == [holder] * 4
+
+
+def gathered(contents: list[bytes]) -> tuple[list[bytes], list[Any], int]:
+    """What a rank gathers, as bytes and as objects, and the collectives of the first."""
+    mine = np.frombuffer(contents[dist.get_rank()], dtype=np.uint8)
+    real = dist.all_gather_single
+    with patch.object(dist, "all_gather_single", side_effect=real) as counted:
+        found = [one.tobytes() for one in gather_bytes(mine, None)]
+    objects = gather_objects({"of": contents[dist.get_rank()]}, None)
+    return found, objects, counted.call_count
+
+
+@pytest.mark.parametrize(("longest", "num_collectives"), [(0, 1), (504, 1), (505, 2), (70_000, 2)])
+def test_contents_of_any_length_are_gathered_by_rank(longest: int, num_collectives: int) -> None:
+    contents = [b"one", b"", np.random.default_rng(0).bytes(longest)]
+    found = run_distributed(gathered, 3, contents)
+    assert found == [(contents, [{"of": one} for one in contents], num_collectives)] * 3
 
 
 class CountingChannel:
@@ -95,6 +132,22 @@ def test_a_rank_sends_and_receives_its_share_alone(num_ranks: int) -> None:
     sequence_bytes = 4 * (5 + 9 + 9)
     assert sum(channel.received.values()) == num_others * sequence_bytes
     assert sum(channel.sent.values()) == num_others * sequence_bytes
+
+
+def test_ranks_that_want_the_same_get_the_same_buffer() -> None:
+    """A thousand ranks want the first sequences of a batch: they are packed once."""
+    rollouts = random_rollouts(0, 2).changed(holder=0)
+    wanted = [[], [0, 1], [1], [0, 1]]
+    posted = post(
+        rollouts.tokens,
+        token_columns(rollouts.table),
+        rollouts.table["holder"],
+        wanted,
+        channel=CountingChannel(0, 4),
+        tag=1,
+    )
+    first, second, third = (buffer for _, buffer in posted.messages)
+    assert first is third and first is not second
 
 
 def test_a_rank_cannot_send_what_it_does_not_have() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -70,13 +71,15 @@ def plan_step(
         keep_zero_advantage=needs_every_sequence,
     )
     # Evenly spaced, hence from different prompts, among sequences that the clip affects (A != 0).
-    active = (batch.valid & (batch.advantages != 0)).nonzero().flatten()
+    active = (batch.valid & (batch.advantages != 0)).numpy().nonzero()[0]
+    lengths = batch.num_fed_tokens.numpy()[active]
     budget = measured_share * steps.num_tokens_computed
     chosen = torch.zeros_like(batch.valid)
+    # Of thousands of ranks thousands of counts are tried: none may read the whole batch.
     for count in range(min(max(ROUNDING_SEQUENCES, 2 * data_parallel_size), len(active)), 0, -1):
-        spaced = active[torch.arange(count) * len(active) // count]
-        if int(batch.num_fed_tokens[spaced].sum()) <= budget:
-            chosen[spaced] = True
+        spaced = np.arange(count) * len(active) // count
+        if int(lengths[spaced].sum()) <= budget:
+            chosen[active[spaced]] = True
             break
     rounding = plan_scoring(
         batch,

@@ -21,12 +21,13 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import BatchConfig, Config
 from gapo_megatron.learn.checks import rounding
 from gapo_megatron.learn.checks.rounding import Scores, measure
-from gapo_megatron.learn.plan import plan_step, rounding_share
+from gapo_megatron.learn.plan import ROUNDING_SEQUENCES, plan_step, rounding_share
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact
 from gapo_megatron.policy.exact import exact_stages
 from gapo_megatron.rollouts import Batch
+from tests.batches import random_rollouts
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
@@ -75,6 +76,35 @@ def batch_of(*, data_parallel_size: int = 1, measured_share: float = 1.0, **fact
 
 
 BATCH = batch_of()
+
+
+@pytest.mark.parametrize(("seed", "num_ranks"), [*enumerate([1, 2, 5, 9, 30, 60])])
+def test_as_many_spaced_sequences_are_measured_as_fit(seed: int, num_ranks: int) -> None:
+    """Of uneven lengths, with fewer sequences than ranks, and several conversations."""
+    random, rollouts = np.random.default_rng(seed), random_rollouts(seed, 12)
+    count = len(rollouts)
+    batch = Batch(
+        rollouts.table,
+        advantages=torch.from_numpy(random.integers(-1, 2, count).astype(np.float64)),
+        num_correct=torch.ones(count, dtype=torch.int64),
+        group_size=torch.full((count,), 3),
+        valid=torch.from_numpy(random.random(count) < 0.8),
+    )
+    share = float(random.uniform(0.0, 0.6))
+    plan = plan_step(
+        batch,
+        BatchConfig(rollout_prompts=12, minibatch_prompts=4, rollouts_per_prompt=3),
+        needs_every_sequence=False,
+        data_parallel_size=num_ranks,
+        measured_share=share,
+    )
+    active = (batch.valid & (batch.advantages != 0)).nonzero().flatten()
+    most = min(max(ROUNDING_SEQUENCES, 2 * num_ranks), len(active))
+    spaced = [active[torch.arange(n) * len(active) // n] for n in range(most + 1)]
+    budget = share * plan.num_tokens_computed
+    fitting = [one for one in spaced if int(batch.num_fed_tokens[one].sum()) <= budget]
+    measured = sorted(i for rank in plan.rounding for rows in rank for i in rows)
+    assert measured == fitting[-1].tolist()
 
 
 def model_of(layout: str, folder: Path) -> Path:

@@ -81,7 +81,7 @@ STAGES = {
     "log": [(Run, "log")],
 }
 """Functions of each stage, without the stages called from there."""
-KINDS = ("all_gather", "all_gather_single", "all_reduce", "broadcast", "barrier")
+KINDS = ("all_gather", "all_reduce", "broadcast", "barrier")
 
 
 @dataclass

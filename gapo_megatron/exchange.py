@@ -306,7 +306,7 @@ def _gather_equal(content: np.ndarray, length: int, group: dist.ProcessGroup | N
     padded = torch.zeros(length, dtype=torch.uint8)
     padded.numpy()[: len(content)] = content
     gathered = torch.empty((dist.get_world_size(group), length), dtype=torch.uint8)
-    dist.all_gather_single(gathered.view(-1), padded, group=group)
+    dist.all_gather(list(gathered), padded, group=group)
     return gathered.numpy()
 
 

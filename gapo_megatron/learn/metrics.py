@@ -61,7 +61,7 @@ def add_over_ranks(
     parts = [sums.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()]
     local = torch.cat([part.flatten() for part in parts]).to(device)
     gathered = local.new_empty(dist.get_world_size(), len(local))
-    dist.all_gather_single(gathered.view(-1), local)
+    dist.all_gather(list(gathered), local)
     # Whole vectors: thousands of ranks have a hundred thousand names between them.
     summed, *others = gathered.cpu()
     largest = summed.clone()

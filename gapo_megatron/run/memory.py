@@ -104,7 +104,7 @@ class StepMemory:
             figures += map(float, found)
         mine = torch.tensor(figures, dtype=torch.float64)
         gathered = mine.new_empty(dist.get_world_size(group), len(mine))
-        dist.all_gather_single(gathered.view(-1), mine, group=group)
+        dist.all_gather(list(gathered), mine, group=group)
         ranks = gathered / _GIB
         resident, rank = ranks[:, 0].max(dim=0)
         values = {"memory/host_rss_gib": float(resident), "memory/host_rss_rank": int(rank)}

@@ -77,8 +77,8 @@ def test_every_rank_gets_the_table_and_the_tokens_it_wants() -> None:
 def gathered(contents: list[bytes]) -> tuple[list[bytes], list[Any], int]:
     """What a rank gathers, as bytes and as objects, and the collectives of the first."""
     mine = np.frombuffer(contents[dist.get_rank()], dtype=np.uint8)
-    real = dist.all_gather_single
-    with patch.object(dist, "all_gather_single", side_effect=real) as counted:
+    real = dist.all_gather
+    with patch.object(dist, "all_gather", side_effect=real) as counted:
         found = [one.tobytes() for one in gather_bytes(mine, None)]
     objects = gather_objects({"of": contents[dist.get_rank()]}, None)
     return found, objects, counted.call_count

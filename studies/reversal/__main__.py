@@ -1,0 +1,241 @@
+"""GAPO against its own widths in reversed order: run what is missing, archive it, write the tables.
+
+    python -m studies.reversal [--model DIR]
+
+Again: goes on. REGISTRATION.md has the questions and the rules, README.md what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+
+from gapo_megatron.config import load_config
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.io.files import write_atomically
+from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
+from gapo_tools.reporting.runs import read_run
+from studies.reversal import plan, tables
+from studies.reversal.task import write_task
+
+HERE = Path(__file__).parent
+REGISTRATION, BASE = HERE / "REGISTRATION.md", HERE / "base.toml"
+MODEL = Path("runs/smollm2/SmolLM2-135M-Instruct")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m studies.reversal", description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder")
+    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
+    arguments = parser.parse_args()
+    study = Study(arguments.model, arguments.processes, registered(REGISTRATION))
+    study.make_start()
+    study.make_widths()
+    study.run_pairs(plan.LEAST_PAIRS)
+    deviation = plan.blind_deviation(study.rates(plan.LEAST_PAIRS))
+    pairs = plan.pairs_needed(deviation)
+    say(f"deviation of a difference, arms unknown: {deviation:.2f} points; {pairs} pairs in all")
+    study.run_pairs(pairs)
+    study.archive(pairs)
+    tables.write(study.archived)
+
+
+def registered(path: Path) -> str:
+    """SHA-256 of the registration.
+
+    Raises:
+        ConfigError: it is not committed, or differs from what is.
+    """
+    command = ["git", "show", f"HEAD:./{path.name}"]
+    committed = subprocess.run(command, cwd=path.parent, capture_output=True)
+    if committed.returncode or committed.stdout != path.read_bytes():
+        raise ConfigError(f"{path} must be as it is in HEAD: commit it before anything is run")
+    return hashlib.sha256(committed.stdout).hexdigest()
+
+
+def say(text: str) -> None:
+    """Print a line with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+class Study:
+    """The runs of one model, in runs/reversal/MODEL."""
+
+    def __init__(self, model: Path, num_processes: int, registration: str) -> None:
+        """Refuse results of another registration."""
+        self.model, self.num_processes, self.registration = model, num_processes, registration
+        self.folder = Path("runs/reversal") / model.name
+        self.archived = HERE / "data" / model.name
+        self.problems = self.folder / "problems.json"
+        self.widths: plan.Widths = {}
+        self.begin, self.measured = time.monotonic(), threading.Lock()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mark = self.folder / "registration"
+        if not mark.exists():
+            write_atomically(mark, registration)
+        if (found := mark.read_text().strip()) != registration:
+            raise ConfigError(f"{self.folder} has runs of the registration {found}: move it away")
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def make_start(self) -> None:
+        """Task, and the shortest supervised start whose groups are mixed often enough."""
+        examples = self.folder / "supervised.jsonl"
+        paths = [
+            f"supervised.initial_hf_dir={self.model}",
+            f"supervised.train_path={examples}",
+        ]
+        if not self.problems.exists():
+            config = load_config(BASE, paths)
+            assert config.supervised is not None
+            number = max(plan.START_STEPS) * config.supervised.batch_sequences
+            write_task(config, num_examples=number, problems=self.problems)
+        for steps in plan.START_STEPS:
+            start = self.folder / f"start_{steps}"
+            if not start.exists():
+                settings = [*paths, f"supervised.num_steps={steps}", f"model.hf_dir={start}"]
+                settings.append(f"run.output_dir={self.folder / 'supervised'}")
+                self._python(start, "gapo_megatron.sft", str(BASE), *settings)
+            share = plan.mixed_share(self._evaluate(start.name, start)["0"])
+            say(f"start of {steps} steps: {100 * share:.1f} % of groups expected to be mixed")
+            if share >= plan.START_MIXED:
+                self.start, self.settings = start, [*paths, f"model.hf_dir={start}"]
+                return
+        raise RuntimeError(f"no start reaches {100 * plan.START_MIXED:.0f} % of mixed groups")
+
+    def make_widths(self) -> None:
+        """Read the arms' widths, or find them by calibration runs and write them down."""
+        path = self.folder / "widths.json"
+        if not path.exists():
+            found = plan.calibrate(self._measure, num_processes=self.num_processes)
+            write_atomically(path, json.dumps(found, indent=1))
+        self.widths = json.loads(path.read_text())
+        say(f"widths: {self.widths}")
+
+    def run_pairs(self, pairs: int) -> None:
+        """Train and evaluate every arm with the first `pairs` seeds."""
+        jobs = [(arm, seed) for seed in plan.SEEDS[:pairs] for arm in plan.ARMS]
+        jobs = [job for job in jobs if not self._result(*job).exists()]
+        begin = time.monotonic()
+        with ThreadPoolExecutor(self.num_processes) as pool:
+            waiting = [pool.submit(self._run, *job) for job in jobs]
+            for done, future in enumerate(as_completed(waiting), start=1):
+                if error := future.exception():
+                    pool.shutdown(cancel_futures=True)
+                    raise error
+                left = (time.monotonic() - begin) / done * (len(jobs) - done) / 3600
+                say(f"{done} of {len(jobs)} runs, {left:.1f} h left")
+
+    def rates(self, pairs: int) -> np.ndarray:
+        """Late pass@1 in percent, [pairs, arms]."""
+        late = [
+            [tables.late(self._read(self._result(arm, seed))).mean() for arm in plan.ARMS]
+            for seed in plan.SEEDS[:pairs]
+        ]
+        return 100 * np.array(late)
+
+    def archive(self, pairs: int) -> None:
+        """Write what the tables need to `archived`."""
+        found = {("start", 0): self._read(self.folder / f"{self.start.name}.json")}
+        jobs = [(arm, seed) for seed in plan.SEEDS[:pairs] for arm in plan.ARMS]
+        found |= {job: self._read(self._result(*job)) for job in jobs}
+        ids = [one["id"] for one in json.loads(self.problems.read_text())]
+        runs = [self._run_dir(*job) for job in jobs]
+        tables.pack(self.archived, self.registration, self.widths, ids, found, runs)
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def _run_dir(self, arm: str, seed: int) -> Path:
+        return self.folder / f"{arm}-seed_{seed}"
+
+    def _result(self, arm: str, seed: int) -> Path:
+        return self.folder / f"{arm}-seed_{seed}.json"
+
+    def _run(self, arm: str, seed: int) -> None:
+        """Train a run unless it has finished, evaluate its late checkpoints, and drop its weights."""
+        folder = self._run_dir(arm, seed)
+        self._train(folder, arm, *self.widths[arm], seed=seed, num_steps=plan.NUM_STEPS)
+        saved = {
+            int(one.name.removeprefix("step_")): one
+            for one in checkpoints_dir(folder).glob("step_*")
+        }
+        self._evaluate(folder.name, self.start, [saved[step] for step in plan.LATE])
+        _drop_weights(folder)
+
+    def _measure(self, arm: str, low: float, high: float) -> Mapping[str, float]:
+        """Means over the steps of a calibration run."""
+        folder = self.folder / "calibration" / f"{arm}-{low:g}-{high:g}"
+        steps = plan.CALIBRATION_STEPS
+        self._train(folder, arm, low, high, seed=plan.CALIBRATION_SEED, num_steps=steps)
+        _drop_weights(folder)
+        metrics = read_run(folder).metrics
+        keys = (plan.CLIPPED, plan.LOST, plan.LOST_CORRECT)
+        means = {key: float(np.mean(list(metrics[key].values()))) for key in keys}
+        say(f"calibration: {arm} {low:g} {high:g}: {means}")
+        return means
+
+    def _train(
+        self, folder: Path, arm: str, low: float, high: float, *, seed: int, num_steps: int
+    ) -> None:
+        if is_finished(folder, num_steps=num_steps):
+            return
+        settings = {
+            "run.output_dir": folder,
+            "run.seed": seed,
+            "run.num_steps": num_steps,
+            "objective.method": plan.ARMS[arm],
+            "objective.eps_low": low,
+            "objective.eps_high_max": high,
+        }
+        given = [f"{key}={value}" for key, value in settings.items()]
+        self._python(folder, "gapo_megatron.train", str(BASE), *self.settings, *given)
+
+    def _evaluate(
+        self, name: str, start: Path, checkpoints: Sequence[Path] = ()
+    ) -> dict[str, np.ndarray]:
+        result = self.folder / f"{name}.json"
+        if not result.exists():
+            paths = [str(one) for one in (start, self.problems, result, *checkpoints)]
+            self._python(result, "studies.reversal.exact", *paths)
+        return self._read(result)
+
+    def _read(self, result: Path) -> dict[str, np.ndarray]:
+        return {step: np.array(one) for step, one in json.loads(result.read_text()).items()}
+
+    def _python(self, of: Path, *command: str) -> None:
+        """Run a module on one thread; what it prints is in a file beside `of`."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        log = of.with_name(f"{of.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            ended = subprocess.run(
+                [sys.executable, "-m", *command], env=environment, stdout=file, stderr=file
+            )
+        if ended.returncode:
+            raise RuntimeError(f"{command[0]} failed with {ended.returncode}: see {log}")
+
+
+def _drop_weights(run_dir: Path) -> None:
+    """Remove the weights of a finished run, half a gigabyte; its record stays."""
+    for folder in (checkpoints_dir(run_dir), run_dir / "hf"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except GapoError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -47,7 +47,7 @@ _AT_ONE_STEP = (
 _KEPT = "|".join(
     (
         *(_AT_ONE_STEP, r"reward/mean", r"experts/same_routes_share", r"per_c/group_share/c\d+"),
-        r"clip/(positive_gradient_mass_lost|dose_\w+)",
+        r"clip/(fraction_sequences|(positive_)?gradient_mass_lost|dose_\w+)",
         r"per_c/correct/(sequences|response_length|advantage)/c\d+",
         r"per_c/correct/(ratio_deviation|ratio_abs_deviation|clip_gradient_mass_lost)/c\d+",
         r"per_c/correct/(clip_fraction_sequences|clip_fraction_tokens)/c\d+",

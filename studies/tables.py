@@ -2,8 +2,8 @@
 
     python -m studies.tables
 
-Writes arena/tables.md, miniature/table.md and language/table.md. The tables of studies/adapter have
-no archive.
+Writes arena/tables.md, miniature/table.md, language/table.md, and reversal/MODEL.md of each archive
+in reversal/data. The tables of studies/adapter have no archive.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from studies.arena.report import all_tables
 from studies.arena.sweep import best_settings, sweep
 from studies.language import tables as language
 from studies.miniature import claims
+from studies.reversal import tables as reversal
 
 HERE = Path(__file__).parent
 
@@ -30,6 +31,7 @@ def main() -> None:
     (HERE / "arena" / "tables.md").write_text(page)
     _fill(HERE / "miniature" / "table.md", claims.page(read_archive(HERE / "miniature" / "data")))
     _fill(HERE / "language" / "table.md", language.table(read_archive(HERE / "language")))
+    reversal.write_all()
 
 
 def _fill(path: Path, tables: str) -> None:

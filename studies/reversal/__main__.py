@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -54,16 +53,21 @@ def main() -> None:
 
 
 def registered(path: Path) -> str:
-    """SHA-256 of the registration.
+    """SHA-256 of the registration, and the package that it is run with.
 
     Raises:
-        ConfigError: it is not committed, or differs from what is.
+        ConfigError: page, study or package differ from what is committed.
     """
-    command = ["git", "show", f"HEAD:./{path.name}"]
-    committed = subprocess.run(command, cwd=path.parent, capture_output=True)
-    if committed.returncode or committed.stdout != path.read_bytes():
-        raise ConfigError(f"{path} must be as it is in HEAD: commit it before anything is run")
-    return hashlib.sha256(committed.stdout).hexdigest()
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=path.parent, capture_output=True, text=True)
+
+    tracked = git("ls-files", "--error-unmatch", path.name)
+    changed = git("diff", "--quiet", "HEAD", "--", path.name, "*.py", "*.toml", ":/gapo_megatron")
+    package = git("rev-parse", "HEAD:gapo_megatron")
+    if tracked.returncode or changed.returncode or package.returncode:
+        raise ConfigError(f"{path}, the study's code and gapo_megatron must be as in HEAD: commit")
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()}, gapo_megatron {package.stdout[:12]}"
 
 
 def say(text: str) -> None:
@@ -81,7 +85,6 @@ class Study:
         self.archived = HERE / "data" / model.name
         self.problems = self.folder / "problems.json"
         self.widths: plan.Widths = {}
-        self.begin, self.measured = time.monotonic(), threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
         mark = self.folder / "registration"
         if not mark.exists():
@@ -94,15 +97,10 @@ class Study:
     def make_start(self) -> None:
         """Task, and the shortest supervised start whose groups are mixed often enough."""
         examples = self.folder / "supervised.jsonl"
-        paths = [
-            f"supervised.initial_hf_dir={self.model}",
-            f"supervised.train_path={examples}",
-        ]
+        paths = [f"supervised.initial_hf_dir={self.model}", f"supervised.train_path={examples}"]
         if not self.problems.exists():
-            config = load_config(BASE, paths)
-            assert config.supervised is not None
-            number = max(plan.START_STEPS) * config.supervised.batch_sequences
-            write_task(config, num_examples=number, problems=self.problems)
+            config = load_config(BASE, [*paths, f"supervised.num_steps={max(plan.START_STEPS)}"])
+            write_task(config, problems=self.problems)
         for steps in plan.START_STEPS:
             start = self.folder / f"start_{steps}"
             if not start.exists():
@@ -165,7 +163,7 @@ class Study:
         return self.folder / f"{arm}-seed_{seed}.json"
 
     def _run(self, arm: str, seed: int) -> None:
-        """Train a run unless it has finished, evaluate its late checkpoints, and drop its weights."""
+        """Train a run unless it has finished, evaluate it, and drop its weights."""
         folder = self._run_dir(arm, seed)
         self._train(folder, arm, *self.widths[arm], seed=seed, num_steps=plan.NUM_STEPS)
         saved = {
@@ -192,16 +190,10 @@ class Study:
     ) -> None:
         if is_finished(folder, num_steps=num_steps):
             return
-        settings = {
-            "run.output_dir": folder,
-            "run.seed": seed,
-            "run.num_steps": num_steps,
-            "objective.method": plan.ARMS[arm],
-            "objective.eps_low": low,
-            "objective.eps_high_max": high,
-        }
-        given = [f"{key}={value}" for key, value in settings.items()]
-        self._python(folder, "gapo_megatron.train", str(BASE), *self.settings, *given)
+        run = [f"run.output_dir={folder}", f"run.seed={seed}", f"run.num_steps={num_steps}"]
+        clip = [f"objective.eps_low={low}", f"objective.eps_high_max={high}"]
+        method = f"objective.method={plan.ARMS[arm]}"
+        self._python(folder, "gapo_megatron.train", str(BASE), *self.settings, *run, method, *clip)
 
     def _evaluate(
         self, name: str, start: Path, checkpoints: Sequence[Path] = ()

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gapo_megatron.io.files import write_atomically
@@ -83,7 +82,9 @@ def evaluate(model_dir: str, problems: Path, checkpoints: Sequence[str]) -> dict
             adapter = Path(folder) / "adapter"
             convert_adapter(path, adapter, Options(num_threads=1), kind="peft")
             adapted = PeftModel.from_pretrained(model, adapter).eval()
-        found[path.name.removeprefix("step_")] = answer_probabilities(adapted, prompts, answers)
+        found[str(int(path.name.removeprefix("step_")))] = answer_probabilities(
+            adapted, prompts, answers
+        )
         model = adapted.unload()
     return found
 
@@ -93,7 +94,6 @@ def main() -> None:
     model, problems, output, *checkpoints = sys.argv[1:]
     torch.set_num_threads(1)
     found = evaluate(model, Path(problems), checkpoints)
-    assert all(np.isfinite(values).all() for values in found.values())
     write_atomically(Path(output), json.dumps(found))
 
 

@@ -90,7 +90,7 @@ def pack(
 def read(folder: Path) -> Archive:
     """Read what `pack` wrote."""
     with (folder / PROBABILITIES).open(encoding="utf-8", newline="") as file:
-        registration = next(file).rpartition(" ")[2].strip()
+        registration = next(file).partition(": ")[2].strip()
         (_, _, _, *problems), *rows = csv.reader(file)
     values = {
         (arm, int(seed), step): np.array(one, dtype=float) / SCALE for arm, seed, step, *one in rows
@@ -137,11 +137,11 @@ def page(archive: Archive, runs: Sequence[StudyRun]) -> str:
 
     table("Primary", ["pass@1, points", "difference", "verdict"], _primary(rates))
     table("Arms", ["arm", "eps_low", "eps_high_max", "pass@1, %", "gain"], _levels(archive, rates))
-    head = ["c at the start", "problems", "start", *plan.ARMS, *map(_name, PAIRED)]
-    table("pass@8 by c of the start", head, _by_c(archive))
-    table("pass@1 by family", ["family", *head[1:]], _by_family(archive, rates))
     head = ["arm", "sequences", "gradient", "of correct responses", "dose: decisions", "gradient"]
     table("What the clips removed, %", head, _removed(runs))
+    head = ["problems", "start", *plan.ARMS, *map(_name, PAIRED)]
+    table("pass@1 by family", ["family", *head], _by_family(archive, rates))
+    table("pass@8 by c of the start", ["c at the start", *head], _by_c(archive))
     return "\n\n".join(parts) + "\n"
 
 

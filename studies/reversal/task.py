@@ -19,17 +19,18 @@ from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rewards.reasoning_gym import reference_answer
 
 
-def write_task(config: Config, *, num_examples: int, problems: Path) -> None:
+def write_task(config: Config, *, problems: Path) -> None:
     """Write `supervised.train_path` and the held-out problems.
 
     Args:
-        config: of the study, with one generated source; its model is `supervised.initial_hf_dir`.
-        num_examples: of the supervised start, drawn after the training problems.
+        config: of the study, with one generated source; its model is `supervised.initial_hf_dir`,
+            and `[supervised]` says how many examples there are, drawn after the training problems.
         problems: file to write: a list of `id`, `prompt` (token ids, as in training) and `answer`
             (token ids, with the one that ends a response).
     """
     assert config.supervised is not None
     model = config.supervised.initial_hf_dir
+    num_examples = config.supervised.num_steps * config.supervised.batch_sequences
     tokenizer = load_tokenizer(model, field="supervised.initial_hf_dir")
     bind_template(tokenizer, config.data)
     vocab_size = read_hf_config(model).vocab_size

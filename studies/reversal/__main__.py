@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from studies.reversal.task import write_task
 HERE = Path(__file__).parent
 REGISTRATION, BASE = HERE / "REGISTRATION.md", HERE / "base.toml"
 MODEL = Path("runs/smollm2/SmolLM2-135M-Instruct")
+ENGINE = "rollout.engine=studies/reversal/merged.py:merged_engine"
 
 
 def main() -> None:
@@ -43,12 +45,12 @@ def main() -> None:
     study = Study(arguments.model, arguments.processes, registered(REGISTRATION))
     study.make_start()
     study.make_widths()
-    study.run_pairs(plan.LEAST_PAIRS)
-    deviation = plan.blind_deviation(study.rates(plan.LEAST_PAIRS))
+    study.run_pairs(plan.LEAST_PAIRS, plan.JUDGED)
+    deviation = tables.blind_deviation(tables.read(study.archived))
     pairs = plan.pairs_needed(deviation)
     say(f"deviation of a difference, arms unknown: {deviation:.2f} points; {pairs} pairs in all")
-    study.run_pairs(pairs)
-    study.archive(pairs)
+    study.run_pairs(pairs, plan.JUDGED)
+    study.run_pairs(pairs, plan.ARMS)
     tables.write(study.archived)
 
 
@@ -110,7 +112,7 @@ class Study:
             share = plan.mixed_share(self._evaluate(start.name, start)["0"])
             say(f"start of {steps} steps: {100 * share:.1f} % of groups expected to be mixed")
             if share >= plan.START_MIXED:
-                self.start, self.settings = start, [*paths, f"model.hf_dir={start}"]
+                self.start, self.settings = start, [*paths, f"model.hf_dir={start}", ENGINE]
                 return
         raise RuntimeError(f"no start reaches {100 * plan.START_MIXED:.0f} % of mixed groups")
 
@@ -120,39 +122,29 @@ class Study:
         if not path.exists():
             found = plan.calibrate(self._measure, num_processes=self.num_processes)
             write_atomically(path, json.dumps(found, indent=1))
-        self.widths = json.loads(path.read_text())
+        self.widths = {
+            arm: (low, high) for arm, (low, high) in json.loads(path.read_text()).items()
+        }
         say(f"widths: {self.widths}")
 
-    def run_pairs(self, pairs: int) -> None:
-        """Train and evaluate every arm with the first `pairs` seeds."""
-        jobs = [(arm, seed) for seed in plan.SEEDS[:pairs] for arm in plan.ARMS]
-        jobs = [job for job in jobs if not self._result(*job).exists()]
+    def run_pairs(self, pairs: int, arms: Iterable[str]) -> None:
+        """Train and evaluate `arms` with the first `pairs` seeds, and archive them."""
+        order = itertools.product(plan.SEEDS[:pairs], arms)
+        jobs = {(arm, seed): self._run_dir(arm, seed) for seed, arm in order}
+        missing = [job for job in jobs if not self._result(*job).exists()]
         begin = time.monotonic()
         with ThreadPoolExecutor(self.num_processes) as pool:
-            waiting = [pool.submit(self._run, *job) for job in jobs]
+            waiting = [pool.submit(self._run, *job) for job in missing]
             for done, future in enumerate(as_completed(waiting), start=1):
                 if error := future.exception():
                     pool.shutdown(cancel_futures=True)
                     raise error
-                left = (time.monotonic() - begin) / done * (len(jobs) - done) / 3600
-                say(f"{done} of {len(jobs)} runs, {left:.1f} h left")
-
-    def rates(self, pairs: int) -> np.ndarray:
-        """Late pass@1 in percent, [pairs, arms]."""
-        late = [
-            [tables.late(self._read(self._result(arm, seed))).mean() for arm in plan.ARMS]
-            for seed in plan.SEEDS[:pairs]
-        ]
-        return 100 * np.array(late)
-
-    def archive(self, pairs: int) -> None:
-        """Write what the tables need to `archived`."""
+                left = (time.monotonic() - begin) / done * (len(missing) - done) / 3600
+                say(f"{done} of {len(missing)} runs, {left:.1f} h left")
         found = {("start", 0): self._read(self.folder / f"{self.start.name}.json")}
-        jobs = [(arm, seed) for seed in plan.SEEDS[:pairs] for arm in plan.ARMS]
         found |= {job: self._read(self._result(*job)) for job in jobs}
         ids = [one["id"] for one in json.loads(self.problems.read_text())]
-        runs = [self._run_dir(*job) for job in jobs]
-        tables.pack(self.archived, self.registration, self.widths, ids, found, runs)
+        tables.pack(self.archived, self.registration, self.widths, ids, found, [*jobs.values()])
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -204,7 +196,8 @@ class Study:
             self._python(result, "studies.reversal.exact", *paths)
         return self._read(result)
 
-    def _read(self, result: Path) -> dict[str, np.ndarray]:
+    @staticmethod
+    def _read(result: Path) -> dict[str, np.ndarray]:
         return {step: np.array(one) for step, one in json.loads(result.read_text()).items()}
 
     def _python(self, of: Path, *command: str) -> None:

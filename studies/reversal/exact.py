@@ -54,7 +54,6 @@ def answer_probabilities(
         logits = model(
             input_ids=tokens,
             attention_mask=mask,
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
             logits_to_keep=most + 1,
             use_cache=False,
         ).logits

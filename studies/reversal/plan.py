@@ -16,6 +16,8 @@ ARMS = {
     "symmetric": "gspo",
 }
 """Arm -> `objective.method`."""
+JUDGED = ("gapo", "reversed", "fixed")
+"""Arms of the primary differences; the others are run after them."""
 NUM_STEPS, LATE = 100, (80, 90, 100)
 """Steps of a run, and the steps after which it is evaluated."""
 K = 8
@@ -106,7 +108,7 @@ def calibrate(measure: Measure, *, num_processes: int) -> Widths:
 def blind_deviation(rates: np.ndarray) -> float:
     """Deviation of a difference of two arms of a pair, without a word on which arm is ahead.
 
-    From what pair and arm leave of pass rates [pairs, arms], pooled over arms.
+    From what pair and arm leave of pass rates [pairs, arms], in points, pooled over arms.
     """
     pairs, arms = rates.shape
     rest = rates - rates.mean(axis=0) - rates.mean(axis=1, keepdims=True) + rates.mean()

@@ -58,15 +58,6 @@ class Archive:
         return np.array([one.split("-")[-2] for one in self.problems])
 
 
-def late(evaluations: Evaluations) -> np.ndarray:
-    """[evaluations, problems] of the late steps.
-
-    Raises:
-        KeyError: one is missing.
-    """
-    return np.stack([evaluations[str(step)] for step in plan.LATE])
-
-
 def pack(
     folder: Path,
     registration: str,
@@ -95,17 +86,26 @@ def read(folder: Path) -> Archive:
     values = {
         (arm, int(seed), step): np.array(one, dtype=float) / SCALE for arm, seed, step, *one in rows
     }
+    runs = sorted((seed, arm) for arm, seed, step in values if step != "0")
     found = {
         arm: np.stack(
             [
-                late({str(step): values[arm, seed, str(step)] for step in plan.LATE})
-                for seed in sorted({seed for other, seed, _ in values if other == arm})
+                [values[arm, seed, str(step)] for step in plan.LATE]
+                for seed, other in dict.fromkeys(runs)
+                if other == arm
             ]
         )
         for arm in plan.ARMS
+        if any(other == arm for _, other in runs)
     }
     widths = json.loads((folder / WIDTHS).read_text())
     return Archive(registration, widths, problems, values["start", 0, "0"], found)
+
+
+def blind_deviation(archive: Archive) -> float:
+    """`plan.blind_deviation` of the first pairs, in points."""
+    rates = np.stack([archive.found[arm].mean(axis=(1, 2)) for arm in plan.JUDGED], axis=1)
+    return plan.blind_deviation(100 * rates[: plan.LEAST_PAIRS])
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -118,10 +118,8 @@ def page(archive: Archive, runs: Sequence[StudyRun]) -> str:
         ValueError: there are fewer pairs than the deviation asks for, so nothing may be compared.
     """
     rates = {arm: 100 * one.mean(axis=1) for arm, one in archive.found.items()}  # [pairs, problems]
-    pairs = len(rates["gapo"])
-    deviation = plan.blind_deviation(
-        np.stack([one.mean(axis=1) for one in rates.values()], axis=1)[: plan.LEAST_PAIRS]
-    )
+    pairs = min(len(rates.get(arm, ())) for arm in plan.ARMS)
+    deviation = blind_deviation(archive)
     if pairs < (needed := plan.pairs_needed(deviation)):
         raise ValueError(f"{pairs} of {needed} pairs: no arms are compared before the last")
     seen = plan.detectable(deviation, pairs)

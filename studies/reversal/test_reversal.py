@@ -184,23 +184,37 @@ def test_nothing_runs_unless_the_registration_is_committed(tmp_path: Path) -> No
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run is not repeated, one that failed is; other rules need another folder."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
     started: list[str] = []
     failing = {"reversed-seed_0"}
 
     def run(self: runner.Study, of: Path, module: str, *words: str) -> None:
-        if module == "gapo_megatron.train":
+        if module != "studies.reversal.exact":
+            config = load_config(words[0], [*words[1:]])
+        if module == "gapo_megatron.sft":
+            assert config.supervised is not None
+            assert config.model.hf_dir == str(of) == f"runs/reversal/tiny/{of.name}"
+            assert of.name == f"start_{config.supervised.num_steps}"
+            assert config.supervised.initial_hf_dir == "models/tiny"
+        elif module == "gapo_megatron.train":
             started.append(of.name)
+            method, seed = config.objective.resolve(), config.run.seed
+            assert config.model.hf_dir == "runs/reversal/tiny/start_80"
+            assert config.run.output_dir == str(of) and of.name.endswith(f"-seed_{seed}")
+            assert (method.eps_low, method.eps_high_max) == study.widths[of.name.split("-")[0]]
             if of.name in failing:
                 raise RuntimeError("killed")
             for step in plan.LATE:
                 (of / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
             (of / "finished.json").write_text(json.dumps({"num_steps": plan.NUM_STEPS}))
-        elif module == "studies.reversal.exact":
+        else:
             steps = [str(int(Path(one).name[5:])) for one in words[3:]] or ["0"]
             rate = 0.01 if of.name == "start_40.json" else 0.5
             of.write_text(json.dumps({step: [rate, rate] for step in steps}))
 
     monkeypatch.setattr(runner.Study, "_python", run)
+    packed: list[dict[tuple[str, int], dict[str, np.ndarray]]] = []
+    monkeypatch.setattr(tables, "pack", lambda *given: packed.append(given[4]))
     monkeypatch.setattr(runner, "write_task", lambda *_, problems, **__: problems.write_text("[]"))
     shares = {plan.CLIPPED: 0.2, plan.LOST: 0.1, plan.LOST_CORRECT: 0.1}
     monkeypatch.setattr(runner.Study, "_measure", lambda *_: shares)
@@ -209,20 +223,22 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert study.start.name == "start_80"  # the first has too few mixed groups
     study.make_widths()
     with pytest.raises(RuntimeError, match="killed"):
-        study.run_pairs(2)
+        study.run_pairs(2, plan.ARMS)
     failing.clear()
     study = runner.Study(Path("models/tiny"), 1, "rules")
     study.make_start()
     monkeypatch.setattr(runner.Study, "_measure", None)
     study.make_widths()
-    study.run_pairs(2)
+    study.run_pairs(2, plan.ARMS)
     assert sorted(set(started)) == sorted(
         f"{arm}-seed_{seed}" for arm in plan.ARMS for seed in (0, 1)
     )
     assert started.count("gapo-seed_0") == 1
     assert started.count("reversed-seed_0") == 2
     assert not list(study.folder.glob("*/checkpoints"))
-    assert study.rates(2) == pytest.approx(np.full((2, 4), 50.0))
+    (found,) = packed
+    assert found.keys() == {("start", 0), *((arm, seed) for arm in plan.ARMS for seed in (0, 1))}
+    assert found["fixed", 1].keys() == {"80", "90", "100"}
     with pytest.raises(ConfigError, match="rules"):
         runner.Study(Path("models/tiny"), 1, "other rules")
 
@@ -244,6 +260,8 @@ def archived(folder: Path, *, pairs: int, gain: float) -> tables.Archive:
 
 def test_an_archive_says_which_arm_is_ahead(tmp_path: Path) -> None:
     archive = archived(tmp_path / "data", pairs=13, gain=3.0)
+    rates = np.stack([archive.found[arm].mean(axis=(1, 2)) for arm in plan.JUDGED], axis=1)
+    assert tables.blind_deviation(archive) == plan.blind_deviation(100 * rates)
     assert (
         (tmp_path / "data" / tables.PROBABILITIES)
         .read_text()

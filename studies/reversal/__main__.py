@@ -24,6 +24,7 @@ import numpy as np
 
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.formats.manifest import step_dir
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_tools.reporting.runs import read_run
@@ -158,11 +159,8 @@ class Study:
         """Train a run unless it has finished, evaluate it, and drop its weights."""
         folder = self._run_dir(arm, seed)
         self._train(folder, arm, *self.widths[arm], seed=seed, num_steps=plan.NUM_STEPS)
-        saved = {
-            int(one.name.removeprefix("step_")): one
-            for one in checkpoints_dir(folder).glob("step_*")
-        }
-        self._evaluate(folder.name, self.start, [saved[step] for step in plan.LATE])
+        late = [step_dir(checkpoints_dir(folder), step) for step in plan.LATE]
+        self._evaluate(folder.name, self.start, late)
         _drop_weights(folder)
 
     def _measure(self, arm: str, low: float, high: float) -> Mapping[str, float]:

@@ -40,8 +40,8 @@ from tests.rollout_setup import (
     vllm_environment,
 )
 
-BLOCK = 128
-"""Tokens of a block of vLLM's cache on a CPU."""
+BLOCKS = 128
+"""Tokens of several blocks of vLLM's cache on a CPU."""
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -54,7 +54,7 @@ SIZES: dict[str, Any] = {
 }
 NONE = np.empty(0, np.int32)
 stored_routes = worker.materialize_routed_experts
-PROMPT = make_prompts(1, length=BLOCK + 2)[0].token_ids
+PROMPT = make_prompts(1, length=BLOCKS + 2)[0].token_ids
 
 
 def make_config(folder: Path, **rollout: Any) -> Config:
@@ -158,7 +158,7 @@ def test_routes_are_those_of_the_routers(tmp_path: Path) -> None:
         engine.update_weights(changed(tmp_path, endless), policy_version=0)
 
         # Responses to one prompt: to the end, and until they are aborted.
-        long = [request("is long", 1, BLOCK + 5), request("aborted", 2, 240)]
+        long = [request("is long", 1, BLOCKS + 5), request("aborted", 2, 240)]
         stops = request("stops", 3, 200, stop_ids=(2, 3, 4, 5))
         full = request("is full", 4, 9)
         for one in long:
@@ -186,12 +186,12 @@ def test_routes_are_those_of_the_routers(tmp_path: Path) -> None:
         engine.add(request("late", 5, 9))
         part, late = engine.abort()
         assert (part.reason, late.reason, late.routes) == ("abort", "abort", None)
-        assert len(part.token_ids) > BLOCK
+        assert len(part.token_ids) > BLOCKS
         check(model, long[1], part)
 
         # It is continued in the next generation, by requests that keep less than the most.
         assert part.routes is not None
-        for num_lost in (0, 1, BLOCK):
+        for num_lost in (0, 1, BLOCKS):
             kept = part.routes[: len(part.routes) - num_lost]
             rest = replace(rest_of(long[1], part), num_routed=len(kept))
             check(model, rest, run(engine, rest)["aborted"], kept)

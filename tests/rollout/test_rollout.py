@@ -193,11 +193,31 @@ def test_what_is_interrupted_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) > 0.05
 
 
+def test_responses_to_a_prompt_compute_it_once(fresh, monkeypatch):
+    """All but its last block, which is not full; also where all of them begin in the same step."""
+    prompts = make_prompts(3, length=75)
+    step, cached = fresh.engine.llm.step, dict[str, list[int]]()
+
+    def watched():
+        outputs = step()
+        for one in outputs:
+            if one.finished:
+                cached.setdefault(one.request_id.split("/")[0], []).append(one.num_cached_tokens)
+        return outputs
+
+    monkeypatch.setattr(fresh.engine.llm, "step", watched)
+    groups = generate(fresh.engine, prompts, num_samples=4)
+    assert {name: sorted(found) for name, found in cached.items()} == {
+        prompt.id: [0, 64, 64, 64] for prompt in prompts
+    }
+    assert largest_difference(fresh.model, prompts, groups) < TOLERANCE
+
+
 def test_goes_on_from_what_an_environment_says(fresh, monkeypatch):
     """Log-probs are those of sampled tokens, given all tokens before.
 
     By what vLLM says of each request, those before are cached, and none of an earlier generation;
-    the prompts alone fill a block of 128 tokens.
+    the prompts alone fill four blocks of 32 tokens.
     """
     prompts = make_prompts(20, length=130)
     settings = {"num_samples": 1, "max_response_tokens": 30}
@@ -341,7 +361,7 @@ def test_scored_log_probs_equal_those_of_transformers(fresh):
 
 
 def test_synced_weights_are_the_ones_generated_with(fresh):
-    # Longer than a block of the KV cache (128 on a CPU): what is cached of the old weights must go.
+    # Longer than a block of the KV cache (32 on a CPU): what is cached of the old weights must go.
     prompts = make_prompts(3, length=140)
     for version in (1, 2, 3):
         perturb(fresh.model, seed=version)

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # Prompt tokens of an engine step on a CPU, where vLLM cannot split a seeded prompt.
 _CPU_STEP_TOKENS = 8192
+# Tokens of a block of the KV cache on a CPU: the fewest that its kernels take. With vLLM's 128 the
+# responses to a short prompt would each compute all of it.
+_CPU_BLOCK_TOKENS = 32
 _QUANTIZATION: dict[str, dict[str, Any]] = {
     "": {},
     "fp8": {
@@ -165,6 +168,8 @@ def engine_args(
         if geometry_of(hf_config).latent:
             # The faster one, for 16 bits, drops the weights that a sync copies into.
             device_args["attention_backend"] = "CPU_MLA"
+        else:  # latent attention has blocks of a fixed size
+            device_args["block_size"] = _CPU_BLOCK_TOKENS
     routes_args: dict[str, Any] = {}
     if returns_routes(config.objective, load_weights=load_weights):
         # vLLM stores routes by blocks of its prefix cache, and refuses them without one.

@@ -131,17 +131,18 @@ def soak(command: list[str], folder: Path, every_s: float) -> None:
 
 
 def read(path: Path) -> tuple[Samples, float]:
-    """Samples by process and quantity, and the last step; a missing sample of a file is 0."""
+    """Samples by process and quantity before the last step, and that; a missing one is 0."""
     rows = [*csv.DictReader(path.open(newline=""))]
     at = {row["second"]: float(row["step"]) for row in rows}
     samples: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:
         samples[row["of"], row["quantity"]][row["second"]] = float(row["value"])
-    moments = [second for second in at if second in samples[RANKS[1], "threads"]]
+    last = max(at.values())
+    moments = [second for second, step in at.items() if step < last]  # then the ranks end
     return {
         key: [(at[second], values.get(second, 0.0)) for second in moments]
         for key, values in samples.items()
-    }, max(at.values())
+    }, last
 
 
 def slope(points: np.ndarray, *, num_draws: int = 2000) -> tuple[float, float, float]:

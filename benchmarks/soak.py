@@ -1,12 +1,12 @@
 """Run a config for long, and see what grows: memory, descriptors, threads, processes, files.
 
-    PYTHONPATH=. python -m benchmarks.soak CONFIG [section.key=value ...] --output FOLDER
-    PYTHONPATH=. python -m benchmarks.soak --output FOLDER      the table and curves again
+    PYTHONPATH=. python -m benchmarks.soak [CONFIG section.key=value ...] [--output FOLDER]
+    PYTHONPATH=. python -m benchmarks.soak --output FOLDER      its table and curves again
 
-Starts torchrun with one rank that trains and one that generates, as a user would, and reads /proc
-from outside: nothing in the run knows of it. FOLDER gets samples.csv, output.txt, curves.png and
-the run. `environment.kind="benchmarks/soak.py:InSandbox"` has some calls of configs/demo_tools.toml
-answered by programs in the sandbox.
+Without CONFIG: 500 steps of the demo with tools (`DEMO`), whose warm start must be there. Starts
+torchrun with one rank that trains and one that generates, as a user would, and reads /proc from
+outside: nothing in the run knows of it. FOLDER gets samples.csv, output.txt, curves.png and the
+run. `InSandbox` answers some calls of that demo by programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -38,6 +39,13 @@ MEMORY = {"Pss": "PSS, MiB", "Anonymous": "anonymous, MiB", "Pss_Shmem": "shared
 """Lines of smaps_rollup. PSS counts a page that n processes share as 1/n in each of them, and so
 falls while a process starts a child; anonymous memory is all that no file backs."""
 RANKS = ("trains", "generates")
+
+DEMO = """
+configs/demo_tools.toml run.num_steps=500 batch.rollout_prompts=4 batch.minibatch_prompts=2
+batch.rollouts_per_prompt=4 environment.kind=benchmarks/soak.py:InSandbox rollout.max_staleness=1
+checkpoint.background=true checkpoint.every_steps=10 evaluation.every_steps=100
+evaluation.samples_per_prompt=1 reward.num_workers=1 data.curriculum=0.5
+"""
 
 Samples = dict[tuple[str, str], list[tuple[float, float]]]
 """(step, value) by process and quantity."""
@@ -198,17 +206,19 @@ def draw(samples: Samples, path: Path) -> None:
 
 
 def main() -> None:
-    """Run, unless only a folder is given; print the table and draw the curves."""
+    """Run, unless the folder has samples; print the table and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("command", nargs="*", help="config and settings of the run")
-    parser.add_argument("--output", type=Path, required=True, help="folder for all that is written")
+    parser.add_argument("--output", type=Path, help="for all files; default: a temporary folder")
     parser.add_argument("--every", type=float, default=5, help="seconds between samples")
     arguments = parser.parse_intermixed_args()
-    if arguments.command:
-        soak(arguments.command, arguments.output, arguments.every)
-    samples, num_steps = read(arguments.output / "samples.csv")
+    folder = arguments.output or Path(tempfile.mkdtemp())
+    if arguments.command or not (folder / "samples.csv").exists():
+        soak(arguments.command or DEMO.split(), folder, arguments.every)
+    samples, num_steps = read(folder / "samples.csv")
     print_table(samples, num_steps)
-    draw(samples, arguments.output / "curves.png")
+    draw(samples, folder / "curves.png")
+    print(f"curves: {folder / 'curves.png'}")
 
 
 if __name__ == "__main__":

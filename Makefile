@@ -111,9 +111,9 @@ arena: ## Compare all clip rules side by side (studies/arena) on this CPU (what 
 
 BENCHMARKS = $(shell grep -l __main__ benchmarks/*.py)
 
-bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs demo and demo-language)
+bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs demo, demo-language and the warm start of configs/demo_tools.toml)
 	@tools/setup_env.sh dev
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(ARGS); done
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; PYTHONPATH=. $(PY) $$script $(ARGS); done
 
 env: ## Only make .venv
 	@tools/setup_env.sh dev

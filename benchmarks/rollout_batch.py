@@ -157,6 +157,10 @@ def main() -> None:
                 found += measure(side, arguments, folder)
                 shown = (f"{one['whole']:.2f} s ({one['cpu/whole']:.2f} CPU)" for one in found)
                 print(side, *shown, flush=True)
+    if setting.is_unequal:
+        counts = {side: [one["tokens"] for one in found] for side, found in batches.items()}
+        if len({*map(tuple, counts.values())}) > 1:
+            raise SystemExit(f"the sides sampled other numbers of tokens: {counts}")
     show(batches)
 
 

@@ -1,8 +1,9 @@
-"""A start by part, in wall and CPU seconds: `python benchmarks/start.py CONFIG [key=value ...]`.
+"""A start by part, in wall and CPU seconds: `python benchmarks/start.py [CONFIG key=value ...]`.
 
-Trains as `python -m gapo_megatron.train` does until the engine has sampled its first token, prints
-what each part took, and ends. CPU seconds are those of this process and of its children that ended.
-For a start with nothing in vLLM's cache set VLLM_CACHE_ROOT to a new folder.
+Trains as `python -m gapo_megatron.train` does (without CONFIG the demo) until the engine has
+sampled its first token, prints what each part took, and ends. CPU seconds are those of this
+process and of its children that ended. For a start with nothing in vLLM's cache set
+VLLM_CACHE_ROOT to a new folder.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def imports() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = sys.argv[1:] or ["configs/demo.toml"]
     mark("Python, config's modules")
     marked(train, "check_before_imports", "config, early checks")
     _without_garbage_collection = train.without_garbage_collection

@@ -266,8 +266,6 @@ def gather_tables(table: np.ndarray, group: dist.ProcessGroup | None) -> list[np
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Gather an object of every rank, by rank, on every rank.
 
-    As torch's `all_gather_object`, which takes ten times as long to read what has come.
-
     Args:
         mine: anything that pickles, small.
         group: see `gather_bytes`.

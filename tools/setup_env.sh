@@ -122,9 +122,11 @@ install_run() {
   say "ready in $SECONDS s"
 }
 
-# Its own files too, which change with every pull. Under a checkout that cannot be written to they are imported as
-# they are.
-compile_package() { [ ! -w gapo_megatron ] || "$venv_python" -m compileall -q gapo_megatron tools; }
+# Its own files too, which change with every pull. What cannot be compiled or written is imported as it is.
+compile_package() {
+  [ ! -w gapo_megatron ] || "$venv_python" -m compileall -q gapo_megatron tools >&2 ||
+    say "not every file of the package could be compiled ahead"
+}
 
 install_dev() {
   local stamp=.venv/.stamp-dev key

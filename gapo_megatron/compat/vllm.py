@@ -66,14 +66,15 @@ def _inspect_here(architectures: Sequence[str]) -> None:
 
     It would inspect a class that its cache (VLLM_CACHE_ROOT) does not know in a process of its own,
     which imports all of vLLM again: at the first start with a cache, on every rank at once. It does
-    so for processes that it forks, which must find CUDA as yet unused; here it forks none.
+    so for processes that it forks, which must find CUDA as yet unused; here it forks none. Draft
+    models are inspected as before.
     """
     # Uses: model_executor.models.ModelRegistry.models, and their load_model_cls
     # Versions: vllm 0.32.0
     # Upstream: vllm-project/vllm#19317 (open)
     for name in architectures:
         known = ModelRegistry.models.get(name)
-        with contextlib.suppress(ImportError):  # vLLM says that it cannot inspect it
+        with contextlib.suppress(Exception):  # vLLM tries again, and says why it cannot
             if known is not None:
                 ModelRegistry.register_model(name, known.load_model_cls())
 

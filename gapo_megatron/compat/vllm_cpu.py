@@ -64,7 +64,8 @@ def search_only_vllm() -> None:
 
 def _rebind_in_vllm(overrides: list[tuple[Any, Any]]) -> None:
     """Put replacements in the place of kernels, [(kernel, replacement)], in vLLM's modules."""
-    own = {name: one for name, one in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    loaded = list(sys.modules.items())  # other threads may import
+    own = {name: one for name, one in loaded if name.partition(".")[0] == "vllm"}
     known = vars(dispatcher)
     known["sys"] = SimpleNamespace(modules=own)
     try:

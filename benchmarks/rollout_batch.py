@@ -251,7 +251,7 @@ def read_tokenizer(folder: Path) -> Any:
     """That of the folder as it is; `AutoTokenizer` takes Qwen2's own for a random Qwen2."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
 
 
 def prompt_ids(setting: Setting, tokenizer: Any) -> list[list[int]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gapo_megatron.compat import onednn
 from gapo_megatron.errors import GapoError
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,8 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.T
     """
     if left.dtype == right.dtype == torch.float16:
         return torch.matmul(left.float(), right.float(), **kwargs).half()
-    return torch.matmul(left, right, **kwargs)
+    product = None if kwargs else onednn.mm(left, right)
+    return torch.matmul(left, right, **kwargs) if product is None else product
 
 
 def _is_cuda(device: Any) -> bool:

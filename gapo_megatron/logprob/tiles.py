@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from gapo_megatron.compat import onednn
 from gapo_megatron.device import float32_products
 
 MAXIMUM, SUM_EXP, TARGET, WEIGHTED = range(4)
@@ -208,6 +209,8 @@ def add_product_(
             # In two steps: within one, cuBLAS may add partial sums in 16 bits.
             product = torch.mm(left, right, out_dtype=torch.float32)
             total.copy_(product) if overwrite else total.add_(product)
+        elif (sums := onednn.mm(left, right)) is not None:
+            total.copy_(sums) if overwrite else total.add_(sums)
         elif left.dtype == total.dtype:
             total.addmm_(left, right, beta=beta)
         elif total.is_cuda:
@@ -288,7 +291,9 @@ def _logits(
 ) -> torch.Tensor:
     """Logits [rows, columns] in the accumulation dtype; both passes call this same function."""
     dtype = accumulation_dtype(x_b.dtype)
-    if x_b.dtype == dtype:
+    if (sums := onednn.mm(x_b, w_v.t())) is not None:
+        z = sums if out is None else out.copy_(sums)
+    elif x_b.dtype == dtype:
         z = torch.mm(x_b, w_v.t(), out=out)
     else:
         z = torch.mm(x_b, w_v.t(), out_dtype=dtype)

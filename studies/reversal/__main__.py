@@ -109,7 +109,7 @@ class Study:
             if not start.exists():
                 settings = [*paths, f"supervised.num_steps={steps}", f"model.hf_dir={start}"]
                 settings.append(f"run.output_dir={self.folder / 'supervised'}")
-                self._python(start, "gapo_megatron.sft", str(BASE), *settings)
+                self._python(start, "gapo_megatron.sft", str(BASE), *settings, threads=2)
             share = plan.mixed_share(self._evaluate(start.name, start)["0"])
             say(f"start of {steps} steps: {100 * share:.1f} % of groups expected to be mixed")
             if share >= plan.START_MIXED:
@@ -198,9 +198,9 @@ class Study:
     def _read(result: Path) -> dict[str, np.ndarray]:
         return {step: np.array(one) for step, one in json.loads(result.read_text()).items()}
 
-    def _python(self, of: Path, *command: str) -> None:
-        """Run a module on one thread; what it prints is in a file beside `of`."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    def _python(self, of: Path, *command: str, threads: int = 1) -> None:
+        """Run a module; what it prints is in a file beside `of`."""
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         log = of.with_name(f"{of.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:

@@ -18,12 +18,12 @@ ARMS = {
 """Arm -> `objective.method`."""
 JUDGED = ("gapo", "reversed", "fixed")
 """Arms of the primary differences; the others are run after them."""
-NUM_STEPS, LATE = 100, (80, 90, 100)
+NUM_STEPS, LATE = 40, (32, 36, 40)
 """Steps of a run, and the steps after which it is evaluated."""
 K = 8
 SEEDS = range(34)
 """Seeds of the pairs, in the order in which they are run."""
-CALIBRATION_SEED, CALIBRATION_STEPS = 1000, 33
+CALIBRATION_SEED, CALIBRATION_STEPS = 1000, 13
 """A seed that no pair has, and the first third of a run."""
 
 CLIPPED, LOST = "clip/fraction_sequences", "clip/gradient_mass_lost"

@@ -188,7 +188,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     started: list[str] = []
     failing = {"reversed-seed_0"}
 
-    def run(self: runner.Study, of: Path, module: str, *words: str) -> None:
+    def run(self: runner.Study, of: Path, module: str, *words: str, threads: int = 1) -> None:
         if module != "studies.reversal.exact":
             config = load_config(words[0], [*words[1:]])
         if module == "gapo_megatron.sft":
@@ -238,7 +238,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(study.folder.glob("*/checkpoints"))
     (found,) = packed
     assert found.keys() == {("start", 0), *((arm, seed) for arm in plan.ARMS for seed in (0, 1))}
-    assert found["fixed", 1].keys() == {"80", "90", "100"}
+    assert found["fixed", 1].keys() == {str(step) for step in plan.LATE}
     with pytest.raises(ConfigError, match="rules"):
         runner.Study(Path("models/tiny"), 1, "other rules")
 

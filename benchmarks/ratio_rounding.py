@@ -1,6 +1,6 @@
 """How far a step of GAPO moves its ratios, and how far 16 bits do, by length of the responses.
 
-    python benchmarks/ratio_rounding.py MODEL_FOLDER --output FILE [--tokens N ...]
+    python benchmarks/ratio_rounding.py [--model FOLDER] [--output FILE] [--tokens N ...]
 
 Samples responses of exactly so many tokens, in groups of 4 of which 1 or 3 are planted as correct,
 and takes one step on them with the package's own `learn`: an update for each group, clip 3e-3 /
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 from gapo_megatron.clock import Stopwatch
 
+MODEL = Path("runs/smollm2/SmolLM2-135M-Instruct")
 K = 4
 PRECISIONS = ("bf16", "fp16")
 NUM_CORRECT = (1, 3)
@@ -36,31 +37,36 @@ QUESTIONS = (
     "How many minutes are there in three days? Show your work.",
     "Tom has 50 dollars and buys 3 books of 12 dollars each. What is left? Explain.",
 )
+KEYS = ("model", "tokens", "groups", "precision")
 COLUMNS = ("ratio_signal", "ratio_rounding", "ratio_correlation", "clip_decisions_changed")
 
 
 def main() -> None:
     """Run the cases that FILE lacks, each in a process, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", metavar="MODEL_FOLDER")
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines, a case each")
+    parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/rounding.jsonl"), help="JSON lines, a case each"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--groups", type=int, default=4, help="of these questions; one update each")
+    parser.add_argument("--groups", type=int, default=4, choices=range(1, 5), help="updates")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        rows = measure(arguments.folder, **arguments.case)
+        rows = measure(str(arguments.model), **arguments.case)
         with arguments.output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(arguments.case | row) + "\n" for row in rows)
+            named = {"model": arguments.model.name} | arguments.case
+            file.writelines(json.dumps(named | row) + "\n" for row in rows)
         return
     for tokens in arguments.tokens:
         for seed in arguments.seeds:
             case = {"tokens": tokens, "groups": arguments.groups, "seed": seed}
-            if not any(case.items() <= row.items() for row in read_rows(arguments.output)):
+            named = {"model": arguments.model.name} | case
+            if not any(named.items() <= row.items() for row in read_rows(arguments.output)):
                 print(case, file=sys.stderr, flush=True)
                 options = ["--output", arguments.output, "--case", json.dumps(case)]
-                command = [sys.executable, __file__, arguments.folder, *options]
+                command = [sys.executable, __file__, "--model", arguments.model, *options]
                 subprocess.run(command, check=True)
     print_table(read_rows(arguments.output))
 
@@ -153,7 +159,7 @@ def prompt_ids(folder: str, num: int) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template:
-        texts = [f"{tokenizer.bos_token}Question: {one}\nAnswer:" for one in QUESTIONS[:num]]
+        texts = [f"{tokenizer.bos_token or ''}Question: {one}\nAnswer:" for one in QUESTIONS[:num]]
     else:
         turns = [[{"role": "user", "content": one}] for one in QUESTIONS[:num]]
         options = {"tokenize": False, "add_generation_prompt": True}
@@ -163,15 +169,17 @@ def prompt_ids(folder: str, num: int) -> list[list[int]]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Means over seeds."""
-    print(f"| tokens | precision | updates | seeds | {' | '.join(COLUMNS)} |")
-    for case in sorted({(row["tokens"], row["precision"], row["groups"]) for row in rows}):
-        found = [row for row in rows if (row["tokens"], row["precision"], row["groups"]) == case]
+    print(f"| {' | '.join(KEYS)} | seeds | {' | '.join(COLUMNS)} |")
+    cases: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault(tuple(str(row[key]) for key in KEYS), []).append(row)
+    for case, found in cases.items():
         cells = []
         for name in COLUMNS:
             values = np.array([row[f"numerics/{name}"] for row in found])
             form = ".2f" if "correlation" in name else ".0%" if "changed" in name else ".1e"
             cells.append(f"{values.mean():{form}} ({values.min():{form}} to {values.max():{form}})")
-        print(f"| {' | '.join(map(str, case))} | {len(found)} | {' | '.join(cells)} |")
+        print(f"| {' | '.join(case)} | {len(found)} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

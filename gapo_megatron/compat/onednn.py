@@ -1,7 +1,7 @@
 """Float32 matrix products by oneDNN, where torch's own library does not use the CPU's width.
 
 torch gives float32 products to MKL, which on AMD's CPUs stays at AVX2: with AVX-512, oneDNN takes
-half the time. Both accumulate in float32; oneDNN's rounding is up to twice MKL's.
+half the time. Both accumulate in float32; oneDNN's rounding is about twice MKL's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _SMALLEST = 2**27
 
 
 def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """Left [..., K] @ right [K, N] as [..., N] by oneDNN, or None if torch is to multiply.
+    """Left [..., K] @ right [K, N] as [..., N] by oneDNN, or None where torch has to multiply.
 
-    That is everything but large float32 matrices on a CPU of AMD's with AVX-512, and products that
+    None for small products, other dtypes and other CPUs than AMD's with AVX-512, and for whatever
     autograd records. The factors may be transposed views.
     """
     # Uses: torch.ops.mkldnn._linear_pointwise
@@ -41,7 +41,7 @@ def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def _is_faster() -> bool:
-    """Whether this is a CPU of AMD's with AVX-512, and torch was built with oneDNN."""
+    """Whether this is a CPU of AMD's with AVX-512, and torch was built with both libraries."""
     has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_both:
         return False

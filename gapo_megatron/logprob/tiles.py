@@ -24,7 +24,7 @@ CPU_ROWS = 192
 
 A BLAS library chooses kernels, and with them the rounding, by the number of rows. MKL's compute 4,
 6 or 16 rows at a time, and what is left over with another kernel: a multiple of all three leaves
-nothing over. Smaller ones are slower.
+nothing over. oneDNN's keep a row's bits at this number, too. Smaller ones are slower.
 """
 
 KEPT_BYTES = 2**28
@@ -204,19 +204,20 @@ def add_product_(
     total becomes the product, whatever it held.
     """
     beta = 0 if overwrite else 1  # with 0 total is not read: it may hold NaN
+    left_wide, right_wide = _operand(left), _operand(right)
     with _exact_products(left):
         if left.is_cuda and left.dtype == total.dtype and total.dtype.itemsize == 2:
             # In two steps: within one, cuBLAS may add partial sums in 16 bits.
             product = torch.mm(left, right, out_dtype=torch.float32)
             total.copy_(product) if overwrite else total.add_(product)
-        elif (sums := onednn.mm(left, right)) is not None:
+        elif (sums := onednn.mm(left_wide, right_wide)) is not None:
             total.copy_(sums) if overwrite else total.add_(sums)
         elif left.dtype == total.dtype:
             total.addmm_(left, right, beta=beta)
         elif total.is_cuda:
             torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
         else:
-            total.addmm_(_operand(left), _operand(right), beta=beta)
+            total.addmm_(left_wide, right_wide, beta=beta)
 
 
 def _tile_stats(

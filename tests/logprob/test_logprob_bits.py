@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gapo_megatron.compat import onednn
 from gapo_megatron.logprob import Sequences, tiles, token_log_probs
 from tests.logprob_setup import many_blocks, problem
 
@@ -22,7 +23,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.fixture(params=["MKL", "oneDNN"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_SMALLEST", 1)
+    monkeypatch.setattr(onednn, "_is_faster", lambda: request.param == "oneDNN")
+
+
+@pytest.mark.usefixtures("threads", "library")
 @DTYPES
 @pytest.mark.parametrize("num_columns", [50, 2049, 5000])
 def test_a_row_keeps_its_bits_whatever_its_neighbours(num_columns: int, dtype: torch.dtype) -> None:

@@ -170,8 +170,8 @@ class Study:
         self._train(folder, arm, low, high, seed=plan.CALIBRATION_SEED, num_steps=steps)
         _drop_weights(folder)
         metrics = read_run(folder).metrics
-        keys = (plan.CLIPPED, plan.LOST, plan.LOST_CORRECT)
-        means = {key: float(np.mean(list(metrics[key].values()))) for key in keys}
+        keys = (plan.CLIPPED, plan.LOST, plan.LOST_CORRECT, plan.DOSE)
+        means = {key: float(np.mean(list(metrics[key].values()))) for key in keys if key in metrics}
         say(f"calibration: {arm} {low:g} {high:g}: {means}")
         return means
 

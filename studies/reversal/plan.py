@@ -28,13 +28,15 @@ CALIBRATION_SEED, CALIBRATION_STEPS = 1000, 13
 
 CLIPPED, LOST = "clip/fraction_sequences", "clip/gradient_mass_lost"
 LOST_CORRECT = "clip/positive_gradient_mass_lost"
+DOSE = "clip/dose_decisions"
+"""Share of decisions on correct responses that differ from the fixed clip's."""
 CLIPPED_SHARE, UPPER_OVER_LOWER = 0.20, 4.0
 """Share of its sequences that GAPO's widths (e, 4e) clip."""
 FIRST_WIDTH, MOST_WIDTHS = 0.02, 8
 
 LEAST_PAIRS, EFFECT = 13, 1.7
 """Pairs before the deviation is estimated; the difference in points that the study has to see."""
-START_STEPS, START_MIXED = (40, 80, 160), 0.4
+START_STEPS, START_MIXED = (160, 320), 0.5
 """Lengths of the supervised start, tried in this order, and the share of mixed groups it needs."""
 
 Widths = dict[str, tuple[float, float]]

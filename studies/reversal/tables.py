@@ -54,7 +54,7 @@ class Archive:
 
     @property
     def families(self) -> np.ndarray:
-        """[problems]: `gym/held_out-gcd-12` is of gcd."""
+        """[problems]: `gym/held_out-products-12` is of products."""
         return np.array([one.split("-")[-2] for one in self.problems])
 
 
@@ -203,7 +203,6 @@ def _by_family(archive: Archive, rates: Mapping[str, np.ndarray]) -> Iterator[li
     start, families = 100 * archive.start, archive.families
     for family in dict.fromkeys(families.tolist()):
         yield _split(family, start, rates, families == family)
-    yield _split("all but gcd", start, rates, families != "gcd")
 
 
 def _removed(runs: Sequence[StudyRun]) -> Iterator[list[str]]:

@@ -313,18 +313,18 @@ class GenerationRanks:
         Args:
             work: raises LostRanksError on all trainers or on none (`_together`).
         """
-        lost: LostRanksError | None = None
+        has_lost = False
         while True:
             try:
-                if lost is not None:
-                    self._regroup(lost)
-                    lost = None
+                if has_lost:
+                    self._regroup()
+                    has_lost = False
                 self._order_again()
                 return work()
-            except LostRanksError as error:
-                lost = error
+            except LostRanksError:
+                has_lost = True
 
-    def _regroup(self, lost: LostRanksError) -> None:
+    def _regroup(self) -> None:
         """Begin again with the generation ranks that are left. Collective over both sides.
 
         Raises:
@@ -340,7 +340,7 @@ class GenerationRanks:
             logger.warning(
                 "%s. %d generation rank(s) go on, after %.1f s; batches that are not collected are "
                 "sampled again",
-                lost,
+                self.bridge.losses,  # the error may be of a rank that only heard of it
                 self.bridge.num_generation,
                 time.monotonic() - start_s,
             )

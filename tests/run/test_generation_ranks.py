@@ -75,7 +75,7 @@ class Side:
         """Names of the parameters of every transfer."""
 
     is_generation = False
-    num_training, num_generation, num_lost = 1, 1, 0
+    num_training, num_generation, num_lost, losses = 1, 1, 0, "nobody"
 
     def beat(self) -> None: ...
 

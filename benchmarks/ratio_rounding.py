@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/rounding.jsonl"), help="JSON lines, a case each"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--groups", type=int, default=4, choices=range(1, 5), help="updates")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)

@@ -129,9 +129,8 @@ class Bridge:
         """Generation ranks of the job that the others go on without."""
         return self._layout.num_generation - len(self._members)
 
-    @property
-    def losses(self) -> str:
-        """Who they are, in words."""
+    def describe_lost(self) -> str:
+        """The generation ranks of the job that the others go on without, in words."""
         lost = [rank for rank in self._layout.generation if rank not in self._members]
         return "; ".join(map(self._layout.describe_loss, lost))
 

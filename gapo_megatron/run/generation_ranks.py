@@ -340,7 +340,7 @@ class GenerationRanks:
             logger.warning(
                 "%s. %d generation rank(s) go on, after %.1f s; batches that are not collected are "
                 "sampled again",
-                self.bridge.losses,  # the error may be of a rank that only heard of it
+                self.bridge.describe_lost(),  # a trainer may only have heard that some are gone
                 self.bridge.num_generation,
                 time.monotonic() - start_s,
             )

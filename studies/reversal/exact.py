@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gapo_megatron.compat import onednn
 from gapo_megatron.io.files import write_atomically
@@ -28,6 +29,13 @@ from gapo_tools.conversion.directions import Options
 
 BATCH_TOKENS = 2048
 """Largest number of tokens of a forward pass, padding included."""
+_torch_linear = functional.linear
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X [..., K] by weight [N, K] as [..., N], by the library that is faster here."""
+    product = None if bias is not None else onednn.mm(x, weight.t())
+    return _torch_linear(x, weight, bias) if product is None else product
 
 
 @torch.no_grad()
@@ -54,12 +62,13 @@ def answer_probabilities(
             mask[row, -lengths[place] :] = 1
             tokens[row, -lengths[place] :] = torch.tensor([*prompts[place], *answers[place]])
         most = max(len(answers[place]) for place in batch)
-        logits = model(
-            input_ids=tokens,
-            attention_mask=mask,
-            logits_to_keep=most + 1,
-            use_cache=False,
-        ).logits
+        with patch.object(functional, "linear", _linear):
+            logits = model(
+                input_ids=tokens,
+                attention_mask=mask,
+                logits_to_keep=most + 1,
+                use_cache=False,
+            ).logits
         log_probs = logits[:, :-1].double().log_softmax(dim=-1)
         chosen = log_probs.gather(2, tokens[:, -most:, None])[:, :, 0]
         for row, place in enumerate(batch):
@@ -91,17 +100,10 @@ def evaluate(model_dir: str, problems: Path, checkpoints: Sequence[str]) -> dict
     return found
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` by the library that is faster here."""
-    product = None if bias is not None else onednn.mm(x, weight.t())
-    return torch._C._nn.linear(x, weight, bias) if product is None else product
-
-
 def main() -> None:
     """Evaluate what the command line names."""
     model, problems, output, *checkpoints = sys.argv[1:]
-    with patch.object(torch.nn.functional, "linear", _linear):
-        found = evaluate(model, Path(problems), checkpoints)
+    found = evaluate(model, Path(problems), checkpoints)
     write_atomically(Path(output), json.dumps(found))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gapo_megatron.compat import onednn
 from gapo_megatron.config import load_config
 from gapo_megatron.data.reasoning_gym import generate
 from gapo_megatron.errors import ConfigError
@@ -61,10 +62,13 @@ PROMPTS = [[1, 2, 3], [4], [2, 2, 5, 1, 3, 4], [5, 1]]
 ANSWERS = [[4, 0], [2, 3, 0], [0], [1, 1, 4, 0]]
 
 
+@pytest.mark.parametrize("is_faster", [False, True])
 def test_probabilities_are_those_of_each_problem_by_itself(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, is_faster: bool
 ) -> None:
-    """Padding and batches change nothing."""
+    """Padding, batches and oneDNN change nothing."""
+    monkeypatch.setattr(onednn, "_SMALLEST", 1)
+    monkeypatch.setattr(onednn, "_is_faster", lambda: is_faster)
     expected = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         with torch.no_grad():

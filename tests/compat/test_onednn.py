@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gapo_megatron.compat import onednn
+from gapo_megatron.compat import cpu, onednn
 from gapo_megatron.logprob import tiles
 
 
@@ -53,3 +53,18 @@ def test_logits_in_memory_that_is_given() -> None:
     z = tiles._logits(LEFT, RIGHT.t(), 0.5, out=out)
     assert z.data_ptr() == out.data_ptr()
     torch.testing.assert_close(z.double(), LEFT.double() @ RIGHT.double() / 2, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_layers_on_the_emulated_device_multiply_so(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def marked(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        assert left.dtype == right.dtype == torch.float32
+        return left @ right + 1
+
+    monkeypatch.setattr(onednn, "mm", marked)
+    left, right = LEFT.to(dtype), RIGHT.to(dtype)
+    with cpu.emulation():
+        found = left.matmul(right)
+    assert torch.equal(found, marked(left.float(), right.float()).to(dtype))

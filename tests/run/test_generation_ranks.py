@@ -75,7 +75,10 @@ class Side:
         """Names of the parameters of every transfer."""
 
     is_generation = False
-    num_training, num_generation, num_lost, losses = 1, 1, 0, "nobody"
+    num_training, num_generation, num_lost = 1, 1, 0
+
+    def describe_lost(self) -> str:
+        return "rank 7"
 
     def beat(self) -> None: ...
 

@@ -30,11 +30,15 @@ CLIPPED, LOST = "clip/fraction_sequences", "clip/gradient_mass_lost"
 LOST_CORRECT = "clip/positive_gradient_mass_lost"
 DOSE = "clip/dose_decisions"
 """Share of decisions on correct responses that differ from the fixed clip's."""
-CLIPPED_SHARE, UPPER_OVER_LOWER = 0.20, 4.0
-"""Share of its sequences that GAPO's widths (e, 4e) clip."""
+LOST_SHARE, UPPER_OVER_LOWER = 0.20, 4.0
+"""Share of the correct responses' gradient that GAPO's widths (e, 4e) remove."""
+LEAST_DOSE = 0.05
+"""Share of decisions below which there is no order of c to be seen."""
 FIRST_WIDTH, MOST_WIDTHS = 0.02, 8
+NEAR, NEAREST = 0.02, 0.03
+"""Distance from a share at which the search ends, and from which it fails."""
 
-LEAST_PAIRS, EFFECT = 13, 1.7
+LEAST_PAIRS, EFFECT = 6, 1.7
 """Pairs before the deviation is estimated; the difference in points that the study has to see."""
 START_STEPS, START_MIXED = (160, 320), 0.5
 """Lengths of the supervised start, tried in this order, and the share of mixed groups it needs."""
@@ -50,46 +54,52 @@ def mixed_share(probabilities: np.ndarray) -> float:
     return float((1 - probabilities**K - (1 - probabilities) ** K).mean())
 
 
-def find_width(
-    lost: Callable[[float], float], *, target: float, tolerance: float, first: float
-) -> float:
-    """The width at which `lost`, which falls with it, is within `tolerance` of `target`.
+def find_width(lost: Callable[[float], float], *, target: float, first: float) -> float:
+    """A width at which `lost`, which falls with it, is `NEAR` `target`.
 
-    Interpolates in the width's logarithm between the nearest ones on both sides.
+    Interpolates in the width's logarithm between the nearest ones on both sides. `lost` has steps,
+    a response each: after `MOST_WIDTHS` the one that came nearest.
 
     Raises:
-        RuntimeError: `MOST_WIDTHS` widths were not enough; names them.
+        RuntimeError: none came within `NEAREST`; names them.
     """
-    tried: dict[float, float] = {}
+    gap: dict[float, float] = {}
     width = first
     for _ in range(MOST_WIDTHS):
         width = float(f"{width:.4g}")
-        tried[width] = lost(width)
-        if abs(tried[width] - target) <= tolerance:
+        gap[width] = lost(width) - target
+        if abs(gap[width]) <= NEAR:
             return width
-        narrow = max((one for one, share in tried.items() if share > target), default=None)
-        wide = min((one for one, share in tried.items() if share < target), default=None)
+        narrow = max((one for one, more in gap.items() if more > 0), default=None)
+        wide = min((one for one, more in gap.items() if more < 0), default=None)
         if narrow is None or wide is None:
             width = width * 2 if wide is None else width / 2
             continue
-        part = (tried[narrow] - target) / (tried[narrow] - tried[wide])
+        part = gap[narrow] / (gap[narrow] - gap[wide])
         width = narrow * (wide / narrow) ** min(max(part, 0.2), 0.8)
-    raise RuntimeError(f"no width within {tolerance} of {target:.4f} among {tried}")
+    nearest = min(gap, key=lambda one: abs(gap[one]))
+    if abs(gap[nearest]) > NEAREST:
+        raise RuntimeError(f"no width within {NEAREST} of {target:.4f}; distances {gap}")
+    return nearest
 
 
 def calibrate(measure: Measure, *, num_processes: int) -> Widths:
-    """Widths of all arms: GAPO's at 20 % clipped sequences, the others at GAPO's lost mass.
+    """Widths of all arms: GAPO's where a fifth of the correct rollouts' gradient is lost.
 
     Fixed and reversed clip have GAPO's lower width, and lose as much of the correct rollouts'
     gradient; the symmetric one has one width, and loses as much of everybody's.
+
+    Raises:
+        RuntimeError: a width is not found, or GAPO decides as the fixed clip does (`LEAST_DOSE`).
     """
     low = find_width(
-        lambda width: measure("gapo", width, UPPER_OVER_LOWER * width)[CLIPPED],
-        target=CLIPPED_SHARE,
-        tolerance=0.02,
+        lambda width: measure("gapo", width, UPPER_OVER_LOWER * width)[LOST_CORRECT],
+        target=LOST_SHARE,
         first=FIRST_WIDTH,
     )
     goal = measure("gapo", low, UPPER_OVER_LOWER * low)
+    if goal[DOSE] < LEAST_DOSE:
+        raise RuntimeError(f"of GAPO's decisions {goal[DOSE]:.3f} differ, not {LEAST_DOSE}")
 
     def match(arm: str) -> tuple[float, float]:
         key = LOST if arm == "symmetric" else LOST_CORRECT
@@ -98,7 +108,7 @@ def calibrate(measure: Measure, *, num_processes: int) -> Widths:
         def lost(width: float) -> float:
             return measure(arm, width if arm == "symmetric" else low, width)[key]
 
-        width = find_width(lost, target=goal[key], tolerance=0.01, first=first)
+        width = find_width(lost, target=goal[key], first=first)
         return (width if arm == "symmetric" else low), width
 
     others = [arm for arm in ARMS if arm != "gapo"]

@@ -130,24 +130,37 @@ def test_widths_are_matched_in_lost_mass() -> None:
         correct = float((logs > np.log1p(upper.get(arm, high))).mean())
         wrong = float((logs < np.log1p(-low)).mean())
         both = (correct + wrong) / 2
-        return {plan.CLIPPED: both, plan.LOST: both, plan.LOST_CORRECT: correct}
+        return {plan.LOST: both, plan.LOST_CORRECT: correct, plan.DOSE: dose}
 
+    dose = plan.LEAST_DOSE
     widths = plan.calibrate(measure, num_processes=1)
     assert set(asked) == set(widths) == set(plan.ARMS)
     assert len(asked) < 4 * plan.MOST_WIDTHS
     found = {arm: measure(arm, *pair) for arm, pair in widths.items()}
-    assert found["gapo"][plan.CLIPPED] == pytest.approx(0.2, abs=0.02)
+    assert found["gapo"][plan.LOST_CORRECT] == pytest.approx(0.2, abs=0.02)
     for arm, key in (("fixed", plan.LOST_CORRECT), ("reversed", plan.LOST_CORRECT)):
         assert found[arm][key] == pytest.approx(found["gapo"][key], abs=0.01)
         assert widths[arm][0] == widths["gapo"][0]
-    assert found["symmetric"][plan.LOST] == pytest.approx(found["gapo"][plan.LOST], abs=0.01)
+    assert found["symmetric"][plan.LOST] == pytest.approx(found["gapo"][plan.LOST], abs=0.02)
     assert widths["symmetric"][0] == widths["symmetric"][1]
+    dose = 0.049
+    with pytest.raises(RuntimeError, match=r"0\.049"):
+        plan.calibrate(measure, num_processes=1)
     with pytest.raises(RuntimeError, match="no width"):
-        plan.find_width(lambda width: 0.9, target=0.2, tolerance=0.01, first=1.0)
+        plan.find_width(lambda width: 0.9, target=0.2, first=1.0)
+
+
+def test_a_step_between_two_widths() -> None:
+    """No width loses a fifth; the nearest one is taken, unless it is far."""
+    found = plan.find_width(lambda width: 0.225 if width < 3 else 0.171, target=0.2, first=1.0)
+    assert found < 3
+    with pytest.raises(RuntimeError, match="no width"):
+        plan.find_width(lambda width: 0.231 if width < 3 else 0.169, target=0.2, first=1.0)
 
 
 def test_the_deviation_is_blind_and_says_how_many_pairs() -> None:
-    assert plan.pairs_needed(0.5) == plan.pairs_needed(2.0) == plan.LEAST_PAIRS
+    assert plan.pairs_needed(0.5) == plan.pairs_needed(1.1) == plan.LEAST_PAIRS
+    assert plan.pairs_needed(2.0) == 13
     assert plan.detectable(2.0, 34) == pytest.approx(1.0, abs=0.02)
     assert plan.LEAST_PAIRS < plan.pairs_needed(2.5) < plan.pairs_needed(9.0) == len(plan.SEEDS)
     random = np.random.default_rng(0)
@@ -220,7 +233,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     packed: list[dict[tuple[str, int], dict[str, np.ndarray]]] = []
     monkeypatch.setattr(tables, "pack", lambda *given: packed.append(given[4]))
     monkeypatch.setattr(runner, "write_task", lambda *_, problems, **__: problems.write_text("[]"))
-    shares = {plan.CLIPPED: 0.2, plan.LOST: 0.1, plan.LOST_CORRECT: 0.1}
+    shares = {plan.LOST: 0.3, plan.LOST_CORRECT: 0.2, plan.DOSE: 0.1}
     monkeypatch.setattr(runner.Study, "_measure", lambda *_: shares)
     study = runner.Study(Path("models/tiny"), 1, "rules")
     study.make_start()
@@ -255,7 +268,7 @@ def archived(folder: Path, *, pairs: int, gain: float) -> tables.Archive:
     found: dict[tuple[str, int], tables.Evaluations] = {("start", 0): {"0": start}}
     for seed in range(pairs):
         for arm in plan.ARMS:
-            more = 0.1 + random.normal() * 0.01 + gain / 100 * (arm == "gapo")
+            more = 0.1 + random.normal() * 0.005 + gain / 100 * (arm == "gapo")
             found[arm, seed] = {str(step): start + more for step in plan.LATE}
     widths = dict.fromkeys(plan.ARMS, (0.02, 0.08))
     tables.pack(folder, "abc123", widths, problems, found, [])
@@ -263,7 +276,7 @@ def archived(folder: Path, *, pairs: int, gain: float) -> tables.Archive:
 
 
 def test_an_archive_says_which_arm_is_ahead(tmp_path: Path) -> None:
-    archive = archived(tmp_path / "data", pairs=13, gain=3.0)
+    archive = archived(tmp_path / "data", pairs=6, gain=3.0)
     rates = np.stack([archive.found[arm].mean(axis=(1, 2)) for arm in plan.JUDGED], axis=1)
     assert tables.blind_deviation(archive) == plan.blind_deviation(100 * rates)
     assert (
@@ -272,7 +285,7 @@ def test_an_archive_says_which_arm_is_ahead(tmp_path: Path) -> None:
         .startswith("# SHA-256 of REGISTRATION.md: abc123\n")
     )
     page = tables.page(archive, [])
-    assert "Registration abc123. 13 pairs" in page
+    assert "Registration abc123. 6 pairs" in page
     lines = {line.split(" | ")[1]: line for line in page.splitlines() if line.startswith("| [")}
     assert "gapo is ahead |" in lines["gapo minus reversed"]
     assert "+3." in lines["gapo minus reversed"] or "+2." in lines["gapo minus reversed"]
@@ -281,15 +294,15 @@ def test_an_archive_says_which_arm_is_ahead(tmp_path: Path) -> None:
 
 
 def test_a_later_difference_is_a_test_only_after_an_earlier_one(tmp_path: Path) -> None:
-    page = tables.page(archived(tmp_path, pairs=13, gain=0.0), [])
+    page = tables.page(archived(tmp_path, pairs=6, gain=0.0), [])
     rows = [line for line in page.splitlines() if " minus " in line and "| [" in line][:3]
     assert "less than 1.7 points apart |" in rows[0]
     assert all("(exploratory)" in row for row in rows[1:])
 
 
 def test_no_arms_are_compared_before_the_last_pair(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="12 of 13 pairs"):
-        tables.page(archived(tmp_path, pairs=12, gain=3.0), [])
+    with pytest.raises(ValueError, match="5 of 6 pairs"):
+        tables.page(archived(tmp_path, pairs=5, gain=3.0), [])
 
 
 def test_every_arm_is_a_method_with_its_widths(monkeypatch: pytest.MonkeyPatch) -> None:

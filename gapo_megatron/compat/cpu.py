@@ -115,14 +115,31 @@ def _tensor_type(real: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`matmul` by the faster library, with float16 computed in float32 as on a GPU.
+def _rounds_once(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A product of 16-bit tensors computed in float32, as on a GPU: exact products, rounded once.
 
-    That is exact products, rounded once; PyTorch's own for float16 on a CPU takes 15 to 200 times
-    as long as float32.
+    Where the CPU has no instructions for them, PyTorch's own take 10 to 200 times as long.
     """
-    if left.dtype == right.dtype == torch.float16:
-        return _multiply(left.float(), right.float(), **kwargs).half()
+    # Uses: torch.cpu._is_avx512_bf16_supported
+    # Versions: torch 2.13.0
+    # Upstream: pytorch/pytorch#146508
+    slow = {torch.float16}
+    if not torch.cpu._is_avx512_bf16_supported():
+        slow.add(torch.bfloat16)
+
+    @functools.wraps(product)
+    def multiply(*tensors: torch.Tensor, **kwargs: Any) -> Any:
+        dtypes = {one.dtype for one in tensors}
+        if len(dtypes) == 1 and dtypes <= slow:
+            return product(*(one.float() for one in tensors), **kwargs).to(*dtypes)
+        return product(*tensors, **kwargs)
+
+    return multiply
+
+
+@_rounds_once
+def _multiply(left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`matmul` by the faster library."""
     product = None if kwargs else onednn.mm(left, right)
     return torch.matmul(left, right, **kwargs) if product is None else product
 
@@ -239,6 +256,7 @@ class _TorchStandIn(types.ModuleType):
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
         self.cuda, self.matmul = _CudaStandIn("torch.cuda"), _multiply
+        self.bmm, self.baddbmm = _rounds_once(torch.bmm), _rounds_once(torch.baddbmm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -71,27 +72,39 @@ def test_megatron_finds_a_device() -> None:
             torch.zeros(1, device="cuda")
 
 
-def test_products_of_float16_are_exact_until_they_are_rounded() -> None:
-    """Megatron-core multiplies by `torch.matmul` forward and by the tensor's method backward."""
+@pytest.mark.parametrize("name", ["matmul", "Tensor.matmul", "bmm", "baddbmm"])
+def test_products_of_float16_are_exact_until_they_are_rounded(name: str) -> None:
+    """Megatron-core multiplies by `torch`'s functions forward, by the tensor's method backward."""
     random = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, generator=random).half() for size in ((33, 64), (64, 17)))
-    expected = (left.double() @ right.double()).float().half()
-    products = []
-    real = torch.matmul
+    left = torch.randn(2, 33, 64, generator=random).half().requires_grad_()
+    right = torch.randn(2, 64, 17, generator=random).half()
+    factors = [torch.ones(2, 33, 17).half()] * (name == "baddbmm") + [left, right]
+    expected = (left.double() @ right.double() + (name == "baddbmm")).float().half()
+    with cpu.emulation():
+        product = operator.attrgetter(name)(schedules.torch)(*factors)
+    # Sums in float32 are rounded to another neighbour once in a while.
+    assert product.dtype == torch.float16 and (product != expected).float().mean() < 0.01
+    assert product.grad_fn.name() == "ToCopyBackward0"  # rounded behind the product, not in it
+    torch.testing.assert_close(product, expected, rtol=2**-10, atol=1e-6)
 
-    def watched(*factors: torch.Tensor, **options: Any) -> torch.Tensor:
-        products.append(factors[0].dtype)
-        return real(*factors, **options)
 
-    with cpu.emulation(), patch.object(torch, "matmul", watched):
-        found = [schedules.torch.matmul(left, right), left.matmul(right)]
-        bfloat16 = schedules.torch.matmul(left.bfloat16(), right.bfloat16())
-    assert products == [torch.float32, torch.float32, torch.bfloat16]
-    assert bfloat16.dtype == torch.bfloat16
-    for product in found:
-        # Sums in float32 are rounded to another neighbour once in a while.
-        assert product.dtype == torch.float16 and (product != expected).float().mean() < 0.01
-        torch.testing.assert_close(product, expected, rtol=2**-10, atol=1e-6)
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_multiplied_in_float32(dtype: torch.dtype, *, has_instructions: bool) -> None:
+    seen = []
+
+    def product(left: torch.Tensor, right: torch.Tensor, **options: int) -> torch.Tensor:
+        seen.extend([left.dtype, right.dtype, options])
+        return left @ right
+
+    with patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=has_instructions):
+        multiply = cpu._rounds_once(product)
+    one = torch.ones(2, 2, dtype=dtype)
+    assert multiply(one, one, beta=0).dtype == dtype
+    is_native = dtype == torch.float32 or (dtype == torch.bfloat16 and has_instructions)
+    assert seen == [dtype if is_native else torch.float32] * 2 + [{"beta": 0}]
+    with pytest.raises(RuntimeError, match="dtype"):  # as torch has it
+        multiply(one, torch.ones(2, 2, dtype=torch.float64))
 
 
 def test_the_emulated_random_state_is_apart_from_the_real_one() -> None:
